@@ -69,6 +69,8 @@ def _check_shapes(op: str, tensors: Sequence[Tensor], flat: Tensor) -> None:
     if flat.dim() != 1:
         raise ValueError(f"{op}: flat must be 1-D, got shape {tuple(flat.shape)}")
     for index, tensor in enumerate(tensors):
+        if tensor.device != flat.device:
+            raise ValueError(f"{op}: tensors[{index}] is on {tensor.device}, flat on {flat.device}")
         if tensor.dtype != flat.dtype:
             raise TypeError(f"{op}: tensors[{index}] is {tensor.dtype}, flat is {flat.dtype}; they must be the same")
     total = sum(tensor.numel() for tensor in tensors)
