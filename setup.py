@@ -1,15 +1,23 @@
-"""Builds torchext._C (backends, pybind11)."""
+"""Builds the two native modules: torchext._C (the backends) and torchext._kernels (the operators).
+
+Everything that is only data stands in pyproject.toml; how CUDA is chosen and what is recorded stands in
+tools/build_config.py. Environment: TORCHEXT_CUDA=auto|1|0, TORCH_CUDA_ARCH_LIST, MAX_JOBS, CXX.
+"""
+
+from __future__ import annotations
+
+import sys
 from pathlib import Path
 
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-SOURCES = sorted(str(p) for d in ("core", "c10d", "ddp", "python") for p in Path("csrc", d).glob("*.cpp"))
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # PEP 517 builds do not put the project's folder on the path
+
+from tools.build_config import BuildWithSummary, extensions, torch_requirement  # noqa: E402
+
 setup(
-    name="torchext",
-    version="0.1.0",
-    packages=["torchext"],
-    ext_modules=[CppExtension("torchext._C", SOURCES, include_dirs=[str(Path("csrc").resolve())],
-                              extra_compile_args=["-O3", "-std=c++20", "-fvisibility=hidden", "-g0"])],
-    cmdclass={"build_ext": BuildExtension},
+    ext_modules=extensions(ROOT),
+    cmdclass={"build_ext": BuildWithSummary},
+    install_requires=[torch_requirement()],
 )
