@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "BackendClass", "backend_of", "register"]
 
-# Longer than any job; chrono in nanoseconds reaches 292 years.
-_CONTROL_TIMEOUT = timedelta(days=365)
-
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 
 
@@ -119,10 +116,9 @@ def _inner_backends(store: Store, rank: int, size: int, timeout: timedelta, opts
         cuda = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, nccl_options)
     control = None
     if size > 1:
-        # It connects under the group's timeout, so that a rank that never comes is an error and not a hang; only then
-        # does it get its own.
+        # Its timeout is that of connecting, so that a rank that never comes is an error and not a hang; endless waits on
+        # it say so themselves.
         control = dist.ProcessGroupGloo(PrefixStore("control", store), rank, size, timeout=timeout)
-        control._set_default_timeout(_CONTROL_TIMEOUT)
     return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control)
 
 

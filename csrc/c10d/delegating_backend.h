@@ -42,7 +42,7 @@ namespace torchext {
 struct InnerBackends {
   c10::intrusive_ptr<c10d::Backend> cpu;      // Gloo; never null
   c10::intrusive_ptr<c10d::Backend> cuda;     // NCCL; null when torch has no CUDA or no GPU is visible
-  c10::intrusive_ptr<c10d::Backend> control;  // Gloo of its own, practically unlimited timeout: liveness, generator
+  c10::intrusive_ptr<c10d::Backend> control;  // Gloo of its own: liveness, generator; null in a group of one
 };
 
 class DelegatingBackend : public CompatBackend {
@@ -72,13 +72,14 @@ class DelegatingBackend : public CompatBackend {
   uint64_t addAbortCallback(std::function<void()> callback) { return health_->addAbortCallback(std::move(callback)); }
   void removeAbortCallback(uint64_t id) { health_->removeAbortCallback(id); }
   // Waits for a send or recv posted on an inner group so that poison() and abort() end the wait.
-  // timeout: 0 leaves it to that group. peer: the other rank, -1 for any. what: a literal for messages.
+  // timeout: 0 is that which the inner group connected with. peer: the other rank, -1 for any. what: a literal for
+  // messages.
   // Throws DistBackendError naming backend, peer and who died. Costs two short locks, no allocation.
   void waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout, int peer,
                         const char* what) {
     health_->waitPointToPoint(work, timeout, {.name = what, .peer = peer});
   }
-  // The same for calls that carry a sequence number, or for a service's background wait.
+  // The same for calls that carry a sequence number, or for the endless wait of a service (op.background).
   void waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout,
                         const OpInfo& op) {
     health_->waitPointToPoint(work, timeout, op);

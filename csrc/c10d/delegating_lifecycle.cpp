@@ -22,8 +22,6 @@ constexpr auto kDrainLimit = std::chrono::milliseconds(1000);
 constexpr auto kDropLimit = std::chrono::milliseconds(800);
 // A tag of the data group on which nobody sends: see closeConnections().
 constexpr int kClosingTag = 0x7fffffff;
-// A child group's control group must outlast every pause; a year fits every clock's range.
-constexpr auto kControlTimeout = std::chrono::hours(24 * 365);
 
 // All living backends of this process, for announceExitOfAll().
 struct Registry {
@@ -198,23 +196,19 @@ c10::intrusive_ptr<c10d::Backend> DelegatingBackend::split(const c10::intrusive_
                                                            const std::vector<int>& ranks,
                                                            const c10::intrusive_ptr<Options>& opts) {
   health_->checkUsable("split");
-  const auto splitInner = [&](const c10::intrusive_ptr<c10d::Backend>& backend, const char* prefix,
-                              std::chrono::milliseconds timeout) {
+  const auto splitInner = [&](const c10::intrusive_ptr<c10d::Backend>& backend, const char* prefix) {
     auto innerOptions = cloneOptions(backend->getBackendOptions());
-    innerOptions->timeout = opts->timeout;  // of connecting
+    innerOptions->timeout = opts->timeout;
     innerOptions->group_name = opts->group_name;
     innerOptions->global_ranks_in_group = opts->global_ranks_in_group;
-    auto child = backend->split(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, innerOptions);
-    if (child && timeout != opts->timeout) child->setTimeout(timeout);
-    return child;
+    return backend->split(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, innerOptions);
   };
   InnerBackends children;
-  children.cpu = splitInner(inner_.cpu, "cpu", opts->timeout);
-  if (inner_.cuda) children.cuda = splitInner(inner_.cuda, "cuda", opts->timeout);
+  children.cpu = splitInner(inner_.cpu, "cpu");
+  if (inner_.cuda) children.cuda = splitInner(inner_.cuda, "cuda");
   const auto position = std::find(ranks.begin(), ranks.end(), rank_);
   if (position == ranks.end()) return nullptr;
-  // Made from the data group's options: older torch shares them, and the control group's must keep their timeout.
-  children.control = splitInner(inner_.cpu, "control", kControlTimeout);
+  if (ranks.size() > 1) children.control = splitInner(inner_.cpu, "control");
   return createChild(static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), std::move(children),
                      opts);
 }

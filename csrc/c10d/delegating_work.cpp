@@ -81,7 +81,7 @@ std::function<void()> DelegatingWork::interrupt() {
 
 bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
   if (mode_ == Mode::kPointToPoint) {
-    health_->waitPointToPoint(inner_, timeout, op_);
+    health_->waitPointToPoint(inner_, timeout == kNoTimeout ? timeout_ : timeout, op_);
     return true;
   }
   if (mode_ == Mode::kForward) {

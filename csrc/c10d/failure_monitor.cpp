@@ -127,7 +127,7 @@ std::optional<Verdict> FailureMonitor::State::receive() {
   bool arrived = false;
   bool failed = false;
   try {
-    arrived = work->wait(kNoTimeout);
+    arrived = work->wait(kForever);
   } catch (const std::exception&) {
     failed = true;
   }

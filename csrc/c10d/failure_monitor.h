@@ -13,14 +13,16 @@
 //   heartbeats.
 //
 // Rules of the house
-//   The thread never waits with a finite timeout: a Gloo wait that times out closes every connection of its group. It is
-//   ended by Work::abort() on its pending receive. Tags from kReservedTags upwards on the control group belong to it.
+//   The thread never waits with a timeout that can pass: a Gloo wait that times out closes every connection of its group.
+//   It waits for kForever, not for "no timeout", because Gloo then takes the timeout that its group connected with, which
+//   setTimeout() does not change for point-to-point waits. It is ended by Work::abort() on its pending receive. Tags from kReservedTags upwards on the control group belong to it.
 //
 // Threads
 //   announce() and stop() from any thread; stop() is bounded to about a second and must not be called with the
 //   interpreter lock held. The handler runs on the monitor's thread, at most once, and never after stop() returned.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -45,6 +47,8 @@ class FailureMonitor {
   static constexpr int kReservedTags = 0x7fff0000;
   // Longest reason that travels, in bytes; longer ones are cut.
   static constexpr size_t kMaxReason = 200;
+  // Longer than any job, and far inside the range of every clock.
+  static constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
   using Handler = std::function<void(const Verdict&)>;
 

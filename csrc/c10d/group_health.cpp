@@ -238,7 +238,7 @@ void GroupHealth::waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, s
   add(&node, op);
   bool arrived = false;
   try {
-    arrived = work->wait(timeout);
+    arrived = work->wait(timeout == kNoTimeout && op.background ? FailureMonitor::kForever : timeout);
     remove(&node);
   } catch (...) {
     remove(&node);

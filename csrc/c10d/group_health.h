@@ -41,7 +41,8 @@ struct OpInfo {
   c10d::OpType type = c10d::OpType::UNKNOWN;
   uint64_t sequence = 0;  // of collectives on this group, from 1; 0 for point-to-point
   int peer = -1;          // the other rank of a point-to-point call, -1 when any or none
-  // A wait that is always there (a service for requests of peers): shutdown ends it at once, and it counts as no work.
+  // A wait that is always there (a service for requests of peers): shutdown ends it at once, it counts as no work, and
+  // without a timeout it lasts for ever.
   bool background = false;
 };
 
@@ -104,7 +105,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   void remove(PendingOperation* operation) noexcept;
 
   // Waits for a point-to-point work of an inner group such that a failure ends the wait.
-  // timeout: 0 leaves it to the inner group. Throws DistBackendError; see explain().
+  // timeout: 0 is that which the inner group connected with. Throws DistBackendError; see explain().
   void waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout, const OpInfo& op);
 
   // Callbacks that a failure or abort runs once, on the thread that found it. Returns an id for removal. Called at once

@@ -1,0 +1,236 @@
+"""Runs one function as n ranks, each a process of its own, and never leaves one behind.
+
+    def body(rank: Rank, factor):             # at module level: it is sent by name
+        rank.init("prague")
+        rank.report("ready")                  # the test can act at this point
+        ...
+        return value                          # anything picklable
+
+    with launch(body, 4, 2.0) as ranks:
+        ranks.expect("ready")                 # of every rank
+        ranks.kill(3, signal.SIGKILL)
+        outcomes = ranks.outcomes(deadline=10)  # of those that live; an Outcome each
+
+A rank that is done stays alive until the test has every outcome it asked for: a survivor that exits closes its
+connections, which would tell the others what the code under test must tell them.
+
+Processes come from a fork server that has imported torch once, so that starting eight of them takes a fraction of a
+second. Each leads a process group of its own; leaving the `with` block kills the groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torchext"])
+
+# Generous: shared runners stall. Tests of speed assert times of their own.
+DEADLINE = 60.0
+
+
+@dataclass
+class Outcome:
+    """How a rank ended: with a value, or with an error."""
+
+    rank: int
+    value: Any = None
+    error: str = ""  # the exception's type
+    message: str = ""  # and its text
+    trace: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+
+class Rank:
+    """What a body gets to know, and its line to the test."""
+
+    def __init__(self, rank: int, size: int, folder: Path, line: Connection) -> None:
+        self.rank = rank
+        self.size = size
+        self.folder = folder
+        self._line = line
+
+    def init(self, backend: str = "prague", *, store: str = "store", timeout: float = 30.0, **kwargs: Any) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{self.folder / store}",
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=timeout),
+            **kwargs,
+        )
+
+    def report(self, word: str) -> None:
+        self._line.send(("report", word))
+
+    def pause(self) -> None:
+        """Waits for the test's `proceed`."""
+        self._line.recv()
+
+
+def _rank_main(body: Callable[..., Any], rank: int, size: int, folder: str, line: Connection, args: Any) -> None:
+    os.setpgid(0, 0)
+    import torch
+
+    torch.set_num_threads(1)
+    context = Rank(rank, size, Path(folder), line)
+    try:
+        result = ("value", body(context, *args))
+    except BaseException as error:  # noqa: BLE001 - the test judges it
+        result = ("error", type(error).__name__, str(error), traceback.format_exc())
+    line.send(result)
+    with contextlib.suppress(EOFError, OSError):
+        while line.recv() != "leave":
+            pass
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class Ranks:
+    """The running ranks, seen from the test."""
+
+    def __init__(self, body: Callable[..., Any], size: int, folder: str, args: Any) -> None:
+        self.size = size
+        self._lines: list[Connection] = []
+        self.processes = []
+        self._seen: list[list[str]] = [[] for _ in range(size)]
+        self._outcomes: dict[int, Outcome] = {}
+        self._killed: set[int] = set()
+        for rank in range(size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_rank_main, args=(body, rank, size, folder, theirs, args), daemon=False)
+            process.start()
+            theirs.close()
+            self._lines.append(ours)
+            self.processes.append(process)
+
+    def pid(self, rank: int) -> int:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+        if signum == signal.SIGKILL:
+            self._killed.add(rank)
+        os.kill(self.pid(rank), signum)
+
+    def proceed(self, ranks: list[int] | None = None) -> None:
+        for rank in ranks if ranks is not None else self.alive():
+            self._lines[rank].send("go")
+
+    def alive(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in self._killed]
+
+    def expect(self, word: str, ranks: list[int] | None = None, deadline: float = DEADLINE) -> None:
+        """Waits until the ranks have reported `word`."""
+        wanted = set(ranks if ranks is not None else self.alive())
+        self._pump(lambda: all(word in self._seen[r] or r in self._outcomes for r in wanted), deadline, f"report {word!r}")
+        for rank in wanted:
+            assert word in self._seen[rank], f"rank {rank} ended before {word!r}: {self._outcomes[rank]}"
+
+    def outcomes(self, ranks: list[int] | None = None, deadline: float = DEADLINE) -> list[Outcome]:
+        """Waits for the ranks' outcomes; by default of all that were not killed."""
+        wanted = ranks if ranks is not None else self.alive()
+        self._pump(lambda: all(r in self._outcomes for r in wanted), deadline, "an outcome")
+        return [self._outcomes[rank] for rank in wanted]
+
+    def values(self, deadline: float = DEADLINE) -> list[Any]:
+        """The values of all ranks; fails if one raised."""
+        outcomes = self.outcomes(deadline=deadline)
+        for outcome in outcomes:
+            assert outcome.ok, f"rank {outcome.rank}: {outcome.trace}"
+        return [outcome.value for outcome in outcomes]
+
+    def _pump(self, done: Callable[[], bool], deadline: float, what: str) -> None:
+        end = time.monotonic() + deadline
+        lines = {line: rank for rank, line in enumerate(self._lines)}
+        while not done():
+            left = end - time.monotonic()
+            missing = [r for r in self.alive() if r not in self._outcomes]
+            assert left > 0, f"no {what} within {deadline:g} s; still running: {missing}"
+            for line in wait(list(lines), timeout=left):
+                rank = lines[line]  # type: ignore[index]
+                try:
+                    message = line.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    del lines[line]  # type: ignore[arg-type]
+                    if rank not in self._outcomes:
+                        self._outcomes[rank] = Outcome(rank, error="ProcessEnded", message="without a word")
+                    continue
+                if message[0] == "report":
+                    self._seen[rank].append(message[1])
+                elif message[0] == "value":
+                    self._outcomes[rank] = Outcome(rank, value=message[1])
+                else:
+                    self._outcomes[rank] = Outcome(rank, error=message[1], message=message[2], trace=message[3])
+
+    def close(self) -> None:
+        for rank, line in enumerate(self._lines):
+            with contextlib.suppress(OSError):
+                line.send("leave")
+            if rank in self._killed or rank not in self._outcomes:
+                self._end(rank)
+        end = time.monotonic() + 10
+        for rank, process in enumerate(self.processes):
+            process.join(max(0.0, end - time.monotonic()))
+            self._end(rank)
+            process.join(5)
+        for line in self._lines:
+            line.close()
+
+    def _end(self, rank: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid(rank), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid(rank), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def launch(body: Callable[..., Any], size: int, *args: Any) -> Iterator[Ranks]:
+    """Starts `size` ranks of `body`; see the module's first lines."""
+    with tempfile.TemporaryDirectory(prefix="torchext-test-") as folder:
+        ranks = Ranks(body, size, folder, args)
+        try:
+            yield ranks
+        finally:
+            ranks.close()
+
+
+def run_ranks(body: Callable[..., Any], size: int, *args: Any, deadline: float = DEADLINE) -> list[Any]:
+    """The values of all ranks of `body`; fails if one raises or the deadline passes."""
+    with launch(body, size, *args) as ranks:
+        return ranks.values(deadline)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def descriptor_count() -> int:
+    return len(os.listdir("/proc/self/fd"))
