@@ -1,4 +1,4 @@
-"""Two processes on this machine, one prague group, the calls a training run depends on; run by ``python -m torchext``."""
+"""What ``python -m torchext`` runs: two processes on this machine, one prague group, the calls training depends on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 __all__ = ["run"]
 
@@ -35,9 +35,7 @@ def _worker(rank: int, store: str) -> None:
     import torchext
 
     started = time.perf_counter()
-    dist.init_process_group(
-        "prague", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE, timeout=TIMEOUT
-    )
+    dist.init_process_group("prague", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE, timeout=TIMEOUT)
     if rank == 0:
         print(f"  init_process_group   {(time.perf_counter() - started) * 1e3:.0f} ms", flush=True)
 
@@ -69,4 +67,4 @@ def run() -> None:
         Exception: what the first failing process raised, with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(str(Path(folder, "store")),), nprocs=WORLD_SIZE)
+        spawn(_worker, args=(str(Path(folder, "store")),), nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]
