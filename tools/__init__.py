@@ -1,0 +1,1 @@
+"""What the build and the Makefile use; not part of the package."""

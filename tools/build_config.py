@@ -179,6 +179,7 @@ class BuildWithSummary(cpp_extension.BuildExtension):
         return compiler, cpp_extension.get_compiler_abi_compatibility_and_version(compiler)[1]
 
     def build_extensions(self) -> None:
+        """Builds, then records and prints what was built."""
         info = build_info()
         super().build_extensions()
         self._record(info, Path(self.build_lib, "torchext"))
@@ -187,7 +188,7 @@ class BuildWithSummary(cpp_extension.BuildExtension):
         print("torchext was built:", *lines, sep="\n", file=sys.stderr)
 
     def copy_extensions_to_source(self) -> None:
-        # Editable installs run from the source folder: the record goes where the modules go.
+        """For editable installs, which run from the source folder: the record goes where the modules go."""
         super().copy_extensions_to_source()
         self._record(build_info(), Path(self.get_finalized_command("build_py").get_package_dir("torchext")))
 

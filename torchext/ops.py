@@ -1,16 +1,16 @@
 """Operators over lists of tensors: gather a model into one flat buffer, scatter an average back.
 
-Decentralized training averages a whole model at a time (Prague's P-Reduce, Luo et al., ASPLOS 2020, section 3; DS-Sync's
-group averages): many tensors go into one buffer, the buffer is summed over a group, and the sum comes back divided by the
-group's size. The second half is one pass over memory here: scale and scatter are fused.
+Decentralized training averages a whole model at a time (Prague's P-Reduce, Luo et al., ASPLOS 2020, section 3;
+DS-Sync's group averages): many tensors go into one buffer, the buffer is summed over a group, and the sum comes back
+divided by the group's size. The second half is one pass over memory here: scale and scatter are fused.
 
-Both are plain operators (``torch.ops.torchext.*``) with CPU and CUDA kernels and a fake kernel, so ``torch.compile`` keeps
-them in its graph and C++ threads call them through the dispatcher without the GIL. They train nothing: in grad mode they
-refuse tensors that require grad, so call them on parameters under ``torch.no_grad()``.
+Both are plain operators (``torch.ops.torchext.*``) with CPU and CUDA kernels and a fake kernel, so ``torch.compile``
+keeps them in its graph and C++ threads call them through the dispatcher without the GIL. They train nothing: in grad
+mode they refuse tensors that require grad, so call them on parameters under ``torch.no_grad()``.
 
-Memory order: a tensor may be contiguous or any other dense layout (channels_last, transposed); its elements are taken in
-the order in which they lie in memory, by both operators alike. A flat buffer made from channels_last tensors is therefore
-to be read back into tensors of the same strides, on every rank.
+Memory order: a tensor may be contiguous or any other dense layout (channels_last, transposed); its elements are taken
+in the order in which they lie in memory, by both operators alike. A flat buffer made from channels_last tensors is
+therefore to be read back into tensors of the same strides, on every rank.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def _check_shapes(op: str, tensors: Sequence[Tensor], flat: Tensor) -> None:
     torch._check(total == flat.numel(), lambda: f"{op}: the tensors hold {total} elements, flat holds {flat.numel()}")
 
 
-@torch.library.register_fake("torchext::multi_tensor_flatten")
+@torch.library.register_fake("torchext::multi_tensor_flatten")  # type: ignore[untyped-decorator]
 def _(tensors: Sequence[Tensor], flat: Tensor) -> None:
     _check_shapes("multi_tensor_flatten", tensors, flat)
 
 
-@torch.library.register_fake("torchext::multi_tensor_average_")
+@torch.library.register_fake("torchext::multi_tensor_average_")  # type: ignore[untyped-decorator]
 def _(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
     _check_shapes("multi_tensor_average_", tensors, flat)

@@ -170,9 +170,7 @@ def test_inference_mode() -> None:
     ],
     ids=["numel", "empty list", "2-D", "0-D", "stride", "dtypes", "integers", "slice", "expanded"],
 )
-def test_wrong_arguments(
-    run: Run, tensors: list[Tensor], flat: Tensor, error: type[Exception], message: str
-) -> None:
+def test_wrong_arguments(run: Run, tensors: list[Tensor], flat: Tensor, error: type[Exception], message: str) -> None:
     before = [t.clone() for t in (*tensors, flat)]
     with pytest.raises(error, match=message):
         run(tensors, flat)
@@ -205,7 +203,7 @@ def test_devices_that_differ(run: Run) -> None:
 def test_the_cuda_key_holds_a_kernel_that_checks_or_explains() -> None:
     # Without a GPU there are no CUDA tensors; the CUDA kernel can still be called with CPU ones and must refuse them.
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    with pytest.raises((ValueError, NotImplementedError), match="all must be on one device|without CUDA kernels"):
+    with pytest.raises((ValueError, NotImplementedError), match=r"all must be on one device|without CUDA kernels"):
         torch.ops.torchext.multi_tensor_flatten.default.redispatch(key, [torch.zeros(2)], torch.zeros(2))
 
 

@@ -1,0 +1,54 @@
+# torchext: build, test, demo. `make help` lists the targets.
+#
+# The dependencies (torch is 5 GB with its CUDA libraries) live in an environment of their own, $(DEPS), named after the
+# hash of what it holds and made once. .venv lies over it and holds torchext alone. Nothing is redone that is up to date.
+
+PYTHON ?= python3
+TORCH ?= torch==2.15.0
+# Where the environment of dependencies is kept; continuous integration puts it outside the clone.
+DEPS_HOME ?= $(CURDIR)/.cache
+# Set DEPS to a virtual environment that already has torch and requirements-dev.txt to use that instead.
+DEPS ?= $(DEPS_HOME)/deps-$(shell { echo '$(TORCH)'; $(PYTHON) -VV; cat requirements-dev.txt; } | sha256sum | cut -c1-16)
+VENV ?= .venv
+export MAX_JOBS ?= 2
+
+RUN := PATH="$(CURDIR)/$(VENV)/bin:$(DEPS)/bin:$$PATH" $(VENV)/bin/python
+CXX_FILES = $(shell find csrc kernels tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cc' -o -name '*.cu')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-quick lint format matrix clean install deps
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+demo: install  ## installs torchext from source into .venv and runs the demo
+	@$(RUN) examples/demo.py
+
+test: install  ## everything: C++ (plain, ASan + UBSan, TSan), Python, distributed, packaging
+	@$(RUN) tools/run_tests.py
+
+test-quick: install  ## without sanitizers and packaging
+	@$(RUN) tools/run_tests.py cpp python distributed
+
+lint: deps  ## ruff, mypy --strict, clang-format, clang-tidy
+	@bash tools/lint.sh "$(DEPS)/bin/python" $(CXX_FILES)
+
+format: deps  ## rewrites Python and C++ in the house's format
+	@"$(DEPS)/bin/python" -m ruff check --fix-only --quiet . && "$(DEPS)/bin/python" -m ruff format .
+	@clang-format -i $(CXX_FILES)
+
+matrix:  ## builds and tests also against torch 2.11, in a copy of the tree; then the slow tests (downloads torch)
+	@bash tools/matrix.sh torch==2.11.0
+	@$(MAKE) --no-print-directory install
+	@$(RUN) tools/run_tests.py slow
+
+install: deps
+	@bash tools/install.sh "$(DEPS)" "$(VENV)"
+
+deps:
+	@bash tools/system_packages.sh build
+	@bash tools/make_deps.sh "$(PYTHON)" "$(DEPS)" '$(TORCH)'
+
+clean:  ## removes builds and .venv; keeps the downloaded dependencies in .cache
+	rm -rf build build-* dist *.egg-info demo-output "$(VENV)" torchext/*.so torchext/_build_info.json
+	find . -name __pycache__ -prune -exec rm -rf {} + -o -name '.*_cache' -prune -exec rm -rf {} +

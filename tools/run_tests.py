@@ -1,0 +1,128 @@
+"""Runs every test runner and adds up what they counted: ``python tools/run_tests.py [suite ...]``.
+
+Suites: cpp, asan, tsan (CMake and ctest), python, distributed, packaging (pytest), slow (pytest, those marked slow).
+Without names, all but slow. A suite that breaks before it can count is one failure; the others still run. The last line
+is always "N passed, N failed, N skipped", and the exit status is 0 only if nothing failed and something ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORTS = ROOT / "build" / "reports"
+JOBS = os.environ.get("MAX_JOBS", "2")
+
+# Suite -> the value of TORCHEXT_SANITIZE.
+CPP_SUITES = {"cpp": "", "asan": "address", "tsan": "thread"}
+PYTEST_SUITES = ["python", "distributed", "packaging"]
+
+
+@dataclass
+class Counts:
+    """What one suite, or all of them, counted."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+    def __iadd__(self, other: Counts) -> Counts:
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
+        return self
+
+
+def run(*command: str | Path) -> int:
+    """Runs a command in the source tree, its output on this terminal, without input."""
+    return subprocess.run([str(part) for part in command], cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+
+
+def read_report(report: Path) -> Counts:
+    """Counts of a JUnit file; one failure when the runner left none."""
+    if not report.is_file():
+        return Counts(failed=1)
+    counts = Counts()
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts.failed += 1
+        elif case.find("skipped") is not None:
+            counts.skipped += 1
+        else:
+            counts.passed += 1
+    return counts
+
+
+def run_cpp(suite: str, report: Path) -> int:
+    """Configures, builds and runs one flavour of the C++ tests."""
+    if subprocess.run(["bash", ROOT / "tools" / "system_packages.sh", "test"], check=False).returncode != 0:
+        return 1
+    folder = ROOT / f"build-{suite}"
+    launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
+    benchmarks = "OFF" if CPP_SUITES[suite] else "ON"
+    return (
+        run(
+            *("cmake", "-S", ".", "-B", folder, "-G", "Ninja", "--log-level=WARNING", *launcher),
+            f"-DTORCHEXT_SANITIZE={CPP_SUITES[suite]}",
+            f"-DTORCHEXT_BUILD_BENCHMARKS={benchmarks}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+        )
+        or run("cmake", "--build", folder, "-j", JOBS)
+        or run("ctest", "--test-dir", folder, "-j", JOBS, "--output-on-failure", "--quiet", "--output-junit", report)
+    )
+
+
+def run_pytest(suite: str, report: Path) -> int:
+    """Runs one folder of Python tests (or, for slow, the marked ones of all)."""
+    selected = ["-m", "slow", "tests"] if suite == "slow" else ["-m", "not slow", f"tests/{suite}"]
+    if suite != "slow" and not any((ROOT / "tests" / suite).glob("test_*.py")):
+        print(f"tests/{suite} holds no test")
+        return 1
+    return run(sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *selected)
+
+
+def run_suite(suite: str) -> Counts:
+    """Runs one suite and returns its counts; a non-zero exit is a failure even if the report shows none."""
+    report = REPORTS / f"{suite}.xml"
+    report.unlink(missing_ok=True)
+    status = (run_cpp if suite in CPP_SUITES else run_pytest)(suite, report)
+    counts = read_report(report)
+    if status != 0 and counts.failed == 0:
+        counts.failed = 1
+    return counts
+
+
+def main() -> int:
+    """Runs the named suites."""
+    known = [*CPP_SUITES, *PYTEST_SUITES, "slow"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suites", nargs="*", metavar="suite", help=", ".join(known))
+    suites = parser.parse_args().suites or known[:-1]
+    if unknown := set(suites) - set(known):
+        parser.error(f"no such suite: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    total, lines = Counts(), []
+    for suite in suites:
+        print(f"\n== {suite}", flush=True)
+        started = time.monotonic()
+        counts = run_suite(suite)
+        lines.append(f"{suite:<12} {counts}, {time.monotonic() - started:.0f} s")
+        total += counts
+    print("", *lines, total, sep="\n", flush=True)
+    return 0 if total.failed == 0 and total.passed > 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""``python -m torchext``: what is built, whether it fits this machine, and a self-test. Exits 0 if all of it works."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+
+import torch
+
+from torchext._build import build_info, check_torch, load_native
+from torchext._version import __version__
+
+
+def _print_summary() -> None:
+    info = build_info()
+    cuda = "yes" if info["cuda"] else "no"
+    architectures = f", for {info['arch_list']}" if info["arch_list"] else ""
+    gpus = torch.cuda.device_count()
+    rows = {
+        "torchext": __version__,
+        "python": f"{platform.python_version()} (built with {info['python']})",
+        "torch": f"{torch.__version__} (built for {info['torch']})",
+        "CUDA kernels": f"{cuda} ({info['cuda_reason']}){architectures}",
+        "visible GPUs": str(gpus),
+        "compiler": str(info["compiler"]),
+    }
+    for name, value in rows.items():
+        print(f"{name:<13} {value}")
+
+
+def main() -> int:
+    """Prints the summary, checks it, and runs the self-test; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m torchext", description=__doc__)
+    parser.add_argument("--no-self-test", action="store_true", help="print and check what is built; start no process")
+    arguments = parser.parse_args()
+    try:
+        _print_summary()
+        check_torch()
+        for name in ("_C", "_kernels"):
+            started = time.perf_counter()
+            load_native(name)
+            print(f"{name:<13} loads ({(time.perf_counter() - started) * 1e3:.0f} ms)")
+        if not arguments.no_self_test:
+            print("self-test: two processes, backend prague", flush=True)
+            from torchext import _selftest
+
+            _selftest.run()
+    except Exception as error:
+        print(f"\nFAILED: {error}", file=sys.stderr)
+        return 1
+    print("torchext works.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
