@@ -160,13 +160,14 @@ def train(args: argparse.Namespace) -> float:
     sync = torchext.attach(model, optimizer) if args.backend in TORCHEXT_BACKENDS else None
     averaged = sync.averaged if sync else contextlib.nullcontext
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=args.lr_decay)
-    loss_function = nn.CrossEntropyLoss()
+    loss_function = nn.CrossEntropyLoss(label_smoothing=0.1)
 
     log: dict[str, Any] = {"settings": vars(args) | {"world_size": world_size}, "steps": [], "epochs": []}
-    first_epoch = 0
+    first_epoch, samples = 0, 0
     if args.resume and (checkpoint := load_checkpoint(args.checkpoint)):
         first_epoch = checkpoint["epoch"]
         log |= checkpoint["log"]
+        samples = log["steps"][-1]["samples"]
         # Another number of workers is fine: they start from the average instead of from their own replica.
         same_size = len(checkpoint["workers"]) == world_size
         own = checkpoint["workers"][rank % len(checkpoint["workers"])]
@@ -190,9 +191,10 @@ def train(args: argparse.Namespace) -> float:
             optimizer.step()
             optimizer.zero_grad()
             loss_sum += loss.detach()
+            samples += len(labels) * world_size
             log["steps"].append(
                 {
-                    "samples": (len(log["steps"]) + 1) * args.batch_size * world_size,
+                    "samples": samples,
                     "loss": loss.item(),
                     "ms": (time.perf_counter() - step_started) * 1000.0,
                 }
@@ -236,7 +238,6 @@ def train(args: argparse.Namespace) -> float:
         if args.log_file:
             text = json.dumps(log, default=str, indent=1)
             write_atomically(args.log_file, lambda file: file.write(text.encode()))
-        samples = log["steps"][-1]["samples"]
         print(f"\n{'backend':<10}{'workers':>8}{'samples':>10}{'seconds':>10}{'test accuracy':>16}")
         print(f"{args.backend:<10}{world_size:>8}{samples:>10,}{log['seconds']:>10.1f}{accuracy:>16.2%}", flush=True)
     dist.destroy_process_group()
@@ -261,7 +262,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--backend", choices=["gloo", *TORCHEXT_BACKENDS], default="gloo", help="default: %(default)s")
     add("--option", type=parse_option, action="append", metavar="NAME=VALUE", help="option of a torchext backend")
-    add("--epochs", type=int, default=30, help="default: %(default)s")
+    add("--epochs", type=int, default=20, help="default: %(default)s")
     add("--batch-size", type=int, default=16, help="samples a worker and step (default: %(default)s)")
     add("--lr", type=float, default=0.05, help="learning rate of the first epoch (default: %(default)s)")
     add("--lr-decay", type=float, default=0.93, help="factor on it after every epoch (default: %(default)s)")
