@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -203,7 +204,7 @@ def straggler_run(args: argparse.Namespace, backend: str, seed: int) -> dict[str
 
 def time_to(curve: list[dict[str, float]], target: float) -> float | None:
     """Seconds until the first of two consecutive snapshots at or above ``target``; None if that never happened."""
-    for this, following in zip(curve, curve[1:], strict=False):
+    for this, following in itertools.pairwise(curve):
         if min(this["accuracy"], following["accuracy"]) >= target:
             return this["seconds"]
     return None
@@ -216,9 +217,10 @@ def time_to_accuracy(args: argparse.Namespace) -> dict[str, Any]:
             result = straggler_run(args, backend, seed)
             result["seconds_to_target"] = time_to(result["curve"], args.target)
             reached = result["seconds_to_target"]
+            after = "never" if reached is None else f"after {reached:.1f} s"
             print(
-                f"straggler      {backend:<8} seed {seed}  {args.target:.0%} after"
-                f" {'never' if reached is None else f'{reached:.1f} s'}, {result['gradients_per_second']:.0f} gradients/s,"
+                f"straggler      {backend:<8} seed {seed}  {args.target:.0%} {after},"
+                f" {result['gradients_per_second']:.0f} gradients/s,"
                 f" final {result['final_accuracy']:.2%}, steps {result['steps']}",
                 flush=True,
             )

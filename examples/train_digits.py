@@ -295,8 +295,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     accuracy = train(args)
-    # A thread of Gloo lets go of a tensor only after the collective that was waited for, and needs Python's lock for it.
-    # Had Python begun to shut down by then, the process would abort ("terminate called without an active exception").
+    # A thread of Gloo lets go of a tensor only after the collective that was waited for, and needs Python's lock to do
+    # so. Had Python begun to shut down by then, it would abort: "terminate called without an active exception".
     # Waiting here, without the lock and with a collective that holds no tensor, gives those threads their turn.
     dist.barrier()
     dist.destroy_process_group()
