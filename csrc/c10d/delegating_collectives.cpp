@@ -1,0 +1,205 @@
+// The collectives of DelegatingBackend: pick the inner backend by device, number the call, wrap the work.
+#include "c10d/delegating_backend.h"
+
+#include <utility>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include "c10d/delegating_work.h"
+
+namespace torchext {
+namespace {
+
+using c10d::OpType;
+
+c10::DeviceType deviceOf(const at::Tensor& tensor) { return tensor.device().type(); }
+
+// An empty list has no device; the CPU backend then says what is wrong with it.
+c10::DeviceType deviceOf(const std::vector<at::Tensor>& tensors) {
+  return tensors.empty() ? c10::DeviceType::CPU : deviceOf(tensors.front());
+}
+
+}  // namespace
+
+template <typename Call>
+DelegatingBackend::Works DelegatingBackend::forward(const char* name, OpType type, c10::DeviceType device, int peer,
+                                                    Call&& call) {
+  health_->checkUsable(name);
+  const auto& backend = inner(device);
+  OpInfo op{.name = name, .type = type, .peer = peer};
+  if (!c10d::isP2POp(type)) op.sequence = nextSequence();
+  const bool onCpu = device == c10::DeviceType::CPU;
+  if (coalescing_ && !onCpu) noteCudaCallWhileCoalescing();
+  Works work;
+  try {
+    work = call(*backend);
+  } catch (...) {
+    std::rethrow_exception(health_->explain(std::current_exception(), op));
+  }
+  return wrap(op, std::move(work), onCpu);
+}
+
+DelegatingBackend::Works DelegatingBackend::wrap(const OpInfo& op, Works work, bool onCpu) {
+  if (!work) return work;  // NCCL returns none while it coalesces
+  auto wrapped = DelegatingWork::wrap(health_, std::move(work), op, rank_, options_->timeout, onCpu);
+  if (coalescing_ && onCpu) coalesced_.push_back(wrapped);
+  return wrapped;
+}
+
+DelegatingBackend::Works DelegatingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  return forward("broadcast", OpType::BROADCAST, deviceOf(tensors), -1,
+                 [&](c10d::Backend& backend) { return backend.broadcast(tensors, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  return forward("all_reduce", OpType::ALLREDUCE, deviceOf(tensors), -1,
+                 [&](c10d::Backend& backend) { return backend.allreduce(tensors, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  return forward("all_reduce_sparse", OpType::_ALLREDUCE_SPARSE, deviceOf(tensors), -1,
+                 [&](c10d::Backend& backend) { return backend.allreduce_sparse(tensors, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::allreduce_coalesced(Tensors& tensors,
+                                                                const c10d::AllreduceCoalescedOptions& opts) {
+  return forward("all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, deviceOf(tensors), -1,
+                 [&](c10d::Backend& backend) { return backend.allreduce_coalesced(tensors, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  return forward("reduce", OpType::REDUCE, deviceOf(tensors), -1,
+                 [&](c10d::Backend& backend) { return backend.reduce(tensors, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::allgather(TensorLists& outputs, Tensors& inputs,
+                                                      const c10d::AllgatherOptions& opts) {
+  return forward("all_gather", OpType::ALLGATHER, deviceOf(inputs), -1,
+                 [&](c10d::Backend& backend) { return backend.allgather(outputs, inputs, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                            const c10d::AllgatherOptions& opts) {
+  return forward("all_gather_single", OpType::_ALLGATHER_BASE, deviceOf(input), -1,
+                 [&](c10d::Backend& backend) { return backend._allgather_base(output, input, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                                const c10d::AllgatherOptions& opts) {
+  return forward("all_gather_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs), -1,
+                 [&](c10d::Backend& backend) { return backend.allgather_coalesced(outputs, inputs, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                            const c10d::AllgatherOptions& opts) {
+  return forward("all_gather_single_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs), -1,
+                 [&](c10d::Backend& backend) { return backend.allgather_into_tensor_coalesced(outputs, inputs, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::gather(TensorLists& outputs, Tensors& inputs,
+                                                   const c10d::GatherOptions& opts) {
+  return forward("gather", OpType::GATHER, deviceOf(inputs), -1,
+                 [&](c10d::Backend& backend) { return backend.gather(outputs, inputs, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::gatherSingle(at::Tensor& output, at::Tensor& input,
+                                                         const c10d::GatherOptions& opts) {
+  return forward("gather_single", OpType::GATHER, deviceOf(input), -1,
+                 [&](c10d::Backend& backend) { return gatherSingleIfAny(backend, output, input, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::scatter(Tensors& outputs, TensorLists& inputs,
+                                                    const c10d::ScatterOptions& opts) {
+  return forward("scatter", OpType::SCATTER, deviceOf(outputs), -1,
+                 [&](c10d::Backend& backend) { return backend.scatter(outputs, inputs, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                                           const c10d::ReduceScatterOptions& opts) {
+  return forward("reduce_scatter", OpType::REDUCE_SCATTER, deviceOf(outputs), -1,
+                 [&](c10d::Backend& backend) { return backend.reduce_scatter(outputs, inputs, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                                 const c10d::ReduceScatterOptions& opts) {
+  return forward("reduce_scatter_single", OpType::_REDUCE_SCATTER_BASE, deviceOf(input), -1,
+                 [&](c10d::Backend& backend) { return backend._reduce_scatter_base(output, input, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                            const c10d::ReduceScatterOptions& opts) {
+  return forward("reduce_scatter_single_coalesced", OpType::REDUCE_SCATTER, deviceOf(inputs), -1,
+                 [&](c10d::Backend& backend) { return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                          std::vector<int64_t>& outputSplits,
+                                                          std::vector<int64_t>& inputSplits,
+                                                          const c10d::AllToAllOptions& opts) {
+  return forward("all_to_all_single", OpType::ALLTOALL_BASE, deviceOf(input), -1, [&](c10d::Backend& backend) {
+    return backend.alltoall_base(output, input, outputSplits, inputSplits, opts);
+  });
+}
+
+DelegatingBackend::Works DelegatingBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                                     const c10d::AllToAllOptions& opts) {
+  return forward("all_to_all", OpType::ALLTOALL, deviceOf(inputs), -1,
+                 [&](c10d::Backend& backend) { return backend.alltoall(outputs, inputs, opts); });
+}
+
+DelegatingBackend::Works DelegatingBackend::send(Tensors& tensors, int dstRank, int tag) {
+  return forward("send", OpType::SEND, deviceOf(tensors), dstRank,
+                 [&](c10d::Backend& backend) { return backend.send(tensors, dstRank, tag); });
+}
+
+DelegatingBackend::Works DelegatingBackend::recv(Tensors& tensors, int srcRank, int tag) {
+  return forward("recv", OpType::RECV, deviceOf(tensors), srcRank,
+                 [&](c10d::Backend& backend) { return backend.recv(tensors, srcRank, tag); });
+}
+
+DelegatingBackend::Works DelegatingBackend::recvAnysource(Tensors& tensors, int tag) {
+  return forward("recv from any rank", OpType::RECVANYSOURCE, deviceOf(tensors), -1,
+                 [&](c10d::Backend& backend) { return backend.recvAnysource(tensors, tag); });
+}
+
+DelegatingBackend::Works DelegatingBackend::barrier(const c10d::BarrierOptions& opts) {
+  // Device indices only mean anything on GPUs; without them the barrier is one of processes, which the CPU carries.
+  const bool onCuda = (opts.device && opts.device->is_cuda()) || (!opts.device_ids.empty() && inner_.cuda);
+  return forward("barrier", OpType::BARRIER, onCuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU, -1,
+                 [&](c10d::Backend& backend) { return backend.barrier(opts); });
+}
+
+void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
+  health_->checkUsable("monitored_barrier");
+  inner_.cpu->monitoredBarrier(opts, waitAllRanks);
+}
+
+bool DelegatingBackend::supportsCoalescing() const { return inner_.cuda && inner_.cuda->supportsCoalescing(); }
+
+void DelegatingBackend::startCoalescing() {
+  health_->checkUsable("start_coalescing");
+  TORCH_CHECK(!coalescing_, health_->label(), ": startCoalescing() inside startCoalescing()");
+  coalescing_ = true;
+  cudaCoalescing_ = false;
+  coalesced_.clear();
+}
+
+void DelegatingBackend::noteCudaCallWhileCoalescing() {
+  if (std::exchange(cudaCoalescing_, true)) return;
+  inner_.cuda->startCoalescing();
+}
+
+DelegatingBackend::Works DelegatingBackend::endCoalescing() {
+  TORCH_CHECK(coalescing_, health_->label(), ": endCoalescing() without startCoalescing()");
+  coalescing_ = false;
+  auto works = std::exchange(coalesced_, {});
+  if (cudaCoalescing_) {
+    const OpInfo op{.name = "coalesced", .type = OpType::COALESCED, .sequence = nextSequence()};
+    if (auto work = wrap(op, inner_.cuda->endCoalescing(), false)) works.push_back(std::move(work));
+  }
+  if (works.size() == 1) return works.front();
+  return c10::make_intrusive<JoinedWork>(std::move(works));
+}
+
+}  // namespace torchext

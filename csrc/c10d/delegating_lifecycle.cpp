@@ -1,0 +1,256 @@
+// DelegatingBackend from construction to its end: options, split, shutdown, abort, destructor.
+#include "c10d/delegating_backend.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <thread>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "c10d/interpreter_lock.h"
+
+namespace torchext {
+namespace {
+
+// What shutdown() gives to calls that are still under way, and the destructor to inner groups that will not end.
+constexpr auto kDrainLimit = std::chrono::milliseconds(1000);
+constexpr auto kDropLimit = std::chrono::milliseconds(800);
+// A tag of the data group on which nobody sends: see closeConnections().
+constexpr int kClosingTag = 0x7fffffff;
+// A child group's control group must outlast every pause; a year fits every clock's range.
+constexpr auto kControlTimeout = std::chrono::hours(24 * 365);
+
+// All living backends of this process, for announceExitOfAll().
+struct Registry {
+  std::mutex mutex;
+  std::vector<DelegatingBackend*> backends;
+};
+
+Registry& registry() {
+  static auto* instance = new Registry;  // never destroyed: threads may outlive static destruction
+  return *instance;
+}
+
+}  // namespace
+
+DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, InnerBackends inner,
+                                     c10::intrusive_ptr<Options> options)
+    : CompatBackend(rank, size),
+      name_(std::move(name)),
+      inner_(std::move(inner)),
+      options_(std::move(options)),
+      health_(std::make_shared<GroupHealth>(name_, rank, size)),
+      monitor_(std::make_shared<FailureMonitor>(
+          inner_.control, rank, size, [health = std::weak_ptr<GroupHealth>(health_)](const Verdict& verdict) {
+            if (auto alive = health.lock()) alive->receive(verdict);
+          })) {
+  TORCH_CHECK_VALUE(inner_.cpu && options_, name_, ": needs a CPU backend and options");
+  TORCH_CHECK_VALUE(inner_.control || size == 1, name_, ": needs a control group when there is more than one rank");
+  for (const auto& backend : {inner_.cpu, inner_.cuda, inner_.control}) {
+    TORCH_CHECK_VALUE(!backend || (backend->getRank() == rank && backend->getSize() == size), name_, ": inner backend ",
+                      backend ? backend->getBackendName() : "", " does not have rank ", rank, " of ", size);
+  }
+  health_->setMonitor(monitor_);
+  health_->setGroupName(options_->group_name);
+  health_->setConnectionCloser([this] { closeConnections(); });
+  {
+    std::lock_guard lock(registry().mutex);
+    registry().backends.push_back(this);
+  }
+  monitor_->start();
+}
+
+DelegatingBackend::~DelegatingBackend() {
+  if (health_->inForkedChild()) {
+    // The threads that inner destructors would join exist only in the parent.
+    monitor_->abandon();
+    inner_.cpu.release();
+    inner_.cuda.release();
+    inner_.control.release();
+    return;
+  }
+  {
+    std::lock_guard lock(registry().mutex);
+    std::erase(registry().backends, this);
+  }
+  shutdown();
+  withoutInterpreterLock([this] { dropInner(); });
+}
+
+void DelegatingBackend::shutdown() {
+  if (health_->inForkedChild() || shutDown_.exchange(true)) return;
+  withoutInterpreterLock([this] {
+    onShutdown();
+    health_->close(kDrainLimit);
+    monitor_->stop(/*goodbye=*/!health_->failed());
+    health_->setConnectionCloser(nullptr);
+    try {
+      if (inner_.cuda) inner_.cuda->shutdown();
+      inner_.cpu->shutdown();
+    } catch (const std::exception& error) {
+      LOG(WARNING) << health_->label() << ": shutdown of an inner backend failed: " << error.what();
+    }
+  });
+}
+
+void DelegatingBackend::abort() { abortWithReason(c10::str("rank ", rank_, " called abort()")); }
+
+void DelegatingBackend::abortWithReason(const std::string& reason) {
+  if (health_->inForkedChild() || shutDown_) return;
+  withoutInterpreterLock([&] { health_->poison(rank_, reason); });
+}
+
+void DelegatingBackend::announceExitOfAll(const std::string& reason) {
+  std::lock_guard lock(registry().mutex);
+  for (auto* backend : registry().backends) {
+    if (backend->health_->inForkedChild() || backend->shutDown_ || backend->health_->failed()) continue;
+    if (reason.empty()) {
+      backend->monitor_->stop(/*goodbye=*/true);
+    } else {
+      backend->monitor_->announce({Verdict::Kind::kAbort, backend->rank_, backend->rank_, reason});
+    }
+  }
+}
+
+// A Gloo wait that times out closes every connection of its group. That is the one way to end what is stuck inside Gloo,
+// here and at the peers: wait one millisecond for a message that nobody sends.
+void DelegatingBackend::closeConnections() noexcept {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    try {
+      Tensors tensors{at::empty({1}, at::kByte)};
+      auto work = inner_.cpu->recv(tensors, peer, kClosingTag);
+      work->wait(std::chrono::milliseconds(1));
+    } catch (const std::exception& error) {
+      // Either this peer's connection was closed already, and the next one is tried, or the wait did its work.
+      if (std::string_view(error.what()).find("Timed out") != std::string_view::npos) break;
+    }
+  }
+  try {
+    if (inner_.cuda) inner_.cuda->abort();
+  } catch (const std::exception& error) {
+    LOG(WARNING) << health_->label() << ": abort of the CUDA backend failed: " << error.what();
+  }
+}
+
+void DelegatingBackend::dropInner() noexcept {
+  auto inner = std::make_shared<InnerBackends>(std::exchange(inner_, {}));
+  if (!health_->failed()) {
+    inner.reset();
+    return;
+  }
+  // Gloo's destructor joins its workers. After a failure one of them may still be inside a call: give it a moment, then
+  // leave the rest to a thread of its own.
+  auto done = std::make_shared<std::pair<std::mutex, std::condition_variable>>();
+  auto finished = std::make_shared<bool>(false);
+  std::thread([inner = std::move(inner), done, finished]() mutable {
+    inner.reset();
+    std::lock_guard lock(done->first);
+    *finished = true;
+    done->second.notify_all();
+  }).detach();
+  std::unique_lock lock(done->first);
+  done->second.wait_for(lock, kDropLimit, [&] { return *finished; });
+}
+
+const c10::intrusive_ptr<c10d::Backend>& DelegatingBackend::inner(c10::DeviceType device) const {
+  if (device == c10::DeviceType::CPU) return inner_.cpu;
+  if (device == c10::DeviceType::CUDA) {
+    TORCH_CHECK_NOT_IMPLEMENTED(inner_.cuda, health_->label(),
+                                ": a CUDA tensor was given, but this group has no NCCL inner backend, because no GPU was "
+                                "visible to torch when the group was created; move the tensor to the CPU, or make a GPU "
+                                "visible before init_process_group()");
+    return inner_.cuda;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(false, health_->label(), ": tensors on ", c10::DeviceTypeName(device, true),
+                              " are not carried; this backend takes cpu and cuda tensors");
+}
+
+void DelegatingBackend::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  inner_.cpu->setTimeout(timeout);
+  if (inner_.cuda) inner_.cuda->setTimeout(timeout);
+}
+
+void DelegatingBackend::extendTimeout(const std::chrono::milliseconds& timeout) {
+  addEphemeralTimeoutIfAny(*inner_.cpu, timeout);
+  if (inner_.cuda) addEphemeralTimeoutIfAny(*inner_.cuda, timeout);
+}
+
+c10d::ErrorType DelegatingBackend::getError() {
+  if (health_->failed()) return c10d::ErrorType::REMOTE_ERROR;
+  return inner_.cuda ? inner_.cuda->getError() : c10d::ErrorType::SUCCESS;
+}
+
+void DelegatingBackend::setGroupUid(const std::string& uid) {
+  c10d::Backend::setGroupUid(uid);
+  if (options_->group_name.empty()) health_->setGroupName(uid);
+  inner_.cpu->setGroupUid(uid);
+  if (inner_.cuda) inner_.cuda->setGroupUid(uid);
+}
+
+c10::intrusive_ptr<c10d::Backend> DelegatingBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                           const std::vector<int>& ranks,
+                                                           const c10::intrusive_ptr<Options>& opts) {
+  health_->checkUsable("split");
+  const auto splitInner = [&](const c10::intrusive_ptr<c10d::Backend>& backend, const char* prefix,
+                              std::chrono::milliseconds timeout) {
+    auto innerOptions = cloneOptions(backend->getBackendOptions());
+    innerOptions->timeout = opts->timeout;  // of connecting
+    innerOptions->group_name = opts->group_name;
+    innerOptions->global_ranks_in_group = opts->global_ranks_in_group;
+    auto child = backend->split(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, innerOptions);
+    if (child && timeout != opts->timeout) child->setTimeout(timeout);
+    return child;
+  };
+  InnerBackends children;
+  children.cpu = splitInner(inner_.cpu, "cpu", opts->timeout);
+  if (inner_.cuda) children.cuda = splitInner(inner_.cuda, "cuda", opts->timeout);
+  const auto position = std::find(ranks.begin(), ranks.end(), rank_);
+  if (position == ranks.end()) return nullptr;
+  // Made from the data group's options: older torch shares them, and the control group's must keep their timeout.
+  children.control = splitInner(inner_.cpu, "control", kControlTimeout);
+  return createChild(static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), std::move(children),
+                     opts);
+}
+
+c10::intrusive_ptr<c10d::Backend> DelegatingBackend::createChild(int rank, int size, InnerBackends inner,
+                                                                 c10::intrusive_ptr<Options> options) {
+  return c10::make_intrusive<DelegatingBackend>(rank, size, name_, std::move(inner), std::move(options));
+}
+
+void DelegatingBackend::eagerConnectSingleDevice(at::Device device) {
+  if (inner_.cuda && device.is_cuda()) inner_.cuda->eagerConnectSingleDevice(device);
+}
+
+bool DelegatingBackend::supportsTensorAlloc(c10::DeviceIndex index) {
+  return inner_.cuda && inner_.cuda->supportsTensorAlloc(index);
+}
+
+at::Tensor DelegatingBackend::allocateTensor(long size, at::TensorOptions options) {
+  return needDeviceInner("allocateTensor").allocateTensor(size, options);
+}
+
+std::shared_ptr<c10::Allocator> DelegatingBackend::getMemAllocator() {
+  return needDeviceInner("getMemAllocator").getMemAllocator();
+}
+
+void DelegatingBackend::enableCollectivesTiming() {
+  inner_.cpu->enableCollectivesTiming();
+  if (inner_.cuda) inner_.cuda->enableCollectivesTiming();
+}
+
+bool DelegatingBackend::supportsTimeEstimation() const { return inner_.cuda && inner_.cuda->supportsTimeEstimation(); }
+
+void DelegatingBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  needDeviceInner("registerOnCompletionHook").registerOnCompletionHook(std::move(hook));
+}
+
+void DelegatingBackend::waitForPendingWorks() { needDeviceInner("waitForPendingWorks").waitForPendingWorks(); }
+
+}  // namespace torchext

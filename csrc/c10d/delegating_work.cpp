@@ -1,0 +1,192 @@
+#include "c10d/delegating_work.h"
+
+#include <utility>
+
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+namespace torchext {
+
+c10::intrusive_ptr<DelegatingWork> DelegatingWork::wrap(std::shared_ptr<GroupHealth> health,
+                                                        c10::intrusive_ptr<c10d::Work> inner, const OpInfo& op, int rank,
+                                                        std::chrono::milliseconds timeout, bool onCpu) {
+  auto work = c10::make_intrusive<DelegatingWork>(std::move(health), std::move(inner), op, rank, timeout);
+  if (!onCpu) return work;
+  if (c10d::isP2POp(op.type)) {
+    work->mode_ = Mode::kPointToPoint;
+    return work;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    future = work->inner_->getFuture();
+  } catch (const c10::Error&) {
+    return work;  // an inner work without a future completes inside its own wait
+  }
+  work->mode_ = Mode::kFuture;
+  work->follow(future);
+  return work;
+}
+
+DelegatingWork::DelegatingWork(std::shared_ptr<GroupHealth> health, c10::intrusive_ptr<c10d::Work> inner,
+                               const OpInfo& op, int rank, std::chrono::milliseconds timeout)
+    : CompatWork(rank, op.type),
+      health_(std::move(health)),
+      inner_(std::move(inner)),
+      op_(op),
+      timeout_(timeout),
+      profiled_(at::hasCallbacks()) {}
+
+void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& innerFuture) {
+  innerFuture_ = innerFuture;
+  // The call is already on its way inside the inner backend: a failure of the group that came meanwhile must not lose
+  // it, so it ends the work instead of the call.
+  try {
+    health_->add(this, op_);
+  } catch (const std::exception&) {
+    complete(std::current_exception());
+  }
+  auto self = c10::intrusive_ptr<DelegatingWork>::reclaim_copy(this);
+  innerFuture->addCallback([self = std::move(self)](c10::ivalue::Future& future) {
+    std::exception_ptr error;
+    if (future.hasError()) error = self->health_->explain(future.exception_ptr(), self->op_);
+    self->health_->remove(self.get());
+    self->complete(std::move(error));
+  });
+}
+
+void DelegatingWork::complete(std::exception_ptr error) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard lock(stateMutex_);
+    if (done_) return;
+    done_ = true;
+    error_ = error;
+    future = future_;
+    stateChanged_.notify_all();
+  }
+  if (!future) return;
+  if (error) {
+    future->setError(error);
+  } else {
+    future->markCompleted(innerFuture_->value());
+  }
+}
+
+std::function<void()> DelegatingWork::interrupt() {
+  // Linked means that the inner future's callback has not run, and that callback holds a reference.
+  auto self = c10::intrusive_ptr<DelegatingWork>::reclaim_copy(this);
+  return [self = std::move(self)] { self->complete(self->health_->failureOf(self->op_)); };
+}
+
+bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
+  if (mode_ == Mode::kPointToPoint) {
+    health_->waitPointToPoint(inner_, timeout, op_);
+    return true;
+  }
+  if (mode_ == Mode::kForward) {
+    try {
+      return inner_->wait(timeout);
+    } catch (...) {
+      std::rethrow_exception(health_->explain(std::current_exception(), op_));
+    }
+  }
+  std::unique_lock lock(stateMutex_);
+  if (timeout == kNoTimeout) {
+    stateChanged_.wait(lock, [this] { return done_; });
+  } else if (!stateChanged_.wait_for(lock, timeout, [this] { return done_; })) {
+    lock.unlock();
+    C10_THROW_ERROR(DistBackendError, c10::str(health_->describe(op_), ": not complete after wait(", timeout.count(),
+                                               " ms): operation timed out! The call itself goes on"));
+  }
+  if (error_) std::rethrow_exception(error_);
+  lock.unlock();
+  // The inner work ends its profiler event just after its future: a profiled caller expects the event to be there.
+  if (profiled_) inner_->wait(kNoTimeout);
+  return true;
+}
+
+void DelegatingWork::synchronize() {
+  if (mode_ == Mode::kForward) inner_->synchronize();
+}
+
+bool DelegatingWork::isCompleted() {
+  if (mode_ != Mode::kFuture) return inner_->isCompleted();
+  std::lock_guard lock(stateMutex_);
+  return done_;
+}
+
+bool DelegatingWork::isSuccess() const {
+  if (mode_ != Mode::kFuture) return inner_->isSuccess();
+  std::lock_guard lock(stateMutex_);
+  return done_ && !error_;
+}
+
+std::exception_ptr DelegatingWork::exception() const {
+  if (mode_ != Mode::kFuture) return inner_->exception();
+  std::lock_guard lock(stateMutex_);
+  return error_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DelegatingWork::getFuture() {
+  if (mode_ != Mode::kFuture) return inner_->getFuture();
+  std::exception_ptr error;
+  {
+    std::lock_guard lock(stateMutex_);
+    if (future_) return future_;
+    future_ = c10::make_intrusive<c10::ivalue::Future>(innerFuture_->elementType());
+    if (!done_) return future_;
+    error = error_;
+  }
+  if (error) {
+    future_->setError(error);
+  } else {
+    future_->markCompleted(innerFuture_->value());
+  }
+  return future_;
+}
+
+uint64_t DelegatingWork::getSequencenumber() const {
+  return op_.sequence > 0 ? op_.sequence : inner_->getSequencenumber();
+}
+
+JoinedWork::JoinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)
+    : CompatWork(-1, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+bool JoinedWork::isCompleted() {
+  for (const auto& work : works_) {
+    if (!work->isCompleted()) return false;
+  }
+  return true;
+}
+
+bool JoinedWork::isSuccess() const {
+  for (const auto& work : works_) {
+    if (!work->isSuccess()) return false;
+  }
+  return true;
+}
+
+bool JoinedWork::wait(std::chrono::milliseconds timeout) {
+  for (const auto& work : works_) work->wait(timeout);
+  return true;
+}
+
+void JoinedWork::synchronize() {
+  for (const auto& work : works_) work->synchronize();
+}
+
+void JoinedWork::abort() {
+  for (const auto& work : works_) work->abort();
+}
+
+std::vector<at::Tensor> JoinedWork::result() {
+  std::vector<at::Tensor> tensors;
+  for (const auto& work : works_) {
+    const auto part = work->result();
+    tensors.insert(tensors.end(), part.begin(), part.end());
+  }
+  return tensors;
+}
+
+}  // namespace torchext

@@ -1,0 +1,304 @@
+#include "c10d/generator_service.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <c10/util/thread_name.h>
+
+namespace torchext {
+namespace {
+
+enum Tag { kToService = 0, kToWorker = 1 };
+
+struct DeliveryHeader {
+  static constexpr std::uint32_t kMagic = 0x54584744;  // "TXGD"
+
+  std::uint32_t magic = kMagic;
+  std::int32_t member_count = 0;
+  std::uint64_t id = 0;
+  std::int64_t behind = 0;
+};
+
+std::size_t deliveryBytes(std::size_t members) { return sizeof(DeliveryHeader) + members * sizeof(std::int32_t); }
+
+std::vector<std::byte> encode(const AssignedGroup& group) {
+  DeliveryHeader header;
+  header.member_count = static_cast<std::int32_t>(group.members.size());
+  header.id = group.id;
+  header.behind = group.behind;
+  std::vector<std::byte> memory(deliveryBytes(group.members.size()));
+  std::memcpy(memory.data(), &header, sizeof(header));
+  std::memcpy(memory.data() + sizeof(header), group.members.data(), group.members.size() * sizeof(std::int32_t));
+  return memory;
+}
+
+// No length or rank is believed before it is checked against what was posted.
+AssignedGroup decode(const std::vector<std::byte>& memory, int world_size) {
+  DeliveryHeader header;
+  std::memcpy(&header, memory.data(), sizeof(header));
+  if (header.magic != DeliveryHeader::kMagic || header.member_count < 0 || header.member_count > world_size) {
+    C10_THROW_ERROR(DistBackendError, c10::str("prague: malformed delivery from the group generator (magic ",
+                                               header.magic, ", ", header.member_count, " members)"));
+  }
+  AssignedGroup group{header.id, std::vector<int>(static_cast<std::size_t>(header.member_count)), header.behind};
+  std::memcpy(group.members.data(), memory.data() + sizeof(header), group.members.size() * sizeof(std::int32_t));
+  return group;
+}
+
+}  // namespace
+
+GeneratorService::GeneratorService(PointToPoint control, int tag_base, const core::GeneratorOptions& options)
+    : control_(std::move(control)),
+      tag_base_(tag_base),
+      generator_(core::makeGroupGenerator(options)),
+      requests_(static_cast<std::size_t>(options.world_size)),
+      outgoing_(static_cast<std::size_t>(options.world_size)) {
+  if (options.world_size > 1) {
+    server_ = std::thread([this] { serve(); });
+  }
+  if (options.kind == core::GeneratorKind::kReadySet) {
+    timer_ = std::thread([this] { watchDeadlines(); });
+  }
+}
+
+GeneratorService::~GeneratorService() {
+  stop("the group generator was shut down");
+}
+
+void GeneratorService::stop(const std::string& reason) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!stopped_) {
+      stopped_ = true;
+      reason_ = reason;
+    }
+    if (pending_receive_) {
+      pending_receive_->abort();
+    }
+    changed_.notify_all();
+  }
+  // A thread of ours may call stop() through an abort callback: it must not join itself.
+  for (std::thread* thread : {&server_, &timer_}) {
+    if (thread->joinable() && thread->get_id() != std::this_thread::get_id()) {
+      thread->join();
+    }
+  }
+}
+
+double GeneratorService::now() const {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+}
+
+void GeneratorService::serve() {
+  c10::setThreadName("tx_generator");
+  GeneratorMessage message;
+  while (true) {
+    PointToPoint::WorkPtr receive;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (stopped_) {
+        return;
+      }
+      try {
+        receive = control_.recvAnySource(&message, sizeof(message), tag_base_ + kToService);
+      } catch (const std::exception& error) {
+        LOG(WARNING) << "prague: the group generator cannot receive any more: " << error.what();
+        return;
+      }
+      pending_receive_ = receive;
+    }
+    // Without a time limit: an idle generator is no fault. stop() ends it by aborting the work.
+    try {
+      if (!receive->wait(kNoTimeout)) {
+        return;
+      }
+      std::lock_guard<std::mutex> lock(mutex_);
+      pending_receive_ = nullptr;
+      handle(message);
+    } catch (const std::exception& error) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!stopped_) {
+        // The failure monitor names the peer; here it is only known that the control group broke.
+        stopped_ = true;
+        reason_ = c10::str("the group generator failed: ", error.what());
+        changed_.notify_all();
+      }
+      return;
+    }
+  }
+}
+
+void GeneratorService::watchDeadlines() {
+  c10::setThreadName("tx_gen_timer");
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopped_) {
+    const auto deadline = generator_->nextDeadline();
+    if (!deadline) {
+      changed_.wait(lock);
+    } else if (now() < *deadline) {
+      changed_.wait_for(lock, std::chrono::duration<double>(*deadline - now()));
+    } else {
+      deliver(generator_->tick(now()));
+    }
+  }
+}
+
+void GeneratorService::handle(const GeneratorMessage& message) {
+  TORCH_CHECK(message.magic == GeneratorMessage::kMagic && message.worker >= 0 &&
+                  message.worker < static_cast<int>(requests_.size()),
+              "malformed message (magic ", message.magic, ", worker ", message.worker, ")");
+  const auto worker = static_cast<std::size_t>(message.worker);
+  if (message.kind != GeneratorMessage::kComplete) {
+    // A worker asks or pauses only when it has received all that was sent to it, so these waits are over already. It
+    // completes while deliveries of a drain may still be on their way.
+    for (Outgoing& sent : outgoing_[worker]) {
+      sent.work->wait(kNoTimeout);
+    }
+    outgoing_[worker].clear();
+  }
+  if (message.completed != 0) {
+    deliver(generator_->complete(message.worker, message.completed, now()));
+  }
+  if (message.kind == GeneratorMessage::kAsk) {
+    ++requests_[worker];
+    deliver(generator_->request(message.worker, now()));
+  } else if (message.kind == GeneratorMessage::kPause) {
+    deliver(generator_->pause(message.worker, now()));
+  }
+  changed_.notify_all();
+}
+
+void GeneratorService::deliver(const std::vector<core::Delivery>& deliveries) {
+  const std::int64_t fastest = *std::max_element(requests_.begin(), requests_.end());
+  for (const core::Delivery& delivery : deliveries) {
+    const auto worker = static_cast<std::size_t>(delivery.worker);
+    AssignedGroup group{delivery.group.id, delivery.group.members, fastest - requests_[worker]};
+    if (delivery.worker == control_.rank()) {
+      local_.push_back(std::move(group));
+      continue;
+    }
+    Outgoing out{encode(group), nullptr};
+    out.work = control_.send(out.memory.data(), out.memory.size(), delivery.worker, tag_base_ + kToWorker);
+    outgoing_[worker].push_back(std::move(out));
+  }
+}
+
+void GeneratorService::handleLocally(GeneratorMessage message) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!stopped_) {
+    handle(message);
+  }
+}
+
+AssignedGroup GeneratorService::awaitLocally(std::chrono::milliseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool arrived = changed_.wait_for(lock, timeout, [this] { return stopped_ || !local_.empty(); });
+  if (local_.empty()) {
+    C10_THROW_ERROR(DistBackendError, arrived ? reason_
+                                              : c10::str("prague: no group from the generator within ",
+                                                         timeout.count(), " ms: its workers wait for a peer that has "
+                                                         "not asked; is a rank stuck, or training fewer steps?"));
+  }
+  AssignedGroup group = std::move(local_.front());
+  local_.pop_front();
+  return group;
+}
+
+GeneratorClient::GeneratorClient(PointToPoint control, int tag_base, std::shared_ptr<GeneratorService> service,
+                                 bool completes_at_once, std::chrono::milliseconds timeout)
+    : control_(std::move(control)),
+      tag_base_(tag_base),
+      service_(std::move(service)),
+      completes_at_once_(completes_at_once),
+      timeout_(timeout),
+      reply_(deliveryBytes(static_cast<std::size_t>(control_.size()))) {}
+
+void GeneratorClient::ask() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (asked_) {
+    return;
+  }
+  asked_ = true;
+  postReply();
+  sendMessage(GeneratorMessage::kAsk);
+}
+
+AssignedGroup GeneratorClient::awaitGroup() {
+  ask();
+  AssignedGroup group = awaitDelivery();
+  std::lock_guard<std::mutex> lock(mutex_);
+  asked_ = false;
+  return group;
+}
+
+void GeneratorClient::finished(std::uint64_t id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  completed_ = id;
+  if (completes_at_once_) {
+    sendMessage(GeneratorMessage::kComplete);
+  }
+}
+
+void GeneratorClient::pauseAndDrain(const std::function<void(const AssignedGroup&)>& run) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_INTERNAL_ASSERT(!asked_, "pauseAndDrain with a request in flight");
+    postReply();
+    sendMessage(GeneratorMessage::kPause);
+  }
+  while (true) {
+    const AssignedGroup group = awaitDelivery();
+    if (group.id == 0) {
+      return;
+    }
+    {
+      // Posted before the group runs: the next delivery is on its way already.
+      std::lock_guard<std::mutex> lock(mutex_);
+      postReply();
+    }
+    run(group);
+    std::lock_guard<std::mutex> lock(mutex_);
+    completed_ = group.id;
+    sendMessage(GeneratorMessage::kComplete);
+  }
+}
+
+void GeneratorClient::sendMessage(GeneratorMessage::Kind kind) {
+  if (sent_) {
+    control_.wait(sent_, 0, "the group generator");
+    sent_ = nullptr;
+  }
+  message_ = GeneratorMessage{};
+  message_.kind = kind;
+  message_.worker = control_.rank();
+  message_.completed = std::exchange(completed_, 0);
+  if (service_) {
+    service_->handleLocally(message_);
+  } else {
+    sent_ = control_.send(&message_, sizeof(message_), 0, tag_base_ + kToService);
+  }
+}
+
+void GeneratorClient::postReply() {
+  if (!service_) {
+    pending_reply_ = control_.recv(reply_.data(), reply_.size(), 0, tag_base_ + kToWorker);
+  }
+}
+
+AssignedGroup GeneratorClient::awaitDelivery() {
+  if (service_) {
+    return service_->awaitLocally(timeout_);
+  }
+  PointToPoint::WorkPtr reply;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    reply = std::exchange(pending_reply_, nullptr);
+  }
+  control_.wait(reply, 0, "the group generator");
+  return decode(reply_, control_.size());
+}
+
+}  // namespace torchext

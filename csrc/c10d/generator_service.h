@@ -1,0 +1,127 @@
+// GeneratorService and GeneratorClient: Prague's group generator as a service on the control plane.
+//
+// The service is one thread in rank 0's process over the control Gloo group; it owns a core::GroupGenerator. A worker's
+// client sends fixed-size messages and receives deliveries. Nothing here touches a tensor of the model or the GIL.
+//
+//   worker w: ASK      "I need a group; I have finished group `completed`"   -> one DELIVERY, now or later
+//             COMPLETE "I have finished group `completed`"                   (only where a generator locks workers)
+//             PAUSE    "I will ask for nothing for a while"                  -> the groups that still name w, each a
+//                      DELIVERY, then one with id 0
+//
+// Rank 0's own client calls the service directly: Gloo has no connection to oneself.
+// Call order of a client: ask() -> awaitGroup() -> [run it] -> ask() ...; pauseAndDrain() between two of them.
+// Threads: a client belongs to one thread at a time; ask() may come from another thread than awaitGroup().
+// Shutdown: the service ends with stop() (safe twice) or its destructor; bounded, it aborts its own pending receive.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "c10d/point_to_point.h"
+#include "core/group_generator.h"
+
+namespace torchext {
+
+// What a worker gets: its group, and how far it is behind the fastest worker (requests).
+struct AssignedGroup {
+  std::uint64_t id = 0;
+  std::vector<int> members;
+  std::int64_t behind = 0;
+};
+
+struct GeneratorMessage {
+  enum Kind : std::int32_t { kAsk = 1, kComplete = 2, kPause = 3 };
+  static constexpr std::uint32_t kMagic = 0x54584747;  // "TXGG"
+
+  std::uint32_t magic = kMagic;
+  std::int32_t kind = kAsk;
+  std::int32_t worker = -1;
+  std::int32_t reserved = 0;
+  std::uint64_t completed = 0;  // the group this worker has finished since its last message; 0: none
+};
+
+class GeneratorService {
+ public:
+  // control: the control group's transport; tag_base, tag_base + 1 are this service's tags on it.
+  GeneratorService(PointToPoint control, int tag_base, const core::GeneratorOptions& options);
+  ~GeneratorService();
+  GeneratorService(const GeneratorService&) = delete;
+  GeneratorService& operator=(const GeneratorService&) = delete;
+
+  // Ends the threads and every local wait; `reason` is what a later awaitLocally() throws. The first reason stays.
+  void stop(const std::string& reason);
+
+  // Rank 0's own client.
+  void handleLocally(GeneratorMessage message);
+  AssignedGroup awaitLocally(std::chrono::milliseconds timeout);
+
+ private:
+  struct Outgoing {
+    std::vector<std::byte> memory;
+    PointToPoint::WorkPtr work;
+  };
+
+  void serve();
+  void watchDeadlines();
+  void handle(const GeneratorMessage& message);
+  void deliver(const std::vector<core::Delivery>& deliveries);
+  double now() const;
+
+  PointToPoint control_;
+  const int tag_base_;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  std::mutex mutex_;  // guards everything below
+  std::condition_variable changed_;
+  std::unique_ptr<core::GroupGenerator> generator_;
+  std::vector<std::int64_t> requests_;
+  std::deque<AssignedGroup> local_;
+  // A delivery is sent and forgotten; its memory lives until the next message of that worker shows that it has arrived.
+  std::vector<std::vector<Outgoing>> outgoing_;
+  PointToPoint::WorkPtr pending_receive_;
+  bool stopped_ = false;
+  std::string reason_;
+  std::thread server_;
+  std::thread timer_;  // ready-set only
+};
+
+class GeneratorClient {
+ public:
+  // service: rank 0's, null elsewhere. completes_at_once: the generator locks workers until they have finished
+  // ("random"), so completion cannot wait for the next ask().
+  GeneratorClient(PointToPoint control, int tag_base, std::shared_ptr<GeneratorService> service,
+                  bool completes_at_once, std::chrono::milliseconds timeout);
+
+  void ask();  // idempotent until awaitGroup() has returned
+  AssignedGroup awaitGroup();
+  void finished(std::uint64_t id);
+  // Ends with nobody counting on this worker; `run` is called for each group that still names it, in order.
+  void pauseAndDrain(const std::function<void(const AssignedGroup&)>& run);
+
+ private:
+  void sendMessage(GeneratorMessage::Kind kind);
+  void postReply();
+  AssignedGroup awaitDelivery();
+
+  PointToPoint control_;
+  const int tag_base_;
+  std::shared_ptr<GeneratorService> service_;
+  const bool completes_at_once_;
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;  // guards everything below
+  bool asked_ = false;
+  std::uint64_t completed_ = 0;  // not yet reported
+  std::vector<std::byte> reply_;
+  PointToPoint::WorkPtr pending_reply_;
+  GeneratorMessage message_;
+  PointToPoint::WorkPtr sent_;
+};
+
+}  // namespace torchext

@@ -1,0 +1,269 @@
+#include "c10d/group_health.h"
+
+#include <unistd.h>
+
+#include <string_view>
+#include <typeinfo>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+namespace torchext {
+namespace {
+
+// How long a failed operation waits to learn from the monitor who died.
+constexpr auto kVerdictLimit = std::chrono::milliseconds(1000);
+// How long operations under way may finish by themselves after a peer's end was reported.
+constexpr auto kRemoteGrace = std::chrono::milliseconds(200);
+
+constexpr const char* kWayOut =
+    "; this group cannot be used any more: destroy_process_group() and initialize again, or let torchrun "
+    "--max-restarts restart the job";
+
+std::exception_ptr makeError(std::string text) {
+  return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                                       std::move(text)));
+}
+
+bool contains(std::string_view text, std::string_view part) { return text.find(part) != std::string_view::npos; }
+
+// Gloo's headers are not in the wheel, so its IoException is recognized by its type's name, or by its text where c10d
+// wrapped it.
+bool isConnectionError(const std::exception& error) {
+  if (contains(typeid(error).name(), "IoException")) return true;
+  const std::string_view text = error.what();
+  for (const char* sign : {"Connection closed by peer", "Connection reset by peer", "Application timeout caused",
+                           "Timed out waiting", "Broken pipe", "Socket closed"}) {
+    if (contains(text, sign)) return true;
+  }
+  return false;
+}
+
+// The sentence of a Gloo error without the path of its source file and the advice after the first full stop.
+std::string shorten(std::string_view text) {
+  if (!text.empty() && text.front() == '[') {
+    if (const auto end = text.find("] "); end != std::string_view::npos) text.remove_prefix(end + 2);
+  }
+  if (const auto end = text.find(". This is typically"); end != std::string_view::npos) text = text.substr(0, end);
+  if (const auto end = text.find('\n'); end != std::string_view::npos) text = text.substr(0, end);
+  return std::string(text.substr(0, 160));
+}
+
+// A blocked point-to-point wait, on the stack of the waiting thread.
+class PointToPointWait final : public PendingOperation {
+ public:
+  explicit PointToPointWait(c10d::Work& work) : work_(work) {}
+
+ protected:
+  std::function<void()> interrupt() override {
+    work_.abort();  // sets a flag of the buffer and signals; also right when the wait has not begun yet
+    return {};
+  }
+
+ private:
+  c10d::Work& work_;
+};
+
+}  // namespace
+
+GroupHealth::GroupHealth(std::string backendName, int rank, int size)
+    : backendName_(std::move(backendName)), rank_(rank), size_(size), creator_(getpid()) {}
+
+void GroupHealth::setConnectionCloser(std::function<void()> closer) {
+  std::lock_guard lock(mutex_);
+  closeConnections_ = std::move(closer);
+}
+
+void GroupHealth::setGroupName(const std::string& name) {
+  std::lock_guard lock(mutex_);
+  groupName_ = name;
+}
+
+std::string GroupHealth::label() const {
+  std::lock_guard lock(mutex_);
+  return c10::str(backendName_, " [rank ", rank_, " of ", size_, groupName_.empty() ? "" : ", group ", groupName_, "]");
+}
+
+std::string GroupHealth::describe(const OpInfo& op) const {
+  auto text = c10::str(label(), ": ", op.name);
+  if (op.sequence > 0) text += c10::str(" #", op.sequence);
+  if (op.peer >= 0) text += c10::str(" with rank ", op.peer);
+  return text;
+}
+
+bool GroupHealth::inForkedChild() const noexcept { return getpid() != creator_; }
+
+std::pair<int, std::string> GroupHealth::firstReason() const {
+  std::lock_guard lock(mutex_);
+  return {reasonRank_, reason_};
+}
+
+std::exception_ptr GroupHealth::failureOf(const OpInfo& op) const {
+  const auto text = firstReason().second;
+  return makeError(describe(op) + ": " + text + kWayOut);
+}
+
+void GroupHealth::checkUsable(const char* op) const {
+  if (usable()) [[likely]]
+    return;
+  if (inForkedChild()) {
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str(backendName_, " [rank ", rank_, " of ", size_, "]: ", op, ": this group belongs to process ",
+                             creator_, " and cannot be used in its forked child ", getpid(),
+                             "; create a group after the fork, or start processes by spawn"));
+  }
+  if (failed()) std::rethrow_exception(failureOf({.name = op}));
+  C10_THROW_ERROR(DistBackendError, label() + ": " + op + ": the group was shut down (destroy_process_group)");
+}
+
+bool GroupHealth::setReason(int rank, const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  if (failed_.load()) return false;
+  reasonRank_ = rank;
+  reason_ = reason;
+  failed_.store(true, std::memory_order_release);
+  changed_.notify_all();
+  return true;
+}
+
+bool GroupHealth::poison(int rank, const std::string& reason, std::chrono::milliseconds grace) {
+  if (inForkedChild()) return false;
+  const bool first = setReason(rank, reason);
+  if (first && monitor_) monitor_->announce({Verdict::Kind::kAbort, rank, rank_, reason});
+  endPending(first ? grace : std::chrono::milliseconds(0));
+  return first;
+}
+
+void GroupHealth::receive(const Verdict& verdict) {
+  const auto reason = verdict.kind == Verdict::Kind::kObituary
+                          ? c10::str("rank ", verdict.rank, " died (", verdict.reason, ")")
+                          : verdict.reason;
+  setReason(verdict.rank, reason);
+  endPending(kRemoteGrace);
+}
+
+void GroupHealth::close(std::chrono::milliseconds grace) {
+  if (inForkedChild()) return;
+  closed_.store(true);
+  std::unique_lock lock(mutex_);
+  for (auto* operation = pending_; operation != nullptr; operation = operation->next_) {
+    if (operation->background_) operation->interrupt();
+  }
+  if (changed_.wait_for(lock, grace, [this] { return idle() || failed_; }) && !failed_) return;
+  lock.unlock();
+  poison(rank_, c10::str("rank ", rank_, " shut the group down while operations were under way"));
+}
+
+bool GroupHealth::idle() const {
+  const auto* operation = pending_;
+  while (operation != nullptr && operation->background_) operation = operation->next_;
+  return operation == nullptr;
+}
+
+void GroupHealth::endPending(std::chrono::milliseconds grace) {
+  std::vector<std::function<void()>> remaining;
+  std::function<void()> closer;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, grace, [this] { return idle(); });
+    for (auto* operation = pending_; operation != nullptr; operation = operation->next_) {
+      if (auto rest = operation->interrupt()) remaining.push_back(std::move(rest));
+    }
+    for (auto& [id, callback] : callbacks_) remaining.push_back(std::move(callback));
+    callbacks_.clear();
+    closer = std::exchange(closeConnections_, nullptr);
+  }
+  for (const auto& rest : remaining) rest();
+  if (closer) closer();
+}
+
+bool GroupHealth::waitForVerdict(std::chrono::milliseconds limit) {
+  std::unique_lock lock(mutex_);
+  // Once the successor has left in order nobody is watched, and no verdict comes.
+  if (!monitor_ || monitor_->successorLeft()) limit /= 5;
+  return changed_.wait_for(lock, limit, [this] { return failed_.load(); });
+}
+
+std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const OpInfo& op) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::DistBackendError&) {
+    return error;
+  } catch (const std::exception& inner) {
+    if (!isConnectionError(inner)) return error;
+    const std::string text = shorten(inner.what());
+    const bool timedOut = contains(text, "Timed out");
+    if (timedOut || !waitForVerdict(kVerdictLimit)) {
+      auto reason = c10::str("rank ", rank_, timedOut ? " timed out in " : " lost its connections in ", op.name);
+      if (op.sequence > 0) reason += c10::str(" #", op.sequence);
+      if (op.peer >= 0) reason += c10::str(" with rank ", op.peer);
+      poison(rank_, reason + " (" + text + ")", kRemoteGrace);
+    }
+    const auto reason = firstReason().second;
+    return makeError(c10::str(describe(op), ": ", reason, contains(reason, text) ? "" : "; seen here as: ",
+                              contains(reason, text) ? "" : text, kWayOut));
+  } catch (...) {
+    return error;
+  }
+}
+
+void GroupHealth::add(PendingOperation* operation, const OpInfo& op) {
+  if (inForkedChild()) checkUsable(op.name);
+  std::unique_lock lock(mutex_);
+  if (failed_ || closed_) {
+    lock.unlock();
+    checkUsable(op.name);
+  }
+  operation->background_ = op.background;
+  operation->next_ = pending_;
+  if (pending_) pending_->link_ = &operation->next_;
+  operation->link_ = &pending_;
+  pending_ = operation;
+}
+
+void GroupHealth::remove(PendingOperation* operation) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!operation->link_) return;
+  *operation->link_ = operation->next_;
+  if (operation->next_) operation->next_->link_ = operation->link_;
+  operation->link_ = nullptr;
+  operation->next_ = nullptr;
+  if (closed_ || failed_) changed_.notify_all();
+}
+
+void GroupHealth::waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout,
+                                   const OpInfo& op) {
+  PointToPointWait node(*work);
+  add(&node, op);
+  bool arrived = false;
+  try {
+    arrived = work->wait(timeout);
+    remove(&node);
+  } catch (...) {
+    remove(&node);
+    std::rethrow_exception(explain(std::current_exception(), op));
+  }
+  if (arrived) return;
+  if (failed()) std::rethrow_exception(failureOf(op));
+  C10_THROW_ERROR(DistBackendError, describe(op) + ": the wait was ended by shutdown");
+}
+
+uint64_t GroupHealth::addAbortCallback(std::function<void()> callback) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!failed_) {
+      callbacks_.emplace_back(nextCallback_, std::move(callback));
+      return nextCallback_++;
+    }
+  }
+  callback();
+  return 0;
+}
+
+void GroupHealth::removeAbortCallback(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  callbacks_.remove_if([id](const auto& entry) { return entry.first == id; });
+}
+
+}  // namespace torchext

@@ -1,0 +1,140 @@
+// GroupHealth: the fault state that a DelegatingBackend shares with its works and its monitor.
+//
+// What it holds
+//   * the first reason why the group can no longer be used (the first writer fixes it), shutdown, and the fork guard;
+//   * the operations that are under way, so that a failure can end them: collectives (DelegatingWork) and blocked
+//     point-to-point waits;
+//   * callbacks of other parts that block on something else and want to be told.
+//
+// Life of a failure
+//   poison() stores the reason, tells the peers through the monitor, gives operations under way a grace period (their
+//   inner work may already hold all its data: a peer that exits right after the last all_reduce is no failure of it),
+//   ends what is left, runs the callbacks, and closes the inner connections.
+//
+// Threads: everything from any thread. Owned by shared_ptr: works may outlive their backend.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "c10d/failure_monitor.h"
+
+namespace torchext {
+
+// One call on a group, for error messages.
+struct OpInfo {
+  const char* name = "";  // a literal: "all_reduce"
+  c10d::OpType type = c10d::OpType::UNKNOWN;
+  uint64_t sequence = 0;  // of collectives on this group, from 1; 0 for point-to-point
+  int peer = -1;          // the other rank of a point-to-point call, -1 when any or none
+  // A wait that is always there (a service for requests of peers): shutdown ends it at once, and it counts as no work.
+  bool background = false;
+};
+
+// Something under way that a failure must end. Linked into GroupHealth's list while pending.
+class PendingOperation {
+ public:
+  virtual ~PendingOperation() = default;
+
+ protected:
+  friend class GroupHealth;
+  // Called with the list locked, so the object cannot vanish: must neither block nor call back into GroupHealth.
+  // Returns what remains to be done after the lock is released (may be empty).
+  virtual std::function<void()> interrupt() = 0;
+
+ private:
+  bool background_ = false;
+  PendingOperation* next_ = nullptr;
+  PendingOperation** link_ = nullptr;  // where this one is pointed to from; null when not linked
+};
+
+class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
+ public:
+  GroupHealth(std::string backendName, int rank, int size);
+
+  // Set once by the backend, before any call.
+  void setMonitor(std::shared_ptr<FailureMonitor> monitor) { monitor_ = std::move(monitor); }
+  // closer: closes the connections of the inner groups, so that what is pending inside them ends; must not throw.
+  void setConnectionCloser(std::function<void()> closer);
+  void setGroupName(const std::string& name);
+
+  // "prague [rank 2 of 4, group default]"
+  std::string label() const;
+  // label() and the call: "prague [...]: all_reduce #17"
+  std::string describe(const OpInfo& op) const;
+
+  bool usable() const noexcept { return !failed_.load(std::memory_order_acquire) && !closed_ && !inForkedChild(); }
+  bool failed() const noexcept { return failed_.load(std::memory_order_acquire); }
+  bool inForkedChild() const noexcept;
+  // The first reason and the rank it is about (-1: none); empty while the group is well.
+  std::pair<int, std::string> firstReason() const;
+  // Throws DistBackendError if the group failed, was shut down, or belongs to the parent process.
+  void checkUsable(const char* op) const;
+
+  // Ends the group's use. Only the first call has an effect on the reason; returns whether this was it.
+  // rank: whom it is about, -1 if nobody. grace: how long operations under way may still finish by themselves.
+  bool poison(int rank, const std::string& reason, std::chrono::milliseconds grace = std::chrono::milliseconds(0));
+  // The same for a verdict that came by the monitor, which passes it on itself.
+  void receive(const Verdict& verdict);
+  // From now on every call throws. Operations under way get `grace`, then the group is poisoned.
+  void close(std::chrono::milliseconds grace);
+
+  // Turns an error of an inner backend into the one to show: errors of connections name the rank that died (waiting up to
+  // a second for the verdict) and poison the group; others keep their text.
+  std::exception_ptr explain(const std::exception_ptr& error, const OpInfo& op);
+  // The error of an operation that a failure ended.
+  std::exception_ptr failureOf(const OpInfo& op) const;
+
+  // Operations under way. add() throws like checkUsable when the group is not usable.
+  void add(PendingOperation* operation, const OpInfo& op);
+  void remove(PendingOperation* operation) noexcept;
+
+  // Waits for a point-to-point work of an inner group such that a failure ends the wait.
+  // timeout: 0 leaves it to the inner group. Throws DistBackendError; see explain().
+  void waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout, const OpInfo& op);
+
+  // Callbacks that a failure or abort runs once, on the thread that found it. Returns an id for removal. Called at once
+  // if the group has failed already.
+  uint64_t addAbortCallback(std::function<void()> callback);
+  void removeAbortCallback(uint64_t id);
+
+ private:
+  bool setReason(int rank, const std::string& reason);
+  void endPending(std::chrono::milliseconds grace);
+  bool idle() const;  // with mutex_ held: nothing pending but background waits
+  bool waitForVerdict(std::chrono::milliseconds limit);
+
+  const std::string backendName_;
+  const int rank_;
+  const int size_;
+  const pid_t creator_;
+  std::shared_ptr<FailureMonitor> monitor_;
+
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> closed_{false};
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::string groupName_;
+  std::string reason_;
+  int reasonRank_ = -1;
+  PendingOperation* pending_ = nullptr;
+  std::function<void()> closeConnections_;
+  std::list<std::pair<uint64_t, std::function<void()>>> callbacks_;
+  uint64_t nextCallback_ = 1;
+};
+
+}  // namespace torchext

@@ -1,0 +1,59 @@
+// PointToPoint: messages between ranks of an inner backend, with one owner for every wait.
+//
+// The algorithms over subsets of ranks (subset_allreduce.h) and the group generator's service send and receive through
+// this small class, so that they need to know neither how a wait is interrupted nor how a dead peer is named: both are
+// the WaitFunction's business (DelegatingBackend::waitPointToPoint in production).
+//
+// Ownership: holds the inner backend. The caller keeps a message's memory alive until wait() has returned.
+// Threads: any; Gloo serializes per connection. Messages of one (source, destination, tag) match in the order posted.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace torchext {
+
+class PointToPoint {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  // Blocks until the work is done; throws an error that names `peer` and `what` otherwise.
+  using WaitFunction = std::function<void(const WorkPtr& work, int peer, const char* what)>;
+
+  PointToPoint(c10::intrusive_ptr<c10d::Backend> backend, WaitFunction wait)
+      : backend_(std::move(backend)), wait_(std::move(wait)) {}
+
+  int rank() const { return backend_->getRank(); }
+  int size() const { return backend_->getSize(); }
+
+  // A receive may be longer than the message that arrives (Gloo copies what came), never shorter.
+  WorkPtr send(const void* data, std::size_t bytes, int destination, int tag) const {
+    std::vector<at::Tensor> tensors{view(const_cast<void*>(data), bytes)};
+    return backend_->send(tensors, destination, tag);
+  }
+  WorkPtr recv(void* data, std::size_t bytes, int source, int tag) const {
+    std::vector<at::Tensor> tensors{view(data, bytes)};
+    return backend_->recv(tensors, source, tag);
+  }
+  WorkPtr recvAnySource(void* data, std::size_t bytes, int tag) const {
+    std::vector<at::Tensor> tensors{view(data, bytes)};
+    return backend_->recvAnysource(tensors, tag);
+  }
+  void wait(const WorkPtr& work, int peer, const char* what) const { wait_(work, peer, what); }
+
+  const c10::intrusive_ptr<c10d::Backend>& backend() const { return backend_; }
+
+ private:
+  static at::Tensor view(void* data, std::size_t bytes) {
+    return at::from_blob(data, {static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
+  }
+
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  WaitFunction wait_;
+};
+
+}  // namespace torchext

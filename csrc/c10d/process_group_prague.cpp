@@ -1,0 +1,217 @@
+#include "c10d/process_group_prague.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/record_function.h>
+#include <c10/util/StringUtil.h>
+
+#include "core/group_generator.h"
+
+namespace torchext {
+namespace {
+
+// High, so that they never meet a user's dist.send(tag=...).
+constexpr int kFirstTag = 0x40000000;
+
+// The work of one partial all-reduce: finished by this group's thread.
+class PartialWork : public c10d::Work {
+ public:
+  PartialWork(int rank, at::Tensor tensor)
+      : c10d::Work(rank, c10d::OpType::UNKNOWN, "torchext::partial_all_reduce"),
+        tensor_(std::move(tensor)),
+        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+  void complete(std::exception_ptr error = nullptr) {
+    finish(error);
+    if (error) {
+      future_->setError(error);
+    } else {
+      future_->markCompleted(c10::IValue(std::vector<at::Tensor>{tensor_}));
+    }
+  }
+  std::vector<at::Tensor> result() override { return {tensor_}; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  at::Tensor tensor_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+template <class T>
+void checkRange(const char* name, T value, T low, T high, const char* meaning) {
+  TORCH_CHECK_VALUE(value >= low && value <= high, "PragueOptions.", name, " must be in [", low, ", ", high, "], got ",
+                    value, " (", meaning, ")");
+}
+
+void checkChoice(const char* name, const std::string& value, const std::vector<std::string>& choices) {
+  TORCH_CHECK_VALUE(std::find(choices.begin(), choices.end(), value) != choices.end(), "PragueOptions.", name,
+                    " must be one of ", c10::Join(", ", choices), "; got \"", value, "\"");
+}
+
+}  // namespace
+
+void ProcessGroupPrague::Options::validate() const {
+  constexpr std::int64_t kMost = std::int64_t{1} << 40;
+  checkRange<std::int64_t>("group_size", group_size, 0, 1 << 20, "members of a group; 0 chooses by world size");
+  TORCH_CHECK_VALUE(group_size != 1, "PragueOptions.group_size must be 0 or at least 2, got 1 (a group of one averages "
+                    "nothing)");
+  checkChoice("generator", generator, {"random", "division", "inter-intra", "smart", "static", "ready-set"});
+  checkChoice("order", order, {"atc", "cta"});
+  checkRange<std::int64_t>("slowdown_threshold", slowdown_threshold, -1, kMost,
+                           "iterations behind; 0 filters nobody, -1 is the default");
+  checkRange<std::int64_t>("sync_period", sync_period, 1, kMost, "average after every n-th optimizer step");
+  checkRange<std::int64_t>("sync_every", sync_every, 0, kMost, "every n-th division is one of all workers; 0: never");
+  checkRange<std::int64_t>("seed", seed, 0, INT64_MAX, "the same on all ranks");
+}
+
+void ProcessGroupPrague::Options::validate(int world_size) const {
+  validate();
+  TORCH_CHECK_VALUE(group_size <= std::max(world_size, 1), "PragueOptions.group_size must be in [2, ", world_size,
+                    "] in a group of ", world_size, " ranks, got ", group_size, "; leave it out to have it chosen");
+}
+
+std::int64_t ProcessGroupPrague::Options::groupSizeFor(int world_size) const {
+  if (group_size > 0) {
+    return group_size;
+  }
+  // Pairs move the fewest bytes; from 8 ranks on, groups of 4 keep the consensus distance of 4 ranks in pairs.
+  return std::min(world_size, world_size >= 8 ? 4 : 2);
+}
+
+std::int64_t ProcessGroupPrague::Options::slowdownThresholdFor() const {
+  return slowdown_threshold >= 0 ? slowdown_threshold : 4;
+}
+
+ProcessGroupPrague::ProcessGroupPrague(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options)
+    : DelegatingBackend(rank, size, "prague", std::move(inner), options), prague_options_(std::move(options)) {
+  prague_options_->validate(size);
+}
+
+ProcessGroupPrague::~ProcessGroupPrague() { ProcessGroupPrague::shutdown(); }
+
+PointToPoint ProcessGroupPrague::dataTransport() {
+  return {inner(c10::DeviceType::CPU), [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
+            waitPointToPoint(work, timeout(), peer, what);
+          }};
+}
+
+PointToPoint ProcessGroupPrague::controlTransport() {
+  return {control(), [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
+            waitPointToPoint(work, timeout(), peer, what);
+          }};
+}
+
+int ProcessGroupPrague::nextChannel() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return kFirstTag + kTagsPerChannel * ++channels_;
+}
+
+std::vector<int> ProcessGroupPrague::checkMembers(std::vector<int> members) const {
+  std::sort(members.begin(), members.end());
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    TORCH_CHECK_VALUE(members[i] >= 0 && members[i] < getSize(), "partial_all_reduce: member ", members[i],
+                      " is not a rank of this group (0..", getSize() - 1, "); members are group ranks, not global ones");
+    TORCH_CHECK_VALUE(i == 0 || members[i] != members[i - 1], "partial_all_reduce: rank ", members[i],
+                      " is named twice in members");
+  }
+  TORCH_CHECK_VALUE(std::binary_search(members.begin(), members.end(), getRank()),
+                    "partial_all_reduce: the caller, rank ", getRank(), ", is not among the members [",
+                    c10::Join(", ", members), "]; only members call it");
+  return members;
+}
+
+void ProcessGroupPrague::checkTensor(const at::Tensor& tensor) const {
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, "partial_all_reduce takes dense tensors, got layout ",
+                   tensor.layout());
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "partial_all_reduce takes CPU tensors, got one on ", tensor.device(),
+                    "; a model on CUDA is averaged through torchext.attach()");
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), "partial_all_reduce takes contiguous tensors, got strides ",
+                    tensor.strides(), " for sizes ", tensor.sizes(), "; call .contiguous() first");
+  reductionFor(tensor.scalar_type());
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Tensor& tensor,
+                                                                    std::vector<int> members) {
+  checkUsable("partial_all_reduce");
+  checkTensor(tensor);
+  members = checkMembers(std::move(members));
+  // Detached: the caller's tensor may require grad, and its data is what is averaged.
+  at::Tensor data = tensor.detach();
+  auto work = c10::make_intrusive<PartialWork>(getRank(), tensor);
+  if (members.size() == 1) {
+    work->complete();
+    return work;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!thread_) {
+    partial_ = std::make_unique<SubsetAllreduce>(dataTransport(), kFirstTag);
+    thread_ = std::make_unique<TaskThread>("tx_prague");
+  }
+  const std::uint64_t call_id = ++calls_[members];
+  const bool posted = thread_->post([this, work, data, members, call_id, state = at::ThreadLocalState()] {
+    at::ThreadLocalStateGuard inherited(state);
+    RECORD_FUNCTION("torchext::partial_all_reduce", std::vector<c10::IValue>{});
+    try {
+      checkUsable("partial_all_reduce");
+      partial_->run(data, members, call_id, 1.0 / static_cast<double>(members.size()));
+      work->complete();
+    } catch (...) {
+      work->complete(std::current_exception());
+    }
+  });
+  if (!posted) {
+    C10_THROW_ERROR(DistBackendError, "prague: partial_all_reduce after shutdown");
+  }
+  return work;
+}
+
+std::uint64_t ProcessGroupPrague::addShutdownCallback(std::function<void()> callback) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  shutdown_callbacks_.emplace(++next_callback_, std::move(callback));
+  return next_callback_;
+}
+
+void ProcessGroupPrague::removeShutdownCallback(std::uint64_t id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  shutdown_callbacks_.erase(id);
+}
+
+void ProcessGroupPrague::onShutdown() {
+  std::vector<std::function<void()>> callbacks;
+  TaskThread* thread = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    thread = thread_.get();
+    for (auto& [id, callback] : shutdown_callbacks_) {
+      callbacks.push_back(callback);
+    }
+  }
+  for (const auto& callback : callbacks) {
+    callback();
+  }
+  if (thread != nullptr) {
+    if (!thread->finish(std::chrono::seconds(1))) {
+      abort();  // ends the wait that the thread is in
+    }
+    thread->discard();
+  }
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupPrague::createChild(int rank, int size, InnerBackends inner,
+                                                                  c10::intrusive_ptr<c10d::Backend::Options> options) {
+  auto own = c10::make_intrusive<Options>(*prague_options_);
+  own->timeout = options->timeout;
+  own->group_name = options->group_name;
+  own->group_desc = options->group_desc;
+  own->global_ranks_in_group = options->global_ranks_in_group;
+  // A parent's group size may not fit a smaller child.
+  own->group_size = std::min<std::int64_t>(own->group_size, size);
+  if (own->group_size < 2) {
+    own->group_size = 0;
+  }
+  return c10::make_intrusive<ProcessGroupPrague>(rank, size, std::move(inner), std::move(own));
+}
+
+}  // namespace torchext

@@ -1,0 +1,43 @@
+// The header in front of every collective over a subset: what the sender believes the call to be.
+//
+// Every member sees the header of every other before it trusts a payload, so that all members take the same decision:
+// go on, or throw a mismatch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <c10/core/ScalarType.h>
+
+namespace torchext {
+
+struct SubsetHeader {
+  static constexpr std::uint32_t kMagic = 0x54585052;  // "TXPR"
+  static constexpr std::uint16_t kVersion = 1;
+
+  std::uint32_t magic = kMagic;
+  std::uint16_t version = kVersion;
+  std::int16_t dtype = 0;
+  std::int32_t rank = -1;
+  std::int32_t reserved = 0;
+  std::uint64_t call_id = 0;
+  std::uint64_t members_hash = 0;
+  std::int64_t numel = 0;
+
+  bool sameCall(const SubsetHeader& other) const {
+    return dtype == other.dtype && call_id == other.call_id && members_hash == other.members_hash &&
+           numel == other.numel;
+  }
+};
+static_assert(sizeof(SubsetHeader) == 40, "the header is a wire format");
+
+// FNV-1a over the sorted members; stable across platforms.
+inline std::uint64_t hashMembers(const std::vector<int>& members) {
+  std::uint64_t hash = 1469598103934665603ULL;
+  for (int member : members) {
+    hash = (hash ^ static_cast<std::uint32_t>(member)) * 1099511628211ULL;
+  }
+  return hash;
+}
+
+}  // namespace torchext

@@ -1,0 +1,106 @@
+#include "ddp/attach_agreement.h"
+
+#include <algorithm>
+#include <array>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <unistd.h>
+
+namespace torchext {
+namespace {
+
+constexpr std::uint64_t kFnvBasis = 1469598103934665603ULL;
+
+std::int64_t hash(std::uint64_t seed, const std::string& text) {
+  for (const char c : text) {
+    seed = (seed ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
+  }
+  return static_cast<std::int64_t>(seed);
+}
+
+std::int64_t hashTensors(const std::vector<at::Tensor>& tensors) {
+  std::uint64_t value = kFnvBasis;
+  for (const at::Tensor& tensor : tensors) {
+    value = static_cast<std::uint64_t>(
+        hash(value, c10::str(tensor.sizes(), c10::toString(tensor.scalar_type()), ";")));
+  }
+  return static_cast<std::int64_t>(value);
+}
+
+std::int64_t numel(const std::vector<at::Tensor>& tensors) {
+  std::int64_t total = 0;
+  for (const at::Tensor& tensor : tensors) {
+    total += tensor.numel();
+  }
+  return total;
+}
+
+// A host is a kernel's boot and a network namespace: ranks that share both reach each other without a link.
+std::int64_t hashHost() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::array<char, 256> name{};
+  gethostname(name.data(), name.size() - 1);
+  std::array<char, 256> space{};
+  if (readlink("/proc/self/ns/net", space.data(), space.size() - 1) < 0) {
+    space[0] = '\0';
+  }
+  return hash(kFnvBasis, boot + "|" + name.data() + "|" + space.data());
+}
+
+}  // namespace
+
+std::vector<int> agreeOnAttach(ProcessGroupPrague& group, const std::vector<at::Tensor>& parameters,
+                               const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
+  const auto& options = group.pragueOptions();
+  const std::vector<std::pair<const char*, std::int64_t>> fields{
+      {"number of parameter tensors", static_cast<std::int64_t>(parameters.size())},
+      {"number of parameter elements", numel(parameters)},
+      {"parameter shapes and dtypes (hash)", hashTensors(parameters)},
+      {"number of buffer elements", numel(buffers)},
+      {"buffer shapes and dtypes (hash)", hashTensors(buffers)},
+      {"bucket bytes", static_cast<std::int64_t>(bucket_bytes)},
+      {"PragueOptions.group_size", options.groupSizeFor(group.getSize())},
+      {"PragueOptions.generator (hash)", hash(kFnvBasis, options.generator)},
+      {"PragueOptions.order (hash)", hash(kFnvBasis, options.order)},
+      {"PragueOptions.slowdown_threshold", options.slowdownThresholdFor()},
+      {"PragueOptions.sync_period", options.sync_period},
+      {"PragueOptions.sync_every", options.sync_every},
+      {"PragueOptions.seed", options.seed},
+  };
+  const auto width = static_cast<std::int64_t>(fields.size()) + 1;
+  at::Tensor own = at::empty({width}, at::kLong);
+  for (std::size_t i = 0; i < fields.size(); ++i) {
+    own[static_cast<std::int64_t>(i)] = fields[i].second;
+  }
+  own[width - 1] = hashHost();
+  at::Tensor all = at::empty({group.getSize() * width}, at::kLong);
+  group._allgather_base(all, own, c10d::AllgatherOptions())->wait();
+  const auto rows = all.view({group.getSize(), width});
+  for (std::int64_t rank = 1; rank < group.getSize(); ++rank) {
+    for (std::size_t i = 0; i < fields.size(); ++i) {
+      const auto field = static_cast<std::int64_t>(i);
+      const auto expected = rows[0][field].item<std::int64_t>();
+      const auto got = rows[rank][field].item<std::int64_t>();
+      if (expected != got) {
+        C10_THROW_ERROR(DistBackendError, c10::str("torchext.attach: ", fields[i].first, " is ", expected,
+                                                   " on rank 0 and ", got, " on rank ", rank,
+                                                   "; all ranks must attach the same model with the same options"));
+      }
+    }
+  }
+  std::vector<int> host_of;
+  std::vector<std::int64_t> hosts;
+  for (std::int64_t rank = 0; rank < group.getSize(); ++rank) {
+    const auto host = rows[rank][width - 1].item<std::int64_t>();
+    const auto known = std::find(hosts.begin(), hosts.end(), host);
+    host_of.push_back(static_cast<int>(known - hosts.begin()));
+    if (known == hosts.end()) {
+      hosts.push_back(host);
+    }
+  }
+  return host_of;
+}
+
+}  // namespace torchext

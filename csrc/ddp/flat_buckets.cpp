@@ -1,0 +1,90 @@
+#include "ddp/flat_buckets.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace torchext {
+namespace {
+
+// Through the dispatcher: the operators live in torchext._kernels, a library of its own, for CPU and CUDA.
+void flatten(at::TensorList tensors, const at::Tensor& flat) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torchext::multi_tensor_flatten", "")
+                             .typed<void(at::TensorList, const at::Tensor&)>();
+  op.call(tensors, flat);
+}
+
+void average(at::TensorList tensors, const at::Tensor& flat, double scale) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torchext::multi_tensor_average_", "")
+                             .typed<void(at::TensorList, const at::Tensor&, double)>();
+  op.call(tensors, flat, scale);
+}
+
+void synchronizeDevice(const at::Tensor& tensor) {
+  c10::impl::VirtualGuardImpl guard(tensor.device().type());
+  guard.synchronizeDevice(tensor.device().index());
+}
+
+}  // namespace
+
+void FlatBucket::pack() const {
+  flatten(tensors, flat);
+  if (!flat.device().is_cpu()) {
+    synchronizeDevice(flat);
+    wire.copy_(flat);
+  }
+}
+
+void FlatBucket::unpack(double scale) const {
+  if (!flat.device().is_cpu()) {
+    flat.copy_(wire);
+  }
+  average(tensors, flat, scale);
+  if (!flat.device().is_cpu()) {
+    synchronizeDevice(flat);
+  }
+}
+
+FlatBuckets::FlatBuckets(const std::vector<at::Tensor>& tensors, std::size_t bucket_bytes) {
+  // Open buckets by kind: models mix dtypes (a float32 norm in a bfloat16 model) without every change closing a bucket.
+  struct Open {
+    c10::ScalarType dtype;
+    c10::Device device;
+    std::size_t index;
+    std::size_t bytes;
+  };
+  std::vector<Open> open;
+  for (const at::Tensor& tensor : tensors) {
+    auto it = std::find_if(open.begin(), open.end(), [&](const Open& o) {
+      return o.dtype == tensor.scalar_type() && o.device == tensor.device() && o.bytes < bucket_bytes;
+    });
+    if (it == open.end()) {
+      buckets_.emplace_back();
+      it = open.insert(open.end(), Open{tensor.scalar_type(), tensor.device(), buckets_.size() - 1, 0});
+    }
+    buckets_[it->index].tensors.push_back(tensor.detach());
+    bucket_of_.push_back(static_cast<std::int64_t>(it->index));
+    it->bytes += tensor.nbytes();
+  }
+  for (FlatBucket& bucket : buckets_) {
+    std::int64_t count = 0;
+    for (const at::Tensor& tensor : bucket.tensors) {
+      count += tensor.numel();
+    }
+    bucket.flat = at::empty({count}, bucket.tensors.front().options().requires_grad(false));
+    bucket.wire = bucket.flat.device().is_cpu()
+                      ? bucket.flat
+                      : at::empty({count}, bucket.flat.options().device(at::kCPU).pinned_memory(true));
+  }
+}
+
+std::size_t FlatBuckets::bytes() const {
+  std::size_t total = 0;
+  for (const FlatBucket& bucket : buckets_) {
+    total += bucket.bytes();
+  }
+  return total;
+}
+
+}  // namespace torchext

@@ -1,0 +1,44 @@
+// FlatBuckets: a model's tensors as a few flat, contiguous buffers - what is averaged.
+//
+// Tensors are taken in the order given (registration order, which is close to forward order), a bucket holding tensors
+// of one dtype and device up to a size. The flat buffers are the one extra copy of the parameters that decentralized
+// training needs. For CUDA tensors a bucket has a second, host-side buffer, which is what travels.
+//
+// Threads: the owner serializes pack and unpack of a bucket; different buckets are independent.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+namespace torchext {
+
+struct FlatBucket {
+  std::vector<at::Tensor> tensors;  // aliases of the model's tensors, detached
+  at::Tensor flat;                  // 1-D, on the tensors' device
+  at::Tensor wire;                  // 1-D, on the CPU: `flat` itself for CPU tensors, pinned memory for CUDA
+
+  void pack() const;                  // tensors -> wire
+  void unpack(double scale) const;    // scale * wire -> tensors, fused (torchext::multi_tensor_average_)
+  std::size_t bytes() const { return flat.nbytes(); }
+};
+
+class FlatBuckets {
+ public:
+  // tensors: dense, of any mix of dtypes and devices. bucket_bytes: a bucket closes once it holds this many.
+  FlatBuckets(const std::vector<at::Tensor>& tensors, std::size_t bucket_bytes);
+
+  std::size_t size() const { return buckets_.size(); }
+  const FlatBucket& operator[](std::size_t index) const { return buckets_[index]; }
+  // The bucket that holds tensors[i] of the constructor.
+  const std::vector<std::int64_t>& bucketOf() const { return bucket_of_; }
+  std::size_t bytes() const;
+
+ private:
+  std::vector<FlatBucket> buckets_;
+  std::vector<std::int64_t> bucket_of_;
+};
+
+}  // namespace torchext

@@ -1,0 +1,387 @@
+#include "ddp/prague_synchronizer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/record_function.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Logging.h>
+
+#include "ddp/attach_agreement.h"
+
+namespace torchext {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double milliseconds(Clock::time_point since) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
+}
+
+std::vector<at::Tensor> concatenate(std::vector<at::Tensor> first, const std::vector<at::Tensor>& second) {
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+}  // namespace
+
+PragueSynchronizer::PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> group,
+                                       const std::vector<at::Tensor>& parameters,
+                                       const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes)
+    : group_(std::move(group)),
+      combine_then_adapt_(group_->pragueOptions().order == "cta"),
+      period_(group_->pragueOptions().sync_period),
+      parameters_(parameters, bucket_bytes),
+      buffers_(buffers, bucket_bytes),
+      bucket_of_(parameters_.bucketOf()),
+      watched_(concatenate(parameters, buffers)),
+      pending_(bucketCount(), 0) {
+  for (const std::int64_t index : buffers_.bucketOf()) {
+    bucket_of_.push_back(static_cast<std::int64_t>(parameters_.size()) + index);
+  }
+  stats_.bucket_bytes = static_cast<std::int64_t>(parameters_.bytes() + buffers_.bytes());
+  const int channel = group_->nextChannel();
+  const std::vector<int> host_of = agreeOnAttach(*group_, parameters, buffers, bucket_bytes);
+  partial_ = std::make_unique<SubsetAllreduce>(group_->dataTransport(), channel);
+  source_ = makeGroupSource(*group_, host_of, channel);
+  for (const at::Tensor& tensor : watched_) {
+    addresses_.push_back(tensor.data_ptr());
+  }
+  thread_ = std::make_unique<TaskThread>("tx_prague_sync");
+  shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
+  abort_callback_ = group_->addAbortCallback([this] { source_->stop(group_->health()->firstReason().second); });
+}
+
+PragueSynchronizer::~PragueSynchronizer() {
+  leave(std::chrono::seconds(2));
+}
+
+const FlatBucket& PragueSynchronizer::bucket(std::size_t index) const {
+  return index < parameters_.size() ? parameters_[index] : buffers_[index - parameters_.size()];
+}
+
+void PragueSynchronizer::gradientsReady() {
+  if (!combine_then_adapt_ && !detached_ && averagesAt(steps_ + 1)) {
+    // Errors are the averaging thread's to report: it waits for the answer.
+    try {
+      source_->ask();
+    } catch (...) {
+      fail(std::current_exception());
+    }
+  }
+}
+
+void PragueSynchronizer::beforeStep() {
+  waitAll();
+  applyPending();
+}
+
+void PragueSynchronizer::afterStep() {
+  waitAll();  // a step without its pre-hook: a closure that steps twice
+  ++steps_;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++stats_.steps;
+  }
+  if (detached_ || !averagesAt(steps_)) {
+    return;
+  }
+  checkTensorsInPlace();
+  if (combine_then_adapt_) {
+    snapshotBuffers();
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::fill(pending_.begin(), pending_.end(), 1);
+    pending_count_ = static_cast<int>(pending_.size());
+  }
+  thread_->post([this, round = steps_ / period_ - 1, state = at::ThreadLocalState()] {
+    at::ThreadLocalStateGuard inherited(state);
+    averageTask(round);
+  });
+}
+
+void PragueSynchronizer::averageTask(std::int64_t round) {
+  at::NoGradGuard no_grad;
+  try {
+    AssignedGroup group;
+    {
+      RECORD_FUNCTION("torchext::prague::wait_generator", std::vector<c10::IValue>{});
+      const auto start = Clock::now();
+      group = source_->next(round);
+      std::lock_guard<std::mutex> lock(mutex_);
+      stats_.generator_wait_ms += milliseconds(start);
+      stats_.iteration_gap = group.behind;
+    }
+    averageNow(group);
+    source_->finished(group);
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    release(i);
+  }
+}
+
+void PragueSynchronizer::averageNow(const AssignedGroup& group) {
+  const auto members = static_cast<std::int64_t>(group.members.size());
+  if (members < 2) {
+    return;
+  }
+  RECORD_FUNCTION("torchext::prague::average", std::vector<c10::IValue>{});
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    reduceBucket(i, group);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++stats_.averages;
+  ++stats_.group_sizes[members];
+  stats_.bytes_sent = static_cast<std::int64_t>(partial_->bytesSent());
+  if (combine_then_adapt_) {
+    apply_scale_ = 1.0 / static_cast<double>(members);
+  }
+}
+
+void PragueSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& group) {
+  const FlatBucket& current = bucket(index);
+  const bool buffer = index >= parameters_.size();
+  const auto start = Clock::now();
+  if (!(combine_then_adapt_ && buffer)) {  // cta has packed the buffers before the forward could change them
+    current.pack();
+  }
+  const auto packed = Clock::now();
+  const double peers_before = partial_->peerSeconds();
+  // The sum: the scale is applied where the result is copied back, in the same pass.
+  partial_->run(current.wire, group.members, group.id * 65536 + index, 1.0);
+  const auto reduced = Clock::now();
+  if (!combine_then_adapt_) {
+    current.unpack(1.0 / static_cast<double>(group.members.size()));
+    release(index);
+  }
+  const double peer_ms = 1e3 * (partial_->peerSeconds() - peers_before);
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.copy_ms += milliseconds(start) - std::chrono::duration<double, std::milli>(reduced - packed).count();
+  stats_.peer_wait_ms += peer_ms;
+  stats_.transfer_ms += std::chrono::duration<double, std::milli>(reduced - packed).count() - peer_ms;
+}
+
+void PragueSynchronizer::applyPending() {
+  const double scale = std::exchange(apply_scale_, 0.0);
+  if (scale == 0.0) {
+    return;
+  }
+  RECORD_FUNCTION("torchext::prague::apply", std::vector<c10::IValue>{});
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].unpack(scale);
+  }
+  for (std::size_t i = 0; i < buffers_.size(); ++i) {
+    // average of what was packed + (now - what was packed)
+    const at::Tensor averaged = buffers_[i].wire.mul(scale).sub_(buffers_before_[i]);
+    buffers_[i].pack();
+    buffers_[i].wire.add_(averaged);
+    buffers_[i].unpack(1.0);
+  }
+}
+
+template <class Ready>
+void PragueSynchronizer::waitUntil(const char* what, Ready ready) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!ready()) {
+    RECORD_FUNCTION(what, std::vector<c10::IValue>{});
+    const auto start = Clock::now();
+    changed_.wait(lock, ready);  // ends: every wait of the averaging thread has the group's timeout
+    stats_.exposed_ms += milliseconds(start);
+  }
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
+}
+
+void PragueSynchronizer::waitBucket(std::size_t bucket) {
+  // cta leaves the parameters alone until the next step.
+  if ((pending_count_ == 0 || combine_then_adapt_) && !failed_) {
+    return;
+  }
+  waitUntil("torchext::prague::wait_average", [&] { return pending_[bucket] == 0 || error_; });
+}
+
+void PragueSynchronizer::waitAll() {
+  if (pending_count_ == 0 && !failed_) {
+    return;
+  }
+  waitUntil("torchext::prague::wait_average", [&] { return pending_count_ == 0 || error_; });
+}
+
+void PragueSynchronizer::release(std::size_t bucket) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (pending_[bucket] == 0) {
+      return;
+    }
+    pending_[bucket] = 0;
+    --pending_count_;
+  }
+  changed_.notify_all();
+}
+
+void PragueSynchronizer::fail(std::exception_ptr error) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) {
+      error_ = std::move(error);
+      failed_ = true;
+    }
+  }
+  changed_.notify_all();
+}
+
+void PragueSynchronizer::checkTensorsInPlace() const {
+  for (std::size_t i = 0; i < watched_.size(); ++i) {
+    TORCH_CHECK(watched_[i].data_ptr() == addresses_[i], "prague: parameter or buffer ", i, " (in order of "
+                "registration) has been given other memory since torchext.attach (model.to(), .data = ...); call "
+                "sync.detach(), change the model, attach again");
+  }
+}
+
+// cta: what a forward will change while its average is on its way.
+void PragueSynchronizer::snapshotBuffers() {
+  buffers_before_.clear();
+  for (std::size_t i = 0; i < buffers_.size(); ++i) {
+    buffers_[i].pack();
+    buffers_before_.push_back(buffers_[i].wire.clone());
+  }
+}
+
+void PragueSynchronizer::runOnThread(const std::function<void()>& task) {
+  bool done = false;
+  const bool posted = thread_->post([&, state = at::ThreadLocalState()] {
+    at::ThreadLocalStateGuard inherited(state);
+    at::NoGradGuard no_grad;
+    try {
+      task();
+    } catch (...) {
+      fail(std::current_exception());
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    done = true;
+    changed_.notify_all();
+  });
+  TORCH_CHECK(posted, "prague: this synchronizer has been detached");
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return done; });
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
+}
+
+void PragueSynchronizer::pause() {
+  source_->pause(steps_ / period_, [this](const AssignedGroup& group) {
+    if (combine_then_adapt_) {
+      snapshotBuffers();
+    }
+    averageNow(group);
+    applyPending();
+  });
+}
+
+void PragueSynchronizer::synchronize() {
+  beforeStep();
+  runOnThread([this] {
+    pause();
+    exactAverage();
+  });
+}
+
+void PragueSynchronizer::exactAverage() {
+  RECORD_FUNCTION("torchext::prague::exact_average", std::vector<c10::IValue>{});
+  double distance = 0.0;
+  double norm = 0.0;
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    const FlatBucket& current = bucket(i);
+    current.pack();
+    const at::Tensor local = current.wire.clone();
+    std::vector<at::Tensor> tensors{current.wire};
+    group_->allreduce(tensors, c10d::AllreduceOptions())->wait();
+    current.wire.div_(group_->getSize());
+    if (i < parameters_.size()) {
+      distance += std::pow(at::norm(local.sub_(current.wire).to(at::kDouble)).item<double>(), 2);
+      norm += std::pow(at::norm(current.wire.to(at::kDouble)).item<double>(), 2);
+    }
+    current.unpack(1.0);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.consensus_distance = norm > 0 ? std::sqrt(distance / norm) : 0.0;
+}
+
+void PragueSynchronizer::enterAverage() {
+  TORCH_CHECK(local_values_.empty(), "prague: averaged() inside averaged()");
+  beforeStep();
+  std::vector<at::Tensor> local;
+  runOnThread([&] {
+    pause();
+    for (std::size_t i = 0; i < bucketCount(); ++i) {
+      bucket(i).pack();
+      local.push_back(bucket(i).wire.clone());
+    }
+    exactAverage();
+  });
+  local_values_ = std::move(local);
+}
+
+void PragueSynchronizer::leaveAverage() {
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < local_values_.size(); ++i) {
+    bucket(i).wire.copy_(local_values_[i]);
+    bucket(i).unpack(1.0);
+  }
+  local_values_.clear();
+}
+
+void PragueSynchronizer::detach() {
+  if (detached_) {
+    return;
+  }
+  beforeStep();
+  runOnThread([this] {
+    pause();
+    group_->barrier(c10d::BarrierOptions())->wait();  // rank 0's generator serves until everybody has left
+  });
+  leave(std::chrono::milliseconds(0));
+}
+
+void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
+  if (!thread_) {
+    return;
+  }
+  if (!detached_ && limit.count() > 0 && !failed_) {
+    thread_->post([this] {
+      at::NoGradGuard no_grad;
+      try {
+        pause();
+        group_->barrier(c10d::BarrierOptions())->wait();
+      } catch (const std::exception& error) {
+        LOG(INFO) << "prague: left without the others: " << error.what();
+      }
+    });
+    if (!thread_->finish(limit)) {
+      LOG(WARNING) << "prague [rank " << group_->getRank() << "]: leaving while other workers still train; call "
+                   << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
+      group_->abort();
+    }
+  }
+  detached_ = true;
+  source_->stop("the synchronizer has been detached");
+  group_->removeAbortCallback(abort_callback_);
+  group_->removeShutdownCallback(shutdown_callback_);
+  thread_->discard();
+  thread_ = nullptr;
+}
+
+SynchronizerStats PragueSynchronizer::stats() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return stats_;
+}
+
+}  // namespace torchext

@@ -1,0 +1,109 @@
+// PragueSynchronizer: trains an attached model with P-Reduce (Luo et al., ASPLOS 2020, sections 3 to 5).
+//
+// Orders
+//   atc (adapt-then-combine)  After the optimizer's step the buckets are averaged on a thread of this object, in forward
+//                             order; the next forward waits, module by module, for the bucket it needs.
+//   cta (combine-then-adapt)  After the step the parameters are copied into the buckets, and averaged while the next
+//                             forward and backward run on the local values; before the next step the parameters
+//                             become the average, then the step applies the local gradient to it.
+// Floating-point buffers (BatchNorm statistics) are averaged with the parameters. In cta a forward changes them while
+// their average is on its way; then the average is corrected by what the forward added.
+//
+// Threads: the training thread, autograd's (gradientsReady only) and `thread_`, which alone touches source_ (but for
+// ask()), partial_ and, while a bucket is pending, that bucket and its tensors.
+// Leaving: detach() keeps every promise made to other workers and waits for them. leave() is the same with a limit, for
+// exits without detach(): it runs from the group's shutdown.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "c10d/process_group_prague.h"
+#include "c10d/subset_allreduce.h"
+#include "c10d/task_thread.h"
+#include "ddp/flat_buckets.h"
+#include "ddp/group_source.h"
+#include "ddp/synchronizer.h"
+
+namespace torchext {
+
+class PragueSynchronizer : public Synchronizer {
+ public:
+  // Collective. parameters, buffers: the model's, in registration order; floating point; the same shapes on all ranks
+  // (checked: c10::DistBackendError on every rank, naming the first rank that differs and the field).
+  PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> group, const std::vector<at::Tensor>& parameters,
+                     const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes);
+  ~PragueSynchronizer() override;
+
+  void gradientsReady() override;
+  void beforeStep() override;
+  void afterStep() override;
+  void waitBucket(std::size_t bucket) override;
+  void waitAll() override;
+  void synchronize() override;
+  void enterAverage() override;
+  void leaveAverage() override;
+  void detach() override;
+  SynchronizerStats stats() const override;
+  std::int64_t steps() const override { return steps_; }
+  void setSteps(std::int64_t steps) override { steps_ = steps; }
+  const std::vector<std::int64_t>& bucketOf() const override { return bucket_of_; }
+
+  // As detach(), for at most `limit`, and silent about failures: the process is on its way out.
+  void leave(std::chrono::milliseconds limit) override;
+
+ private:
+  bool averagesAt(std::int64_t step) const { return group_->getSize() > 1 && step % period_ == 0; }
+  void averageTask(std::int64_t round);
+  void averageNow(const AssignedGroup& group);
+  void reduceBucket(std::size_t index, const AssignedGroup& group);
+  void applyPending();
+  void exactAverage();
+  void pause();
+  void release(std::size_t bucket);
+  void fail(std::exception_ptr error);
+  void checkTensorsInPlace() const;
+  void snapshotBuffers();
+  template <class Ready>
+  void waitUntil(const char* what, Ready ready);
+  void runOnThread(const std::function<void()>& task);
+  const FlatBucket& bucket(std::size_t index) const;
+  std::size_t bucketCount() const { return parameters_.size() + buffers_.size(); }
+
+  c10::intrusive_ptr<ProcessGroupPrague> group_;
+  const bool combine_then_adapt_;
+  const std::int64_t period_;
+  FlatBuckets parameters_;
+  FlatBuckets buffers_;
+  std::vector<std::int64_t> bucket_of_;
+  std::vector<at::Tensor> watched_;           // the model's own tensors,
+  std::vector<const void*> addresses_;        //   and where the buckets think they live
+  std::vector<at::Tensor> buffers_before_;    // cta: what was packed of the buffers
+  std::vector<at::Tensor> local_values_;      // between enterAverage() and leaveAverage()
+  std::unique_ptr<SubsetAllreduce> partial_;
+  std::unique_ptr<GroupSource> source_;
+
+  std::int64_t steps_ = 0;                    // training thread
+  double apply_scale_ = 0.0;                  // cta: 1 / members of the average that waits to be applied; 0: none
+  bool detached_ = false;
+
+  mutable std::mutex mutex_;                  // guards what follows
+  std::condition_variable changed_;
+  std::vector<char> pending_;                 // by bucket
+  std::exception_ptr error_;
+  SynchronizerStats stats_;
+  std::atomic<int> pending_count_{0};         // lets a module's pre-hook pass without the lock
+  std::atomic<bool> failed_{false};
+
+  std::uint64_t abort_callback_ = 0;
+  std::uint64_t shutdown_callback_ = 0;
+  std::unique_ptr<TaskThread> thread_;        // last: ends before what it uses
+};
+
+}  // namespace torchext

@@ -1,0 +1,51 @@
+#include "python/bind_c10d.h"
+
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include "c10d/delegating_backend.h"
+#include "c10d/interpreter_lock.h"
+
+namespace torchext {
+namespace {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using OptionsPtr = c10::intrusive_ptr<c10d::Backend::Options>;
+
+void releaseInterpreterLock(const std::function<void()>& body) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    py::gil_scoped_release release;
+    body();
+  } else {
+    body();
+  }
+}
+
+}  // namespace
+
+void bindC10d(py::module_& module) {
+  setInterpreterLockReleaser(&releaseInterpreterLock);
+
+  py::class_<InnerBackends>(module, "InnerBackends")
+      .def(py::init([](BackendPtr cpu, BackendPtr cuda, BackendPtr control) {
+             return InnerBackends{std::move(cpu), std::move(cuda), std::move(control)};
+           }),
+           py::kw_only(), py::arg("cpu"), py::arg("cuda").none(true), py::arg("control").none(true));
+
+  py::class_<DelegatingBackend, c10::intrusive_ptr<DelegatingBackend>, c10d::Backend>(module, "DelegatingBackend")
+      .def(py::init([](int rank, int size, const std::string& name, const InnerBackends& inner, OptionsPtr options) {
+             return c10::make_intrusive<DelegatingBackend>(rank, size, name, inner, std::move(options));
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("inner"), py::arg("options"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("abort_with_reason", &DelegatingBackend::abortWithReason, py::arg("reason"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("failure",
+                             [](const DelegatingBackend& self) { return self.health()->firstReason(); });
+
+  module.def("announce_exit_of_all", &DelegatingBackend::announceExitOfAll, py::arg("reason"),
+             py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace torchext

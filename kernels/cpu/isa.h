@@ -1,0 +1,35 @@
+// Picks wider vector instructions at run time, so that one binary is portable and fast.
+//
+// The loops are written once, as plain C++ that the compiler vectorises. Each is compiled twice: for the baseline of the
+// target, and (x86-64 only) for AVX2 with F16C; cpuHasAvx2() chooses. Other processors run the baseline, which on
+// AArch64 is NEON already. No IFUNCs: they run before the sanitizers do.
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define TORCHEXT_X86_DISPATCH 1
+#include <cpuid.h>
+#include <immintrin.h>
+#define TORCHEXT_TARGET_AVX2 __attribute__((target("avx2,f16c")))
+#else
+#define TORCHEXT_X86_DISPATCH 0
+#endif
+
+#define TORCHEXT_ALWAYS_INLINE __attribute__((always_inline)) inline
+
+namespace torchext::cpu {
+
+#if TORCHEXT_X86_DISPATCH
+inline bool cpuHasAvx2() {
+  static const bool has = [] {
+    constexpr unsigned kF16c = 1U << 29U;  // CPUID leaf 1, ECX; not a name every compiler's builtin knows
+    unsigned eax = 0;
+    unsigned ebx = 0;
+    unsigned ecx = 0;
+    unsigned edx = 0;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & kF16c) != 0 && __builtin_cpu_supports("avx2");
+  }();
+  return has;
+}
+#endif
+
+}  // namespace torchext::cpu

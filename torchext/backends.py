@@ -1,0 +1,138 @@
+"""Registers the backend names of torchext with ``torch.distributed`` and builds the groups behind them.
+
+``import torchext`` registers them; after that ``init_process_group("prague")``, ``new_group(backend="prague")`` and
+``"cpu:gloo,cuda:prague"`` work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as _TorchBackend
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from torchext import _C
+from torchext._rendezvous import attempt_store
+from torchext.errors import BackendOptionsError, NotABackendOfOursError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["BACKENDS", "BackendClass", "backend_of", "register"]
+
+_BaseOptions = _TorchBackend.Options
+# Longer than any job; chrono in nanoseconds reaches 292 years.
+_CONTROL_TIMEOUT = timedelta(days=365)
+
+_DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
+
+
+@dataclass(frozen=True)
+class BackendClass:
+    """What stands behind one backend name."""
+
+    options: type[Any]
+    """The type that ``pg_options`` must have; called with the name when the user passes none."""
+    create: Callable[[int, int, str, _C.InnerBackends, Any], Any]
+    """(rank, size, name, inner backends, options) -> the C++ backend."""
+
+
+BACKENDS: dict[str, BackendClass] = {
+    "prague": BackendClass(options=_BaseOptions, create=_C.DelegatingBackend),
+}
+
+
+def register() -> None:
+    """Makes every backend name of torchext known to ``torch.distributed``. Harmless when called again."""
+    for name in BACKENDS:
+        if name.upper() in dist.Backend._plugins:
+            continue
+        dist.Backend.register_backend(name, _creator(name), extended_api=True, devices=["cpu", "cuda"])
+    if not getattr(register, "at_exit", False):
+        atexit.register(_announce_exit)
+        register.at_exit = True  # type: ignore[attr-defined]
+
+
+def backend_of(group: ProcessGroup | None = None) -> Any:
+    """The C++ backend of ``group`` (the default group if ``None``) for CPU tensors.
+
+    Raises:
+        NotABackendOfOursError: The group runs on another backend.
+    """
+    group = group if group is not None else dist.distributed_c10d._get_default_group()
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+        if isinstance(backend, _C.DelegatingBackend):
+            return backend
+    raise NotABackendOfOursError(
+        f"the group's backend is {dist.get_backend(group)!r}; torchext's are {', '.join(sorted(BACKENDS))}."
+        " Create the group with one of them, as in init_process_group('prague')"
+    )
+
+
+def _creator(name: str) -> Callable[[Any, object | None], Any]:
+    def create(opts: Any, pg_options: object | None) -> Any:
+        options = _options(name, pg_options, opts)
+        timeout: timedelta = options._timeout
+        store = attempt_store(opts.store, opts.group_rank, opts.group_size, timeout)
+        inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts)
+        return BACKENDS[name].create(opts.group_rank, opts.group_size, name, inner, options)
+
+    return create
+
+
+def _options(name: str, pg_options: object | None, opts: Any) -> Any:
+    """The C++ options of one group: the user's, or defaults, with what torch decides filled in."""
+    expected = BACKENDS[name].options
+    options: Any
+    if pg_options is None:
+        options = expected(name)
+    elif isinstance(pg_options, expected) and pg_options.backend == name:
+        options = pg_options
+    else:
+        raise BackendOptionsError(
+            f"pg_options for backend {name!r} is {type(pg_options).__module__}.{type(pg_options).__qualname__}; leave it"
+            f" out, or pass {expected.__qualname__} of {name!r}"
+        )
+    # init_process_group always passes a timeout: the default says nothing about what the user wants.
+    if opts.timeout != _DEFAULT_TIMEOUT or pg_options is None:
+        options._timeout = opts.timeout
+    options.group_name = opts.group_id
+    options.global_ranks_in_group = opts.global_ranks_in_group or list(range(opts.group_size))
+    return options
+
+
+def _inner_backends(store: Store, rank: int, size: int, timeout: timedelta, opts: Any) -> _C.InnerBackends:
+    cpu = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=timeout)
+    cuda = None
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        nccl_options.group_name = opts.group_id
+        nccl_options.global_ranks_in_group = opts.global_ranks_in_group
+        cuda = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, nccl_options)
+    control = None
+    if size > 1:
+        # It connects under the group's timeout, so that a rank that never comes is an error and not a hang; only then
+        # does it get its own.
+        control = dist.ProcessGroupGloo(PrefixStore("control", store), rank, size, timeout=timeout)
+        control._set_default_timeout(_CONTROL_TIMEOUT)
+    return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control)
+
+
+def _announce_exit() -> None:
+    """Tells the peers at interpreter exit whether this process ends in order or by an uncaught exception."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    reason = ""
+    if error is not None:
+        rank = os.environ.get("RANK", "?")
+        reason = f"rank {rank} exits with an uncaught {type(error).__name__}: {str(error)[:120]}"
+    _C.announce_exit_of_all(reason)

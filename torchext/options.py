@@ -1,0 +1,7 @@
+"""Options of each backend, passed as ``pg_options=`` to ``init_process_group`` or ``new_group``."""
+
+from __future__ import annotations
+
+from torchext._C import PragueOptions
+
+__all__ = ["PragueOptions"]
