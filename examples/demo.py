@@ -10,7 +10,6 @@ demo-output/. Stops with the failed run's exit status when one fails.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import signal
 import statistics
@@ -18,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from processes import run, torchrun
+from processes import installed, run, torchrun
 
 TRAINING_SCRIPT = Path(__file__).with_name("train_digits.py")
 BACKENDS = ["gloo", "prague"]
@@ -28,10 +27,10 @@ COLOURS = {"gloo": "tab:grey", "prague": "tab:blue"}
 def check_requirements(backends: list[str]) -> None:
     """Say what is missing before anything runs, rather than after the first minute."""
     needed = {"torch": "torch", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
-    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
+    missing = [package for module, package in needed.items() if not installed(module)]
     if missing:
         raise SystemExit(f"demo: missing packages; type: {sys.executable} -m pip install {' '.join(missing)}")
-    if set(backends) - {"gloo"} and importlib.util.find_spec("torchext") is None:
+    if set(backends) - {"gloo"} and not installed("torchext"):
         raise SystemExit("demo: torchext is not installed; `make demo` installs it first, or type: pip install .")
 
 

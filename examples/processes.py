@@ -31,6 +31,15 @@ def torchrun(workers: int, script: Path | str, *arguments: str, options: Sequenc
     return [*launcher, *options, str(script), *arguments]
 
 
+def installed(module: str) -> bool:
+    """Whether a script of this folder, run by this interpreter, would find ``module``.
+
+    Not asked of this process: its path may hold the source folder of a package that was never built.
+    """
+    code = f"import importlib.util as u, sys; sys.path[:] = filter(None, sys.path); sys.exit(u.find_spec({module!r}) is None)"
+    return subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
 def descendants(pid: int) -> list[int]:
     """All living processes below ``pid``, parents before children (Linux; elsewhere an empty list)."""
     children: dict[int, list[int]] = {}
