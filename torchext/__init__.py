@@ -1,7 +1,19 @@
-"""torchext: torch.distributed backends chosen by name."""
+"""torchext: faster data-parallel training by the name of a backend.
 
-from torchext.backends import backend_of, register
+``init_process_group("prague")``, ``DistributedDataParallel(model)``, ``torchext.attach(model, optimizer)``; the training
+loop does not change.
+"""
 
-__all__ = ["backend_of", "register"]
+from torchext._build import check_torch
+from torchext._version import __version__
+
+check_torch()  # a module built for another torch would crash, not fail
+
+from torchext import ops  # noqa: E402
+from torchext.attach import Synchronizer, attach  # noqa: E402
+from torchext.backends import backend_of, register  # noqa: E402
+from torchext.options import PragueOptions  # noqa: E402
+
+__all__ = ["PragueOptions", "Synchronizer", "__version__", "attach", "backend_of", "ops", "register"]
 
 register()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as _TorchBackend
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from torchext import _C
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "BackendClass", "backend_of", "register"]
 
-_BaseOptions = _TorchBackend.Options
 # Longer than any job; chrono in nanoseconds reaches 292 years.
 _CONTROL_TIMEOUT = timedelta(days=365)
 
@@ -39,13 +37,13 @@ class BackendClass:
     """What stands behind one backend name."""
 
     options: type[Any]
-    """The type that ``pg_options`` must have; called with the name when the user passes none."""
-    create: Callable[[int, int, str, _C.InnerBackends, Any], Any]
-    """(rank, size, name, inner backends, options) -> the C++ backend."""
+    """The type that ``pg_options`` must have; called without arguments when the user passes none."""
+    create: Callable[[int, int, _C.InnerBackends, Any], Any]
+    """(rank, size, inner backends, options) -> the C++ backend."""
 
 
 BACKENDS: dict[str, BackendClass] = {
-    "prague": BackendClass(options=_BaseOptions, create=_C.DelegatingBackend),
+    "prague": BackendClass(options=_C.PragueOptions, create=_C.ProcessGroupPrague),
 }
 
 
@@ -84,7 +82,7 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
         timeout: timedelta = options._timeout
         store = attempt_store(opts.store, opts.group_rank, opts.group_size, timeout)
         inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts)
-        return BACKENDS[name].create(opts.group_rank, opts.group_size, name, inner, options)
+        return BACKENDS[name].create(opts.group_rank, opts.group_size, inner, options)
 
     return create
 
@@ -94,13 +92,13 @@ def _options(name: str, pg_options: object | None, opts: Any) -> Any:
     expected = BACKENDS[name].options
     options: Any
     if pg_options is None:
-        options = expected(name)
-    elif isinstance(pg_options, expected) and pg_options.backend == name:
+        options = expected()
+    elif isinstance(pg_options, expected):
         options = pg_options
     else:
         raise BackendOptionsError(
             f"pg_options for backend {name!r} is {type(pg_options).__module__}.{type(pg_options).__qualname__}; leave it"
-            f" out, or pass {expected.__qualname__} of {name!r}"
+            f" out, or pass torchext.{expected.__qualname__}(...)"
         )
     # init_process_group always passes a timeout: the default says nothing about what the user wants.
     if opts.timeout != _DEFAULT_TIMEOUT or pg_options is None:

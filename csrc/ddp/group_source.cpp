@@ -71,7 +71,7 @@ class GeneratedSource : public GroupSource {
 std::unique_ptr<GroupSource> makeGroupSource(ProcessGroupPrague& group, const std::vector<int>& host_of,
                                              int tag_base) {
   const ProcessGroupPrague::Options& options = group.pragueOptions();
-  if (options.generator == "static") {
+  if (options.generator == "static" || group.getSize() == 1) {
     return std::make_unique<StaticSource>(group.getRank(), group.getSize(), host_of);
   }
   core::GeneratorOptions generator;

@@ -6,5 +6,6 @@
 namespace torchext {
 
 void bindC10d(py::module_& module);
+void bindPrague(py::module_& module);
 
 }  // namespace torchext

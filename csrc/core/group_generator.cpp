@@ -1,0 +1,78 @@
+#include "group_generator.h"
+
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include "check.h"
+#include "group_generator_base.h"
+#include "topology.h"
+
+namespace torchext::core {
+namespace {
+
+constexpr std::array<std::pair<GeneratorKind, const char*>, 5> kKindNames{{
+    {GeneratorKind::kRandom, "random"},
+    {GeneratorKind::kDivision, "division"},
+    {GeneratorKind::kInterIntra, "inter-intra"},
+    {GeneratorKind::kSmart, "smart"},
+    {GeneratorKind::kReadySet, "ready-set"},
+}};
+
+void validate(const GeneratorOptions& options) {
+  if (options.world_size < 1) {
+    throwInvalid("world_size", options.world_size, "1 or more");
+  }
+  if (options.group_size < 1 || options.group_size > options.world_size) {
+    throwInvalid("group_size", options.group_size, concat("1..world_size = 1..", options.world_size));
+  }
+  if (options.slowdown_threshold < 0) {
+    throwInvalid("slowdown_threshold", options.slowdown_threshold, "0 (no filter) or more requests");
+  }
+  if (!std::isfinite(options.deadline_factor) || options.deadline_factor < 0) {
+    throwInvalid("deadline_factor", options.deadline_factor, "0 or more, finite");
+  }
+  if (options.kind == GeneratorKind::kInterIntra && options.host_of.empty()) {
+    throwInvalid("size of host_of", 0, concat("world_size = ", options.world_size, " for generator inter-intra"));
+  }
+  Topology::fromHostOf(options.host_of, options.world_size);
+}
+
+}  // namespace
+
+GeneratorKind parseGeneratorKind(const std::string& name) {
+  std::string choices;
+  for (const auto& [kind, kind_name] : kKindNames) {
+    if (name == kind_name) {
+      return kind;
+    }
+    choices += (choices.empty() ? "" : ", ") + std::string(kind_name);
+  }
+  throwInvalid("generator", "\"" + name + "\"", choices);
+}
+
+const char* toString(GeneratorKind kind) {
+  for (const auto& [known, name] : kKindNames) {
+    if (known == kind) {
+      return name;
+    }
+  }
+  throwInvalid("GeneratorKind", static_cast<int>(kind), concat("0..", kKindNames.size() - 1));
+}
+
+std::unique_ptr<GroupGenerator> makeGroupGenerator(const GeneratorOptions& options) {
+  validate(options);
+  switch (options.kind) {
+    case GeneratorKind::kRandom:
+      return makeRandomGenerator(options);
+    case GeneratorKind::kReadySet:
+      return makeReadySetGenerator(options);
+    case GeneratorKind::kDivision:
+    case GeneratorKind::kInterIntra:
+    case GeneratorKind::kSmart:
+      return makeDivisionGenerator(options);
+  }
+  throwInvalid("GeneratorKind", static_cast<int>(options.kind), concat("0..", kKindNames.size() - 1));
+}
+
+}  // namespace torchext::core

@@ -1,0 +1,212 @@
+#include "group_generator_base.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <utility>
+
+namespace torchext::core {
+
+GroupGeneratorBase::GroupGeneratorBase(const GeneratorOptions& options)
+    : options_(options),
+      random_(options.seed),
+      workers_(index(options.world_size)),
+      active_count_(options.world_size) {}
+
+Deliveries GroupGeneratorBase::request(int worker, double now) {
+  if (!std::isfinite(now)) {
+    throwInvalid("now", now, "finite seconds");
+  }
+  Worker& state = checkedWorker("request", worker);
+  if (state.waiting) {
+    throw std::logic_error(
+        concat("request of worker ", worker, ": its request number ", state.requests, " is not answered yet"));
+  }
+  if (!state.running.empty()) {
+    throw std::logic_error(concat("request of worker ", worker, ": group ", state.running.front(), " (",
+                                  state.running.size(), " under way) must be completed first"));
+  }
+  if (!state.active) {
+    state.active = true;
+    ++active_count_;
+    state.progress = foremost_ - state.lag;
+  }
+  ++state.requests;
+  ++state.progress;
+  foremost_ = std::max(foremost_, state.progress);
+  state.waiting = true;
+  Deliveries out;
+  if (state.fifo.empty()) {
+    onRequest(worker, now, out);
+  } else {
+    deliverHead(worker, out);
+  }
+  return out;
+}
+
+Deliveries GroupGeneratorBase::complete(int worker, std::uint64_t group_id, double /*now*/) {
+  Worker& state = checkedWorker("complete", worker);
+  const auto found = std::find(state.running.begin(), state.running.end(), group_id);
+  if (found == state.running.end()) {
+    throw std::logic_error(concat("complete of worker ", worker, ": group ", group_id, " is not under way (",
+                                  state.running.size(), " under way, first ",
+                                  state.running.empty() ? 0 : state.running.front(), ")"));
+  }
+  state.running.erase(found);
+  release(group_id);
+  Deliveries out;
+  onComplete(worker, out);
+  return out;
+}
+
+Deliveries GroupGeneratorBase::pause(int worker, double /*now*/) {
+  Worker& state = checkedWorker("pause", worker);
+  if (state.waiting) {
+    throw std::logic_error(
+        concat("pause of worker ", worker, ": its request number ", state.requests, " is not answered yet"));
+  }
+  if (state.active && !state.running.empty()) {
+    throw std::logic_error(
+        concat("pause of worker ", worker, ": group ", state.running.front(), " must be completed first"));
+  }
+  Deliveries out;
+  while (!state.fifo.empty()) {
+    deliverHead(worker, out);
+  }
+  out.push_back(Delivery{worker, Group{}});
+  if (state.active) {
+    deactivate(state);
+    onInactive(worker, out);
+  }
+  return out;
+}
+
+Deliveries GroupGeneratorBase::leave(int worker, double /*now*/) {
+  checkIndex("worker", worker, options_.world_size);
+  Worker& state = workers_[index(worker)];
+  Deliveries out;
+  if (state.gone) {
+    return out;
+  }
+  state.gone = true;
+  state.waiting = false;
+  for (const auto id : state.fifo) {
+    Record& record = groups_.at(id);
+    if (!record.told) {
+      auto& members = record.group.members;
+      members.erase(std::find(members.begin(), members.end(), worker));
+    }
+    release(id);
+  }
+  for (const auto id : state.running) {
+    release(id);
+  }
+  state.fifo.clear();
+  state.running.clear();
+  if (state.active) {
+    deactivate(state);
+    onInactive(worker, out);
+  }
+  return out;
+}
+
+std::int64_t GroupGeneratorBase::requestCount(int worker) const {
+  checkIndex("worker", worker, options_.world_size);
+  return workers_[index(worker)].requests;
+}
+
+void GroupGeneratorBase::formGroup(std::vector<int> members, Deliveries& out) {
+  std::sort(members.begin(), members.end());
+  const std::uint64_t id = ++last_id_;
+  Record& record = groups_[id];
+  record.open = static_cast<int>(members.size());
+  record.group = Group{id, std::move(members)};
+  for (const int member : record.group.members) {
+    workers_[index(member)].fifo.push_back(id);
+    if (waiting(member)) {
+      deliverHead(member, out);
+    }
+  }
+}
+
+bool GroupGeneratorBase::countDivision() {
+  ++divisions_;
+  return options_.sync_every != 0 && divisions_ % options_.sync_every == 0;
+}
+
+std::int64_t GroupGeneratorBase::reference(int initiator, const std::vector<int>& workers) const {
+  const std::int64_t own = workers_[index(initiator)].progress;
+  if (options_.slowdown_threshold == 0 || workers.empty()) {
+    return own;
+  }
+  std::vector<std::int64_t> progress;
+  progress.reserve(workers.size());
+  for (const int worker : workers) {
+    progress.push_back(workers_[index(worker)].progress);
+  }
+  const auto middle = progress.begin() + static_cast<std::ptrdiff_t>(progress.size() / 2);
+  std::nth_element(progress.begin(), middle, progress.end());
+  return std::max(own, *middle);
+}
+
+bool GroupGeneratorBase::filtered(std::int64_t reference, int worker) const {
+  return options_.slowdown_threshold > 0 && reference - workers_[index(worker)].progress >= options_.slowdown_threshold;
+}
+
+std::vector<int> GroupGeneratorBase::withoutFiltered(int initiator, std::vector<int> workers) const {
+  const std::int64_t limit = reference(initiator, workers);
+  const auto late = [&](int worker) { return worker != initiator && filtered(limit, worker); };
+  workers.erase(std::remove_if(workers.begin(), workers.end(), late), workers.end());
+  return workers;
+}
+
+std::vector<int> GroupGeneratorBase::activeWorkers() const {
+  std::vector<int> members;
+  for (int worker = 0; worker < options_.world_size; ++worker) {
+    if (active(worker)) {
+      members.push_back(worker);
+    }
+  }
+  return members;
+}
+
+bool GroupGeneratorBase::idle(int worker) const {
+  const Worker& state = workers_[index(worker)];
+  return state.active && state.fifo.empty() && state.running.empty();
+}
+
+GroupGeneratorBase::Worker& GroupGeneratorBase::checkedWorker(const char* call, int worker) {
+  checkIndex("worker", worker, options_.world_size);
+  Worker& state = workers_[index(worker)];
+  if (state.gone) {
+    throw std::logic_error(
+        concat(call, " of worker ", worker, ": it left after ", state.requests, " requests and cannot return"));
+  }
+  return state;
+}
+
+void GroupGeneratorBase::deliverHead(int worker, Deliveries& out) {
+  Worker& state = workers_[index(worker)];
+  const std::uint64_t id = state.fifo.front();
+  state.fifo.pop_front();
+  state.running.push_back(id);
+  state.waiting = false;
+  Record& record = groups_.at(id);
+  record.told = true;
+  out.push_back(Delivery{worker, record.group});
+}
+
+void GroupGeneratorBase::deactivate(Worker& worker) {
+  worker.active = false;
+  worker.lag = foremost_ - worker.progress;
+  --active_count_;
+}
+
+void GroupGeneratorBase::release(std::uint64_t group_id) {
+  const auto found = groups_.find(group_id);
+  if (--found->second.open == 0) {
+    groups_.erase(found);
+  }
+}
+
+}  // namespace torchext::core

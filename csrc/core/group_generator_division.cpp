@@ -1,0 +1,109 @@
+// Kinds "division", "inter-intra" and "smart": a request that finds its FIFO empty divides all idle workers.
+#include <algorithm>
+
+#include "group_generator_base.h"
+#include "topology.h"
+
+namespace torchext::core {
+namespace {
+
+class DivisionGenerator final : public GroupGeneratorBase {
+ public:
+  explicit DivisionGenerator(const GeneratorOptions& options)
+      : GroupGeneratorBase(options),
+        topology_(Topology::fromHostOf(options.host_of, options.world_size)),
+        two_rounds_(options.kind != GeneratorKind::kDivision && topology_.hostCount() > 1),
+        next_head_(index(topology_.hostCount()), 0) {}
+
+ private:
+  void onRequest(int worker, double /*now*/, Deliveries& out) override {
+    if (countDivision()) {
+      formGroup(withoutFiltered(worker, activeWorkers()), out);
+      return;
+    }
+    std::vector<int> free;
+    for (int other = 0; other < options().world_size; ++other) {
+      if (idle(other)) {
+        free.push_back(other);
+      }
+    }
+    const std::int64_t limit = reference(worker, free);
+    const std::vector<int> candidates = withoutFiltered(worker, std::move(free));
+    if (two_rounds_) {
+      divideInTwoRounds(candidates, limit, out);
+    } else {
+      divide(candidates, out);
+    }
+  }
+
+  // Random disjoint groups of about group_size. The remainder is spread, never left alone: whoever averages with nobody
+  // has waited for nothing, and one group of 3 and one of 4 cost less than a 4, a 2 and a 1.
+  void divide(std::vector<int> workers, Deliveries& out) {
+    const std::size_t size = index(options().group_size);
+    const std::size_t count = workers.size();
+    const std::size_t most = size == 1 ? count : std::max<std::size_t>(1, count / 2);
+    const std::size_t groups = std::clamp<std::size_t>((count + size / 2) / size, 1, most);
+    random().shuffle(workers);
+    for (std::size_t group = 0; group < groups; ++group) {
+      const auto begin = workers.begin() + static_cast<std::ptrdiff_t>(group * count / groups);
+      const auto end = workers.begin() + static_cast<std::ptrdiff_t>((group + 1) * count / groups);
+      formGroup(std::vector<int>(begin, end), out);
+    }
+  }
+
+  void divideInTwoRounds(const std::vector<int>& candidates, std::int64_t limit, Deliveries& out) {
+    std::vector<std::vector<int>> hosts(next_head_.size());
+    for (const int worker : candidates) {
+      hosts[index(topology_.hostOf(worker))].push_back(worker);
+    }
+    const auto used = std::count_if(hosts.begin(), hosts.end(), [](const auto& host) { return !host.empty(); });
+    if (used == 1) {
+      divide(candidates, out);
+      return;
+    }
+    std::vector<int> heads;
+    for (std::size_t host = 0; host < hosts.size(); ++host) {
+      if (hosts[host].empty()) {
+        continue;
+      }
+      const int head = takeHead(host, hosts[host]);
+      heads.push_back(head);
+      std::vector<int> others;
+      std::copy_if(hosts[host].begin(), hosts[host].end(), std::back_inserter(others),
+                   [head](int worker) { return worker != head; });
+      if (!others.empty()) {
+        formGroup(std::move(others), out);
+      }
+    }
+    divide(std::move(heads), out);
+    for (auto& host : hosts) {
+      // A slow worker that asked is in the first round, where it waits for others; in the second they would for it.
+      host.erase(std::remove_if(host.begin(), host.end(), [&](int worker) { return filtered(limit, worker); }),
+                 host.end());
+      if (host.size() > 1) {
+        formGroup(std::move(host), out);
+      }
+    }
+  }
+
+  // The first idle worker of host from the turn on, by local rank; the turn passes to the one after it.
+  int takeHead(std::size_t host, const std::vector<int>& workers) {
+    const auto found = std::find_if(workers.begin(), workers.end(),
+                                    [&](int worker) { return topology_.localRank(worker) >= next_head_[host]; });
+    const int head = found == workers.end() ? workers.front() : *found;
+    next_head_[host] = topology_.localRank(head) + 1;
+    return head;
+  }
+
+  Topology topology_;
+  bool two_rounds_;
+  std::vector<int> next_head_;  // a host: the local rank whose turn it is
+};
+
+}  // namespace
+
+std::unique_ptr<GroupGenerator> makeDivisionGenerator(const GeneratorOptions& options) {
+  return std::make_unique<DivisionGenerator>(options);
+}
+
+}  // namespace torchext::core
