@@ -100,7 +100,7 @@ class NetLab:
         parse_rate(self.uplink)
         reason = missing()
         if reason is not None and not fallback:
-            raise NetLabError(f"netlab: no network namespaces here ({reason}); run as root with iproute2 and util-linux")
+            raise NetLabError(f"netlab: no namespaces here ({reason}); run as root, with iproute2 and util-linux")
         self.emulated = reason is None
         self._reason = reason
         self._tag = ""
@@ -109,7 +109,7 @@ class NetLab:
 
     def __enter__(self) -> NetLab:
         if not self.emulated:
-            print(f"netlab: NOTICE: {self._reason}: all ranks share the loopback device, without a rate limit", flush=True)
+            print(f"netlab: NOTICE: {self._reason}: all ranks share loopback, without a rate limit", flush=True)
             return self
         reaper.remove_orphans()
         self._tag = reaper.tag_of(os.getpid(), next(_serials))
@@ -214,6 +214,8 @@ class NetLab:
         """Returns the bits of payload a second that TCP brings from host ``source`` to host ``target``.
 
         Args:
+            source: Who sends.
+            target: Who receives.
             seconds: Length of the measurement.
             skip_s: What is not counted at the beginning.
             flows: Number of connections at once.
@@ -242,8 +244,9 @@ class NetLab:
         """Returns the lab's settings, for a results file."""
         if not self.emulated:
             return {"network": "loopback", "reason": self._reason}
-        settings = {"network": "namespaces", "hosts": self.hosts, "rate": self.rate, "mtu_bytes": _MTU, "queue_ms": _QUEUE_MS}
-        return settings if self.racks == 1 else {**settings, "racks": self.racks, "uplink": self.uplink}
+        switch = {"racks": self.racks, "uplink": self.uplink} if self.racks > 1 else {}
+        link = {"rate": self.rate, "mtu_bytes": _MTU, "queue_ms": _QUEUE_MS}
+        return {"network": "namespaces", "hosts": self.hosts, **link, **switch}
 
 
 def _exit_on_signal(number: int, _: types.FrameType | None) -> None:

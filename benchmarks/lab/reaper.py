@@ -10,6 +10,7 @@ Nothing but the standard library is imported: the watchdog must start fast and s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -52,7 +53,7 @@ def owner_is_alive(tag: str) -> bool:
 def namespaces(prefix: str = f"{PREFIX}-") -> list[str]:
     """Returns the names of the network namespaces that begin with ``prefix``."""
     try:
-        return sorted(name for name in os.listdir(_NAMESPACES) if name.startswith(prefix))
+        return sorted(entry.name for entry in _NAMESPACES.iterdir() if entry.name.startswith(prefix))
     except FileNotFoundError:
         return []
 
@@ -64,10 +65,8 @@ def remove(name: str) -> None:
     """
     listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
     for pid in listed.stdout.split():
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
@@ -88,7 +87,7 @@ def remove_orphans() -> list[str]:
 def start_watchdog(tag: str) -> subprocess.Popen[bytes]:
     """Starts the watchdog of one lab; closing its stdin tells it to clean up and end."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", os.path.abspath(__file__), tag],
+        [sys.executable, "-I", "-S", str(Path(__file__).resolve()), tag],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
