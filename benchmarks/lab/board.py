@@ -64,6 +64,15 @@ class Board:
                 raise TimeoutError(f"board: {waited} for ranks {absent}")
             time.sleep(poll_s)
 
+    def start_together(self, *, after_s: float = 0.003) -> float:
+        """Waits for all ranks, then until one moment that all agree on, ``after_s`` past the last arrival.
+
+        A barrier alone lets ranks go up to a poll apart. Returns the moment, by ``time.monotonic()``.
+        """
+        moment = self.barrier() + after_s
+        time.sleep(max(0.0, moment - time.monotonic()))
+        return moment
+
     @property
     def stop_step(self) -> int:
         """The step after which everybody stops; 0 while nobody has decided. Written by rank 0 alone."""

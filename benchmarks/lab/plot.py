@@ -50,7 +50,7 @@ def draw(report: Report, path: Path, *, log_scale: bool = False) -> None:
         panels[0].set_yscale("log")
     if challengers:
         _bars(panels[1], names, {name: [case.ratios.get(name) for case in report.cases] for name in challengers})
-        panels[1].set_ylabel(f"speed over {report.reference} (each repeat paired)")
+        panels[1].set_ylabel(f"ratio over {report.reference}, paired (above 1 is better)")
         panels[1].axhline(1, color="black", linewidth=0.8)
         for x, case in enumerate(report.cases):
             if case.target is not None:

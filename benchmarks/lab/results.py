@@ -188,7 +188,7 @@ class Report:
 
     def table(self) -> str:
         """Returns all cases: median [min, max] of the figures, and of the ratios over the reference."""
-        head = f"{self.name}: median [min, max], ratio of speed over {self.reference}"
+        head = f"{self.name}: median [min, max], paired ratio over {self.reference} (above 1 is better)"
         return "\n".join([head, *(self._lines(case) for case in self.cases)])
 
     def as_json(self) -> dict[str, Any]:

@@ -91,13 +91,15 @@ class Run:
         self.module.set_gradient((rank.rank + 1) / rank.world_size)
         self.model = DistributedDataParallel(self.module)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=_LEARNING_RATE)
-        self.sync: Any = None
-        if not contender.lockstep:
-            import torchext
-
-            self.sync = torchext.attach(self.model, self.optimizer)
+        self.sync = None if contender.lockstep else self.attach()
         self.input = torch.zeros(1)
         self.steps = 0
+
+    def attach(self) -> Any:
+        """The one line that a backend of torchext adds to the user's script; returns its synchronizer."""
+        import torchext
+
+        return torchext.attach(self.model, self.optimizer)
 
     def step(self, speed: float = 1.0) -> None:
         """Takes one step of the loop."""
