@@ -1,0 +1,65 @@
+"""Draws a report: bars at the medians, whiskers from min to max, every repeat as a point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+
+if TYPE_CHECKING:
+    from .results import Report, Spread
+
+matplotlib.use("Agg")
+
+_FILL = 0.8
+
+
+def _bars(axes: Any, names: Sequence[str], series: dict[str, list[Spread | None]]) -> None:
+    width = _FILL / max(1, len(series))
+    for index, (label, spreads) in enumerate(series.items()):
+        present = [(x + (index - (len(series) - 1) / 2) * width, spread) for x, spread in enumerate(spreads) if spread]
+        if not present:
+            continue
+        places = [x for x, _ in present]
+        medians = [spread.median for _, spread in present]
+        below = [spread.median - min(spread.values) for _, spread in present]
+        above = [max(spread.values) - spread.median for _, spread in present]
+        colour = f"C{index}"
+        axes.bar(places, medians, width * 0.9, yerr=[below, above], capsize=3, label=label, alpha=0.6, color=colour)
+        for x, spread in present:
+            axes.plot([x] * len(spread.values), spread.values, ".", color=colour, markersize=4)
+    axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def draw(report: Report, path: Path, *, log_scale: bool = False) -> None:
+    """Writes one PNG: the figures on the left, the ratios and their targets on the right."""
+    from matplotlib.figure import Figure
+
+    names = [case.name for case in report.cases]
+    contenders = list(dict.fromkeys(name for case in report.cases for name in case.figures))
+    challengers = list(dict.fromkeys(name for case in report.cases for name in case.ratios))
+    figure = Figure(figsize=(5 + 1.1 * len(names) * (2 if challengers else 1), 4.5), layout="constrained")
+    panels = figure.subplots(1, 2 if challengers else 1, squeeze=False)[0]
+    _bars(panels[0], names, {name: [case.figures.get(name) for case in report.cases] for name in contenders})
+    panels[0].set_ylabel(f"{report.unit} ({'higher' if report.higher_is_better else 'lower'} is better)")
+    if log_scale:
+        panels[0].set_yscale("log")
+    if challengers:
+        _bars(panels[1], names, {name: [case.ratios.get(name) for case in report.cases] for name in challengers})
+        panels[1].set_ylabel(f"ratio over {report.reference}, paired (above 1 is better)")
+        panels[1].axhline(1, color="black", linewidth=0.8)
+        for x, case in enumerate(report.cases):
+            if case.target is not None:
+                panels[1].hlines(case.target, x - 0.45, x + 0.45, colors="red", linestyles="dashed")
+    repeats = max((len(spread.values) for case in report.cases for spread in case.figures.values()), default=0)
+    load = report.machine["load_average"][0]
+    figure.suptitle(
+        f"{report.name}: {repeats} repeats, min to max; {report.machine['cpu']}, {report.machine['cores']} cores, "
+        f"torch {report.machine['torch']}, load {load:.1f} at the start\n{report.script}",
+        fontsize="small",
+    )
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,258 @@
+"""A training run by the clock: how many gradients a group of workers computes in a fixed span of time.
+
+The loop is the user's own: DDP around a model, ``torchext.attach`` where the backend needs it, nothing else. Counting
+by time and not by steps is what makes a decentralized backend comparable: its workers need not take equally many.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .emulated import EmulatedModel
+from .rank import Rank
+from .results import Checks, in_turn
+from .stragglers import Stragglers, parse
+
+_LEARNING_RATE = 1e-3
+_CHECK_STEPS = 4
+_CHECK_SPEED = 0.2  # the steps of the check need not take their full time
+_TOLERANCE = 1e-4  # float32: rounding of some hundred steps and averages, relative to the distance moved
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to train.
+
+    Attributes:
+        name: In tables: ``ddp``, ``prague smart/atc``.
+        backend: Name for ``init_process_group``.
+        options: Arguments of its options class; only for the backends of torchext.
+    """
+
+    name: str
+    backend: str
+    options: dict[str, Any]
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all workers take every step together."""
+        return self.backend == "gloo"
+
+    def pg_options(self) -> Any:
+        """Returns what to pass as ``pg_options``."""
+        if self.backend == "gloo":
+            return None
+        import torchext
+
+        # "prague" -> PragueOptions
+        return getattr(torchext, f"{self.backend.capitalize()}Options")(**self.options)
+
+
+def contender(text: str, **options: Any) -> Contender:
+    """Reads ``ddp``, ``prague`` or ``prague:generator/order``, with further options for a backend of torchext."""
+    backend, _, variant = text.partition(":")
+    if backend == "ddp":
+        return Contender("ddp", "gloo", {})
+    if variant:
+        generator, _, order = variant.partition("/")
+        options = {**options, "generator": generator, "order": order or "atc"}
+    return Contender(f"{backend} {variant}".strip(), backend, options)
+
+
+def progress(completions: Sequence[float], moment: float) -> float:
+    """Returns how many steps were done at ``moment``, with the part of the running step that had passed.
+
+    Args:
+        completions: When each step ended, ascending, the first of them being the start.
+        moment: Inside their span.
+    """
+    if not completions[0] <= moment <= completions[-1]:
+        raise ValueError(f"training: {moment} is outside the recorded {completions[0]} to {completions[-1]}")
+    after = max(1, bisect.bisect_left(completions, moment))
+    begin, end = completions[after - 1], completions[after]
+    return after - 1 + (moment - begin) / (end - begin)
+
+
+class Run:
+    """One contender's model in one session."""
+
+    def __init__(self, rank: Rank, contender: Contender, workload: dict[str, Any], stragglers: Stragglers) -> None:
+        self.rank, self.contender, self.stragglers = rank, contender, stragglers
+        self.module = EmulatedModel(**workload)
+        self.module.set_gradient((rank.rank + 1) / rank.world_size)
+        self.model = DistributedDataParallel(self.module)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=_LEARNING_RATE)
+        self.sync = None if contender.lockstep else self.attach()
+        self.input = torch.zeros(1)
+        self.steps = 0
+
+    def attach(self) -> Any:
+        """The one line that a backend of torchext adds to the user's script; returns its synchronizer."""
+        import torchext
+
+        return torchext.attach(self.model, self.optimizer)
+
+    def step(self, speed: float = 1.0) -> None:
+        """Takes one step of the loop."""
+        self.module.clock.factor = speed * self.stragglers.factor(self.rank.rank, self.steps)
+        self.optimizer.zero_grad()
+        self.model(self.input).sum().backward()
+        self.optimizer.step()
+        self.steps += 1
+
+    def error(self) -> float:
+        """Averages all replicas and returns how far they are from the right answer, relative to the way they went.
+
+        Every mixing matrix is doubly stochastic: whatever was averaged with whom, the mean of all replicas is where
+        plain gradient descent takes it: the start less the rate times the mean of each rank's (steps x gradient).
+        """
+        if self.sync is not None:
+            self.sync.synchronize()
+        world = self.rank.world_size
+        moved = torch.tensor([self.steps * (self.rank.rank + 1) / world], dtype=torch.float64)
+        dist.all_reduce(moved)
+        expected = -_LEARNING_RATE * moved.item() / world
+        worst = max(float((weight.detach().double() - expected).abs().max()) for weight in self.module.parameters())
+        errors = torch.tensor([worst / abs(expected)], dtype=torch.float64)
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+        return errors.item()
+
+    def mixed(self) -> bool:
+        """Tells whether any replica has taken in something of another: without that, there is nothing to time."""
+        alone = -_LEARNING_RATE * self.steps * (self.rank.rank + 1) / self.rank.world_size
+        away = max(float((weight.detach().double() - alone).abs().max()) for weight in self.module.parameters())
+        seen = torch.tensor([away / abs(alone)], dtype=torch.float64)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        return seen.item() > _TOLERANCE
+
+
+def run_window(
+    rank: Rank,
+    contender: Contender,
+    *,
+    workload: dict[str, Any],
+    stragglers: Stragglers,
+    checks: Checks,
+    warmup_s: float,
+    window_s: float,
+) -> dict[str, Any]:
+    """Trains through warm-up and one window of wall-clock time, the same on all ranks.
+
+    Args:
+        rank: Of this process.
+        contender: How to train.
+        workload: Arguments of EmulatedModel.
+        stragglers: Who is slow.
+        checks: Gets the contender's check, before anything is timed.
+        warmup_s: Between the common start and the window.
+        window_s: Length of the window.
+
+    Returns:
+        ``steps`` inside the window (with fractions), ``step_ms``, ``cpu_ms`` of processor a step, ``drift`` of the
+        emulated compute as a share, ``error`` of the parameters after the run, ``stats`` of the synchronizer.
+    """
+    with rank.process_group(contender.backend, contender.pg_options()):
+        run = Run(rank, contender, workload, stragglers)
+        for _ in range(_CHECK_STEPS):
+            run.step(_CHECK_SPEED)
+        mixed = run.mixed()
+        checks.confirm(contender.name, run.error() if mixed else float("inf"), _TOLERANCE)
+
+        completions = [rank.board.barrier()]
+        checks.require(contender.name)
+        begin = completions[0] + warmup_s
+        end = begin + window_s
+        run.module.clock.reset()
+        cpu_begin = time.process_time()
+        _train_until(run, end, completions)
+        cpu_s = time.process_time() - cpu_begin
+
+        clock = run.module.clock
+        stats = None if run.sync is None else run.sync.stats()
+        error = run.error()
+        checks.confirm(f"{contender.name} after", error, _TOLERANCE)
+        if run.sync is not None:
+            run.sync.detach()
+        if rank.rank == 0:
+            rank.board.stop_step = 0  # all have left the loop: the averaging above was collective
+    steps = progress(completions, end) - progress(completions, begin)
+    return {
+        "steps": steps,
+        "step_ms": window_s / steps * 1e3,
+        "cpu_ms": cpu_s / (len(completions) - 1) * 1e3,
+        "drift": clock.taken_s / clock.target_s - 1 if clock.target_s else 0.0,
+        "error": error,
+        "stats": stats,
+    }
+
+
+def _train_until(run: Run, end: float, completions: list[float]) -> None:
+    """Trains until ``end`` has passed, and appends when each step ended."""
+    board, first = run.rank.board, run.steps
+    while True:
+        run.step()
+        completions.append(time.monotonic())
+        if not run.contender.lockstep:
+            if completions[-1] > end:
+                return
+            continue
+        # In lockstep all must take the same number of steps. When rank 0 ends step i, nobody can end i+1 before rank 0
+        # enters it: a stop after i+1, written before that, is seen by everybody in time.
+        done = run.steps - first
+        if board.stop_step == 0 and board.rank == 0 and completions[-1] > end:
+            board.stop_step = done + 1
+        elif board.stop_step == done:
+            return
+
+
+def ranks(rank: Rank) -> dict[str, Any]:
+    """Rank function of the training benchmarks: every contender in turn, each repeat in a session of its own.
+
+    ``rank.settings``: ``contenders`` (texts), ``options`` (of a torchext backend), ``workload``, ``stragglers`` (text),
+    ``seed``, ``repeats``, ``warmup_s``, ``window_s``.
+    """
+    settings = rank.settings
+    checks = Checks()
+    stragglers = parse(settings["stragglers"], rank.world_size, seed=settings["seed"])
+    contenders = [contender(text, **settings["options"]) for text in settings["contenders"]]
+    spans = {"warmup_s": settings["warmup_s"], "window_s": settings["window_s"]}
+
+    def measure(which: Contender) -> dict[str, Any]:
+        return run_window(rank, which, workload=settings["workload"], stragglers=stragglers, checks=checks, **spans)
+
+    runs = in_turn({which.name: functools.partial(measure, which) for which in contenders}, settings["repeats"])
+    return {"checks": checks.done, "runs": runs}
+
+
+def gradients_per_second(results: Sequence[dict[str, Any]], window_s: float) -> dict[str, list[float]]:
+    """Returns, by contender, the gradients of all ranks together in a second, one number a repeat."""
+    per_rank = [result["runs"] for result in results]
+    return {
+        name: [sum(runs[name][repeat]["steps"] for runs in per_rank) / window_s for repeat in range(len(first))]
+        for name, first in per_rank[0].items()
+    }
+
+
+def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what a results file keeps of the runs, by contender: step times by rank, processor time, drift, stats."""
+    summary: dict[str, Any] = {}
+    for name, first in results[0]["runs"].items():
+        runs = [[result["runs"][name][repeat] for result in results] for repeat in range(len(first))]
+        flat = [run for repeat in runs for run in repeat]
+        summary[name] = {
+            "step_ms_by_rank": [[round(run["step_ms"], 2) for run in repeat] for repeat in runs],
+            "cpu_ms_a_step": round(sum(run["cpu_ms"] for run in flat) / len(flat), 3),
+            "drift_of_compute": round(sum(run["drift"] for run in flat) / len(flat), 4),
+            "largest_error": max(run["error"] for run in flat),
+            "stats_of_rank_0": runs[-1][0]["stats"],
+        }
+    return summary
