@@ -127,8 +127,8 @@ def main() -> None:
         grown = max(share["attach_own"] for share in notes[name])
         verdict = "within" if max(counted, grown) <= ALLOWED_COPIES + RESOLUTION else "MORE THAN"
         print(
-            f"{name}: attach made {counted:.2f} copies of the parameters in tensors, and the process grew by {grown:.2f}: "
-            f"{verdict} the {ALLOWED_COPIES:g} allowed; after {STEPS} steps it holds {max(values):+.2f} compared with ddp"
+            f"{name}, in copies of the parameters: attach made {counted:.2f} in tensors, resident {grown:+.2f}, "
+            f"{verdict} the {ALLOWED_COPIES:g} allowed; {max(values):+.2f} compared with ddp after {STEPS} steps"
         )
     report.write(args.results)
 
