@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -218,7 +219,8 @@ def _leave_at_exit(core: _C.Synchronizer) -> None:
 
     def leave() -> None:
         alive = reference()
-        if alive is not None:
+        # After an uncaught exception there is nothing to keep: the peers are told the reason instead.
+        if alive is not None and getattr(sys, "last_value", None) is None:
             alive.leave(timedelta(seconds=2))
 
     atexit.register(leave)

@@ -370,7 +370,7 @@ void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
     if (!thread_->finish(limit)) {
       LOG(WARNING) << "prague [rank " << group_->getRank() << "]: leaving while other workers still train; call "
                    << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
-      group_->abort();
+      group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
     }
   }
   detached_ = true;
