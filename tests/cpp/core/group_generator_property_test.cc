@@ -200,7 +200,7 @@ class Driver {
   std::vector<Delivery> call(int worker, const Call& make) {
     const std::uint64_t before = base_.lastId();
     const std::vector<bool> busy = busyWorkers();
-    const auto deliveries = make();
+    std::vector<Delivery> deliveries = make();
     for (const auto& delivery : deliveries) {
       take(delivery);
     }

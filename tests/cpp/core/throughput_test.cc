@@ -52,6 +52,16 @@ TEST(Throughput, OneWorkerFiveTimesAsSlow) {
   expectAbout(3.68, overAllReduce(world(GeneratorKind::kDivision, {3}, 5, 4)));
 }
 
+// Once it is known to be slow nobody waits for it: of its own two-round division it is in the first round only.
+TEST(Throughput, NobodyWaitsForAFilteredWorker) {
+  auto options = world(GeneratorKind::kSmart, {3}, 5, 4);
+  options.generator.host_of = {0, 0, 0, 0, 1, 1, 1, 1};
+  const double filtered = simulate(options).waited_for[3];
+  EXPECT_LT(filtered, 0.02 * kDuration);
+  options.generator.slowdown_threshold = 0;
+  EXPECT_GT(simulate(options).waited_for[3], kDuration);
+}
+
 // Two rounds a division must not undo the filter: the straggler is not in the second one.
 TEST(Throughput, SmartOverTwoHostsKeepsTheGainOfTheFilter) {
   auto options = world(GeneratorKind::kSmart, {3}, 5, 4);
