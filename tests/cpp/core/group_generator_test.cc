@@ -435,6 +435,18 @@ TEST(RandomGroups, AWaitingDrawThatNamesAPausedWorkerIsDrawnAgain) {
   }
 }
 
+TEST(RandomGroups, NobodyOvertakesAFullGroup) {
+  auto options = world(3, 1, GeneratorKind::kRandom);
+  options.sync_every = 2;
+  const auto generator = makeGroupGenerator(options);
+  const Group alone = ask(*generator, 0);
+  EXPECT_TRUE(generator->request(1, 0).empty());  // the second draw: all, and 0 is locked
+  EXPECT_TRUE(generator->request(2, 0).empty());  // a draw of 2 alone would delay it
+  const auto deliveries = generator->complete(0, alone.id, 0);
+  ASSERT_EQ(deliveries.size(), 2U);
+  EXPECT_EQ(deliveries[0].group.members, (Members{0, 1, 2}));
+}
+
 // Leaving -------------------------------------------------------------------------------------------------------------
 
 TEST(Leave, GroupsNobodyKnowsLoseTheWorkerKnownOnesKeepIt) {

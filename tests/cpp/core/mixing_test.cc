@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 
 #include "core/check.h"
 #include "core/group_generator.h"
@@ -80,10 +81,8 @@ class Rounds {
 
   // The groups that were completed in this round.
   std::vector<Group> next() {
-    std::vector<int> order;
-    for (int worker = 0; worker < static_cast<int>(waiting_.size()); ++worker) {
-      order.push_back(worker);
-    }
+    std::vector<int> order(waiting_.size());
+    std::iota(order.begin(), order.end(), 0);
     random_.shuffle(order);
     done_.clear();
     now_ += 1;

@@ -32,6 +32,8 @@ class Simulation {
     const auto workers = index(options.generator.world_size);
     result_.iterations.resize(workers);
     result_.lone.resize(workers);
+    result_.waited_for.resize(workers);
+    told_at_.resize(workers);
     result_.meetings.resize(workers * workers);
   }
 
@@ -72,7 +74,11 @@ class Simulation {
     for (const auto& delivery : deliveries) {
       auto& arrived = arrived_[delivery.group.id];
       arrived.push_back(delivery.worker);
+      told_at_[index(delivery.worker)] = now_;
       if (arrived.size() == delivery.group.members.size()) {
+        for (const int member : arrived) {
+          result_.waited_for[index(delivery.worker)] += now_ - told_at_[index(member)];
+        }
         schedule(now_ + (arrived.size() == 1 ? 0.0 : options_.reduce_time), -1, delivery.group.id);
       }
     }
@@ -101,6 +107,7 @@ class Simulation {
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::unordered_map<std::uint64_t, std::vector<int>> arrived_;
   SimulationResult result_;
+  std::vector<double> told_at_;  // a worker: when it got the group that it is in
   double now_ = 0;
   std::uint64_t order_ = 0;
 };

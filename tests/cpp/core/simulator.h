@@ -21,6 +21,7 @@ struct SimulationOptions {
 struct SimulationResult {
   std::vector<std::int64_t> iterations;  // finished by each worker
   std::vector<std::int64_t> lone;        // of these, averaged with nobody
+  std::vector<double> waited_for;        // time that others spent in groups whose last member it was
   double gradients_per_time = 0;
   // meetings[a * n + b]: groups that a and b shared.
   std::vector<std::int64_t> meetings;
