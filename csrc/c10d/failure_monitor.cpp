@@ -224,6 +224,13 @@ void FailureMonitor::stop(bool goodbye) noexcept {
   }
 }
 
+void FailureMonitor::releaseGroup() noexcept {
+  std::lock_guard lock(state_->mutex);
+  if (state_->running) return;  // detached by stop(): the thread lets go of it when it ends
+  state_->sent.clear();
+  state_->control.reset();
+}
+
 void FailureMonitor::abandon() noexcept {
   // Deliberately leaked: neither the thread nor the locks of this object mean anything in a forked child.
   auto* leaked = new std::shared_ptr<State>(std::move(state_));

@@ -65,6 +65,8 @@ class FailureMonitor {
   void announce(Verdict verdict) noexcept;
   // Ends the thread, sending GOODBYE first if asked for. Safe twice.
   void stop(bool goodbye) noexcept;
+  // After stop(): lets go of the control group, whose connections then close.
+  void releaseGroup() noexcept;
   // In a forked child: forgets the thread and the group, which exist only in the parent.
   void abandon() noexcept;
   // True once the successor left in order, from when on nobody is watched here.

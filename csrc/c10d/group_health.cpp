@@ -14,8 +14,6 @@ namespace {
 
 // How long a failed operation waits to learn from the monitor who died.
 constexpr auto kVerdictLimit = std::chrono::milliseconds(1000);
-// How long operations under way may finish by themselves after a peer's end was reported.
-constexpr auto kRemoteGrace = std::chrono::milliseconds(200);
 
 constexpr const char* kWayOut =
     "; this group cannot be used any more: destroy_process_group() and initialize again, or let torchrun "

@@ -65,6 +65,9 @@ class PendingOperation {
 
 class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
  public:
+  // How long operations under way may finish by themselves after a peer's end was reported.
+  static constexpr std::chrono::milliseconds kRemoteGrace{400};
+
   GroupHealth(std::string backendName, int rank, int size);
 
   // Set once by the backend, before any call.

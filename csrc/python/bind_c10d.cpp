@@ -44,7 +44,7 @@ void bindC10d(py::module_& module) {
       .def_property_readonly("failure",
                              [](const DelegatingBackend& self) { return self.health()->firstReason(); });
 
-  module.def("announce_exit_of_all", &DelegatingBackend::announceExitOfAll, py::arg("reason"),
+  module.def("leave_all", &DelegatingBackend::leaveAll, py::arg("reason"),
              py::call_guard<py::gil_scoped_release>());
 }
 
