@@ -4,9 +4,9 @@ When torchrun restarts workers, the store survives, and with it the addresses th
 whose keys repeat would read them and wait for processes that are gone. So before any address is written, the ranks
 agree on a token that is new: rank 0 invents it and hands it to every rank that is alive now.
 
-A rank that waits says hello with a nonce of its own; rank 0 answers that nonce; the rank acknowledges the token, and when all have,
-rank 0 says that the group is complete. What dead ranks left behind is harmless: a hello of the dead is answered and never acknowledged, and the living one replaces
-it.
+A rank that waits says hello with a nonce of its own; rank 0 answers that nonce; the rank acknowledges the token, and
+when all have, rank 0 says that the group is complete. What dead ranks left behind is harmless: a hello of the dead is
+answered and never acknowledged, and the living one replaces it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import time
 import uuid
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistStoreError
 
 __all__ = ["attempt_store"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as _TorchBackend
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from torchext import _C
 from torchext._rendezvous import attempt_store

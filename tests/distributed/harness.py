@@ -144,7 +144,9 @@ class Ranks:
     def expect(self, word: str, ranks: list[int] | None = None, deadline: float = DEADLINE) -> None:
         """Waits until the ranks have reported `word`."""
         wanted = set(ranks if ranks is not None else self.alive())
-        self._pump(lambda: all(word in self._seen[r] or r in self._outcomes for r in wanted), deadline, f"report {word!r}")
+        self._pump(
+            lambda: all(word in self._seen[r] or r in self._outcomes for r in wanted), deadline, f"report {word!r}"
+        )
         for rank in wanted:
             assert word in self._seen[rank], f"rank {rank} ended before {word!r}: {self._outcomes[rank]}"
 

@@ -186,7 +186,9 @@ def body_works(rank: Rank) -> bool:
 
 
 @pytest.mark.parametrize(
-    "body", [body_all_reduce, body_one_to_many, body_many_to_many, body_point_to_point, body_works], ids=lambda b: b.__name__[5:]
+    "body",
+    [body_all_reduce, body_one_to_many, body_many_to_many, body_point_to_point, body_works],
+    ids=lambda b: b.__name__[5:],
 )
 @pytest.mark.parametrize("size", [1, 3])
 def test_collective(body: Any, size: int) -> None:

@@ -114,6 +114,12 @@ def suite_body(rank: Rank, backend: str, names: list[str]) -> None:
             return
 
 
+def note(line: str) -> None:
+    """Appends to the file of UPSTREAM_SUITE_REPORT, for following a long run."""
+    with Path(os.environ.get("UPSTREAM_SUITE_REPORT", os.devnull)).open("a") as out:
+        print(line, file=out)
+
+
 def run_suite(backend: str, names: list[str]) -> dict[str, tuple[str, float, str]]:
     """name -> (ok, skipped, failed or hung; seconds; detail of the first rank that failed)."""
     results: dict[str, tuple[str, float, str]] = {}
@@ -129,6 +135,7 @@ def run_suite(backend: str, names: list[str]) -> dict[str, tuple[str, float, str
                 in_time = ranks.wait_until(reported, LIMIT + (30 if index == 0 else 0))
                 lines = [line.split("\t") for rank in ranks._seen for line in rank if line.startswith(f"{index}\t")]
                 failed = [line for line in lines if line[1] == "failed"]
+                note(f"{backend}\t{name}\t" + " ".join(f"{line[1]} {line[2]} {line[3][:200]}" for line in lines))
                 if failed:
                     results[name] = ("failed", float(failed[0][2]), failed[0][3])
                 elif len(lines) < WORLD_SIZE:
@@ -160,10 +167,6 @@ def test_what_passes_for_gloo_passes_for_prague(part: str) -> None:
     gloo = run_suite("gloo", chosen)
     passing = [name for name in chosen if gloo[name][0] == "ok"]
     prague = run_suite("prague", passing)
-    report = Path(os.environ.get("UPSTREAM_SUITE_REPORT", os.devnull))
-    with report.open("a") as out:
-        for name in chosen:
-            print(name, gloo[name][:2], gloo[name][2][:150], prague.get(name, ""), sep="\t", file=out)
     broken = {name: prague[name] for name in passing if prague[name][0] != "ok" and name not in EXCEPTIONS}
     assert not broken, "\n".join(f"{name}: {result}" for name, result in broken.items())
     needless = [name for name in EXCEPTIONS if prague.get(name, ("",))[0] == "ok"]
