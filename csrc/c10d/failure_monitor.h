@@ -50,6 +50,9 @@ class FailureMonitor {
   // Longer than any job, and far inside the range of every clock.
   static constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
+  // `reason` as it arrives at the peers: at most kMaxReason bytes, no character cut in two, no control characters.
+  static std::string cut(std::string reason);
+
   using Handler = std::function<void(const Verdict&)>;
 
   // control: a connected group of `size` ranks whose timeout is practically unlimited.

@@ -137,6 +137,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   int reasonRank_ = -1;
   PendingOperation* pending_ = nullptr;
   std::function<void()> closeConnections_;
+  bool closing_ = false;  // closeConnections_ was taken and runs
   std::list<std::pair<uint64_t, std::function<void()>>> callbacks_;
   uint64_t nextCallback_ = 1;
 };
