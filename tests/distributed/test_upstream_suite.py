@@ -7,8 +7,9 @@ then creates as "gloo" is created as "prague" instead: one substitution, in `_ne
 Upstream starts fresh processes for each test. Here three ranks run one test after the other, each with a process group
 of its own; after a failure or a hang they are replaced.
 
-Selection: every test that gloo passes on CPUs with three ranks. The usual run leaves out the tests of NOT_USUAL, which
-took longest when all were timed; UPSTREAM_SUITE=full runs everything.
+Selection: every test that gloo passes on CPUs with three ranks, about 90 collective and 50 DDP tests; upstream's
+decorators skip those that need GPUs. Three ranks, because many tests use the subgroup [1, 2] and rings of odd length. It
+takes a few minutes on two cores. UPSTREAM_SUITE_REPORT names a file to follow it by.
 """
 
 from __future__ import annotations
@@ -29,13 +30,20 @@ LIMIT = 60.0
 # gloo passes, prague need not. Each with its reason.
 EXCEPTIONS: dict[str, str] = {
     "test_get_backend": "asserts that the group's backend is named as upstream was told, which the substitution changes",
+    "test_ddp_logging_data_cpu": "DDP's logger knows built-in backends only and calls every other one 'custom'",
 }
 
-# Not run at all, for neither backend.
-NOT_RUN: dict[str, str] = {}
-
-# Left out of the usual run, for their time.
-NOT_USUAL: set[str] = set()
+# Not run, for neither backend: gloo fails them here, and a failure costs new processes.
+NOT_RUN: dict[str, str] = {
+    "test_SyncBatchNorm_process_group": "needs torchvision",
+    "test_barrier_timeout_global": "initializes by env:// on a port of its own",
+    "test_batch_isend_irecv_mixed_backend_err": "needs a GPU",
+    "test_batch_isend_irecv_op_err": "needs a GPU",
+    "test_new_subgroups_with_group_param": "needs four ranks",
+} | {
+    f"test_all_to_all{suffix}": "lists of unequal shapes, which gloo does not take"
+    for suffix in ("", "_complex", "_cuda", "_cuda_complex", "_full_group", "_full_group_cuda")
+}
 
 
 def prepare(folder: Path) -> Any:
@@ -170,9 +178,7 @@ def test_what_passes_for_gloo_passes_for_prague(part: str) -> None:
     pytest.importorskip("numpy")
     with launch(names_body, 1) as ranks:
         names = ranks.values(120)[0]
-    full = os.environ.get("UPSTREAM_SUITE") == "full"
     chosen = [name for name in names if is_ddp(name) == (part == "ddp") and name not in NOT_RUN]
-    chosen = [name for name in chosen if full or name not in NOT_USUAL]
     gloo = run_suite("gloo", chosen)
     passing = [name for name in chosen if gloo[name][0] == "ok"]
     prague = run_suite("prague", passing)
@@ -180,4 +186,4 @@ def test_what_passes_for_gloo_passes_for_prague(part: str) -> None:
     assert not broken, "\n".join(f"{name}: {result}" for name, result in broken.items())
     needless = [name for name in EXCEPTIONS if prague.get(name, ("",))[0] == "ok"]
     assert not needless, f"these pass and need no exception: {needless}"
-    assert len(passing) > 40
+    assert len(passing) >= 30
