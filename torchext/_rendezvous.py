@@ -4,9 +4,9 @@ When torchrun restarts workers, the store survives, and with it the addresses th
 whose keys repeat would read them and wait for processes that are gone. So before any address is written, the ranks
 agree on a token that is new: rank 0 invents it and hands it to every rank that is alive now.
 
-A rank that waits says hello with a nonce of its own; rank 0 answers that nonce; the rank acknowledges the token. What
-dead ranks left behind is harmless: a hello of the dead is answered and never acknowledged, and the living one replaces
-it.
+A rank that waits says hello with a nonce of its own; rank 0 answers that nonce; the rank acknowledges the token, and
+when all have, rank 0 says that the group is complete. What dead ranks left behind is harmless: a hello of the dead is
+answered and never acknowledged, and the living one replaces it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import time
 import uuid
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistStoreError
 
 __all__ = ["attempt_store"]
 
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.02
+_MARGIN = timedelta(seconds=1)
 
 
 def attempt_store(store: Store, rank: int, size: int, timeout: timedelta) -> PrefixStore:
@@ -71,6 +73,7 @@ def _host(store: Store, size: int, timeout: timedelta) -> str:
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+    store.set(f"complete/{token}", "1")
     return token
 
 
@@ -78,12 +81,16 @@ def _guest(store: Store, rank: int, timeout: timedelta) -> str:
     nonce = uuid.uuid4().hex
     store.set(f"hello/{rank}", nonce)
     welcome = f"welcome/{rank}/{nonce}"
-    try:
-        store.wait([welcome], timeout)
-    except RuntimeError as error:  # DistStoreError, or what a FileStore raises
-        raise DistStoreError(
-            f"rank {rank}: rank 0 did not join the group within {timeout.total_seconds():g} s ({error})"
-        ) from error
+    _wait(store, welcome, timeout, f"rank {rank}: rank 0 did not join the group")
     token = store.get(welcome).decode()
     store.set(f"seen/{token}/{rank}", "1")
+    # Rank 0 names those that are missing; the margin lets it speak first.
+    _wait(store, f"complete/{token}", timeout + _MARGIN, f"rank {rank}: some ranks did not join the group")
     return token
+
+
+def _wait(store: Store, key: str, timeout: timedelta, complaint: str) -> None:
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:  # DistStoreError, or what a FileStore raises
+        raise DistStoreError(f"{complaint} within {timeout.total_seconds():g} s ({error})") from error

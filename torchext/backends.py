@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from torchext import _C
 from torchext._rendezvous import attempt_store
@@ -51,7 +51,7 @@ def register() -> None:
             continue
         dist.Backend.register_backend(name, _creator(name), extended_api=True, devices=["cpu", "cuda"])
     if not getattr(register, "at_exit", False):
-        atexit.register(_announce_exit)
+        atexit.register(_leave_at_exit)
         register.at_exit = True  # type: ignore[attr-defined]
 
 
@@ -122,11 +122,11 @@ def _inner_backends(store: Store, rank: int, size: int, timeout: timedelta, opts
     return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control)
 
 
-def _announce_exit() -> None:
-    """Tells the peers at interpreter exit whether this process ends in order or by an uncaught exception."""
+def _leave_at_exit() -> None:
+    """Leaves all groups at interpreter exit; peers learn of an uncaught exception that ends this process."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     reason = ""
     if error is not None:
         rank = os.environ.get("RANK", "?")
         reason = f"rank {rank} exits with an uncaught {type(error).__name__}: {str(error)[:120]}"
-    _C.announce_exit_of_all(reason)
+    _C.leave_all(reason)

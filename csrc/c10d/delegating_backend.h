@@ -90,9 +90,9 @@ class DelegatingBackend : public CompatBackend {
   // At once: every pending call on every rank raises; safe twice, from any thread.
   void abort() override;
   void abortWithReason(const std::string& reason);
-  // Tells the peers that this process leaves: in order (empty reason), or because of `reason`. For process exit, where
-  // no destructor may run. Does not wait.
-  static void announceExitOfAll(const std::string& reason);
+  // For process exit: shuts every living backend down and ends the threads of their inner groups, which must not touch
+  // Python objects while the interpreter goes. Peers learn that this process leaves in order (empty reason), or why not.
+  static void leaveAll(const std::string& reason);
 
   // ---- c10d::Backend: what it is ----
 

@@ -23,7 +23,7 @@ constexpr auto kDropLimit = std::chrono::milliseconds(800);
 // A tag of the data group on which nobody sends: see closeConnections().
 constexpr int kClosingTag = 0x7fffffff;
 
-// All living backends of this process, for announceExitOfAll().
+// All living backends of this process, for leaveAll().
 struct Registry {
   std::mutex mutex;
   std::vector<DelegatingBackend*> backends;
@@ -103,15 +103,13 @@ void DelegatingBackend::abortWithReason(const std::string& reason) {
   withoutInterpreterLock([&] { health_->poison(rank_, reason); });
 }
 
-void DelegatingBackend::announceExitOfAll(const std::string& reason) {
+void DelegatingBackend::leaveAll(const std::string& reason) {
   std::lock_guard lock(registry().mutex);
   for (auto* backend : registry().backends) {
-    if (backend->health_->inForkedChild() || backend->shutDown_ || backend->health_->failed()) continue;
-    if (reason.empty()) {
-      backend->monitor_->stop(/*goodbye=*/true);
-    } else {
-      backend->monitor_->announce({Verdict::Kind::kAbort, backend->rank_, backend->rank_, reason});
-    }
+    if (backend->health_->inForkedChild()) continue;
+    if (!reason.empty() && !backend->shutDown_) backend->health_->poison(backend->rank_, reason);
+    backend->shutdown();
+    backend->dropInner();
   }
 }
 
@@ -138,6 +136,7 @@ void DelegatingBackend::closeConnections() noexcept {
 
 void DelegatingBackend::dropInner() noexcept {
   auto inner = std::make_shared<InnerBackends>(std::exchange(inner_, {}));
+  monitor_->releaseGroup();
   if (!health_->failed()) {
     inner.reset();
     return;

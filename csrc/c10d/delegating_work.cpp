@@ -39,12 +39,11 @@ DelegatingWork::DelegatingWork(std::shared_ptr<GroupHealth> health, c10::intrusi
 
 void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& innerFuture) {
   innerFuture_ = innerFuture;
-  // The call is already on its way inside the inner backend: a failure of the group that came meanwhile must not lose
-  // it, so it ends the work instead of the call.
+  std::exception_ptr refused;
   try {
     health_->add(this, op_);
   } catch (const std::exception&) {
-    complete(std::current_exception());
+    refused = std::current_exception();
   }
   auto self = c10::intrusive_ptr<DelegatingWork>::reclaim_copy(this);
   innerFuture->addCallback([self = std::move(self)](c10::ivalue::Future& future) {
@@ -53,6 +52,12 @@ void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner
     self->health_->remove(self.get());
     self->complete(std::move(error));
   });
+  if (!refused) return;
+  // The group failed while the call was being made. The inner call may still succeed, as those under way may.
+  std::unique_lock lock(stateMutex_);
+  if (stateChanged_.wait_for(lock, GroupHealth::kRemoteGrace, [this] { return done_; })) return;
+  lock.unlock();
+  complete(refused);
 }
 
 void DelegatingWork::complete(std::exception_ptr error) {

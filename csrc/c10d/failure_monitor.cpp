@@ -42,8 +42,9 @@ at::Tensor pack(const Verdict& verdict) {
   message.kind = static_cast<uint16_t>(verdict.kind);
   message.rank = verdict.rank;
   message.origin = verdict.origin;
-  message.reasonLength = static_cast<uint32_t>(std::min(verdict.reason.size(), FailureMonitor::kMaxReason));
-  std::memcpy(message.reason, verdict.reason.data(), message.reasonLength);
+  const auto reason = FailureMonitor::cut(verdict.reason);
+  message.reasonLength = static_cast<uint32_t>(reason.size());
+  std::memcpy(message.reason, reason.data(), reason.size());
   auto bytes = at::empty({static_cast<int64_t>(sizeof(Message))}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr(), &message, sizeof(message));
   return bytes;
@@ -64,7 +65,7 @@ std::optional<Verdict> unpack(const at::Tensor& bytes, int size) {
   verdict.kind = static_cast<Verdict::Kind>(message.kind);
   verdict.rank = message.rank;
   verdict.origin = message.origin;
-  verdict.reason.assign(message.reason, message.reasonLength);
+  verdict.reason = FailureMonitor::cut(std::string(message.reason, message.reasonLength));
   return verdict;
 }
 
@@ -173,6 +174,18 @@ void FailureMonitor::State::run() {
   changed.notify_all();
 }
 
+std::string FailureMonitor::cut(std::string reason) {
+  if (reason.size() > kMaxReason) {
+    size_t end = kMaxReason;
+    while (end > 0 && (static_cast<unsigned char>(reason[end]) & 0xC0) == 0x80) --end;  // inside a UTF-8 character
+    reason.resize(end);
+  }
+  for (char& c : reason) {
+    if (static_cast<unsigned char>(c) < 0x20) c = ' ';
+  }
+  return reason;
+}
+
 FailureMonitor::FailureMonitor(c10::intrusive_ptr<c10d::Backend> control, int rank, int size, Handler handler)
     : state_(std::make_shared<State>(std::move(control), rank, size, std::move(handler))) {}
 
@@ -222,6 +235,13 @@ void FailureMonitor::stop(bool goodbye) noexcept {
     // by itself.
     thread->detach();
   }
+}
+
+void FailureMonitor::releaseGroup() noexcept {
+  std::lock_guard lock(state_->mutex);
+  if (state_->running) return;  // detached by stop(): the thread lets go of it when it ends
+  state_->sent.clear();
+  state_->control.reset();
 }
 
 void FailureMonitor::abandon() noexcept {

@@ -50,6 +50,9 @@ class FailureMonitor {
   // Longer than any job, and far inside the range of every clock.
   static constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
+  // `reason` as it arrives at the peers: at most kMaxReason bytes, no character cut in two, no control characters.
+  static std::string cut(std::string reason);
+
   using Handler = std::function<void(const Verdict&)>;
 
   // control: a connected group of `size` ranks whose timeout is practically unlimited.
@@ -65,6 +68,8 @@ class FailureMonitor {
   void announce(Verdict verdict) noexcept;
   // Ends the thread, sending GOODBYE first if asked for. Safe twice.
   void stop(bool goodbye) noexcept;
+  // After stop(): lets go of the control group, whose connections then close.
+  void releaseGroup() noexcept;
   // In a forked child: forgets the thread and the group, which exist only in the parent.
   void abandon() noexcept;
   // True once the successor left in order, from when on nobody is watched here.

@@ -14,8 +14,6 @@ namespace {
 
 // How long a failed operation waits to learn from the monitor who died.
 constexpr auto kVerdictLimit = std::chrono::milliseconds(1000);
-// How long operations under way may finish by themselves after a peer's end was reported.
-constexpr auto kRemoteGrace = std::chrono::milliseconds(200);
 
 constexpr const char* kWayOut =
     "; this group cannot be used any more: destroy_process_group() and initialize again, or let torchrun "
@@ -71,7 +69,9 @@ GroupHealth::GroupHealth(std::string backendName, int rank, int size)
     : backendName_(std::move(backendName)), rank_(rank), size_(size), creator_(getpid()) {}
 
 void GroupHealth::setConnectionCloser(std::function<void()> closer) {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  // What the old one refers to may go after this call.
+  changed_.wait(lock, [this] { return !closing_; });
   closeConnections_ = std::move(closer);
 }
 
@@ -121,7 +121,7 @@ bool GroupHealth::setReason(int rank, const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (failed_.load()) return false;
   reasonRank_ = rank;
-  reason_ = reason;
+  reason_ = FailureMonitor::cut(reason);
   failed_.store(true, std::memory_order_release);
   changed_.notify_all();
   return true;
@@ -131,7 +131,8 @@ bool GroupHealth::poison(int rank, const std::string& reason, std::chrono::milli
   if (inForkedChild()) return false;
   const bool first = setReason(rank, reason);
   if (first && monitor_) monitor_->announce({Verdict::Kind::kAbort, rank, rank_, reason});
-  endPending(first ? grace : std::chrono::milliseconds(0));
+  // Who was not the first but wants an end at once (abort) gets it; otherwise the first one's grace stands.
+  if (first || grace.count() == 0) endPending(grace);
   return first;
 }
 
@@ -173,9 +174,14 @@ void GroupHealth::endPending(std::chrono::milliseconds grace) {
     for (auto& [id, callback] : callbacks_) remaining.push_back(std::move(callback));
     callbacks_.clear();
     closer = std::exchange(closeConnections_, nullptr);
+    if (closer) closing_ = true;
   }
   for (const auto& rest : remaining) rest();
-  if (closer) closer();
+  if (!closer) return;
+  closer();
+  std::lock_guard lock(mutex_);
+  closing_ = false;
+  changed_.notify_all();
 }
 
 bool GroupHealth::waitForVerdict(std::chrono::milliseconds limit) {
@@ -198,7 +204,7 @@ std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const O
       auto reason = c10::str("rank ", rank_, timedOut ? " timed out in " : " lost its connections in ", op.name);
       if (op.sequence > 0) reason += c10::str(" #", op.sequence);
       if (op.peer >= 0) reason += c10::str(" with rank ", op.peer);
-      poison(rank_, reason + " (" + text + ")", kRemoteGrace);
+      poison(rank_, reason + ": " + text, kRemoteGrace);
     }
     const auto reason = firstReason().second;
     return makeError(c10::str(describe(op), ": ", reason, contains(reason, text) ? "" : "; seen here as: ",

@@ -65,6 +65,9 @@ class PendingOperation {
 
 class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
  public:
+  // How long operations under way may finish by themselves after a peer's end was reported.
+  static constexpr std::chrono::milliseconds kRemoteGrace{400};
+
   GroupHealth(std::string backendName, int rank, int size);
 
   // Set once by the backend, before any call.
@@ -134,6 +137,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   int reasonRank_ = -1;
   PendingOperation* pending_ = nullptr;
   std::function<void()> closeConnections_;
+  bool closing_ = false;  // closeConnections_ was taken and runs
   std::list<std::pair<uint64_t, std::function<void()>>> callbacks_;
   uint64_t nextCallback_ = 1;
 };

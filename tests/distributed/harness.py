@@ -144,9 +144,19 @@ class Ranks:
     def expect(self, word: str, ranks: list[int] | None = None, deadline: float = DEADLINE) -> None:
         """Waits until the ranks have reported `word`."""
         wanted = set(ranks if ranks is not None else self.alive())
-        self._pump(lambda: all(word in self._seen[r] or r in self._outcomes for r in wanted), deadline, f"report {word!r}")
+        self._pump(
+            lambda: all(word in self._seen[r] or r in self._outcomes for r in wanted), deadline, f"report {word!r}"
+        )
         for rank in wanted:
             assert word in self._seen[rank], f"rank {rank} ended before {word!r}: {self._outcomes[rank]}"
+
+    def wait_until(self, done: Callable[[list[list[str]], dict[int, Outcome]], bool], deadline: float) -> bool:
+        """Waits until `done(words reported by each rank, outcomes so far)`; False when the deadline passes first."""
+        try:
+            self._pump(lambda: done(self._seen, self._outcomes), deadline, "progress")
+        except AssertionError:
+            return False
+        return True
 
     def outcomes(self, ranks: list[int] | None = None, deadline: float = DEADLINE) -> list[Outcome]:
         """Waits for the ranks' outcomes; by default of all that were not killed."""

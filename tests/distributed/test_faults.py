@@ -404,9 +404,10 @@ EXIT_SCRIPT = """
     import sys, torch, torch.distributed as dist, torchext
     dist.init_process_group("prague")
     tensor = torch.ones(1000)
-    for _ in range(20):
-        dist.all_reduce(tensor)
     mode = sys.argv[1]
+    if mode != "raise":
+        for _ in range(20):
+            dist.all_reduce(tensor)
     if mode == "pending" and dist.get_rank() == 0:
         work = dist.all_reduce(tensor, async_op=True)
     if mode == "raise":
