@@ -32,7 +32,7 @@ FIRST_USE_BYTES = 64 << 10
 TARGET = 0.95
 TOLERANCE = 1e-6
 
-Reduce = Callable[[torch.Tensor], None]
+Reduce = Callable[[torch.Tensor], Any]
 
 
 def _partial(backend: Any, members: Sequence[int]) -> Reduce:
@@ -147,12 +147,10 @@ def ranks(rank: Rank) -> dict[str, Any]:
     with_prague = "prague" in rank.settings["contenders"]
     checks = Checks()
     timed, first = {}, {}
+    if with_prague:
+        import torchext
     with rank.process_group("prague" if with_prague else "gloo"):
-        backend = None
-        if with_prague:
-            import torchext
-
-            backend = torchext.backend_of(dist.group.WORLD)
+        backend = torchext.backend_of(dist.group.WORLD) if with_prague else None
         for size in GROUPS:
             timed[str(size)] = _time_sizes(rank, size, backend, checks)
             first[str(size)] = _time_first_use(rank, size, backend, checks)
@@ -173,12 +171,12 @@ def main() -> None:
     if args.quick:
         args.repeats = 2
     settings = {"contenders": cli.names(args.contenders), "repeats": args.repeats, "shorten": 4 if args.quick else 1}
-    results = launch("prague_subset_allreduce:ranks", ranks=WORLD, settings=settings, deadline_s=900)
     common: dict[str, Any] = {"script": cli.script_line(), "unit": "ms", "reference": "gloo", "higher_is_better": False}
     conditions = {**settings, "world_size": WORLD, "network": "loopback"}
 
     speed = Report("prague_subset_allreduce", **common, conditions=conditions)
     first_use = Report("prague_first_use", **common, conditions={**conditions, "bytes": FIRST_USE_BYTES})
+    results = launch("prague_subset_allreduce:ranks", ranks=WORLD, settings=settings, deadline_s=900)
     for size in GROUPS:
         inside = [result for result in results if result["timed"][str(size)]]
         for label in SIZES:

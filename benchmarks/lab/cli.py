@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from pathlib import Path
 
+from .netlab import exit_on_signal
 from .results import RESULTS_FOLDER
 
 
 def parser(doc: str, *, contenders: str, repeats: int) -> argparse.ArgumentParser:
     """Returns a parser with the common options; ``doc`` is the script's docstring."""
+    signal.signal(signal.SIGTERM, exit_on_signal)  # a benchmark that is stopped leaves no ranks and no files behind
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="one short pass, to see that it runs; no figure to quote")
     made.add_argument("--contenders", default=contenders, help=f"separated by commas; default: {contenders}")

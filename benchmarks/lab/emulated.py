@@ -11,7 +11,6 @@ the next sleep, so the step does not drift; what DDP or a backend does *between*
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import time
 from dataclasses import dataclass
@@ -19,13 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-_PR_SET_TIMERSLACK = 29
-
-
-def sharpen_timers() -> None:
-    """Asks Linux to wake this thread, and those it will start, within 1 us of a deadline, not the usual 50 us."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
 class SleepClock:

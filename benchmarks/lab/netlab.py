@@ -142,7 +142,7 @@ class NetLab:
 
     def _take_sigterm(self) -> None:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _exit_on_signal)
+            signal.signal(signal.SIGTERM, exit_on_signal)
             self._took_sigterm = True
 
     def _build(self) -> None:
@@ -249,5 +249,6 @@ class NetLab:
         return {"network": "namespaces", "hosts": self.hosts, **link, **switch}
 
 
-def _exit_on_signal(number: int, _: types.FrameType | None) -> None:
+def exit_on_signal(number: int, _: types.FrameType | None) -> None:
+    """A signal handler under which ``with`` and ``finally`` blocks still clean up."""
     raise SystemExit(128 + number)

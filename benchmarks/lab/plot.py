@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 _FILL = 0.8
 
 
-def _bars(axes: Any, names: Sequence[str], series: dict[str, list[Spread | None]]) -> None:
+def _bars(axes: Any, names: Sequence[str], series: dict[str, list[Spread | None]], colours: dict[str, str]) -> None:
     width = _FILL / max(1, len(series))
     for index, (label, spreads) in enumerate(series.items()):
         present = [(x + (index - (len(series) - 1) / 2) * width, spread) for x, spread in enumerate(spreads) if spread]
@@ -26,7 +26,7 @@ def _bars(axes: Any, names: Sequence[str], series: dict[str, list[Spread | None]
         medians = [spread.median for _, spread in present]
         below = [spread.median - min(spread.values) for _, spread in present]
         above = [max(spread.values) - spread.median for _, spread in present]
-        colour = f"C{index}"
+        colour = colours[label]
         axes.bar(places, medians, width * 0.9, yerr=[below, above], capsize=3, label=label, alpha=0.6, color=colour)
         for x, spread in present:
             axes.plot([x] * len(spread.values), spread.values, ".", color=colour, markersize=4)
@@ -43,13 +43,16 @@ def draw(report: Report, path: Path, *, log_scale: bool = False) -> None:
     contenders = list(dict.fromkeys(name for case in report.cases for name in case.figures))
     challengers = list(dict.fromkeys(name for case in report.cases for name in case.ratios))
     figure = Figure(figsize=(5 + 1.1 * len(names) * (2 if challengers else 1), 4.5), layout="constrained")
+    colours = {name: f"C{index}" for index, name in enumerate(contenders)}
     panels = figure.subplots(1, 2 if challengers else 1, squeeze=False)[0]
-    _bars(panels[0], names, {name: [case.figures.get(name) for case in report.cases] for name in contenders})
+    _bars(panels[0], names, {name: [case.figures.get(name) for case in report.cases] for name in contenders}, colours)
     panels[0].set_ylabel(f"{report.unit} ({'higher' if report.higher_is_better else 'lower'} is better)")
     if log_scale:
         panels[0].set_yscale("log")
     if challengers:
-        _bars(panels[1], names, {name: [case.ratios.get(name) for case in report.cases] for name in challengers})
+        _bars(
+            panels[1], names, {name: [case.ratios.get(name) for case in report.cases] for name in challengers}, colours
+        )
         panels[1].set_ylabel(f"ratio over {report.reference}, paired (above 1 is better)")
         panels[1].axhline(1, color="black", linewidth=0.8)
         for x, case in enumerate(report.cases):

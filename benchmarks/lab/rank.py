@@ -18,6 +18,8 @@ from typing import Any
 from .board import Board
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_TIMERSLACK = 29
+_TIMER_SLACK_NS = 1000
 _TIMEOUT = datetime.timedelta(seconds=120)
 
 
@@ -46,8 +48,8 @@ class Rank:
             backend: Its name.
             options: ``pg_options``.
         """
-        import torch.distributed as dist
-
+        # Late: a rank function without torch starts fast. Any: torch's stubs do not export the stores.
+        dist: Any = importlib.import_module("torch.distributed")
         if self._store is None:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             self._store = dist.TCPStore(host, port, self.world_size, self.rank == 0, timeout=_TIMEOUT)
@@ -71,15 +73,15 @@ def _die_with_parent() -> None:
         sys.exit("lab: the launcher is gone")
 
 
+def _sharpen_timers() -> None:
+    """Asks Linux to wake this thread, and those it will start, within 1 us of a deadline, not the usual 50 us."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
+
+
 def main(folder: Path) -> None:
     """Runs the rank function that ``folder/job.json`` names and writes what it returns beside it."""
     _die_with_parent()
-    import torch
-
-    from .emulated import sharpen_timers
-
-    torch.set_num_threads(1)
-    sharpen_timers()
+    _sharpen_timers()
     job = json.loads((folder / "job.json").read_text())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     function = getattr(importlib.import_module(job["module"]), job["function"])

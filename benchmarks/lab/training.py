@@ -128,6 +128,8 @@ class Run:
 
     def mixed(self) -> bool:
         """Tells whether any replica has taken in something of another: without that, there is nothing to time."""
+        if self.sync is not None:
+            self.sync.wait()  # an average may still be under way; the next forward would have waited for it
         alone = -_LEARNING_RATE * self.steps * (self.rank.rank + 1) / self.rank.world_size
         away = max(float((weight.detach().double() - alone).abs().max()) for weight in self.module.parameters())
         seen = torch.tensor([away / abs(alone)], dtype=torch.float64)

@@ -222,6 +222,12 @@ void GeneratorClient::ask() {
     return;
   }
   asked_ = true;
+  if (!running_) {
+    sendAsk();
+  }
+}
+
+void GeneratorClient::sendAsk() {
   postReply();
   sendMessage(GeneratorMessage::kAsk);
 }
@@ -231,13 +237,17 @@ AssignedGroup GeneratorClient::awaitGroup() {
   AssignedGroup group = awaitDelivery();
   std::lock_guard<std::mutex> lock(mutex_);
   asked_ = false;
+  running_ = true;
   return group;
 }
 
 void GeneratorClient::finished(std::uint64_t id) {
   std::lock_guard<std::mutex> lock(mutex_);
   completed_ = id;
-  if (completes_at_once_) {
+  running_ = false;
+  if (asked_) {
+    sendAsk();
+  } else if (completes_at_once_) {
     sendMessage(GeneratorMessage::kComplete);
   }
 }

@@ -99,7 +99,8 @@ class GeneratorClient {
   GeneratorClient(PointToPoint control, int tag_base, std::shared_ptr<GeneratorService> service,
                   bool completes_at_once, std::chrono::milliseconds timeout);
 
-  void ask();  // idempotent until awaitGroup() has returned
+  // Idempotent until awaitGroup() has returned. While a group is running the question is sent by finished().
+  void ask();
   AssignedGroup awaitGroup();
   void finished(std::uint64_t id);
   // Ends with nobody counting on this worker; `run` is called for each group that still names it, in order.
@@ -107,6 +108,7 @@ class GeneratorClient {
 
  private:
   void sendMessage(GeneratorMessage::Kind kind);
+  void sendAsk();
   void postReply();
   AssignedGroup awaitDelivery();
 
@@ -117,6 +119,7 @@ class GeneratorClient {
   const std::chrono::milliseconds timeout_;
   std::mutex mutex_;  // guards everything below
   bool asked_ = false;
+  bool running_ = false;         // awaitGroup() has returned, finished() not been called
   std::uint64_t completed_ = 0;  // not yet reported
   std::vector<std::byte> reply_;
   PointToPoint::WorkPtr pending_reply_;

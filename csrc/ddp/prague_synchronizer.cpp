@@ -157,7 +157,9 @@ void PragueSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gr
   const auto reduced = Clock::now();
   if (!combine_then_adapt_) {
     current.unpack(1.0 / static_cast<double>(group.members.size()));
-    release(index);
+    if (index + 1 < bucketCount()) {
+      release(index);  // the last one closes the round: averageTask releases it, after everything else
+    }
   }
   const double peer_ms = 1e3 * (partial_->peerSeconds() - peers_before);
   std::lock_guard<std::mutex> lock(mutex_);

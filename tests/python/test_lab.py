@@ -299,7 +299,7 @@ def test_progress_counts_parts_of_a_step() -> None:
 # --- launching ---------------------------------------------------------------------------------------------------
 
 RANKS = """
-import os, socket, subprocess, sys, time
+import socket, time
 import torch, torch.distributed as dist
 
 def total(rank):
@@ -315,6 +315,10 @@ def fail(rank):
     if rank.rank == 1:
         raise RuntimeError("rank one gave up")
     time.sleep(600)
+"""
+
+HANGING_RANKS = """
+import os, subprocess, sys, time
 
 def hang(rank):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -326,6 +330,7 @@ def hang(rank):
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
     (tmp_path / "some_ranks.py").write_text(RANKS)
+    (tmp_path / "hanging_ranks.py").write_text(HANGING_RANKS)
     return tmp_path
 
 
@@ -352,7 +357,7 @@ def test_a_failing_rank_ends_the_launch_with_its_output(scripts: Path) -> None:
 
 def test_the_deadline_kills_ranks_and_their_children(scripts: Path) -> None:
     with pytest.raises(launch.LaunchError, match=r"ranks \[0, 1\] still ran"):
-        launch.launch("some_ranks:hang", ranks=2, settings={"folder": str(scripts)}, deadline_s=45, folder=scripts)
+        launch.launch("hanging_ranks:hang", ranks=2, settings={"folder": str(scripts)}, deadline_s=15, folder=scripts)
     pids = [int(pid) for rank in (0, 1) for pid in (scripts / str(rank)).read_text().split()]
     assert eventually(lambda: all(reaper.start_time(pid) is None for pid in pids))
 
