@@ -42,7 +42,9 @@
 //   one
 //     that far behind the middle one of the candidates: a slow worker's request must not make fast ones wait for
 //     another slow worker. Of its own two-round division it is in the first round only: there it waits, in the second
-//     others would wait for it. (A pause does not count: a worker returns as far behind the foremost as it was.)
+//     others would wait for it. Requests behind are counted with the steps that others could have made while they
+//     waited, or a straggler whom everybody waits for would never fall behind (slowdown_filter.h). A pause does not
+//     count: a worker returns as far behind the foremost as it was.
 //
 // Errors: std::out_of_range for a worker that does not exist; std::logic_error for a call out of order (a request while
 // one is unanswered or a group is not completed, a completion of a group that is not under way, any call for a worker
@@ -91,7 +93,8 @@ class GroupGenerator {
  public:
   virtual ~GroupGenerator() = default;
 
-  // now: seconds on any monotonic clock (used by ready-set only).
+  // now: seconds on any monotonic clock, the same for all calls: the deadlines of ready-set and the slowdown filter use
+  // it.
   virtual std::vector<Delivery> request(int worker, double now) = 0;
   virtual std::vector<Delivery> complete(int worker, std::uint64_t group_id, double now) = 0;
   // Pausing twice is harmless: the second call returns the end mark alone.

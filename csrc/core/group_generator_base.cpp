@@ -10,6 +10,7 @@ namespace torchext::core {
 GroupGeneratorBase::GroupGeneratorBase(const GeneratorOptions& options)
     : options_(options),
       random_(options.seed),
+      filter_(options.world_size, options.slowdown_threshold),
       workers_(index(options.world_size)),
       active_count_(options.world_size) {}
 
@@ -29,11 +30,11 @@ Deliveries GroupGeneratorBase::request(int worker, double now) {
   if (!state.active) {
     state.active = true;
     ++active_count_;
-    state.progress = foremost_ - state.lag;
+    filter_.onReturn(worker);
   }
   ++state.requests;
-  ++state.progress;
-  foremost_ = std::max(foremost_, state.progress);
+  now_ = now;
+  filter_.onRequest(worker, now);
   state.waiting = true;
   Deliveries out;
   if (state.fifo.empty()) {
@@ -44,7 +45,7 @@ Deliveries GroupGeneratorBase::request(int worker, double now) {
   return out;
 }
 
-Deliveries GroupGeneratorBase::complete(int worker, std::uint64_t group_id, double /*now*/) {
+Deliveries GroupGeneratorBase::complete(int worker, std::uint64_t group_id, double now) {
   Worker& state = checkedWorker("complete", worker);
   const auto found = std::find(state.running.begin(), state.running.end(), group_id);
   if (found == state.running.end()) {
@@ -52,14 +53,16 @@ Deliveries GroupGeneratorBase::complete(int worker, std::uint64_t group_id, doub
                                   state.running.size(), " under way, first ",
                                   state.running.empty() ? 0 : state.running.front(), ")"));
   }
+  now_ = now;
   state.running.erase(found);
+  filter_.onComplete(worker, now);
   release(group_id);
   Deliveries out;
   onComplete(worker, out);
   return out;
 }
 
-Deliveries GroupGeneratorBase::pause(int worker, double /*now*/) {
+Deliveries GroupGeneratorBase::pause(int worker, double now) {
   Worker& state = checkedWorker("pause", worker);
   if (state.waiting) {
     throw std::logic_error(
@@ -69,30 +72,32 @@ Deliveries GroupGeneratorBase::pause(int worker, double /*now*/) {
     throw std::logic_error(
         concat("pause of worker ", worker, ": group ", state.running.front(), " must be completed first"));
   }
+  now_ = now;
   Deliveries out;
   while (!state.fifo.empty()) {
     deliverHead(worker, out);
   }
   out.push_back(Delivery{worker, Group{}});
   if (state.active) {
-    deactivate(state);
+    deactivate(worker);
     onInactive(worker, out);
   }
   return out;
 }
 
-Deliveries GroupGeneratorBase::leave(int worker, double /*now*/) {
+Deliveries GroupGeneratorBase::leave(int worker, double now) {
   checkIndex("worker", worker, options_.world_size);
   Worker& state = workers_[index(worker)];
   Deliveries out;
   if (state.gone) {
     return out;
   }
+  now_ = now;
   state.gone = true;
   state.waiting = false;
   for (const auto id : state.fifo) {
     Record& record = groups_.at(id);
-    if (!record.told) {
+    if (record.told == 0) {
       auto& members = record.group.members;
       members.erase(std::find(members.begin(), members.end(), worker));
     }
@@ -104,9 +109,16 @@ Deliveries GroupGeneratorBase::leave(int worker, double /*now*/) {
   state.fifo.clear();
   state.running.clear();
   if (state.active) {
-    deactivate(state);
+    deactivate(worker);
     onInactive(worker, out);
   }
+  return out;
+}
+
+Deliveries GroupGeneratorBase::tick(double now) {
+  now_ = now;
+  Deliveries out;
+  onTick(now, out);
   return out;
 }
 
@@ -134,28 +146,9 @@ bool GroupGeneratorBase::countDivision() {
   return options_.sync_every != 0 && divisions_ % options_.sync_every == 0;
 }
 
-std::int64_t GroupGeneratorBase::reference(int initiator, const std::vector<int>& workers) const {
-  const std::int64_t own = workers_[index(initiator)].progress;
-  if (options_.slowdown_threshold == 0 || workers.empty()) {
-    return own;
-  }
-  std::vector<std::int64_t> progress;
-  progress.reserve(workers.size());
-  for (const int worker : workers) {
-    progress.push_back(workers_[index(worker)].progress);
-  }
-  const auto middle = progress.begin() + static_cast<std::ptrdiff_t>(progress.size() / 2);
-  std::nth_element(progress.begin(), middle, progress.end());
-  return std::max(own, *middle);
-}
-
-bool GroupGeneratorBase::filtered(std::int64_t reference, int worker) const {
-  return options_.slowdown_threshold > 0 && reference - workers_[index(worker)].progress >= options_.slowdown_threshold;
-}
-
 std::vector<int> GroupGeneratorBase::withoutFiltered(int initiator, std::vector<int> workers) const {
-  const std::int64_t limit = reference(initiator, workers);
-  const auto late = [&](int worker) { return worker != initiator && filtered(limit, worker); };
+  const auto limit = filter_.reference(initiator, workers);
+  const auto late = [&](int worker) { return worker != initiator && filter_.late(limit, worker); };
   workers.erase(std::remove_if(workers.begin(), workers.end(), late), workers.end());
   return workers;
 }
@@ -192,13 +185,21 @@ void GroupGeneratorBase::deliverHead(int worker, Deliveries& out) {
   state.running.push_back(id);
   state.waiting = false;
   Record& record = groups_.at(id);
-  record.told = true;
+  state.told_at = now_;
   out.push_back(Delivery{worker, record.group});
+  if (++record.told == record.group.members.size()) {
+    for (const int member : record.group.members) {
+      const Worker& arrived = workers_[index(member)];
+      if (arrived.active) {
+        filter_.onWaited(member, now_ - arrived.told_at);
+      }
+    }
+  }
 }
 
-void GroupGeneratorBase::deactivate(Worker& worker) {
-  worker.active = false;
-  worker.lag = foremost_ - worker.progress;
+void GroupGeneratorBase::deactivate(int worker) {
+  workers_[index(worker)].active = false;
+  filter_.onPause(worker);
   --active_count_;
 }
 

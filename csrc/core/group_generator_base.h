@@ -9,6 +9,7 @@
 #include "check.h"
 #include "group_generator.h"
 #include "random.h"
+#include "slowdown_filter.h"
 
 namespace torchext::core {
 
@@ -23,7 +24,7 @@ class GroupGeneratorBase : public GroupGenerator {
   Deliveries pause(int worker, double now) final;
   Deliveries leave(int worker, double now) final;
   std::optional<double> nextDeadline() const override { return std::nullopt; }
-  Deliveries tick(double /*now*/) override { return {}; }
+  Deliveries tick(double now) final;
   std::int64_t requestCount(int worker) const final;
 
   // For tests and diagnostics: the groups made so far, those that worker has not been told of, and one not completed.
@@ -38,6 +39,7 @@ class GroupGeneratorBase : public GroupGenerator {
   virtual void onComplete(int /*worker*/, Deliveries& /*out*/) {}
   // worker, which waited for nothing or never will again, is not active any more.
   virtual void onInactive(int /*worker*/, Deliveries& /*out*/) {}
+  virtual void onTick(double /*now*/, Deliveries& /*out*/) {}
 
   // Appends a new group to the FIFOs of its members at once, and delivers it to those who wait. The members must be
   // active, and those who wait must have an empty FIFO.
@@ -45,12 +47,6 @@ class GroupGeneratorBase : public GroupGenerator {
 
   // Counts a division; true when it is the turn of a full one (sync_every).
   bool countDivision();
-  // The slowdown filter: the largest progress among initiator and the (upper) middle one of workers. The initiator
-  // alone is not enough: one slow worker's request would make fast ones wait for another slow one. The foremost would
-  // be too much: one worker faster than all others would keep them from meeting each other.
-  std::int64_t reference(int initiator, const std::vector<int>& workers) const;
-  // worker is so far behind the reference that nobody should wait for it.
-  bool filtered(std::int64_t reference, int worker) const;
   // workers without those that are filtered; initiator always stays.
   std::vector<int> withoutFiltered(int initiator, std::vector<int> workers) const;
   // In ascending order.
@@ -60,6 +56,7 @@ class GroupGeneratorBase : public GroupGenerator {
   bool waiting(int worker) const { return workers_[index(worker)].waiting; }
   // Nothing pending and nothing under way: a new group starts as soon as worker asks.
   bool idle(int worker) const;
+  const SlowdownFilter& filter() const { return filter_; }
   int activeCount() const { return active_count_; }
   const GeneratorOptions& options() const { return options_; }
   Random& random() { return random_; }
@@ -70,30 +67,30 @@ class GroupGeneratorBase : public GroupGenerator {
     bool gone = false;
     bool waiting = false;  // a request is unanswered
     std::int64_t requests = 0;
-    std::int64_t progress = 0;           // requests, but pauses left out: what the slowdown filter compares
-    std::int64_t lag = 0;                // behind the foremost when the pause began
+    double told_at = 0;                  // when the group under way was delivered
     std::deque<std::uint64_t> fifo;      // groups not yet delivered to this worker
     std::vector<std::uint64_t> running;  // delivered, not completed; several only after a pause
   };
   struct Record {
     Group group;
-    int open = 0;       // members that have not completed it
-    bool told = false;  // some member knows it: its members must not change any more
+    std::size_t told = 0;  // members that know it: if any, its members must not change any more
+    int open = 0;          // members that have not completed it
   };
 
   Worker& checkedWorker(const char* call, int worker);
   void deliverHead(int worker, Deliveries& out);
-  void deactivate(Worker& worker);
+  void deactivate(int worker);
   void release(std::uint64_t group_id);
 
   GeneratorOptions options_;
   Random random_;
+  SlowdownFilter filter_;
   std::vector<Worker> workers_;
   std::unordered_map<std::uint64_t, Record> groups_;
   std::uint64_t last_id_ = 0;
   std::uint64_t divisions_ = 0;
-  std::int64_t foremost_ = 0;  // the largest progress of all
   int active_count_ = 0;
+  double now_ = 0;  // of the call under way
 };
 
 std::unique_ptr<GroupGenerator> makeRandomGenerator(const GeneratorOptions& options);

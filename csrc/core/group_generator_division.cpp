@@ -27,7 +27,7 @@ class DivisionGenerator final : public GroupGeneratorBase {
         free.push_back(other);
       }
     }
-    const std::int64_t limit = reference(worker, free);
+    const auto limit = filter().reference(worker, free);
     const std::vector<int> candidates = withoutFiltered(worker, std::move(free));
     if (two_rounds_) {
       divideInTwoRounds(candidates, limit, out);
@@ -51,7 +51,7 @@ class DivisionGenerator final : public GroupGeneratorBase {
     }
   }
 
-  void divideInTwoRounds(const std::vector<int>& candidates, std::int64_t limit, Deliveries& out) {
+  void divideInTwoRounds(const std::vector<int>& candidates, const SlowdownFilter::Reference& limit, Deliveries& out) {
     std::vector<std::vector<int>> hosts(next_head_.size());
     for (const int worker : candidates) {
       hosts[index(topology_.hostOf(worker))].push_back(worker);
@@ -78,7 +78,7 @@ class DivisionGenerator final : public GroupGeneratorBase {
     divide(std::move(heads), out);
     for (auto& host : hosts) {
       // A slow worker that asked is in the first round, where it waits for others; in the second they would for it.
-      host.erase(std::remove_if(host.begin(), host.end(), [&](int worker) { return filtered(limit, worker); }),
+      host.erase(std::remove_if(host.begin(), host.end(), [&](int worker) { return filter().late(limit, worker); }),
                  host.end());
       if (host.size() > 1) {
         formGroup(std::move(host), out);

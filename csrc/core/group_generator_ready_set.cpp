@@ -30,14 +30,6 @@ class ReadySetGenerator final : public GroupGeneratorBase {
     return slot_.size() < 2 || deadline_ == kNever ? std::nullopt : std::optional<double>(deadline_);
   }
 
-  Deliveries tick(double now) override {
-    Deliveries out;
-    if (slot_.size() >= 2 && now >= deadline_) {
-      close(out);
-    }
-    return out;
-  }
-
  private:
   void onRequest(int worker, double now, Deliveries& out) override {
     recordArrival(now);
@@ -53,6 +45,12 @@ class ReadySetGenerator final : public GroupGeneratorBase {
     slot_.push_back(worker);
     closeIfFull(out);
     if (slot_.size() >= 2 && now > deadline_) {
+      close(out);
+    }
+  }
+
+  void onTick(double now, Deliveries& out) override {
+    if (slot_.size() >= 2 && now >= deadline_) {
       close(out);
     }
   }

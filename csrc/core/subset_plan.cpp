@@ -52,7 +52,8 @@ SubsetAlgorithm chooseAlgorithm(std::size_t bytes, int group_size, const SubsetT
 }
 
 DoublingPlan::DoublingPlan(int group_size)
-    : group_size_(checkedGroupSize(group_size)), rounds_(std::bit_width(static_cast<unsigned>(group_size)) - 1) {}
+    : group_size_(checkedGroupSize(group_size)),
+      rounds_(static_cast<int>(std::bit_width(static_cast<unsigned>(group_size))) - 1) {}
 
 bool DoublingPlan::folded(int member) const {
   checkIndex("member", member, group_size_);
@@ -73,7 +74,7 @@ int DoublingPlan::partner(int member, int round) const {
 }
 
 RingPlan::RingPlan(std::size_t elements, std::size_t element_size, int group_size, std::size_t segment_bytes)
-    : elements_(elements), line_(1), segment_(1), group_size_(checkedGroupSize(group_size)) {
+    : elements_(elements), group_size_(checkedGroupSize(group_size)) {
   if (element_size == 0) {
     throwInvalid("element_size", element_size, "1 or more bytes");
   }

@@ -98,8 +98,8 @@ class RingPlan {
 
  private:
   std::size_t elements_;
-  std::size_t line_;     // elements that a boundary is a multiple of
-  std::size_t segment_;  // elements
+  std::size_t line_ = 1;     // elements that a boundary is a multiple of
+  std::size_t segment_ = 1;  // elements
   int group_size_;
 };
 

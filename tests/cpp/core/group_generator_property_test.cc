@@ -15,7 +15,7 @@ namespace torchext::core {
 namespace {
 
 #ifdef TORCHEXT_SANITIZED
-constexpr int kSchedules = 4000;
+constexpr int kSchedules = 3000;
 #else
 constexpr int kSchedules = 100000;
 #endif
@@ -204,10 +204,8 @@ class Driver {
     for (const auto& delivery : deliveries) {
       take(delivery);
     }
-    checkNewGroups(worker, before, busy);
-    for (int other = 0; other < options_.world_size; ++other) {
-      const auto& fifo = base_.pending(other);
-      EXPECT_TRUE(std::is_sorted(fifo.begin(), fifo.end())) << "two groups in different orders";
+    if (base_.lastId() != before) {
+      checkNewGroups(worker, before, busy);
     }
     return deliveries;
   }
@@ -236,6 +234,9 @@ class Driver {
 
   std::vector<bool> busyWorkers() const {
     std::vector<bool> busy;
+    if (options_.kind != GeneratorKind::kRandom) {
+      return busy;  // nobody asks
+    }
     for (int worker = 0; worker < options_.world_size; ++worker) {
       busy.push_back(!workers_[index(worker)].local.empty() || !base_.pending(worker).empty());
     }
@@ -243,9 +244,6 @@ class Driver {
   }
 
   void checkNewGroups(int initiator, std::uint64_t before, const std::vector<bool>& busy) {
-    if (base_.lastId() == before) {
-      return;
-    }
     std::map<int, int> times;
     for (std::uint64_t id = before + 1; id <= base_.lastId(); ++id) {
       const auto& members = base_.group(id).members;
@@ -267,6 +265,8 @@ class Driver {
     const bool division = options_.kind == GeneratorKind::kDivision;
     const bool two_rounds = filters() && !division;
     for (const auto& [worker, count] : times) {
+      const auto& fifo = base_.pending(worker);
+      EXPECT_TRUE(std::is_sorted(fifo.begin(), fifo.end())) << "two groups in different orders";
       if (division || two_rounds) {
         EXPECT_LE(count, two_rounds ? 2 : 1) << "groups of one round overlap in worker " << worker;
       }
@@ -329,7 +329,7 @@ TEST_P(RandomSchedules, KeepTheInvariantsAtThousandRanks) {
   for (int rank = 0; rank < kRanks; ++rank) {
     schedule.generator.host_of.push_back(rank / 8);
   }
-  schedule.steps = 3000;
+  schedule.steps = kSchedules / 33;
   schedule.pauses = true;
   schedule.deaths = true;
   EXPECT_TRUE(Driver(schedule).run());

@@ -59,6 +59,23 @@ TEST(Throughput, SmartOverTwoHostsKeepsTheGainOfTheFilter) {
   EXPECT_GT(overAllReduce(options), 3.4);
 }
 
+// Nobody falls behind in requests here, because everybody waits for everybody: only the time waited tells who is slow.
+TEST(Throughput, StragglersInLockstepWithAllOthersAreFiltered) {
+  auto options = world(GeneratorKind::kSmart, {3, 5}, 5, 4);
+  options.generator.host_of = {0, 0, 0, 0, 1, 1, 1, 1};
+  EXPECT_GT(overAllReduce(options), 3.2);
+  auto everybody = world(GeneratorKind::kDivision, {3}, 5, 4);
+  everybody.generator.group_size = 8;
+  EXPECT_GT(overAllReduce(everybody), 3.2);
+}
+
+// Waits of equal workers fade instead of adding up: nobody is filtered, everybody keeps meeting everybody.
+TEST(Throughput, TheFilterLeavesEqualWorkersAlone) {
+  const auto result = simulate(world(GeneratorKind::kDivision, {}, 1, 4));
+  EXPECT_EQ(std::accumulate(result.lone.begin(), result.lone.end(), std::int64_t{0}), 0);
+  expectAbout(1.15, overAllReduce(world(GeneratorKind::kDivision, {}, 1, 4)));
+}
+
 TEST(Throughput, TwoStragglersDoNotMakeOthersWaitForEachOther) {
   EXPECT_GT(overAllReduce(world(GeneratorKind::kDivision, {3, 5}, 5, 4)), 3.2);
 }
