@@ -34,9 +34,7 @@ Extent extentOf(const at::Tensor& tensor, std::ptrdiff_t index) {
   return {begin, begin + tensor.nbytes(), index};
 }
 
-std::string nameOf(const Extent& extent) {
-  return extent.index < 0 ? "flat" : c10::str("tensors[", extent.index, "]");
-}
+std::string nameOf(const Extent& extent) { return extent.index < 0 ? "flat" : c10::str("tensors[", extent.index, "]"); }
 
 void checkOverlap(const char* op, at::TensorList tensors, const at::Tensor& flat, Direction direction) {
   const Extent buffer = extentOf(flat, -1);
@@ -76,8 +74,8 @@ std::vector<std::int64_t> checkedOffsets(const char* op, at::TensorList tensors,
   offsets.reserve(tensors.size() + 1);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
-    TORCH_CHECK_VALUE(tensor.device() == flat.device(), op, ": tensors[", i, "] is on ", tensor.device(),
-                      ", flat on ", flat.device(), "; all must be on one device");
+    TORCH_CHECK_VALUE(tensor.device() == flat.device(), op, ": tensors[", i, "] is on ", tensor.device(), ", flat on ",
+                      flat.device(), "; all must be on one device");
     TORCH_CHECK_TYPE(tensor.scalar_type() == flat.scalar_type(), op, ": tensors[", i, "] is ", tensor.scalar_type(),
                      ", flat is ", flat.scalar_type(), "; they must be the same");
     TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense(), op, ": tensors[", i,
@@ -155,8 +153,14 @@ TORCH_LIBRARY_IMPL(torchext, Autograd, m) {
 }
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__kernels() {
-  static PyModuleDef definition = {
-      PyModuleDef_HEAD_INIT, "_kernels", "Registers torch.ops.torchext.*; has no names of its own.", -1, nullptr,
-      nullptr,               nullptr,    nullptr,                                                    nullptr};
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                   "_kernels",
+                                   "Registers torch.ops.torchext.*; has no names of its own.",
+                                   -1,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr};
   return PyModule_Create(&definition);
 }

@@ -104,7 +104,12 @@ def extensions(root: Path) -> list[Extension]:
         raise BuildError("csrc/python holds no .cpp file, so torchext._C has no bindings to build from.")
     drop_launchers()
     include_dirs = [str(root), str(root / "csrc")]
-    cxx = ["-O3", "-std=c++20", "-fvisibility=hidden", "-g0", "-Wall"]
+    # The last two keep the folders of this machine out of error messages, and so out of the binary.
+    cxx = [
+        *("-O3", "-std=c++20", "-fvisibility=hidden", "-g0", "-Wall"),
+        f"-ffile-prefix-map={root}/=",
+        f"-ffile-prefix-map={Path(torch.__file__).parent}/=torch/",
+    ]
     native = cpp_extension.CppExtension(
         "torchext._C", backends, include_dirs=list(include_dirs), extra_compile_args={"cxx": cxx}
     )

@@ -23,21 +23,29 @@ key=$({
   "$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))'
   echo "${TORCHEXT_CUDA:-auto} ${TORCH_CUDA_ARCH_LIST:-} ${CUDA_HOME:-} ${CXX:-} ${CXXFLAGS:-}"
 } | sha256sum)
-[[ $(cat "$venv/installed" 2>/dev/null) == "$key" ]] && exit 0
+[[ $(cat "$venv/installed" 2>/dev/null) == "$key" && -e torchext/_build_info.json ]] && exit 0
 
 echo "Building and installing torchext."
 if [[ -z ${CXX:-} ]] && command -v ccache >/dev/null; then
   export CXX="ccache g++"
 fi
-rm -rf build/lib.* ./*.egg-info # files that are gone from the source must be gone from the package
+rm -rf build/lib.* dist ./*.egg-info # files that are gone from the source must be gone from the package
 rm -f "$venv/installed"
 log=build/install.log
 mkdir -p build
-if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
-  --verbose . </dev/null >"$log" 2>&1; then
-  grep -E "error( [A-Z0-9]+)?:|^torchext: |TORCHEXT_" "$log" | head -n 40 >&2 || tail -n 40 "$log" >&2
+# By way of a wheel, which the packaging tests look into.
+pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+if ! { "${pip[@]}" wheel --no-build-isolation --no-deps --verbose --wheel-dir dist . &&
+  "${pip[@]}" install --no-deps --force-reinstall dist/torchext-*.whl; } </dev/null >"$log" 2>&1; then
+  grep -E "error( [A-Z0-9]+)?: |^ *torchext: |TORCHEXT_" "$log" | head -n 40 >&2 || tail -n 40 "$log" >&2
   echo "The build failed; all of its output is in $log" >&2
   exit 1
 fi
+# The source folder gets the native modules too: scripts and tests that start there find its torchext first.
+rm -f torchext/*.so
+"$venv/bin/python" -c 'import glob, sys, zipfile
+archive = zipfile.ZipFile(*glob.glob("dist/torchext-*.whl"))
+built = [n for n in archive.namelist() if n.endswith((".so", "_build_info.json"))]
+archive.extractall(".", built)'
 sed -n '/torchext was built:/,/compiler /p' "$log"
 echo "$key" >"$venv/installed"

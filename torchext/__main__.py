@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-import time
 
 import torch
 
@@ -17,13 +16,12 @@ def _print_summary() -> None:
     info = build_info()
     cuda = "yes" if info["cuda"] else "no"
     architectures = f", for {info['arch_list']}" if info["arch_list"] else ""
-    gpus = torch.cuda.device_count()
     rows = {
         "torchext": __version__,
         "python": f"{platform.python_version()} (built with {info['python']})",
         "torch": f"{torch.__version__} (built for {info['torch']})",
         "CUDA kernels": f"{cuda} ({info['cuda_reason']}){architectures}",
-        "visible GPUs": str(gpus),
+        "visible GPUs": str(torch.cuda.device_count()),
         "compiler": str(info["compiler"]),
     }
     for name, value in rows.items():
@@ -39,9 +37,8 @@ def main() -> int:
         _print_summary()
         check_torch()
         for name in ("_C", "_kernels"):
-            started = time.perf_counter()
             load_native(name)
-            print(f"{name:<13} loads ({(time.perf_counter() - started) * 1e3:.0f} ms)")
+            print(f"{name:<13} loads")
         if not arguments.no_self_test:
             print("self-test: two processes, backend prague", flush=True)
             from torchext import _selftest

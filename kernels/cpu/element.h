@@ -46,7 +46,7 @@ struct Element {
 };
 
 template <class T>
-  requires kIsHalf<T>
+requires kIsHalf<T>
 struct Element<T> {
   using Math = float;
   static TORCHEXT_ALWAYS_INLINE Math load(T value) { return halfToFloat(value.x); }
@@ -58,7 +58,7 @@ struct Element<T> {
 };
 
 template <class T>
-  requires kIsBFloat16<T>
+requires kIsBFloat16<T>
 struct Element<T> {
   using Math = float;
   static TORCHEXT_ALWAYS_INLINE Math load(T value) { return bfloatToFloat(value.x); }
@@ -71,7 +71,7 @@ struct Element<T> {
 
 // Integers wrap around, as torch's sums do; unsigned arithmetic makes that defined.
 template <class T>
-  requires std::integral<T>
+requires std::integral<T>
 struct Element<T> {
   using Math = std::make_unsigned_t<T>;
   static TORCHEXT_ALWAYS_INLINE Math load(T value) { return static_cast<Math>(value); }

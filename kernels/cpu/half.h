@@ -1,5 +1,5 @@
-// float16 and bfloat16 as bits: conversions that are exact on the way to float and round to nearest even on the way back.
-// Branch-free where it matters, so that loops over them vectorise without F16C.
+// float16 and bfloat16 as bits: conversions that are exact on the way to float and round to nearest even on the way
+// back. Branch-free where it matters, so that loops over them vectorise without F16C.
 #pragma once
 
 #include <bit>

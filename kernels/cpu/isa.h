@@ -1,7 +1,7 @@
 // Picks wider vector instructions at run time, so that one binary is portable and fast.
 //
-// The loops are written once, as plain C++ that the compiler vectorises. Each is compiled twice: for the baseline of the
-// target, and (x86-64 only) for AVX2 with F16C; cpuHasAvx2() chooses. Other processors run the baseline, which on
+// The loops are written once, as plain C++ that the compiler vectorises. Each is compiled twice: for the baseline of
+// the target, and (x86-64 only) for AVX2 with F16C; cpuHasAvx2() chooses. Other processors run the baseline, which on
 // AArch64 is NEON already. No IFUNCs: they run before the sanitizers do.
 #pragma once
 

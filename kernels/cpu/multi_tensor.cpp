@@ -17,8 +17,7 @@ namespace {
 constexpr std::int64_t kGrain = std::int64_t{1} << 18;
 
 void flattenCpu(at::TensorList tensors, const at::Tensor& flat) {
-  const auto offsets =
-      checkedOffsets("multi_tensor_flatten", tensors, flat, at::kCPU, Direction::kIntoFlat);
+  const auto offsets = checkedOffsets("multi_tensor_flatten", tensors, flat, at::kCPU, Direction::kIntoFlat);
   const auto size = static_cast<std::int64_t>(flat.element_size());
   auto* to = static_cast<char*>(flat.mutable_data_ptr());
   at::parallel_for(0, flat.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
@@ -43,8 +42,7 @@ void averageTyped(at::TensorList tensors, const at::Tensor& flat, double scale, 
 }
 
 void averageCpu(at::TensorList tensors, const at::Tensor& flat, double scale) {
-  const auto offsets =
-      checkedOffsets("multi_tensor_average_", tensors, flat, at::kCPU, Direction::kIntoTensors);
+  const auto offsets = checkedOffsets("multi_tensor_average_", tensors, flat, at::kCPU, Direction::kIntoTensors);
   switch (flat.scalar_type()) {
     case at::kDouble:
       return averageTyped<double>(tensors, flat, scale, offsets);

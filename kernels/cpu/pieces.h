@@ -10,7 +10,7 @@ namespace torchext::cpu {
 
 // One stretch inside a single tensor.
 struct Piece {
-  std::size_t tensor;        // index of the tensor
+  std::size_t tensor;         // index of the tensor
   std::int64_t tensor_begin;  // first element, counted from the tensor's start
   std::int64_t flat_begin;    // the same element, counted from the buffer's start
   std::int64_t count;         // elements, 1 or more

@@ -1,8 +1,8 @@
 // sumInto: the arithmetic of a ring reduction, dst[i] += src[i].
 //
-// Element types: float, double, float16, bfloat16 (both summed in float and rounded once per call), int32, int64 and the
-// other integers (wrapping). dst and src do not overlap. No alignment is asked for, n may be 0. One thread: the caller
-// owns parallelism.
+// Element types: float, double, float16, bfloat16 (both summed in float and rounded once per call), int32, int64 and
+// the other integers (wrapping). dst and src do not overlap. No alignment is asked for, n may be 0. One thread: the
+// caller owns parallelism.
 #pragma once
 
 #include <cstddef>

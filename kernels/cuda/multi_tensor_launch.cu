@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr std::int64_t kChunk = 32768;  // elements a block; a multiple of every vector width below
-constexpr int kTensors = 80;            // segments and blocks of one launch: chosen to fit the 4 KiB of kernel arguments
+constexpr int kTensors = 80;  // segments and blocks of one launch: chosen to fit the 4 KiB of kernel arguments
 constexpr int kBlocks = 320;
 constexpr int kVectorBytes = 16;
 
@@ -88,8 +88,8 @@ __device__ void runChunk(T* to, const T* from, std::int64_t count, Apply apply) 
 }
 
 template <class T, class Apply, bool kIntoFlat>
-__global__ void __launch_bounds__(kThreads) multiTensorKernel(const __grid_constant__ LaunchTable table, T* flat,
-                                                             Apply apply) {
+__global__ void __launch_bounds__(kThreads)
+    multiTensorKernel(const __grid_constant__ LaunchTable table, T* flat, Apply apply) {
   const int tensor = table.block_tensor[blockIdx.x];
   const std::int64_t begin = table.block_chunk[blockIdx.x] * kChunk;
   const std::int64_t count = ::min(kChunk, table.count[tensor] - begin);

@@ -7,9 +7,10 @@ namespace torchext::kernels {
 namespace {
 
 [[noreturn]] void raise(const char* op) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, op,
-                              ": torchext was built without CUDA kernels (python -m torchext says why). Build them with "
-                              "TORCHEXT_CUDA=1 pip install --no-build-isolation <the torchext source folder>");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op,
+      ": torchext was built without CUDA kernels (python -m torchext says why). Build them with "
+      "TORCHEXT_CUDA=1 pip install --no-build-isolation <the torchext source folder>");
 }
 
 void flattenAbsent(at::TensorList /*tensors*/, const at::Tensor& /*flat*/) { raise("multi_tensor_flatten"); }
