@@ -36,7 +36,8 @@ def installed(module: str) -> bool:
 
     Not asked of this process: its path may hold the source folder of a package that was never built.
     """
-    code = f"import importlib.util as u, sys; sys.path[:] = filter(None, sys.path); sys.exit(u.find_spec({module!r}) is None)"
+    code = "import importlib.util as u, sys; sys.path[:] = filter(None, sys.path); "
+    code += f"sys.exit(u.find_spec({module!r}) is None)"
     return subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
