@@ -49,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from processes import run, started, torchrun, wait_all  # noqa: E402
+from processes import require_averages, run, started, torchrun, wait_all  # noqa: E402
 from train_digits import TORCHEXT_BACKENDS, DigitsNet, Pace, evaluate, load_data  # noqa: E402
 
 COLOURS = {"gloo": "tab:grey", "prague": "tab:blue"}
@@ -77,6 +77,7 @@ def equal_samples(args: argparse.Namespace) -> dict[str, Any]:
                 if status != 0:
                     raise SystemExit(f"{output_file.read_text()}\n{backend}, seed {seed}: exit status {status}")
                 log = json.loads(log_file.read_text())
+                require_averages(log["stats"])
                 accuracies[backend].append(log["accuracy"])
                 samples.add(log["steps"][-1]["samples"])
                 print(f"equal samples  {backend:<8} seed {seed}  accuracy {log['accuracy']:.2%}", flush=True)
@@ -197,6 +198,7 @@ def straggler_run(args: argparse.Namespace, backend: str, seed: int) -> dict[str
             texts = "\n".join((Path(folder) / f"{rank}.txt").read_text() for rank in range(args.workers))
             raise SystemExit(f"{texts}\n{backend}, seed {seed}: exit statuses {states}")
         result: dict[str, Any] = json.loads(result_file.read_text())
+    require_averages(result["stats"])
     if sum(result["steps"]) * args.batch_size < args.total_samples - args.batch_size * args.workers:
         raise SystemExit(f"{backend}, seed {seed}: made only {sum(result['steps'])} steps")
     return result

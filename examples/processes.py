@@ -36,8 +36,28 @@ def installed(module: str) -> bool:
 
     Not asked of this process: its path may hold the source folder of a package that was never built.
     """
-    code = f"import importlib.util as u, sys; sys.path[:] = filter(None, sys.path); sys.exit(u.find_spec({module!r}) is None)"
+    code = "import importlib.util as u, sys; sys.path[:] = filter(None, sys.path); "
+    code += f"sys.exit(u.find_spec({module!r}) is None)"
     return subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def require_averages(stats: Mapping[str, Any] | None) -> None:
+    """Refuse the result of a run whose workers hardly ever averaged.
+
+    Replicas that train on their own are fast, and on an easy task the average of them even scores well: neither time
+    nor accuracy shows that nothing was exchanged. A group of one is no average, hence a quarter and not all steps.
+
+    Args:
+        stats: what ``sync.stats()`` said at the end; None for plain DDP, where there is nothing to check.
+
+    Raises:
+        RuntimeError: fewer averages than a quarter of the steps.
+    """
+    if stats is not None and stats["averages"] * 4 < stats["steps"]:
+        raise RuntimeError(
+            f"only {stats['averages']} averages in {stats['steps']} steps (consensus distance "
+            f"{stats['consensus_distance']:.3g}): the workers trained on their own, so time and accuracy mean nothing"
+        )
 
 
 def descendants(pid: int) -> list[int]:

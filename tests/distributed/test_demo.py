@@ -16,7 +16,7 @@ import torch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from processes import descendants, installed, run, started, torchrun  # noqa: E402
+from processes import descendants, installed, require_averages, run, started, torchrun  # noqa: E402
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
@@ -69,6 +69,7 @@ def test_learns_and_logs(backend: str, tmp_path: Path) -> None:
     log_file = tmp_path / "log.json"
     text = train(tmp_path, backend, "--epochs=6", f"--log-file={log_file}")
     log: dict[str, Any] = json.loads(log_file.read_text())
+    require_averages(log["stats"])
     assert log["accuracy"] >= 0.95
     assert f"{log['accuracy']:.2%}" in text.splitlines()[-1]
     assert log["settings"]["backend"] == backend

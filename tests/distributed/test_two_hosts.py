@@ -17,7 +17,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from processes import installed, started, wait_all  # noqa: E402
+from processes import installed, require_averages, started, wait_all  # noqa: E402
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
@@ -90,4 +90,5 @@ def test_trains_across_two_hosts(backend: str, hosts: list[Host], tmp_path: Path
     assert states == [0, 0], f"exit statuses {states}:\n{texts}"
     log = json.loads(log_file.read_text())
     assert log["settings"]["world_size"] == 2
+    require_averages(log["stats"])
     assert log["accuracy"] >= 0.95
