@@ -8,6 +8,8 @@
 #include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
 
+#include "c10d/failure_monitor.h"
+
 namespace torchext {
 namespace {
 
@@ -112,7 +114,7 @@ void GeneratorService::serve() {
     }
     // Without a time limit: an idle generator is no fault. stop() ends it by aborting the work.
     try {
-      if (!receive->wait(kNoTimeout)) {
+      if (!receive->wait(FailureMonitor::kForever)) {
         return;
       }
       std::lock_guard<std::mutex> lock(mutex_);
@@ -208,11 +210,10 @@ AssignedGroup GeneratorService::awaitLocally(std::chrono::milliseconds timeout) 
 }
 
 GeneratorClient::GeneratorClient(PointToPoint control, int tag_base, std::shared_ptr<GeneratorService> service,
-                                 bool completes_at_once, std::chrono::milliseconds timeout)
+                                 std::chrono::milliseconds timeout)
     : control_(std::move(control)),
       tag_base_(tag_base),
       service_(std::move(service)),
-      completes_at_once_(completes_at_once),
       timeout_(timeout),
       reply_(deliveryBytes(static_cast<std::size_t>(control_.size()))) {}
 
@@ -247,7 +248,8 @@ void GeneratorClient::finished(std::uint64_t id) {
   running_ = false;
   if (asked_) {
     sendAsk();
-  } else if (completes_at_once_) {
+  } else {
+    // At once, though the next question would carry it: the slowdown filter reads step times off these messages.
     sendMessage(GeneratorMessage::kComplete);
   }
 }

@@ -3,8 +3,8 @@
 // The service is one thread in rank 0's process over the control Gloo group; it owns a core::GroupGenerator. A worker's
 // client sends fixed-size messages and receives deliveries. Nothing here touches a tensor of the model or the GIL.
 //
-//   worker w: ASK      "I need a group; I have finished group `completed`"   -> one DELIVERY, now or later
-//             COMPLETE "I have finished group `completed`"                   (only where a generator locks workers)
+//   worker w: ASK      "I need a group"                                      -> one DELIVERY, now or later
+//             COMPLETE "I have finished group `completed`"
 //             PAUSE    "I will ask for nothing for a while"                  -> the groups that still name w, each a
 //                      DELIVERY, then one with id 0
 //
@@ -94,10 +94,9 @@ class GeneratorService {
 
 class GeneratorClient {
  public:
-  // service: rank 0's, null elsewhere. completes_at_once: the generator locks workers until they have finished
-  // ("random"), so completion cannot wait for the next ask().
+  // service: rank 0's, null elsewhere.
   GeneratorClient(PointToPoint control, int tag_base, std::shared_ptr<GeneratorService> service,
-                  bool completes_at_once, std::chrono::milliseconds timeout);
+                  std::chrono::milliseconds timeout);
 
   // Idempotent until awaitGroup() has returned. While a group is running the question is sent by finished().
   void ask();
@@ -115,7 +114,6 @@ class GeneratorClient {
   PointToPoint control_;
   const int tag_base_;
   std::shared_ptr<GeneratorService> service_;
-  const bool completes_at_once_;
   const std::chrono::milliseconds timeout_;
   std::mutex mutex_;  // guards everything below
   bool asked_ = false;

@@ -1,4 +1,8 @@
 // Kinds "division", "inter-intra" and "smart": a request that finds its FIFO empty divides all idle workers.
+//
+// A worker that would be alone because it is ahead of everybody is held until somebody else asks: the filter excuses the
+// others from waiting for the slow, and without this nothing would keep the fastest from training for itself, ever
+// further ahead, where steps are short and their times vary.
 #include <algorithm>
 
 #include "group_generator_base.h"
@@ -22,17 +26,47 @@ class DivisionGenerator final : public GroupGeneratorBase {
       return;
     }
     std::vector<int> free;
-    for (int other = 0; other < options().world_size; ++other) {
+    for (const int other : activeWorkers()) {
       if (idle(other)) {
         free.push_back(other);
       }
     }
     const auto limit = filter().reference(worker, free);
     const std::vector<int> candidates = withoutFiltered(worker, std::move(free));
+    if (candidates.size() == 1 && filter().foremostBy(worker, activeWorkers())) {
+      if (allHeld(worker)) {
+        releaseHeld(worker, out);
+      }
+      return;  // held: it stays idle, and the next division of anybody takes it
+    }
     if (two_rounds_) {
       divideInTwoRounds(candidates, limit, out);
     } else {
       divide(candidates, out);
+    }
+  }
+
+  // Somebody is gone: those that are held may have nobody left to wait for.
+  void onInactive(int /*worker*/, Deliveries& out) override {
+    if (allHeld(-1)) {
+      releaseHeld(-1, out);
+    }
+  }
+
+  // All active workers but `except` wait with nothing pending: none of them will ask again before it gets a group.
+  bool allHeld(int except) const {
+    const std::vector<int> workers = activeWorkers();
+    return std::all_of(workers.begin(), workers.end(), [&](int worker) {
+      return worker == except || (waiting(worker) && pending(worker).empty());
+    });
+  }
+
+  // Lets the held workers go on alone, so that they ask again.
+  void releaseHeld(int except, Deliveries& out) {
+    for (const int worker : activeWorkers()) {
+      if (worker != except) {
+        formGroup({worker}, out);
+      }
     }
   }
 

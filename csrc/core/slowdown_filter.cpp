@@ -72,6 +72,23 @@ SlowdownFilter::Reference SlowdownFilter::reference(int initiator, const std::ve
   return Reference{std::max(own.count, count), std::max(own.progress(), progress)};
 }
 
+bool SlowdownFilter::foremostBy(int worker, const std::vector<int>& workers) const {
+  if (threshold_ == 0) {
+    return false;
+  }
+  bool others = false;
+  for (const int other : workers) {
+    if (other == worker) {
+      continue;
+    }
+    others = true;
+    if (workers_[index(worker)].count - workers_[index(other)].count < threshold_) {
+      return false;
+    }
+  }
+  return others;
+}
+
 bool SlowdownFilter::late(const Reference& reference, int worker) const {
   const Worker& state = workers_[index(worker)];
   return threshold_ > 0 && std::max(reference.count - state.count, reference.progress - state.progress()) >= threshold_;

@@ -39,6 +39,8 @@ class SlowdownFilter {
   Reference reference(int initiator, const std::vector<int>& workers) const;
   // worker is threshold or more behind the reference, in requests or in progress.
   bool late(const Reference& reference, int worker) const;
+  // worker is threshold or more requests ahead of each of the others; never without others, never with the filter off.
+  bool foremostBy(int worker, const std::vector<int>& workers) const;
 
  private:
   struct Worker {

@@ -33,8 +33,7 @@ class GeneratedSource : public GroupSource {
       : service_(group.getRank() == 0
                      ? std::make_shared<GeneratorService>(group.controlTransport(), tag_base, options)
                      : nullptr),
-        client_(group.controlTransport(), tag_base, service_, options.kind == core::GeneratorKind::kRandom,
-                group.pragueOptions().timeout) {}
+        client_(group.controlTransport(), tag_base, service_, group.timeout()) {}
 
   void ask() override {
     client_.ask();
