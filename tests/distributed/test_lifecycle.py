@@ -258,7 +258,7 @@ def run_script(tmp_path: Path, source: str, size: int, *args: str) -> list[tuple
 @pytest.mark.parametrize("mode", ["destroy", "nothing", "pending"])
 def test_exit_is_clean(tmp_path: Path, mode: str) -> None:
     for code, _, err, _ in run_script(tmp_path, EXIT_SCRIPT, 3, mode):
-        assert code == 0, err
+        assert code == 0, (code, err)
         assert "terminate" not in err and "Traceback" not in err and "prague" not in err, err
 
 
