@@ -170,7 +170,7 @@ class DelegatingBackend : public CompatBackend {
   Works wrap(const OpInfo& op, Works inner, bool onCpu);
   void noteCudaCallWhileCoalescing();
   void closeConnections() noexcept;
-  void dropInner() noexcept;
+  void dropInner(std::chrono::milliseconds limit) noexcept;
 
   const std::string name_;
   InnerBackends inner_;

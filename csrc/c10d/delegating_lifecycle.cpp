@@ -20,6 +20,8 @@ namespace {
 // What shutdown() gives to calls that are still under way, and the destructor to inner groups that will not end.
 constexpr auto kDrainLimit = std::chrono::milliseconds(1000);
 constexpr auto kDropLimit = std::chrono::milliseconds(800);
+// The same at process exit, where a thread that is left behind could touch Python objects that are gone.
+constexpr auto kExitLimit = std::chrono::milliseconds(5000);
 // A tag of the data group on which nobody sends: see closeConnections().
 constexpr int kClosingTag = 0x7fffffff;
 
@@ -77,7 +79,7 @@ DelegatingBackend::~DelegatingBackend() {
     std::erase(registry().backends, this);
   }
   shutdown();
-  withoutInterpreterLock([this] { dropInner(); });
+  withoutInterpreterLock([this] { dropInner(kDropLimit); });
 }
 
 void DelegatingBackend::shutdown() {
@@ -109,7 +111,7 @@ void DelegatingBackend::leaveAll(const std::string& reason) {
     if (backend->health_->inForkedChild()) continue;
     if (!reason.empty() && !backend->shutDown_) backend->health_->poison(backend->rank_, reason);
     backend->shutdown();
-    backend->dropInner();
+    backend->dropInner(kExitLimit);
   }
 }
 
@@ -134,7 +136,7 @@ void DelegatingBackend::closeConnections() noexcept {
   }
 }
 
-void DelegatingBackend::dropInner() noexcept {
+void DelegatingBackend::dropInner(std::chrono::milliseconds limit) noexcept {
   auto inner = std::make_shared<InnerBackends>(std::exchange(inner_, {}));
   monitor_->releaseGroup();
   if (!health_->failed()) {
@@ -152,7 +154,7 @@ void DelegatingBackend::dropInner() noexcept {
     done->second.notify_all();
   }).detach();
   std::unique_lock lock(done->first);
-  done->second.wait_for(lock, kDropLimit, [&] { return *finished; });
+  done->second.wait_for(lock, limit, [&] { return *finished; });
 }
 
 const c10::intrusive_ptr<c10d::Backend>& DelegatingBackend::inner(c10::DeviceType device) const {

@@ -47,9 +47,10 @@ void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner
   }
   auto self = c10::intrusive_ptr<DelegatingWork>::reclaim_copy(this);
   innerFuture->addCallback([self = std::move(self)](c10::ivalue::Future& future) {
+    // Out of the list first: explain() may poison the group, which gives what is in the list time to end.
+    self->health_->remove(self.get());
     std::exception_ptr error;
     if (future.hasError()) error = self->health_->explain(future.exception_ptr(), self->op_);
-    self->health_->remove(self.get());
     self->complete(std::move(error));
   });
   if (!refused) return;

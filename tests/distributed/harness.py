@@ -244,3 +244,13 @@ def thread_count() -> int:
 
 def descriptor_count() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def elapsed_error(call: Any) -> tuple[str, str, float]:
+    """(type, text, seconds) of the error that `call` must raise."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - its type is what the tests compare
+        return type(error).__name__, str(error), time.monotonic() - start
+    raise AssertionError("no error was raised")

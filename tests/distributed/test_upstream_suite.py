@@ -7,8 +7,8 @@ then creates as "gloo" is created as "prague" instead: one substitution, in `_ne
 Upstream starts fresh processes for each test. Here three ranks run one test after the other, each with a process group
 of its own; after a failure or a hang they are replaced.
 
-Selection: every test that gloo passes on CPUs with three ranks, about 90 collective and 50 DDP tests; upstream's
-decorators skip those that need GPUs. Three ranks, because many tests use the subgroup [1, 2] and rings of odd length. It
+Selection: every test that gloo passes on CPUs with three ranks, about 90 of collectives and the 6 of DDP that run
+on CPUs; upstream's decorators skip the rest, which need GPUs. Three ranks, because many tests use the subgroup [1, 2] and rings of odd length. It
 takes a few minutes on two cores. UPSTREAM_SUITE_REPORT names a file to follow it by.
 """
 
@@ -186,4 +186,4 @@ def test_what_passes_for_gloo_passes_for_prague(part: str) -> None:
     assert not broken, "\n".join(f"{name}: {result}" for name, result in broken.items())
     needless = [name for name in EXCEPTIONS if prague.get(name, ("",))[0] == "ok"]
     assert not needless, f"these pass and need no exception: {needless}"
-    assert len(passing) >= 30
+    assert len(passing) >= (5 if part == "ddp" else 60)  # an empty selection would prove nothing

@@ -1,0 +1,320 @@
+"""How a group ends: abort, destroy, collection, process exit, torchrun restarts; and that nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Rank, descriptor_count, elapsed_error, free_port, launch, run_ranks, thread_count
+
+import torchext
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# ---- abort, shutdown, exit ----
+
+
+def body_abort(rank: Rank, mode: str) -> Any:
+    rank.init(timeout=60)
+    dist.barrier()
+    rank.report("ready")
+    if rank.rank == 0:
+        time.sleep(60)
+    backend = torchext.backend_of()
+    began: list[float] = []
+
+    def abort_later() -> None:
+        time.sleep(0.5)
+        began.append(time.monotonic())
+        backend.abort()
+        backend.abort()
+
+    thread = threading.Thread(target=abort_later)
+    if rank.rank == 1:
+        thread.start()
+    tensor = torch.ones(3)
+    call = (lambda: dist.all_reduce(tensor)) if mode == "collective" else (lambda: dist.recv(tensor, src=0))
+    kind, text, _ = elapsed_error(call)
+    ended = time.monotonic()
+    if rank.rank == 1:
+        thread.join()
+    later = elapsed_error(lambda: dist.all_reduce(torch.ones(1)))
+    start = time.monotonic()
+    dist.destroy_process_group()
+    return kind, text, ended - began[0] if began else None, later, time.monotonic() - start
+
+
+@pytest.mark.parametrize("mode", ["collective", "recv"])
+def test_abort_from_another_thread(mode: str) -> None:
+    with launch(body_abort, 4, mode) as ranks:
+        ranks.expect("ready")
+        for outcome in ranks.outcomes([1, 2, 3], deadline=20):
+            assert outcome.ok, outcome.trace
+            kind, text, after_abort, later, destroy = outcome.value
+            assert kind == "DistBackendError" and "rank 1 called abort()" in text, text
+            if outcome.rank == 1:
+                assert after_abort < 0.3  # 0.1 s and a loaded machine's share
+            assert "rank 1 called abort()" in later[1] and later[2] < 0.1
+            assert destroy < 2
+
+
+def body_destroy_pending(rank: Rank) -> Any:
+    rank.init(timeout=60)
+    dist.barrier()
+    rank.report("ready")
+    if rank.rank == 0:
+        rank.pause()
+        return None
+    works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(5)]
+    works.append(dist.irecv(torch.ones(3), src=0))
+    start = time.monotonic()
+    dist.destroy_process_group()
+    del works
+    return time.monotonic() - start
+
+
+def test_destroy_with_pending_work_is_bounded() -> None:
+    with launch(body_destroy_pending, 3) as ranks:
+        ranks.expect("ready")
+        for outcome in ranks.outcomes([1, 2], deadline=20):
+            assert outcome.ok, outcome.trace
+            assert outcome.value < 2.5
+
+
+def body_collect_pending(rank: Rank) -> Any:
+    import gc
+    import weakref
+
+    rank.init(timeout=60)
+    group = dist.new_group([0, 1], backend="prague")
+    backend = torchext.backend_of(group)
+    alive = weakref.ref(backend)
+    rank.report("ready")
+    if rank.rank == 0:
+        rank.pause()
+        return None
+    work = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
+    start = time.monotonic()
+    dist.destroy_process_group(group)
+    del group, backend, work
+    gc.collect()
+    took = time.monotonic() - start
+    tensor = torch.ones(1)
+    return took, alive() is None, tensor.item()
+
+
+def test_collect_with_pending_work_is_bounded() -> None:
+    with launch(body_collect_pending, 2) as ranks:
+        ranks.expect("ready")
+        (outcome,) = ranks.outcomes([1], deadline=20)
+        assert outcome.ok, outcome.trace
+        took, collected, _ = outcome.value
+        assert took < 2.5
+        assert collected
+
+
+def body_leaves_early(rank: Rank) -> Any:
+    rank.init(timeout=60)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    if rank.rank == 2:
+        dist.destroy_process_group()
+        return True
+    time.sleep(1)
+    backend = torchext.backend_of()
+    well = backend.failure == (-1, "")
+    pair = torch.full((2,), float(rank.rank))
+    if rank.rank == 0:
+        dist.send(pair, dst=1)
+    elif rank.rank == 1:
+        dist.recv(pair, src=0)
+    dist.destroy_process_group()
+    return well and pair.tolist() == [0.0, 0.0] if rank.rank < 2 else well
+
+
+def test_an_orderly_leave_raises_no_alarm() -> None:
+    assert run_ranks(body_leaves_early, 4) == [True] * 4
+
+
+def body_cycles(rank: Rank, mode: str) -> Any:
+    def cycle(i: int) -> None:
+        if mode == "init":
+            rank.init(store=f"store{i}")
+            group = None
+        else:
+            group = dist.new_group(backend="prague")
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor, group=group)
+        assert tensor[0] == rank.size
+        dist.destroy_process_group(group)
+
+    if mode == "group":
+        rank.init()
+    for i in range(3):
+        cycle(i)
+    before = thread_count(), descriptor_count()
+    for i in range(3, 23):
+        cycle(i)
+    time.sleep(0.2)
+    return before, (thread_count(), descriptor_count())
+
+
+@pytest.mark.parametrize("mode", ["init", "group"])
+def test_twenty_groups_leak_nothing(mode: str) -> None:
+    for before, after in run_ranks(body_cycles, 3, mode):
+        # Python's collector may keep a handful of objects of the last cycle.
+        assert after[0] <= before[0] + 2, (before, after)
+        assert after[1] <= before[1] + 6, (before, after)
+
+
+def body_same_store(rank: Rank) -> Any:
+    for _ in range(5):
+        rank.init(store="one")
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        assert tensor.tolist() == [3.0] * 3
+    return True
+
+
+def test_groups_over_a_used_store() -> None:
+    assert run_ranks(body_same_store, 3) == [True] * 3
+
+
+EXIT_SCRIPT = """
+    import sys, torch, torch.distributed as dist, torchext
+    dist.init_process_group("prague")
+    tensor = torch.ones(1000)
+    mode = sys.argv[1]
+    if mode != "raise":
+        for _ in range(20):
+            dist.all_reduce(tensor)
+    if mode == "pending" and dist.get_rank() == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+    if mode == "raise":
+        if dist.get_rank() == 1:
+            raise KeyError("no such sample")
+        try:
+            while True:
+                dist.all_reduce(tensor)
+        except dist.DistBackendError as error:
+            print("CAUGHT", error)
+            dist.destroy_process_group()
+    if mode == "destroy":
+        dist.destroy_process_group()
+"""
+
+
+def run_script(tmp_path: Path, source: str, size: int, *args: str) -> list[tuple[int, str, str, float]]:
+    """(exit code, stdout, stderr, seconds) of each rank of a script that runs as its own interpreter."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(source))
+    port = free_port()
+    start = time.monotonic()
+    processes = []
+    for rank in range(size):
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), *args],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    results = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=60)
+            results.append((process.returncode, out, err, time.monotonic() - start))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return results
+
+
+@pytest.mark.parametrize("mode", ["destroy", "nothing", "pending"])
+def test_exit_is_clean(tmp_path: Path, mode: str) -> None:
+    for code, _, err, _ in run_script(tmp_path, EXIT_SCRIPT, 3, mode):
+        assert code == 0, (code, err)
+        assert "terminate" not in err and "Traceback" not in err and "prague" not in err, err
+
+
+def test_an_uncaught_exception_reaches_the_peers(tmp_path: Path) -> None:
+    results = run_script(tmp_path, EXIT_SCRIPT, 3, "raise")
+    assert results[1][0] == 1
+    for rank in (0, 2):
+        code, out, err, _ = results[rank]
+        assert code == 0, err
+        assert "rank 1 exits with an uncaught KeyError: 'no such sample'" in out, out
+
+
+# ---- torchrun restarts ----
+
+RESTART_SCRIPT = """
+    import os, signal, sys, pathlib, torch, torch.distributed as dist, torchext
+    dist.init_process_group("prague")
+    folder, attempt = pathlib.Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    saved = folder / "step"
+    step = int(saved.read_text()) if saved.exists() else 0
+    weight = torch.zeros(1)
+    group = dist.new_group([0, 1], backend="prague")
+    while step < 20:
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert one.item() == dist.get_world_size()
+        step += 1
+        dist.barrier()
+        if dist.get_rank() == 0:
+            saved.write_text(str(step))
+        dist.barrier()
+        if attempt == "0" and step == 7 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 0:
+        print("DONE attempt", attempt, "step", step, flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def test_torchrun_restarts_and_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(RESTART_SCRIPT))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=2"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, str(script), str(tmp_path)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, out
+    assert "DONE attempt 1 step 20" in out, out
