@@ -207,6 +207,38 @@ TEST(Division, TheRemainderIsSpreadAndNobodyIsAlone) {
   EXPECT_EQ(sizes(3, 1), (std::multiset<int>{1, 1, 1}));
 }
 
+TEST(Division, AWorkerAheadOfEverybodyIsHeldUntilSomebodyAsks) {
+  GeneratorOptions options = world(3, 2, GeneratorKind::kSmart);
+  options.slowdown_threshold = 2;
+  const auto generator = makeGroupGenerator(options);
+  // The first division takes all three; 1 and 2 never answer for it, so 0 goes on alone until it is 2 ahead.
+  Group group = ask(*generator, 0);
+  EXPECT_EQ(group.members, (Members{0, 1, 2}));
+  generator->complete(0, group.id, 0.0);
+  EXPECT_TRUE(generator->request(0, 0.0).empty()) << "2 requests ahead: held";
+  // 1 runs what is pending, then asks: the held worker joins it.
+  group = ask(*generator, 1);
+  EXPECT_EQ(group.members, (Members{0, 1, 2}));
+  generator->complete(1, group.id, 0.0);
+  const auto deliveries = generator->request(1, 0.0);
+  ASSERT_EQ(deliveries.size(), 2U);
+  EXPECT_EQ(deliveries[0].group.members, (Members{0, 1}));
+  EXPECT_EQ(deliveries[1].group.members, (Members{0, 1}));
+}
+
+TEST(Division, AHeldWorkerIsReleasedWhenNobodyIsLeftToWaitFor) {
+  GeneratorOptions options = world(2, 2, GeneratorKind::kSmart);
+  options.slowdown_threshold = 2;
+  const auto generator = makeGroupGenerator(options);
+  const Group group = ask(*generator, 0);
+  generator->complete(0, group.id, 0.0);
+  EXPECT_TRUE(generator->request(0, 0.0).empty());
+  const auto drained = generator->pause(1, 0.0);
+  ASSERT_EQ(drained.size(), 3U) << "its pending group, the end of the drain, and the held worker's";
+  EXPECT_EQ(drained[2].worker, 0);
+  EXPECT_EQ(drained[2].group.members, (Members{0}));
+}
+
 TEST(Division, BusyWorkersAreLeftOut) {
   const auto generator = makeGroupGenerator(world(4, 2, GeneratorKind::kDivision));
   const Group first = ask(*generator, 0);
