@@ -91,7 +91,8 @@ class DelegatingBackend : public CompatBackend {
   void abort() override;
   void abortWithReason(const std::string& reason);
   // For process exit: shuts every living backend down and ends the threads of their inner groups, which must not touch
-  // Python objects while the interpreter goes. Peers learn that this process leaves in order (empty reason), or why not.
+  // Python objects while the interpreter goes. Peers learn that this process leaves in order (empty reason), or why
+  // not.
   static void leaveAll(const std::string& reason);
 
   // ---- c10d::Backend: what it is ----
@@ -132,8 +133,7 @@ class DelegatingBackend : public CompatBackend {
   Works allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
   Works _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
   Works allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
-  Works allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                        const c10d::AllgatherOptions& opts) override;
+  Works allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
   Works gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
   Works scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) override;
   Works reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& opts) override;

@@ -93,8 +93,9 @@ DelegatingBackend::Works DelegatingBackend::allgather_coalesced(TensorLists& out
 
 DelegatingBackend::Works DelegatingBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                             const c10d::AllgatherOptions& opts) {
-  return forward("all_gather_single_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs), -1,
-                 [&](c10d::Backend& backend) { return backend.allgather_into_tensor_coalesced(outputs, inputs, opts); });
+  return forward(
+      "all_gather_single_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs), -1,
+      [&](c10d::Backend& backend) { return backend.allgather_into_tensor_coalesced(outputs, inputs, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::gather(TensorLists& outputs, Tensors& inputs,
@@ -129,8 +130,9 @@ DelegatingBackend::Works DelegatingBackend::_reduce_scatter_base(at::Tensor& out
 
 DelegatingBackend::Works DelegatingBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                             const c10d::ReduceScatterOptions& opts) {
-  return forward("reduce_scatter_single_coalesced", OpType::REDUCE_SCATTER, deviceOf(inputs), -1,
-                 [&](c10d::Backend& backend) { return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
+  return forward(
+      "reduce_scatter_single_coalesced", OpType::REDUCE_SCATTER, deviceOf(inputs), -1,
+      [&](c10d::Backend& backend) { return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,

@@ -45,10 +45,10 @@ DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, Inner
       inner_(std::move(inner)),
       options_(std::move(options)),
       health_(std::make_shared<GroupHealth>(name_, rank, size)),
-      monitor_(std::make_shared<FailureMonitor>(
-          inner_.control, rank, size, [health = std::weak_ptr<GroupHealth>(health_)](const Verdict& verdict) {
-            if (auto alive = health.lock()) alive->receive(verdict);
-          })) {
+      monitor_(std::make_shared<FailureMonitor>(inner_.control, rank, size,
+                                                [health = std::weak_ptr<GroupHealth>(health_)](const Verdict& verdict) {
+                                                  if (auto alive = health.lock()) alive->receive(verdict);
+                                                })) {
   TORCH_CHECK_VALUE(inner_.cpu && options_, name_, ": needs a CPU backend and options");
   TORCH_CHECK_VALUE(inner_.control || size == 1, name_, ": needs a control group when there is more than one rank");
   for (const auto& backend : {inner_.cpu, inner_.cuda, inner_.control}) {
@@ -115,8 +115,8 @@ void DelegatingBackend::leaveAll(const std::string& reason) {
   }
 }
 
-// A Gloo wait that times out closes every connection of its group. That is the one way to end what is stuck inside Gloo,
-// here and at the peers: wait one millisecond for a message that nobody sends.
+// A Gloo wait that times out closes every connection of its group. That is the one way to end what is stuck inside
+// Gloo, here and at the peers: wait one millisecond for a message that nobody sends.
 void DelegatingBackend::closeConnections() noexcept {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
@@ -160,10 +160,11 @@ void DelegatingBackend::dropInner(std::chrono::milliseconds limit) noexcept {
 const c10::intrusive_ptr<c10d::Backend>& DelegatingBackend::inner(c10::DeviceType device) const {
   if (device == c10::DeviceType::CPU) return inner_.cpu;
   if (device == c10::DeviceType::CUDA) {
-    TORCH_CHECK_NOT_IMPLEMENTED(inner_.cuda, health_->label(),
-                                ": a CUDA tensor was given, but this group has no NCCL inner backend, because no GPU was "
-                                "visible to torch when the group was created; move the tensor to the CPU, or make a GPU "
-                                "visible before init_process_group()");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        inner_.cuda, health_->label(),
+        ": a CUDA tensor was given, but this group has no NCCL inner backend, because no GPU was "
+        "visible to torch when the group was created; move the tensor to the CPU, or make a GPU "
+        "visible before init_process_group()");
     return inner_.cuda;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(false, health_->label(), ": tensors on ", c10::DeviceTypeName(device, true),

@@ -9,8 +9,8 @@
 namespace torchext {
 
 c10::intrusive_ptr<DelegatingWork> DelegatingWork::wrap(std::shared_ptr<GroupHealth> health,
-                                                        c10::intrusive_ptr<c10d::Work> inner, const OpInfo& op, int rank,
-                                                        std::chrono::milliseconds timeout, bool onCpu) {
+                                                        c10::intrusive_ptr<c10d::Work> inner, const OpInfo& op,
+                                                        int rank, std::chrono::milliseconds timeout, bool onCpu) {
   auto work = c10::make_intrusive<DelegatingWork>(std::move(health), std::move(inner), op, rank, timeout);
   if (!onCpu) return work;
   if (c10d::isP2POp(op.type)) {

@@ -2,7 +2,8 @@
 //
 // How it waits
 //   CPU collectives: on a condition variable of its own, signalled by the inner work's future or by a failure of the
-//     group, so abort() ends a wait even while a thread of Gloo is still stuck in the call. getFuture() behaves the same.
+//     group, so abort() ends a wait even while a thread of Gloo is still stuck in the call. getFuture() behaves the
+//     same.
 //   Point-to-point: Gloo completes these only inside wait(), so it waits there, through GroupHealth::waitPointToPoint.
 //   CUDA: forwards to the inner work, whose wait orders streams and does not block the CPU.
 //

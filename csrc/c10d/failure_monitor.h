@@ -2,20 +2,22 @@
 //
 // How
 //   On a Gloo group of its own (the control group) rank r keeps one receive posted from its successor (r + 1) % n and a
-//   thread blocked on it. When the successor is killed, its TCP connection closes and the receive fails: r is the witness.
-//   It sends an obituary to its predecessor, which relays it, until it has gone round the ring: one message a rank.
-//   The same ring carries ABORT (a rank gave up, with its reason) and GOODBYE (orderly leave: the closing connection that
-//   follows is no alarm, and watching ends). Each rank passes on the first verdict only, so every rank has one reason.
+//   thread blocked on it. When the successor is killed, its TCP connection closes and the receive fails: r is the
+//   witness. It sends an obituary to its predecessor, which relays it, until it has gone round the ring: one message a
+//   rank. The same ring carries ABORT (a rank gave up, with its reason) and GOODBYE (orderly leave: the closing
+//   connection that follows is no alarm, and watching ends). Each rank passes on the first verdict only, so every rank
+//   has one reason.
 //
 // Wire format
-//   One fixed message of 256 bytes (see `Message` in the .cpp): magic, version, kind, subject rank, origin rank, sequence,
-//   reason length, reason. Every field is checked against bounds before use. Kinds and the sequence field leave room for
-//   heartbeats.
+//   One fixed message of 256 bytes (see `Message` in the .cpp): magic, version, kind, subject rank, origin rank,
+//   sequence, reason length, reason. Every field is checked against bounds before use. Kinds and the sequence field
+//   leave room for heartbeats.
 //
 // Rules of the house
-//   The thread never waits with a timeout that can pass: a Gloo wait that times out closes every connection of its group.
-//   It waits for kForever, not for "no timeout", because Gloo then takes the timeout that its group connected with, which
-//   setTimeout() does not change for point-to-point waits. It is ended by Work::abort() on its pending receive. Tags from kReservedTags upwards on the control group belong to it.
+//   The thread never waits with a timeout that can pass: a Gloo wait that times out closes every connection of its
+//   group. It waits for kForever, not for "no timeout", because Gloo then takes the timeout that its group connected
+//   with, which setTimeout() does not change for point-to-point waits. It is ended by Work::abort() on its pending
+//   receive. Tags from kReservedTags upwards on the control group belong to it.
 //
 // Threads
 //   announce() and stop() from any thread; stop() is bounded to about a second and must not be called with the

@@ -66,9 +66,7 @@ GeneratorService::GeneratorService(PointToPoint control, int tag_base, const cor
   }
 }
 
-GeneratorService::~GeneratorService() {
-  stop("the group generator was shut down");
-}
+GeneratorService::~GeneratorService() { stop("the group generator was shut down"); }
 
 void GeneratorService::stop(const std::string& reason) {
   {
@@ -200,8 +198,8 @@ AssignedGroup GeneratorService::awaitLocally(std::chrono::milliseconds timeout) 
   const bool arrived = changed_.wait_for(lock, timeout, [this] { return stopped_ || !local_.empty(); });
   if (local_.empty()) {
     C10_THROW_ERROR(DistBackendError, arrived ? reason_
-                                              : c10::str("prague: no group from the generator within ",
-                                                         timeout.count(), " ms: its workers wait for a peer that has "
+                                              : c10::str("prague: no group from the generator within ", timeout.count(),
+                                                         " ms: its workers wait for a peer that has "
                                                          "not asked; is a rank stuck, or training fewer steps?"));
   }
   AssignedGroup group = std::move(local_.front());

@@ -20,8 +20,8 @@ constexpr const char* kWayOut =
     "--max-restarts restart the job";
 
 std::exception_ptr makeError(std::string text) {
-  return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                                                       std::move(text)));
+  return std::make_exception_ptr(
+      c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::move(text)));
 }
 
 bool contains(std::string_view text, std::string_view part) { return text.find(part) != std::string_view::npos; }
@@ -109,9 +109,9 @@ void GroupHealth::checkUsable(const char* op) const {
     return;
   if (inForkedChild()) {
     C10_THROW_ERROR(DistBackendError,
-                    c10::str(backendName_, " [rank ", rank_, " of ", size_, "]: ", op, ": this group belongs to process ",
-                             creator_, " and cannot be used in its forked child ", getpid(),
-                             "; create a group after the fork, or start processes by spawn"));
+                    c10::str(backendName_, " [rank ", rank_, " of ", size_, "]: ", op,
+                             ": this group belongs to process ", creator_, " and cannot be used in its forked child ",
+                             getpid(), "; create a group after the fork, or start processes by spawn"));
   }
   if (failed()) std::rethrow_exception(failureOf({.name = op}));
   C10_THROW_ERROR(DistBackendError, label() + ": " + op + ": the group was shut down (destroy_process_group)");

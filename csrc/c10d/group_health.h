@@ -97,8 +97,8 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   // From now on every call throws. Operations under way get `grace`, then the group is poisoned.
   void close(std::chrono::milliseconds grace);
 
-  // Turns an error of an inner backend into the one to show: errors of connections name the rank that died (waiting up to
-  // a second for the verdict) and poison the group; others keep their text.
+  // Turns an error of an inner backend into the one to show: errors of connections name the rank that died (waiting up
+  // to a second for the verdict) and poison the group; others keep their text.
   std::exception_ptr explain(const std::exception_ptr& error, const OpInfo& op);
   // The error of an operation that a failure ended.
   std::exception_ptr failureOf(const OpInfo& op) const;
@@ -109,7 +109,8 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
 
   // Waits for a point-to-point work of an inner group such that a failure ends the wait.
   // timeout: 0 is that which the inner group connected with. Throws DistBackendError; see explain().
-  void waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout, const OpInfo& op);
+  void waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout,
+                        const OpInfo& op);
 
   // Callbacks that a failure or abort runs once, on the thread that found it. Returns an id for removal. Called at once
   // if the group has failed already.

@@ -1,7 +1,8 @@
 // Lets code that knows no Python run a blocking stretch without Python's interpreter lock (the GIL).
 //
-// A backend is often destroyed by Python's garbage collector, that is with the lock held; joining a thread whose callbacks
-// need the lock would then hang. The bindings install a function that releases the lock where the caller holds it.
+// A backend is often destroyed by Python's garbage collector, that is with the lock held; joining a thread whose
+// callbacks need the lock would then hang. The bindings install a function that releases the lock where the caller
+// holds it.
 #pragma once
 
 #include <functional>

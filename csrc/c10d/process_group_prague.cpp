@@ -55,7 +55,8 @@ void checkChoice(const char* name, const std::string& value, const std::vector<s
 void ProcessGroupPrague::Options::validate() const {
   constexpr std::int64_t kMost = std::int64_t{1} << 40;
   checkRange<std::int64_t>("group_size", group_size, 0, 1 << 20, "members of a group; 0 chooses by world size");
-  TORCH_CHECK_VALUE(group_size != 1, "PragueOptions.group_size must be 0 or at least 2, got 1 (a group of one averages "
+  TORCH_CHECK_VALUE(group_size != 1,
+                    "PragueOptions.group_size must be 0 or at least 2, got 1 (a group of one averages "
                     "nothing)");
   checkChoice("generator", generator, {"random", "division", "inter-intra", "smart", "static", "ready-set"});
   checkChoice("order", order, {"atc", "cta"});
@@ -112,7 +113,8 @@ std::vector<int> ProcessGroupPrague::checkMembers(std::vector<int> members) cons
   std::sort(members.begin(), members.end());
   for (std::size_t i = 0; i < members.size(); ++i) {
     TORCH_CHECK_VALUE(members[i] >= 0 && members[i] < getSize(), "partial_all_reduce: member ", members[i],
-                      " is not a rank of this group (0..", getSize() - 1, "); members are group ranks, not global ones");
+                      " is not a rank of this group (0..", getSize() - 1,
+                      "); members are group ranks, not global ones");
     TORCH_CHECK_VALUE(i == 0 || members[i] != members[i - 1], "partial_all_reduce: rank ", members[i],
                       " is named twice in members");
   }

@@ -32,16 +32,16 @@ class ProcessGroupPrague : public DelegatingBackend {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
         : c10d::Backend::Options("prague", timeout) {}
 
-    std::int64_t group_size = 0;          // members of a group, 2..world size; 0: chosen by world size
-    std::string generator = "smart";      // random | division | inter-intra | smart | static | ready-set
-    std::string order = "atc";            // "atc": local step, then average; "cta": average while computing, then step
-    std::int64_t slowdown_threshold = -1; // iterations behind from which a worker is left out; 0: never; -1: default
-    std::int64_t sync_period = 1;         // average after every n-th optimizer step, >= 1
-    std::int64_t sync_every = 0;          // every n-th division is one of all workers; 0: never
-    std::int64_t seed = 0;                // of the generator; the same on all ranks
+    std::int64_t group_size = 0;           // members of a group, 2..world size; 0: chosen by world size
+    std::string generator = "smart";       // random | division | inter-intra | smart | static | ready-set
+    std::string order = "atc";             // "atc": local step, then average; "cta": average while computing, then step
+    std::int64_t slowdown_threshold = -1;  // iterations behind from which a worker is left out; 0: never; -1: default
+    std::int64_t sync_period = 1;          // average after every n-th optimizer step, >= 1
+    std::int64_t sync_every = 0;           // every n-th division is one of all workers; 0: never
+    std::int64_t seed = 0;                 // of the generator; the same on all ranks
 
     // Throws c10::ValueError with the option's name, its value and the allowed range.
-    void validate() const;                // what can be checked without a world
+    void validate() const;  // what can be checked without a world
     void validate(int world_size) const;
     c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
     std::int64_t groupSizeFor(int world_size) const;

@@ -20,8 +20,8 @@ constexpr const char* kName = "partial_all_reduce";
 constexpr std::size_t kHeaderBytes = sizeof(SubsetHeader);
 
 std::string describe(const SubsetHeader& header) {
-  return c10::str(header.numel, " elements of ", c10::toString(static_cast<c10::ScalarType>(header.dtype)),
-                  " in call ", header.call_id);
+  return c10::str(header.numel, " elements of ", c10::toString(static_cast<c10::ScalarType>(header.dtype)), " in call ",
+                  header.call_id);
 }
 
 [[noreturn]] void throwMismatch(const SubsetHeader& own, const SubsetHeader& other) {
@@ -35,10 +35,9 @@ std::string describe(const SubsetHeader& header) {
 
 void checkWire(const SubsetHeader& header, int source) {
   if (header.magic != SubsetHeader::kMagic || header.version != SubsetHeader::kVersion || header.rank != source) {
-    C10_THROW_ERROR(DistBackendError,
-                    c10::str("partial_all_reduce: malformed header from rank ", source, " (magic ", header.magic,
-                             ", version ", header.version, ", rank ", header.rank,
-                             "): do all ranks run the same torchext?"));
+    C10_THROW_ERROR(DistBackendError, c10::str("partial_all_reduce: malformed header from rank ", source, " (magic ",
+                                               header.magic, ", version ", header.version, ", rank ", header.rank,
+                                               "): do all ranks run the same torchext?"));
   }
 }
 
@@ -200,8 +199,8 @@ void SubsetAllreduce::exchangeHeaders(Call& call) {
 }
 
 // Reduce-scatter then all-gather around the ring of members (core::RingPlan). A chunk travels in segments; a segment is
-// passed on as soon as it is added, so steps overlap. The receives of the all-gather go straight into the buffer and are
-// posted at the start: a final segment cannot arrive before this member's own partial one has been used downstream.
+// passed on as soon as it is added, so steps overlap. The receives of the all-gather go straight into the buffer and
+// are posted at the start: a final segment cannot arrive before this member's own partial one has been used downstream.
 void SubsetAllreduce::ring(Call& call) {
   exchangeHeaders(call);
   const int g = call.size();
@@ -217,8 +216,8 @@ void SubsetAllreduce::ring(Call& call) {
   // What arrives from `previous`, in order; what arrives is what is sent on, but for the last of the all-gather.
   std::vector<core::Span> reduced;
   std::vector<core::Span> gathered;
-  std::size_t forwarded = 0;    // of `gathered`: all but the last step's
-  std::size_t last_reduced = 0; // from here on `reduced` holds finished sums
+  std::size_t forwarded = 0;     // of `gathered`: all but the last step's
+  std::size_t last_reduced = 0;  // from here on `reduced` holds finished sums
   for (int step = 0; step < plan.steps(); ++step) {
     auto& list = plan.reduces(step) ? reduced : gathered;
     if (step == g - 2) {

@@ -33,10 +33,10 @@
 namespace torchext {
 
 struct TransferTuning {
-  std::size_t direct_bytes = 128 * 1024;   // payloads up to this size travel with their header, in one message
+  std::size_t direct_bytes = 128 * 1024;        // payloads up to this size travel with their header, in one message
   std::size_t direct_total_bytes = 512 * 1024;  // and (g - 1) of them together up to this
-  std::size_t segment_bytes = 512 * 1024;  // largest ring message
-  std::size_t segments_ahead = 4;          // receives of the reduce-scatter posted ahead
+  std::size_t segment_bytes = 512 * 1024;       // largest ring message
+  std::size_t segments_ahead = 4;               // receives of the reduce-scatter posted ahead
 };
 
 class SubsetAllreduce {

@@ -1,8 +1,8 @@
 // Every torch-version gate of csrc/c10d lives in this header, so that the same source builds on torch 2.11 and 2.15.
 //
-// CompatBackend and CompatWork sit between c10d's classes and ours. They turn virtuals that only newer releases have into
-// forwards to the CUDA inner backend (the only one that implements them) or into calls of a virtual of ours that exists
-// on every release. Classes above them contain no `#if`.
+// CompatBackend and CompatWork sit between c10d's classes and ours. They turn virtuals that only newer releases have
+// into forwards to the CUDA inner backend (the only one that implements them) or into calls of a virtual of ours that
+// exists on every release. Classes above them contain no `#if`.
 //
 // Names: torch 2.15 calls the single-tensor collectives `all_gather_single` and so on, and keeps the older names
 // (`_allgather_base`, ...) as virtual aliases. We override and call the older names, which both releases understand.

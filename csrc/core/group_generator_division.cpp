@@ -1,7 +1,7 @@
 // Kinds "division", "inter-intra" and "smart": a request that finds its FIFO empty divides all idle workers.
 //
-// A worker that would be alone because it is ahead of everybody is held until somebody else asks: the filter excuses the
-// others from waiting for the slow, and without this nothing would keep the fastest from training for itself, ever
+// A worker that would be alone because it is ahead of everybody is held until somebody else asks: the filter excuses
+// the others from waiting for the slow, and without this nothing would keep the fastest from training for itself, ever
 // further ahead, where steps are short and their times vary.
 #include <algorithm>
 
@@ -56,9 +56,8 @@ class DivisionGenerator final : public GroupGeneratorBase {
   // All active workers but `except` wait with nothing pending: none of them will ask again before it gets a group.
   bool allHeld(int except) const {
     const std::vector<int> workers = activeWorkers();
-    return std::all_of(workers.begin(), workers.end(), [&](int worker) {
-      return worker == except || (waiting(worker) && pending(worker).empty());
-    });
+    return std::all_of(workers.begin(), workers.end(),
+                       [&](int worker) { return worker == except || (waiting(worker) && pending(worker).empty()); });
   }
 
   // Lets the held workers go on alone, so that they ask again.

@@ -1,11 +1,11 @@
 #include "ddp/attach_agreement.h"
 
+#include <unistd.h>
 #include <algorithm>
 #include <array>
 #include <fstream>
 #include <functional>
 #include <string>
-#include <unistd.h>
 
 namespace torchext {
 namespace {
@@ -22,8 +22,7 @@ std::int64_t hash(std::uint64_t seed, const std::string& text) {
 std::int64_t hashTensors(const std::vector<at::Tensor>& tensors) {
   std::uint64_t value = kFnvBasis;
   for (const at::Tensor& tensor : tensors) {
-    value = static_cast<std::uint64_t>(
-        hash(value, c10::str(tensor.sizes(), c10::toString(tensor.scalar_type()), ";")));
+    value = static_cast<std::uint64_t>(hash(value, c10::str(tensor.sizes(), c10::toString(tensor.scalar_type()), ";")));
   }
   return static_cast<std::int64_t>(value);
 }
@@ -84,9 +83,9 @@ std::vector<int> agreeOnAttach(ProcessGroupPrague& group, const std::vector<at::
       const auto expected = rows[0][field].item<std::int64_t>();
       const auto got = rows[rank][field].item<std::int64_t>();
       if (expected != got) {
-        C10_THROW_ERROR(DistBackendError, c10::str("torchext.attach: ", fields[i].first, " is ", expected,
-                                                   " on rank 0 and ", got, " on rank ", rank,
-                                                   "; all ranks must attach the same model with the same options"));
+        C10_THROW_ERROR(DistBackendError,
+                        c10::str("torchext.attach: ", fields[i].first, " is ", expected, " on rank 0 and ", got,
+                                 " on rank ", rank, "; all ranks must attach the same model with the same options"));
       }
     }
   }

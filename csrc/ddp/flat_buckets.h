@@ -20,8 +20,8 @@ struct FlatBucket {
   at::Tensor flat;                  // 1-D, on the tensors' device
   at::Tensor wire;                  // 1-D, on the CPU: `flat` itself for CPU tensors, pinned memory for CUDA
 
-  void pack() const;                  // tensors -> wire
-  void unpack(double scale) const;    // scale * wire -> tensors, fused (torchext::multi_tensor_average_)
+  void pack() const;                // tensors -> wire
+  void unpack(double scale) const;  // scale * wire -> tensors, fused (torchext::multi_tensor_average_)
   std::size_t bytes() const { return flat.nbytes(); }
 };
 

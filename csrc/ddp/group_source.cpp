@@ -30,9 +30,8 @@ class StaticSource : public GroupSource {
 class GeneratedSource : public GroupSource {
  public:
   GeneratedSource(ProcessGroupPrague& group, const core::GeneratorOptions& options, int tag_base)
-      : service_(group.getRank() == 0
-                     ? std::make_shared<GeneratorService>(group.controlTransport(), tag_base, options)
-                     : nullptr),
+      : service_(group.getRank() == 0 ? std::make_shared<GeneratorService>(group.controlTransport(), tag_base, options)
+                                      : nullptr),
         client_(group.controlTransport(), tag_base, service_, group.timeout()) {}
 
   void ask() override {
@@ -67,8 +66,7 @@ class GeneratedSource : public GroupSource {
 
 }  // namespace
 
-std::unique_ptr<GroupSource> makeGroupSource(ProcessGroupPrague& group, const std::vector<int>& host_of,
-                                             int tag_base) {
+std::unique_ptr<GroupSource> makeGroupSource(ProcessGroupPrague& group, const std::vector<int>& host_of, int tag_base) {
   const ProcessGroupPrague::Options& options = group.pragueOptions();
   if (options.generator == "static" || group.getSize() == 1) {
     return std::make_unique<StaticSource>(group.getRank(), group.getSize(), host_of);

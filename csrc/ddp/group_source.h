@@ -15,7 +15,7 @@ class GroupSource {
  public:
   virtual ~GroupSource() = default;
 
-  virtual void ask() = 0;                          // may be called early and more than once
+  virtual void ask() = 0;  // may be called early and more than once
   virtual AssignedGroup next(std::int64_t step) = 0;
   virtual void finished(const AssignedGroup& group) = 0;
   // Afterwards nobody counts on this worker until it asks again; `run` for each group that still did.

@@ -1,8 +1,8 @@
 // LocalGradientHook: a DDP communication hook that leaves gradients where they are.
 //
-// Decentralized training averages parameters, never gradients: the hook returns each bucket as it is, at once, and tells
-// the synchronizer when the last one is ready, so that asking for the next group overlaps with the optimizer's step.
-// In C++, called by the reducer on autograd's thread: no Python, no GIL on the backward path.
+// Decentralized training averages parameters, never gradients: the hook returns each bucket as it is, at once, and
+// tells the synchronizer when the last one is ready, so that asking for the next group overlaps with the optimizer's
+// step. In C++, called by the reducer on autograd's thread: no Python, no GIL on the backward path.
 #pragma once
 
 #include <memory>

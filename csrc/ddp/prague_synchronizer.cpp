@@ -5,8 +5,8 @@
 #include <utility>
 
 #include <ATen/ThreadLocalState.h>
-#include <ATen/record_function.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/util/Logging.h>
 
 #include "ddp/attach_agreement.h"
@@ -54,9 +54,7 @@ PragueSynchronizer::PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> gr
   abort_callback_ = group_->addAbortCallback([this] { source_->stop(group_->health()->firstReason().second); });
 }
 
-PragueSynchronizer::~PragueSynchronizer() {
-  leave(std::chrono::seconds(2));
-}
+PragueSynchronizer::~PragueSynchronizer() { leave(std::chrono::seconds(2)); }
 
 const FlatBucket& PragueSynchronizer::bucket(std::size_t index) const {
   return index < parameters_.size() ? parameters_[index] : buffers_[index - parameters_.size()];
@@ -241,7 +239,8 @@ void PragueSynchronizer::fail(std::exception_ptr error) {
 
 void PragueSynchronizer::checkTensorsInPlace() const {
   for (std::size_t i = 0; i < watched_.size(); ++i) {
-    TORCH_CHECK(watched_[i].data_ptr() == addresses_[i], "prague: parameter or buffer ", i, " (in order of "
+    TORCH_CHECK(watched_[i].data_ptr() == addresses_[i], "prague: parameter or buffer ", i,
+                " (in order of "
                 "registration) has been given other memory since torchext.attach (model.to(), .data = ...); call "
                 "sync.detach(), change the model, attach again");
   }

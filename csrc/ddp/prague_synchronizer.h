@@ -1,7 +1,8 @@
 // PragueSynchronizer: trains an attached model with P-Reduce (Luo et al., ASPLOS 2020, sections 3 to 5).
 //
 // Orders
-//   atc (adapt-then-combine)  After the optimizer's step the buckets are averaged on a thread of this object, in forward
+//   atc (adapt-then-combine)  After the optimizer's step the buckets are averaged on a thread of this object, in
+//   forward
 //                             order; the next forward waits, module by module, for the bucket it needs.
 //   cta (combine-then-adapt)  After the step the parameters are copied into the buckets, and averaged while the next
 //                             forward and backward run on the local values; before the next step the parameters
@@ -82,28 +83,28 @@ class PragueSynchronizer : public Synchronizer {
   FlatBuckets parameters_;
   FlatBuckets buffers_;
   std::vector<std::int64_t> bucket_of_;
-  std::vector<at::Tensor> watched_;           // the model's own tensors,
-  std::vector<const void*> addresses_;        //   and where the buckets think they live
-  std::vector<at::Tensor> buffers_before_;    // cta: what was packed of the buffers
-  std::vector<at::Tensor> local_values_;      // between enterAverage() and leaveAverage()
+  std::vector<at::Tensor> watched_;         // the model's own tensors,
+  std::vector<const void*> addresses_;      //   and where the buckets think they live
+  std::vector<at::Tensor> buffers_before_;  // cta: what was packed of the buffers
+  std::vector<at::Tensor> local_values_;    // between enterAverage() and leaveAverage()
   std::unique_ptr<SubsetAllreduce> partial_;
   std::unique_ptr<GroupSource> source_;
 
-  std::int64_t steps_ = 0;                    // training thread
-  double apply_scale_ = 0.0;                  // cta: 1 / members of the average that waits to be applied; 0: none
+  std::int64_t steps_ = 0;    // training thread
+  double apply_scale_ = 0.0;  // cta: 1 / members of the average that waits to be applied; 0: none
   bool detached_ = false;
 
-  mutable std::mutex mutex_;                  // guards what follows
+  mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::vector<char> pending_;                 // by bucket
+  std::vector<char> pending_;  // by bucket
   std::exception_ptr error_;
   SynchronizerStats stats_;
-  std::atomic<int> pending_count_{0};         // lets a module's pre-hook pass without the lock
+  std::atomic<int> pending_count_{0};  // lets a module's pre-hook pass without the lock
   std::atomic<bool> failed_{false};
 
   std::uint64_t abort_callback_ = 0;
   std::uint64_t shutdown_callback_ = 0;
-  std::unique_ptr<TaskThread> thread_;        // last: ends before what it uses
+  std::unique_ptr<TaskThread> thread_;  // last: ends before what it uses
 };
 
 }  // namespace torchext

@@ -24,18 +24,18 @@ namespace torchext {
 
 // Since attach; times in milliseconds.
 struct SynchronizerStats {
-  std::int64_t steps = 0;               // optimizer steps
-  std::int64_t averages = 0;            // averages taken part in, with at least one other worker
+  std::int64_t steps = 0;                            // optimizer steps
+  std::int64_t averages = 0;                         // averages taken part in, with at least one other worker
   std::map<std::int64_t, std::int64_t> group_sizes;  // members -> averages
-  double exposed_ms = 0;                // the training thread waited for an average
-  double generator_wait_ms = 0;         // of the averaging thread: for the generator,
-  double peer_wait_ms = 0;              //   for the other members to arrive,
-  double transfer_ms = 0;               //   moving and adding bytes
-  double copy_ms = 0;                   //   between parameters and buckets
+  double exposed_ms = 0;                             // the training thread waited for an average
+  double generator_wait_ms = 0;                      // of the averaging thread: for the generator,
+  double peer_wait_ms = 0;                           //   for the other members to arrive,
+  double transfer_ms = 0;                            //   moving and adding bytes
+  double copy_ms = 0;                                //   between parameters and buckets
   std::int64_t bytes_sent = 0;
-  std::int64_t bucket_bytes = 0;        // memory of the averaging buckets
-  std::int64_t iteration_gap = 0;       // averages behind the fastest worker, as of the last group
-  double consensus_distance = 0;        // ||x - mean|| / ||mean|| of this worker at the last exact average
+  std::int64_t bucket_bytes = 0;   // memory of the averaging buckets
+  std::int64_t iteration_gap = 0;  // averages behind the fastest worker, as of the last group
+  double consensus_distance = 0;   // ||x - mean|| / ||mean|| of this worker at the last exact average
 };
 
 class Synchronizer {

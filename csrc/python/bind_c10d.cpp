@@ -41,17 +41,14 @@ void bindC10d(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("abort_with_reason", &DelegatingBackend::abortWithReason, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("failure",
-                             [](const DelegatingBackend& self) {
-                               const auto [rank, reason] = self.health()->firstReason();
-                               // Text from a peer: what is no UTF-8 is replaced, not raised about.
-                               return py::make_tuple(rank, py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
-                                                               reason.data(), static_cast<Py_ssize_t>(reason.size()),
-                                                               "replace")));
-                             });
+      .def_property_readonly("failure", [](const DelegatingBackend& self) {
+        const auto [rank, reason] = self.health()->firstReason();
+        // Text from a peer: what is no UTF-8 is replaced, not raised about.
+        return py::make_tuple(rank, py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
+                                        reason.data(), static_cast<Py_ssize_t>(reason.size()), "replace")));
+      });
 
-  module.def("leave_all", &DelegatingBackend::leaveAll, py::arg("reason"),
-             py::call_guard<py::gil_scoped_release>());
+  module.def("leave_all", &DelegatingBackend::leaveAll, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace torchext

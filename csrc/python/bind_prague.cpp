@@ -5,8 +5,8 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "c10d/process_group_prague.h"
 #include "ddp/local_gradient_hook.h"
@@ -26,8 +26,7 @@ std::string describe(const Options& o) {
 
 c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string generator, std::string order,
                                         std::int64_t slowdown_threshold, std::int64_t sync_period,
-                                        std::int64_t sync_every, std::int64_t seed,
-                                        std::chrono::milliseconds timeout) {
+                                        std::int64_t sync_every, std::int64_t seed, std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
   options->group_size = group_size;
   options->generator = std::move(generator);
@@ -53,8 +52,8 @@ void deleteWithoutGil(PragueSynchronizer* synchronizer) {
 std::shared_ptr<Synchronizer> attachPrague(const c10::intrusive_ptr<ProcessGroupPrague>& group, c10d::Reducer& reducer,
                                            const std::vector<at::Tensor>& parameters,
                                            const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
-  std::shared_ptr<PragueSynchronizer> synchronizer(
-      new PragueSynchronizer(group, parameters, buffers, bucket_bytes), deleteWithoutGil);
+  std::shared_ptr<PragueSynchronizer> synchronizer(new PragueSynchronizer(group, parameters, buffers, bucket_bytes),
+                                                   deleteWithoutGil);
   reducer.register_comm_hook(std::make_unique<LocalGradientHook>(synchronizer));
   return synchronizer;
 }
@@ -94,7 +93,7 @@ void bindPrague(py::module_& module) {
       .def("__repr__", &describe);
 
   py::class_<ProcessGroupPrague, DelegatingBackend, c10::intrusive_ptr<ProcessGroupPrague>>(module,
-                                                                                           "ProcessGroupPrague")
+                                                                                            "ProcessGroupPrague")
       .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {
              return c10::make_intrusive<ProcessGroupPrague>(rank, size, inner, options);
            }),

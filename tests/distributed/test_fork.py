@@ -22,7 +22,7 @@ def in_fork(work: Any) -> str:
         text = "no answer"
         try:
             text = str(work())
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:
             text = f"{type(error).__name__}: {error}"
         os.write(write, text.encode())
         os._exit(0)

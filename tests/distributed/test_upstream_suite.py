@@ -111,7 +111,7 @@ def suite_body(rank: Rank, backend: str, names: list[str]) -> None:
                 status = "skipped"
             elif stop.code not in (0, None):
                 status, detail = "failed", f"exit code {stop.code}"
-        except BaseException as error:  # noqa: BLE001 - compared with the other backend
+        except BaseException as error:
             status, detail = "failed", f"{type(error).__name__}: {error}"
         if status != "failed":
             try:
@@ -120,7 +120,7 @@ def suite_body(rank: Rank, backend: str, names: list[str]) -> None:
 
                 if dist.is_initialized():
                     dist.destroy_process_group()
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 status, detail = "failed", f"afterwards: {type(error).__name__}: {error}"
         rank.report(f"{index}\t{status}\t{time.monotonic() - start:.2f}\t{detail[:600]}")
         if status == "failed":
