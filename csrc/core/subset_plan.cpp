@@ -1,7 +1,6 @@
 #include "subset_plan.h"
 
 #include <algorithm>
-#include <bit>
 #include <numeric>
 
 #include "check.h"
@@ -19,59 +18,6 @@ int checkedGroupSize(int group_size) {
 }
 
 }  // namespace
-
-const char* toString(SubsetAlgorithm algorithm) {
-  switch (algorithm) {
-    case SubsetAlgorithm::kNone:
-      return "none";
-    case SubsetAlgorithm::kDirect:
-      return "direct";
-    case SubsetAlgorithm::kRecursiveDoubling:
-      return "recursive-doubling";
-    case SubsetAlgorithm::kRing:
-      return "ring";
-  }
-  throwInvalid("SubsetAlgorithm", static_cast<int>(algorithm), "0..3");
-}
-
-SubsetAlgorithm chooseAlgorithm(std::size_t bytes, int group_size, const SubsetTuning& tuning) {
-  checkedGroupSize(group_size);
-  if (tuning.direct_group < 1) {
-    throwInvalid("direct_group", tuning.direct_group, "1 or more");
-  }
-  if (tuning.segment_bytes == 0) {
-    throwInvalid("segment_bytes", tuning.segment_bytes, "1 or more");
-  }
-  if (group_size == 1 || bytes == 0) {
-    return SubsetAlgorithm::kNone;
-  }
-  if (bytes > tuning.small_bytes) {
-    return SubsetAlgorithm::kRing;
-  }
-  return group_size <= tuning.direct_group ? SubsetAlgorithm::kDirect : SubsetAlgorithm::kRecursiveDoubling;
-}
-
-DoublingPlan::DoublingPlan(int group_size)
-    : group_size_(checkedGroupSize(group_size)),
-      rounds_(static_cast<int>(std::bit_width(static_cast<unsigned>(group_size))) - 1) {}
-
-bool DoublingPlan::folded(int member) const {
-  checkIndex("member", member, group_size_);
-  return member >= core();
-}
-
-int DoublingPlan::foldPartner(int member) const {
-  if (folded(member)) {
-    return member - core();
-  }
-  return member + core() < group_size_ ? member + core() : -1;
-}
-
-int DoublingPlan::partner(int member, int round) const {
-  checkIndex("member", member, core());
-  checkIndex("round", round, rounds_);
-  return member ^ (1 << round);
-}
 
 RingPlan::RingPlan(std::size_t elements, std::size_t element_size, int group_size, std::size_t segment_bytes)
     : elements_(elements), group_size_(checkedGroupSize(group_size)) {

@@ -13,59 +13,16 @@
 namespace torchext::core {
 namespace {
 
-TEST(ChooseAlgorithm, BySizeOfBufferAndGroup) {
-  const SubsetTuning tuning{.small_bytes = 1000, .direct_group = 4, .segment_bytes = 100};
-  EXPECT_EQ(chooseAlgorithm(1000, 1, tuning), SubsetAlgorithm::kNone);
-  EXPECT_EQ(chooseAlgorithm(0, 8, tuning), SubsetAlgorithm::kNone);
-  EXPECT_EQ(chooseAlgorithm(1000, 2, tuning), SubsetAlgorithm::kDirect);
-  EXPECT_EQ(chooseAlgorithm(1000, 4, tuning), SubsetAlgorithm::kDirect);
-  EXPECT_EQ(chooseAlgorithm(1000, 5, tuning), SubsetAlgorithm::kRecursiveDoubling);
-  EXPECT_EQ(chooseAlgorithm(1001, 2, tuning), SubsetAlgorithm::kRing);
-  EXPECT_STREQ(toString(SubsetAlgorithm::kRecursiveDoubling), "recursive-doubling");
-}
-
-TEST(ChooseAlgorithm, BadInputNamesValueAndRange) {
-  EXPECT_THROW_MESSAGE(chooseAlgorithm(1, 0, {}), std::invalid_argument, "group_size = 0: allowed 1 or more");
-  EXPECT_THROW_MESSAGE(chooseAlgorithm(1, 2, {.direct_group = 0}), std::invalid_argument, "direct_group = 0");
-  EXPECT_THROW_MESSAGE(chooseAlgorithm(1, 2, {.segment_bytes = 0}), std::invalid_argument, "segment_bytes = 0");
+TEST(RingPlan, BadInputNamesValueAndRange) {
   EXPECT_THROW_MESSAGE(RingPlan(1, 0, 2, 1), std::invalid_argument, "element_size = 0");
-  EXPECT_THROW_MESSAGE(RingPlan(1, 4, 0, 1), std::invalid_argument, "group_size = 0");
+  EXPECT_THROW_MESSAGE(RingPlan(1, 4, 0, 1), std::invalid_argument, "group_size = 0: allowed 1 or more");
   EXPECT_THROW_MESSAGE(RingPlan(1, 4, 1, 0), std::invalid_argument, "segment_bytes = 0");
   EXPECT_THROW_MESSAGE(RingPlan(8, 4, 2, 8).chunk(2), std::out_of_range, "chunk = 2: allowed 0..1");
   EXPECT_THROW_MESSAGE(static_cast<void>(RingPlan(8, 4, 2, 8).sendChunk(0, 2)), std::out_of_range, "step = 2");
-  EXPECT_THROW_MESSAGE(DoublingPlan(0), std::invalid_argument, "group_size = 0");
 }
 
 // Sets of contributions stand for sums: an element reduced twice or left out shows.
 using Contributions = std::multiset<int>;
-
-TEST(DoublingPlan, EveryMemberEndsWithEveryContributionOnce) {
-  for (int size = 1; size <= 40; ++size) {
-    const DoublingPlan plan(size);
-    std::vector<Contributions> held;
-    for (int member = 0; member < size; ++member) {
-      held.push_back({member});
-    }
-    for (int member = plan.core(); member < size; ++member) {
-      ASSERT_TRUE(plan.folded(member));
-      ASSERT_EQ(plan.foldPartner(plan.foldPartner(member)), member);
-      held[index(plan.foldPartner(member))].insert(member);
-    }
-    for (int round = 0; round < plan.rounds(); ++round) {
-      const auto before = held;
-      for (int member = 0; member < plan.core(); ++member) {
-        const int partner = plan.partner(member, round);
-        ASSERT_EQ(plan.partner(partner, round), member);
-        held[index(member)].insert(before[index(partner)].begin(), before[index(partner)].end());
-      }
-    }
-    for (int member = 0; member < size; ++member) {
-      const auto& result = held[index(plan.folded(member) ? plan.foldPartner(member) : member)];
-      ASSERT_EQ(result.size(), index(size)) << "member " << member << " of " << size;
-      ASSERT_EQ(std::set<int>(result.begin(), result.end()).size(), index(size));
-    }
-  }
-}
 
 TEST(RingPlan, EveryMemberEndsWithEveryContributionOnce) {
   for (int size = 1; size <= 17; ++size) {
