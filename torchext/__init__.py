@@ -1,7 +1,7 @@
 """torchext: faster data-parallel training by the name of a backend.
 
-``init_process_group("prague")``, ``DistributedDataParallel(model)``, ``torchext.attach(model, optimizer)``; the training
-loop does not change.
+``init_process_group("prague")``, ``DistributedDataParallel(model)``, ``torchext.attach(model, optimizer)``; the
+training loop does not change.
 """
 
 from torchext._build import check_torch

@@ -68,8 +68,8 @@ def _host(store: Store, size: int, timeout: timedelta) -> str:
                     answered[rank] = nonce
         if missing and time.monotonic() > deadline:
             raise DistStoreError(
-                f"rank 0 of {size}: ranks {sorted(missing)} did not join the group within {timeout.total_seconds():g} s;"
-                " check that they run and reach the same store"
+                f"rank 0 of {size}: ranks {sorted(missing)} did not join the group within {timeout.total_seconds():g} s"
+                "; check that they run and reach the same store"
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -208,7 +208,7 @@ def attach(
     core = _C.attach_prague(backend, ddp_model.reducer, parameters, buffers, int(bucket_mb * _MEBIBYTE))
     ddp_model.broadcast_buffers = False
     synchronizer = Synchronizer(core, ddp_model, optimizer)
-    ddp_model._torchext_synchronizer = synchronizer
+    ddp_model._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
     _leave_at_exit(core)
     return synchronizer
 

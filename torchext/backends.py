@@ -94,8 +94,8 @@ def _options(name: str, pg_options: object | None, opts: Any) -> Any:
         options = pg_options
     else:
         raise BackendOptionsError(
-            f"pg_options for backend {name!r} is {type(pg_options).__module__}.{type(pg_options).__qualname__}; leave it"
-            f" out, or pass torchext.{expected.__qualname__}(...)"
+            f"pg_options for backend {name!r} is {type(pg_options).__module__}.{type(pg_options).__qualname__}; leave"
+            f" it out, or pass torchext.{expected.__qualname__}(...)"
         )
     # init_process_group always passes a timeout: the default says nothing about what the user wants.
     if opts.timeout != _DEFAULT_TIMEOUT or pg_options is None:
@@ -116,8 +116,8 @@ def _inner_backends(store: Store, rank: int, size: int, timeout: timedelta, opts
         cuda = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, nccl_options)
     control = None
     if size > 1:
-        # Its timeout is that of connecting, so that a rank that never comes is an error and not a hang; endless waits on
-        # it say so themselves.
+        # Its timeout is that of connecting, so that a rank that never comes is an error and not a hang; endless waits
+        # on it say so themselves.
         control = dist.ProcessGroupGloo(PrefixStore("control", store), rank, size, timeout=timeout)
     return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control)
 

@@ -274,7 +274,7 @@ def test_ddp_trains_as_computed_by_hand() -> None:
 
 
 def body_errors(rank: Rank) -> bool:
-    with pytest.raises(BackendOptionsError, match="pg_options for backend 'prague' is builtins.dict"):
+    with pytest.raises(BackendOptionsError, match=r"pg_options for backend 'prague' is builtins\.dict"):
         rank.init(pg_options={"timeout": 3}, store="other")
     rank.init(timeout=17)
     backend = torchext.backend_of()
@@ -316,7 +316,7 @@ def body_detail(rank: Rank) -> Any:
     tensor = data(rank.rank)
     dist.all_reduce(tensor)
     same(tensor, torch.stack(everyone(rank.size)).sum(0))
-    with pytest.raises(RuntimeError, match="(?i)mismatch"):
+    with pytest.raises(RuntimeError, match=r"(?i)mismatch"):
         dist.all_reduce(torch.ones(3 + rank.rank))
     return torchext.backend_of().name()
 

@@ -22,7 +22,7 @@ def in_fork(work: Any) -> str:
         text = "no answer"
         try:
             text = str(work())
-        except BaseException as error:
+        except BaseException as error:  # told to the parent
             text = f"{type(error).__name__}: {error}"
         os.write(write, text.encode())
         os._exit(0)

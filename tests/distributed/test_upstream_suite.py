@@ -8,8 +8,8 @@ Upstream starts fresh processes for each test. Here three ranks run one test aft
 of its own; after a failure or a hang they are replaced.
 
 Selection: every test that gloo passes on CPUs with three ranks, about 90 of collectives and the 6 of DDP that run
-on CPUs; upstream's decorators skip the rest, which need GPUs. Three ranks, because many tests use the subgroup [1, 2] and rings of odd length. It
-takes a few minutes on two cores. UPSTREAM_SUITE_REPORT names a file to follow it by.
+on CPUs; upstream's decorators skip the rest, which need GPUs. Three ranks, because many tests use the subgroup [1, 2]
+and rings of odd length. It takes a few minutes on two cores. UPSTREAM_SUITE_REPORT names a file to follow it by.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIMIT = 60.0
 
 # gloo passes, prague need not. Each with its reason.
 EXCEPTIONS: dict[str, str] = {
-    "test_get_backend": "asserts that the group's backend is named as upstream was told, which the substitution changes",
+    "test_get_backend": "asserts that the group's backend has the name asked for, which the substitution changes",
     "test_ddp_logging_data_cpu": "DDP's logger knows built-in backends only and calls every other one 'custom'",
 }
 
@@ -90,7 +90,7 @@ def suite_body(rank: Rank, backend: str, names: list[str]) -> None:
     class Suite(upstream.TestDistBackend, upstream.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         pass
 
-    with open(os.devnull, "w") as null:
+    with Path(os.devnull).open("w") as null:
         os.dup2(null.fileno(), 1)
         os.dup2(null.fileno(), 2)
     sys.stdout.flush()
@@ -111,7 +111,7 @@ def suite_body(rank: Rank, backend: str, names: list[str]) -> None:
                 status = "skipped"
             elif stop.code not in (0, None):
                 status, detail = "failed", f"exit code {stop.code}"
-        except BaseException as error:
+        except BaseException as error:  # compared with the other backend
             status, detail = "failed", f"{type(error).__name__}: {error}"
         if status != "failed":
             try:
