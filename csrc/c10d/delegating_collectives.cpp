@@ -28,7 +28,10 @@ DelegatingBackend::Works DelegatingBackend::forward(const char* name, OpType typ
   health_->checkUsable(name);
   const auto& backend = inner(device);
   OpInfo op{.name = name, .type = type, .peer = peer};
-  if (!c10d::isP2POp(type)) op.sequence = nextSequence();
+  if (!c10d::isP2POp(type)) {
+    beforeCollective();
+    op.sequence = nextSequence();
+  }
   const bool onCpu = device == c10::DeviceType::CPU;
   if (coalescing_ && !onCpu) noteCudaCallWhileCoalescing();
   Works work;
@@ -174,6 +177,7 @@ DelegatingBackend::Works DelegatingBackend::barrier(const c10d::BarrierOptions& 
 
 void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
   health_->checkUsable("monitored_barrier");
+  beforeCollective();
   inner_.cpu->monitoredBarrier(opts, waitAllRanks);
 }
 

@@ -39,6 +39,9 @@ class PartialWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// How many InternalCollectives are alive on this thread.
+thread_local int internal_collectives = 0;
+
 template <class T>
 void checkRange(const char* name, T value, T low, T high, const char* meaning) {
   TORCH_CHECK_VALUE(value >= low && value <= high, "PragueOptions.", name, " must be in [", low, ", ", high, "], got ",
@@ -178,6 +181,36 @@ std::uint64_t ProcessGroupPrague::addShutdownCallback(std::function<void()> call
 void ProcessGroupPrague::removeShutdownCallback(std::uint64_t id) {
   std::lock_guard<std::mutex> lock(mutex_);
   shutdown_callbacks_.erase(id);
+}
+
+std::uint64_t ProcessGroupPrague::addCollectiveCallback(std::function<void()> callback) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  collective_callbacks_.emplace(++next_callback_, std::move(callback));
+  return next_callback_;
+}
+
+void ProcessGroupPrague::removeCollectiveCallback(std::uint64_t id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  collective_callbacks_.erase(id);
+}
+
+ProcessGroupPrague::InternalCollective::InternalCollective() { ++internal_collectives; }
+ProcessGroupPrague::InternalCollective::~InternalCollective() { --internal_collectives; }
+
+void ProcessGroupPrague::beforeCollective() {
+  if (internal_collectives > 0) {
+    return;
+  }
+  std::vector<std::function<void()>> callbacks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [id, callback] : collective_callbacks_) {
+      callbacks.push_back(callback);
+    }
+  }
+  for (const auto& callback : callbacks) {
+    callback();
+  }
 }
 
 void ProcessGroupPrague::onShutdown() {

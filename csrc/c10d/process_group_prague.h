@@ -69,11 +69,23 @@ class ProcessGroupPrague : public DelegatingBackend {
   // Called first thing in shutdown(), so that an attached model can leave in order; until removed. Must not throw.
   std::uint64_t addShutdownCallback(std::function<void()> callback);
   void removeShutdownCallback(std::uint64_t id);
+  // Called before every collective of all ranks, but for those made under an InternalCollective: an attached model keeps
+  // its promises to other members first.
+  std::uint64_t addCollectiveCallback(std::function<void()> callback);
+  void removeCollectiveCallback(std::uint64_t id);
+  class InternalCollective {
+   public:
+    InternalCollective();
+    ~InternalCollective();
+    InternalCollective(const InternalCollective&) = delete;
+    InternalCollective& operator=(const InternalCollective&) = delete;
+  };
 
  protected:
   c10::intrusive_ptr<c10d::Backend> createChild(int rank, int size, InnerBackends inner,
                                                 c10::intrusive_ptr<c10d::Backend::Options> options) override;
   void onShutdown() override;
+  void beforeCollective() override;
 
  private:
   std::vector<int> checkMembers(std::vector<int> members) const;
@@ -86,6 +98,7 @@ class ProcessGroupPrague : public DelegatingBackend {
   std::map<std::vector<int>, std::uint64_t> calls_;  // partial all-reduces so far, for each set of members
   int channels_ = 0;
   std::map<std::uint64_t, std::function<void()>> shutdown_callbacks_;
+  std::map<std::uint64_t, std::function<void()>> collective_callbacks_;
   std::uint64_t next_callback_ = 0;
 };
 

@@ -1,5 +1,6 @@
 #include "ddp/group_source.h"
 
+#include <atomic>
 #include <utility>
 
 #include "core/static_schedule.h"
@@ -35,11 +36,13 @@ class GeneratedSource : public GroupSource {
         client_(group.controlTransport(), tag_base, service_, group.timeout()) {}
 
   void ask() override {
+    paused_ = false;
     client_.ask();
     asked_ = true;
   }
   AssignedGroup next(std::int64_t) override {
     asked_ = false;
+    paused_ = false;
     return client_.awaitGroup();
   }
   void finished(const AssignedGroup& group) override { client_.finished(group.id); }
@@ -50,7 +53,10 @@ class GeneratedSource : public GroupSource {
       run(group);
       finished(group);
     }
-    client_.pauseAndDrain(run);
+    if (!paused_) {
+      client_.pauseAndDrain(run);
+      paused_ = true;
+    }
   }
   void stop(const std::string& reason) override {
     if (service_) {
@@ -62,6 +68,7 @@ class GeneratedSource : public GroupSource {
   std::shared_ptr<GeneratorService> service_;
   GeneratorClient client_;
   std::atomic<bool> asked_{false};
+  std::atomic<bool> paused_{false};  // and nothing asked since
 };
 
 }  // namespace

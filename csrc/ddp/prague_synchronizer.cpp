@@ -20,6 +20,9 @@ double milliseconds(Clock::time_point since) {
   return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
 }
 
+// Every bucket of every group is a call of its own.
+std::uint64_t callId(const AssignedGroup& group, std::size_t bucket) { return group.id * 65536 + bucket; }
+
 std::vector<at::Tensor> concatenate(std::vector<at::Tensor> first, const std::vector<at::Tensor>& second) {
   first.insert(first.end(), second.begin(), second.end());
   return first;
@@ -51,6 +54,7 @@ PragueSynchronizer::PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> gr
   }
   thread_ = std::make_unique<TaskThread>("tx_prague_sync");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
+  collective_callback_ = group_->addCollectiveCallback([this] { beforeCollective(); });
   abort_callback_ = group_->addAbortCallback([this] { source_->stop(group_->health()->firstReason().second); });
 }
 
@@ -74,6 +78,7 @@ void PragueSynchronizer::gradientsReady() {
 void PragueSynchronizer::beforeStep() {
   waitAll();
   applyPending();
+  applyDeferred();
 }
 
 void PragueSynchronizer::afterStep() {
@@ -151,7 +156,7 @@ void PragueSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gr
   const auto packed = Clock::now();
   const double peers_before = partial_->peerSeconds();
   // The sum: the scale is applied where the result is copied back, in the same pass.
-  partial_->run(current.wire, group.members, group.id * 65536 + index, 1.0);
+  partial_->run(current.wire, group.members, callId(group, index), 1.0);
   const auto reduced = Clock::now();
   if (!combine_then_adapt_) {
     current.unpack(1.0 / static_cast<double>(group.members.size()));
@@ -183,6 +188,72 @@ void PragueSynchronizer::applyPending() {
     buffers_[i].wire.add_(averaged);
     buffers_[i].unpack(1.0);
   }
+}
+
+void PragueSynchronizer::beforeCollective() {
+  if (detached_ || failed_) {
+    return;
+  }
+  runOnThread([this] {
+    deferPending();
+    source_->pause(steps_ / period_, [this](const AssignedGroup& group) { averageDeferred(group); });
+  });
+}
+
+void PragueSynchronizer::averageDeferred(const AssignedGroup& group) {
+  const auto members = static_cast<std::int64_t>(group.members.size());
+  if (members < 2) {
+    return;
+  }
+  deferred_.resize(bucketCount());
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    const FlatBucket& current = bucket(i);
+    current.pack();
+    const at::Tensor local = current.wire.clone();
+    if (deferred_[i].defined()) {
+      current.wire.add_(deferred_[i]);
+    }
+    partial_->run(current.wire, group.members, callId(group, i), 1.0 / static_cast<double>(members));
+    deferred_[i] = at::sub(current.wire, local);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++stats_.averages;
+  ++stats_.group_sizes[members];
+  stats_.bytes_sent = static_cast<std::int64_t>(partial_->bytesSent());
+}
+
+// cta: the average that waits for the next step lives in the buckets, which a deferred one is about to use.
+void PragueSynchronizer::deferPending() {
+  const double scale = std::exchange(apply_scale_, 0.0);
+  if (scale == 0.0) {
+    return;
+  }
+  deferred_.resize(bucketCount());
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    at::Tensor difference = bucket(i).wire.mul(scale);
+    if (i < parameters_.size()) {
+      bucket(i).pack();
+      difference.sub_(bucket(i).wire);
+    } else {
+      difference.sub_(buffers_before_[i - parameters_.size()]);
+    }
+    deferred_[i] = deferred_[i].defined() ? deferred_[i].add_(difference) : difference;
+  }
+}
+
+void PragueSynchronizer::applyDeferred() {
+  if (deferred_.empty()) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    if (deferred_[i].defined()) {
+      bucket(i).pack();
+      bucket(i).wire.add_(deferred_[i]);
+      bucket(i).unpack(1.0);
+    }
+  }
+  deferred_.clear();
 }
 
 template <class Ready>
@@ -297,6 +368,7 @@ void PragueSynchronizer::synchronize() {
 
 void PragueSynchronizer::exactAverage() {
   RECORD_FUNCTION("torchext::prague::exact_average", std::vector<c10::IValue>{});
+  const ProcessGroupPrague::InternalCollective internal;
   double distance = 0.0;
   double norm = 0.0;
   for (std::size_t i = 0; i < bucketCount(); ++i) {
@@ -347,6 +419,7 @@ void PragueSynchronizer::detach() {
   beforeStep();
   runOnThread([this] {
     pause();
+    const ProcessGroupPrague::InternalCollective internal;
     group_->barrier(c10d::BarrierOptions())->wait();  // rank 0's generator serves until everybody has left
   });
   leave(std::chrono::milliseconds(0));
@@ -361,6 +434,7 @@ void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
       at::NoGradGuard no_grad;
       try {
         pause();
+        const ProcessGroupPrague::InternalCollective internal;
         group_->barrier(c10d::BarrierOptions())->wait();
       } catch (const std::exception& error) {
         LOG(INFO) << "prague: left without the others: " << error.what();
@@ -376,6 +450,7 @@ void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
   source_->stop("the synchronizer has been detached");
   group_->removeAbortCallback(abort_callback_);
   group_->removeShutdownCallback(shutdown_callback_);
+  group_->removeCollectiveCallback(collective_callback_);
   thread_->discard();
   thread_ = nullptr;
 }
