@@ -69,8 +69,8 @@ class ProcessGroupPrague : public DelegatingBackend {
   // Called first thing in shutdown(), so that an attached model can leave in order; until removed. Must not throw.
   std::uint64_t addShutdownCallback(std::function<void()> callback);
   void removeShutdownCallback(std::uint64_t id);
-  // Called before every collective of all ranks, but for those made under an InternalCollective: an attached model keeps
-  // its promises to other members first.
+  // Called before every collective of all ranks, but for those made under an InternalCollective: an attached model
+  // keeps its promises to other members first.
   std::uint64_t addCollectiveCallback(std::function<void()> callback);
   void removeCollectiveCallback(std::uint64_t id);
   class InternalCollective {

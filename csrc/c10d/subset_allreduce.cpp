@@ -20,8 +20,8 @@ constexpr const char* kName = "partial_all_reduce";
 constexpr std::size_t kHeaderBytes = sizeof(SubsetHeader);
 
 std::string describe(const SubsetHeader& header) {
-  return c10::str(header.numel, " elements of ", c10::toString(static_cast<c10::ScalarType>(header.dtype)), " in call ",
-                  header.call_id);
+  return c10::str(header.numel, " elements of ", c10::toString(static_cast<c10::ScalarType>(header.dtype)),
+                  " scaled by ", header.scale, " in call ", header.call_id);
 }
 
 [[noreturn]] void throwMismatch(const SubsetHeader& own, const SubsetHeader& other) {
@@ -79,6 +79,7 @@ SubsetHeader SubsetAllreduce::headerOf(const Call& call) const {
   header.rank = transport_.rank();
   header.call_id = call.id;
   header.members_hash = hashMembers(call.members);
+  header.scale = static_cast<float>(call.scale);
   header.numel = static_cast<std::int64_t>(call.count);
   return header;
 }

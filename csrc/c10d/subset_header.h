@@ -19,14 +19,14 @@ struct SubsetHeader {
   std::uint16_t version = kVersion;
   std::int16_t dtype = 0;
   std::int32_t rank = -1;
-  std::int32_t reserved = 0;
+  float scale = 1.0F;  // in a ring one member scales a chunk for all
   std::uint64_t call_id = 0;
   std::uint64_t members_hash = 0;
   std::int64_t numel = 0;
 
   bool sameCall(const SubsetHeader& other) const {
     return dtype == other.dtype && call_id == other.call_id && members_hash == other.members_hash &&
-           numel == other.numel;
+           numel == other.numel && scale == other.scale;
   }
 };
 static_assert(sizeof(SubsetHeader) == 40, "the header is a wire format");

@@ -213,8 +213,8 @@ void PragueSynchronizer::averageDeferred(const AssignedGroup& group) {
     if (deferred_[i].defined()) {
       current.wire.add_(deferred_[i]);
     }
-    partial_->run(current.wire, group.members, callId(group, i), 1.0 / static_cast<double>(members));
-    deferred_[i] = at::sub(current.wire, local);
+    partial_->run(current.wire, group.members, callId(group, i), 1.0);
+    deferred_[i] = current.wire.mul(1.0 / static_cast<double>(members)).sub_(local);
   }
   std::lock_guard<std::mutex> lock(mutex_);
   ++stats_.averages;

@@ -13,11 +13,11 @@
 // Threads: the training thread, autograd's (gradientsReady only) and `thread_`, which alone touches source_ (but for
 // ask()), partial_ and, while a bucket is pending, that bucket and its tensors.
 // Collectives of the user in the middle of training (a logged loss, DDP's own): a group may be promised in which others
-// wait for this worker, while it would wait for them in the collective. So it keeps its promises first, without touching
-// parameters that a forward or backward may be using: it sends what it has, and remembers the difference that the average
-// makes, to be added before the next step. Costs a copy of the parameters from the first time on that this happens.
-// Leaving: detach() keeps every promise made to other workers and waits for them. leave() is the same with a limit, for
-// exits without detach(): it runs from the group's shutdown.
+// wait for this worker, while it would wait for them in the collective. So it keeps its promises first, without
+// touching parameters that a forward or backward may be using: it sends what it has, and remembers the difference that
+// the average makes, to be added before the next step. Costs a copy of the parameters from the first time on that this
+// happens. Leaving: detach() keeps every promise made to other workers and waits for them. leave() is the same with a
+// limit, for exits without detach(): it runs from the group's shutdown.
 #pragma once
 
 #include <atomic>
@@ -94,7 +94,7 @@ class PragueSynchronizer : public Synchronizer {
   std::vector<at::Tensor> watched_;         // the model's own tensors,
   std::vector<const void*> addresses_;      //   and where the buckets think they live
   std::vector<at::Tensor> buffers_before_;  // cta: what was packed of the buffers
-  std::vector<at::Tensor> deferred_;          // by bucket: to be added before the next step; empty: nothing
+  std::vector<at::Tensor> deferred_;        // by bucket: to be added before the next step; empty: nothing
   std::vector<at::Tensor> local_values_;    // between enterAverage() and leaveAverage()
   std::unique_ptr<SubsetAllreduce> partial_;
   std::unique_ptr<GroupSource> source_;
