@@ -1,0 +1,258 @@
+"""P-Reduce: the average over the members of a call, against one computed alone in float64."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Rank, elapsed_error, run_ranks
+
+import torchext
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# Relative to the largest input: one rounding of the format for each member added, and one for the scale.
+EPSILON = {torch.float32: 2.0**-23, torch.float64: 2.0**-52, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+DIRECT = 32_768  # float32 elements: the most that travel with their header
+RING = 100_001
+
+
+def data(rank: int, numel: int, dtype: torch.dtype = torch.float32, salt: int = 0) -> torch.Tensor:
+    """What `rank` contributes: in [-1, 1], the same wherever it is computed."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    return (torch.rand(numel, generator=generator) * 2 - 1).to(dtype)
+
+
+def mean(members: list[int], numel: int, dtype: torch.dtype, salt: int) -> torch.Tensor:
+    total = torch.zeros(numel, dtype=torch.float64)
+    for member in members:
+        total += data(member, numel, dtype, salt).double()
+    return total / len(members)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha1(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+class Log:
+    """Averages through one group, each checked here, and digests for the test to compare between ranks."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.me = rank.rank
+        self.backend = torchext.backend_of()
+        self.digests: dict[str, str] = {}
+        self.salt = 0
+
+    def average(self, members: list[int], numel: int, dtype: torch.dtype = torch.float32) -> None:
+        self.salt += 1
+        # In the middle of a larger tensor: what lies around it stays as it is.
+        whole = torch.full((numel + 20,), 3.0, dtype=dtype)
+        tensor = whole[10 : 10 + numel]
+        tensor.copy_(data(self.me, numel, dtype, self.salt))
+        if self.me in members:
+            self.backend.partial_all_reduce(tensor, members).wait()
+            expected = mean(members, numel, dtype, self.salt)
+            tolerance = EPSILON[dtype] * (len(members) + 1)
+            torch.testing.assert_close(tensor.double(), expected, rtol=0, atol=tolerance)
+            self.digests[f"{self.salt} {sorted(members)} {numel} {dtype}"] = digest(tensor)
+        else:
+            assert torch.equal(tensor, data(self.me, numel, dtype, self.salt))
+        assert (whole[:10] == 3).all() and (whole[10 + numel :] == 3).all()
+
+
+def bit_equal(logs: list[dict[str, str]], calls: int) -> None:
+    seen: dict[str, set[str]] = {}
+    for log in logs:
+        for label, value in log.items():
+            seen.setdefault(label, set()).add(value)
+    assert len(seen) == calls
+    for label, values in seen.items():
+        assert len(values) == 1, f"members differ in {label}"
+
+
+# ---- Values ----
+
+
+def body_values(rank: Rank) -> Any:
+    rank.init()
+    log = Log(rank)
+    for members in ([0, 1], [3, 1], [2, 0, 3], [0, 1, 2, 3]):
+        for dtype in FLOATS:
+            for numel in (1, 7, 1000):
+                log.average(members, numel, dtype)
+        log.average(members, DIRECT)
+        log.average(members, DIRECT + 1)
+        log.average(members, RING)
+        log.average(members, 1_000_003)
+    for dtype in FLOATS:
+        log.average([1, 2, 3], RING, dtype)
+    log.average([0, 1, 2, 3], 1_000_003, torch.bfloat16)
+    return log.digests
+
+
+def test_values() -> None:
+    bit_equal(run_ranks(body_values, 4), 4 * 16 + 4 + 1)
+
+
+def body_eight(rank: Rank) -> Any:
+    rank.init()
+    log = Log(rank)
+    for numel in (7, DIRECT, RING):
+        log.average(list(range(8)), numel)
+        log.average([0, 2, 4, 5, 7], numel)
+        log.average([1, 6, 3], numel)
+    # Disjoint groups at the same time: nobody waits for another group.
+    for step in range(20):
+        order = random.Random(step).sample(range(8), 8)
+        for group in (order[:3], order[3:5], order[5:]):
+            log.average(group, 500 if step % 5 else RING)
+    return log.digests
+
+
+def test_eight_ranks() -> None:
+    bit_equal(run_ranks(body_eight, 8), 9 + 60)
+
+
+def body_overlapping(rank: Rank) -> float:
+    """Every rank computes what all ranks hold after a random sequence of overlapping averages."""
+    rank.init()
+    backend, me = torchext.backend_of(), rank.rank
+    numel = 50
+    state = torch.stack([data(r, numel, torch.float64) for r in range(rank.size)])
+    before = state.mean(0)
+    own = state[me].clone()
+    choices = random.Random(5)
+    for _ in range(400):
+        members = choices.sample(range(rank.size), choices.randint(1, rank.size))
+        if me in members:
+            backend.partial_all_reduce(own, members).wait()
+        state[members] = state[members].mean(0)
+    torch.testing.assert_close(own, state[me], rtol=0, atol=1e-13)
+    torch.testing.assert_close(state.mean(0), before, rtol=0, atol=1e-13)
+    dist.all_reduce(own)
+    return float((own / rank.size - before).abs().max())
+
+
+def test_overlapping_groups_in_one_order() -> None:
+    # Averages move no weight: the mean of all ranks is what it was.
+    assert max(run_ranks(body_overlapping, 4)) < 1e-13
+
+
+def body_works(rank: Rank) -> bool:
+    rank.init()
+    backend, me = torchext.backend_of(), rank.rank
+    everyone = list(range(rank.size))
+    # Waited out of order, direct and ring mixed.
+    sizes = [7, RING, 1, 1000, DIRECT, RING, 3]
+    tensors = [data(me, numel, salt=i) for i, numel in enumerate(sizes)]
+    works = [backend.partial_all_reduce(tensor, everyone) for tensor in tensors]
+    for i in (6, 2, 5, 0, 1, 4, 3):
+        works[i].wait()
+        assert works[i].is_completed()
+        expected = mean(everyone, sizes[i], torch.float32, i)
+        torch.testing.assert_close(tensors[i].double(), expected, rtol=0, atol=1e-6)
+    # Ordinary collectives between partial ones.
+    first = backend.partial_all_reduce(data(me, RING), everyone)
+    total = torch.full((3,), float(me))
+    dist.all_reduce(total)
+    assert total.tolist() == [6.0] * 3
+    first.wait()
+    future = backend.partial_all_reduce(torch.full((2,), float(me)), everyone).get_future()
+    assert future.wait()[0].tolist() == [1.5, 1.5]
+    # A group of one, and nothing to average.
+    alone = data(me, 9)
+    backend.partial_all_reduce(alone, [me]).wait()
+    assert torch.equal(alone, data(me, 9))
+    for members in (everyone, [me]):
+        backend.partial_all_reduce(torch.empty(0), members).wait()
+    # A parameter's data is what is averaged.
+    parameter = torch.nn.Parameter(torch.full((2, 3), float(me)))
+    backend.partial_all_reduce(parameter, everyone).wait()
+    assert torch.equal(parameter.data, torch.full((2, 3), 1.5)) and parameter.requires_grad
+    return True
+
+
+def test_works_and_edges() -> None:
+    assert run_ranks(body_works, 4) == [True] * 4
+
+
+# ---- Errors ----
+
+
+def body_bad_calls(rank: Rank) -> bool:
+    rank.init()
+    backend, me = torchext.backend_of(), rank.rank
+    other = (me + 1) % 4
+    third = (me + 2) % 4
+    good = torch.full((4,), 7.0)
+    for tensor, members, kind, text in [
+        (good, [me, 4], ValueError, r"member 4 is not a rank of this group \(0\.\.3\)"),
+        (good, [-1, me], ValueError, r"member -1 is not a rank"),
+        (good, [me, other, other], ValueError, f"rank {other} is named twice"),
+        (good, [other, third], ValueError, f"rank {me}, is not among the members"),
+        (good, [], ValueError, f"rank {me}, is not among the members"),
+        (torch.full((4, 4), 7.0).t()[:, ::2], [me, other], ValueError, r"contiguous.*strides \[1, 8\]"),
+        (torch.full((4,), 7), [me, other], TypeError, r"(?i)float32, float64, float16 or bfloat16.*(long|int64)"),
+        (torch.full((4,), True), [me, other], TypeError, r"(?i)bfloat16.*bool"),
+        (torch.full((4,), 7.0).to_sparse(), [me, other], TypeError, r"(?i)dense.*sparse"),
+        (torch.ones(2, device="meta"), [me, other], ValueError, "CPU tensors, got one on meta"),
+    ]:
+        with pytest.raises(kind, match=text):
+            backend.partial_all_reduce(tensor, members)
+    assert good.tolist() == [7.0] * 4
+    assert backend.failure == (-1, "")
+    backend.partial_all_reduce(good, [0, 1, 2, 3]).wait()
+    assert good.tolist() == [7.0] * 4
+    return True
+
+
+def test_errors_of_one_rank_are_raised_at_once() -> None:
+    assert run_ranks(body_bad_calls, 4) == [True] * 4
+
+
+def body_mismatch(rank: Rank) -> Any:
+    rank.init(timeout=20)
+    backend, me = torchext.backend_of(), rank.rank
+    errors = []
+    # (what the odd rank passes, what the others pass, the odd rank, the members)
+    for odd_input, input_, odd, members in [
+        ((5, torch.float32), (7, torch.float32), 1, [0, 1]),
+        ((7, torch.float64), (7, torch.float32), 2, [0, 1, 2, 3]),
+        ((7, torch.bfloat16), (7, torch.float16), 0, [0, 3, 2]),
+        ((RING, torch.float32), (7, torch.float32), 3, [0, 1, 3]),
+        ((7, torch.float32), (RING, torch.float32), 0, [0, 1, 2, 3]),
+        ((RING, torch.float32), (RING + 1, torch.float32), 1, [1, 2]),
+        ((DIRECT, torch.float64), (DIRECT, torch.float32), 2, [1, 2, 3]),
+        ((0, torch.float32), (1, torch.float32), 2, [1, 2]),
+    ]:
+        if me in members:
+            tensor = data(me, *(odd_input if me == odd else input_))
+            before = tensor.clone()
+            kind, text, seconds = elapsed_error(lambda t=tensor, m=members: backend.partial_all_reduce(t, m).wait())
+            assert torch.equal(tensor, before), "a buffer was changed"
+            assert seconds < 10
+            named = [int(r) for r in re.findall(r"rank (\d+) passed", text)]
+            errors.append((members, odd, kind, named, text))
+            assert str(odd_input[0]) in text and str(input_[0]) in text, text
+            # The connections of the members carry the next call.
+            again = torch.full((RING,), float(me))
+            backend.partial_all_reduce(again, members).wait()
+            torch.testing.assert_close(again, torch.full((RING,), sum(members) / len(members)))
+        dist.barrier()
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total.tolist() == [4.0] * 3
+    return errors
+
+
+def test_a_mismatch_fails_on_every_member_and_changes_nothing() -> None:
+    for me, errors in enumerate(run_ranks(body_mismatch, 4)):
+        assert errors
+        for members, odd, kind, named, text in errors:
+            assert kind == "DistBackendError", text
+            assert "No buffer was changed" in text, text
+            assert len(named) == 2 and me in named and odd in named and set(named) <= set(members), text
