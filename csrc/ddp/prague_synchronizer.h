@@ -18,6 +18,7 @@
 // the average makes, to be added before the next step. Costs a copy of the parameters from the first time on that this
 // happens. Leaving: detach() keeps every promise made to other workers and waits for them. leave() is the same with a
 // limit, for exits without detach(): it runs from the group's shutdown.
+// Files: prague_synchronizer.cpp (hooks, waits, joining and leaving), prague_averaging.cpp (what the thread does).
 #pragma once
 
 #include <atomic>

@@ -1,0 +1,247 @@
+// The averages of PragueSynchronizer: rounds, deferred averages, and the exact one.
+#include <cmath>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+
+#include "ddp/prague_synchronizer.h"
+
+namespace torchext {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double milliseconds(Clock::time_point since) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
+}
+
+// Every bucket of every group is a call of its own.
+std::uint64_t callId(const AssignedGroup& group, std::size_t bucket) { return group.id * 65536 + bucket; }
+
+}  // namespace
+
+void PragueSynchronizer::averageTask(std::int64_t round) {
+  at::NoGradGuard no_grad;
+  try {
+    AssignedGroup group;
+    {
+      RECORD_FUNCTION("torchext::prague::wait_generator", std::vector<c10::IValue>{});
+      const auto start = Clock::now();
+      group = source_->next(round);
+      std::lock_guard<std::mutex> lock(mutex_);
+      stats_.generator_wait_ms += milliseconds(start);
+      stats_.iteration_gap = group.behind;
+    }
+    averageNow(group);
+    source_->finished(group);
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    release(i);
+  }
+}
+
+void PragueSynchronizer::averageNow(const AssignedGroup& group) {
+  const auto members = static_cast<std::int64_t>(group.members.size());
+  if (members < 2) {
+    return;
+  }
+  RECORD_FUNCTION("torchext::prague::average", std::vector<c10::IValue>{});
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    reduceBucket(i, group);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++stats_.averages;
+  ++stats_.group_sizes[members];
+  stats_.bytes_sent = static_cast<std::int64_t>(partial_->bytesSent());
+  if (combine_then_adapt_) {
+    apply_scale_ = 1.0 / static_cast<double>(members);
+  }
+}
+
+void PragueSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& group) {
+  const FlatBucket& current = bucket(index);
+  const bool buffer = index >= parameters_.size();
+  const auto start = Clock::now();
+  if (!(combine_then_adapt_ && buffer)) {  // cta has packed the buffers before the forward could change them
+    current.pack();
+  }
+  const auto packed = Clock::now();
+  const double peers_before = partial_->peerSeconds();
+  // The sum: the scale is applied where the result is copied back, in the same pass.
+  partial_->run(current.wire, group.members, callId(group, index), 1.0);
+  const auto reduced = Clock::now();
+  if (!combine_then_adapt_) {
+    current.unpack(1.0 / static_cast<double>(group.members.size()));
+    if (index + 1 < bucketCount()) {
+      release(index);  // the last one closes the round: averageTask releases it, after everything else
+    }
+  }
+  const double peer_ms = 1e3 * (partial_->peerSeconds() - peers_before);
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.copy_ms += milliseconds(start) - std::chrono::duration<double, std::milli>(reduced - packed).count();
+  stats_.peer_wait_ms += peer_ms;
+  stats_.transfer_ms += std::chrono::duration<double, std::milli>(reduced - packed).count() - peer_ms;
+}
+
+void PragueSynchronizer::applyPending() {
+  const double scale = std::exchange(apply_scale_, 0.0);
+  if (scale == 0.0) {
+    return;
+  }
+  RECORD_FUNCTION("torchext::prague::apply", std::vector<c10::IValue>{});
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].unpack(scale);
+  }
+  for (std::size_t i = 0; i < buffers_.size(); ++i) {
+    // average of what was packed + (now - what was packed)
+    const at::Tensor averaged = buffers_[i].wire.mul(scale).sub_(buffers_before_[i]);
+    buffers_[i].pack();
+    buffers_[i].wire.add_(averaged);
+    buffers_[i].unpack(1.0);
+  }
+}
+
+void PragueSynchronizer::beforeCollective() {
+  if (detached_ || failed_) {
+    return;
+  }
+  runOnThread([this] {
+    deferPending();
+    source_->pause(steps_ / period_, [this](const AssignedGroup& group) { averageDeferred(group); });
+  });
+}
+
+void PragueSynchronizer::averageDeferred(const AssignedGroup& group) {
+  const auto members = static_cast<std::int64_t>(group.members.size());
+  if (members < 2) {
+    return;
+  }
+  deferred_.resize(bucketCount());
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    const FlatBucket& current = bucket(i);
+    current.pack();
+    const at::Tensor local = current.wire.clone();
+    if (deferred_[i].defined()) {
+      current.wire.add_(deferred_[i]);
+    }
+    partial_->run(current.wire, group.members, callId(group, i), 1.0);
+    deferred_[i] = current.wire.mul(1.0 / static_cast<double>(members)).sub_(local);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++stats_.averages;
+  ++stats_.group_sizes[members];
+  stats_.bytes_sent = static_cast<std::int64_t>(partial_->bytesSent());
+}
+
+// cta: the average that waits for the next step lives in the buckets, which a deferred one is about to use.
+void PragueSynchronizer::deferPending() {
+  const double scale = std::exchange(apply_scale_, 0.0);
+  if (scale == 0.0) {
+    return;
+  }
+  deferred_.resize(bucketCount());
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    at::Tensor difference = bucket(i).wire.mul(scale);
+    if (i < parameters_.size()) {
+      bucket(i).pack();
+      difference.sub_(bucket(i).wire);
+    } else {
+      difference.sub_(buffers_before_[i - parameters_.size()]);
+    }
+    deferred_[i] = deferred_[i].defined() ? deferred_[i].add_(difference) : difference;
+  }
+}
+
+void PragueSynchronizer::applyDeferred() {
+  if (deferred_.empty()) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    if (deferred_[i].defined()) {
+      bucket(i).pack();
+      bucket(i).wire.add_(deferred_[i]);
+      bucket(i).unpack(1.0);
+    }
+  }
+  deferred_.clear();
+}
+
+// cta: what a forward will change while its average is on its way.
+void PragueSynchronizer::snapshotBuffers() {
+  buffers_before_.clear();
+  for (std::size_t i = 0; i < buffers_.size(); ++i) {
+    buffers_[i].pack();
+    buffers_before_.push_back(buffers_[i].wire.clone());
+  }
+}
+
+void PragueSynchronizer::pause() {
+  source_->pause(steps_ / period_, [this](const AssignedGroup& group) {
+    if (combine_then_adapt_) {
+      snapshotBuffers();
+    }
+    averageNow(group);
+    applyPending();
+  });
+}
+
+void PragueSynchronizer::synchronize() {
+  beforeStep();
+  runOnThread([this] {
+    pause();
+    exactAverage();
+  });
+}
+
+void PragueSynchronizer::exactAverage() {
+  RECORD_FUNCTION("torchext::prague::exact_average", std::vector<c10::IValue>{});
+  const ProcessGroupPrague::InternalCollective internal;
+  double distance = 0.0;
+  double norm = 0.0;
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    const FlatBucket& current = bucket(i);
+    current.pack();
+    const at::Tensor local = current.wire.clone();
+    std::vector<at::Tensor> tensors{current.wire};
+    group_->allreduce(tensors, c10d::AllreduceOptions())->wait();
+    current.wire.div_(group_->getSize());
+    if (i < parameters_.size()) {
+      distance += std::pow(at::norm(local.sub_(current.wire).to(at::kDouble)).item<double>(), 2);
+      norm += std::pow(at::norm(current.wire.to(at::kDouble)).item<double>(), 2);
+    }
+    current.unpack(1.0);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.consensus_distance = norm > 0 ? std::sqrt(distance / norm) : 0.0;
+}
+
+void PragueSynchronizer::enterAverage() {
+  TORCH_CHECK(local_values_.empty(), "prague: averaged() inside averaged()");
+  beforeStep();
+  std::vector<at::Tensor> local;
+  runOnThread([&] {
+    pause();
+    for (std::size_t i = 0; i < bucketCount(); ++i) {
+      bucket(i).pack();
+      local.push_back(bucket(i).wire.clone());
+    }
+    exactAverage();
+  });
+  local_values_ = std::move(local);
+}
+
+void PragueSynchronizer::leaveAverage() {
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < local_values_.size(); ++i) {
+    bucket(i).wire.copy_(local_values_[i]);
+    bucket(i).unpack(1.0);
+  }
+  local_values_.clear();
+}
+
+}  // namespace torchext
