@@ -1,0 +1,191 @@
+"""What attach refuses, with which words, and what it does when ranks disagree."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Rank, elapsed_error, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+DEADLINE = 10.0
+
+
+def prague(**options: Any) -> dist.ProcessGroup:
+    return dist.new_group(backend="prague", timeout=timedelta(seconds=20), pg_options=torchext.PragueOptions(**options))
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    ddp(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+# ---- What one rank can see ----
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"group_size": 1}, r"group_size must be 0 or at least 2, got 1"),
+        ({"group_size": -2}, r"group_size must be in \[0, \d+\], got -2"),
+        ({"generator": "best"}, r'generator must be one of random, .*ready-set; got "best"'),
+        ({"order": "both"}, r'order must be one of atc, cta; got "both"'),
+        ({"slowdown_threshold": -2}, r"slowdown_threshold must be in \[-1, \d+\], got -2"),
+        ({"sync_period": 0}, r"sync_period must be in \[1, \d+\], got 0"),
+        ({"sync_every": -1}, r"sync_every must be in \[0, \d+\], got -1"),
+        ({"seed": -1}, r"seed must be in \[0, \d+\], got -1"),
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        torchext.PragueOptions(**options)
+
+
+@pytest.mark.parametrize("options", [{"groups": 2}, {"group_size": "4"}, {"generator": 3}], ids=str)
+def test_an_unknown_option_or_type(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="incompatible"):
+        torchext.PragueOptions(**options)
+
+
+def test_before_init_process_group() -> None:
+    model = nn.Linear(4, 1)
+    with pytest.raises(RuntimeError, match=r"before torch\.distributed\.init_process_group"):
+        torchext.attach(model, sgd(model))  # type: ignore[arg-type]
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+
+def body_refused(rank: Rank) -> bool:
+    with pytest.raises(ValueError, match=r"group_size must be in \[2, 2\] in a group of 2 ranks, got 3"):
+        rank.init(store="too large", pg_options=torchext.PragueOptions(group_size=3))
+    rank.init()
+    backend = torchext.backend_of()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(TypeError, match="takes a DistributedDataParallel model, got Sequential; wrap the model"):
+        torchext.attach(model, sgd(model))
+    with pytest.raises(TypeError, match=r"takes a torch\.optim\.Optimizer, got list"):
+        torchext.attach(ddp, list(model.parameters()))
+    with pytest.raises(ValueError, match=r"does not own 2 of the model's trainable parameters \(1\.weight, 1\.bias\)"):
+        torchext.attach(ddp, sgd(model[0]))
+    for bucket_mb in (0, -1, 5000, float("nan")):
+        with pytest.raises(ValueError, match=f"bucket_mb must be in .*, got {bucket_mb}"):
+            torchext.attach(ddp, sgd(ddp), bucket_mb=bucket_mb)
+    gloo = dist.new_group(backend="gloo")
+    ordinary = DistributedDataParallel(nn.Linear(4, 1), process_group=gloo)
+    with pytest.raises(ValueError, match=r"backend is 'gloo'.*prague"):
+        torchext.attach(ordinary, sgd(ordinary))
+    synced = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    synced.module[1] = nn.SyncBatchNorm(4)  # later, as DDP takes none on a CPU
+    with pytest.raises(ValueError, match=r"'1' is a SyncBatchNorm.*Use BatchNorm"):
+        torchext.attach(synced, sgd(synced))
+    numbers = DistributedDataParallel(Complex(), init_sync=False)
+    with pytest.raises(TypeError, match=r"parameter 'weight' is torch\.complex64"):
+        torchext.attach(numbers, sgd(numbers))
+
+    # None of it has left a trace: the model attaches, once.
+    assert backend.failure == (-1, "")
+    optimizer = sgd(ddp)
+    sync = torchext.attach(ddp, optimizer)
+    with pytest.raises(RuntimeError, match="attached already"):
+        torchext.attach(ddp, optimizer)
+    step(ddp, optimizer)
+    sync.synchronize()
+    sync.detach()
+    return True
+
+
+def test_refused_at_once() -> None:
+    assert run_ranks(body_refused, 2) == [True] * 2
+
+
+# ---- What only a comparison of ranks can see ----
+
+
+class Buffered(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("kept", torch.zeros(size))
+
+
+def body_disagreement(rank: Rank) -> list[tuple[str, str, str, float]]:
+    rank.init()
+    odd = rank.rank == 2
+    errors = []
+
+    def attach(word: str, model: nn.Module, bucket_mb: float = 4.0, **options: Any) -> None:
+        group = prague(**options)
+        # init_sync: DDP's own comparison of parameters would come first.
+        ddp = DistributedDataParallel(model, process_group=group, init_sync=False)
+        errors.append((word, *elapsed_error(lambda: torchext.attach(ddp, sgd(ddp), bucket_mb=bucket_mb))))
+        total = torch.ones(2)
+        dist.all_reduce(total, group=group)
+        assert total.tolist() == [3.0, 3.0]
+
+    model = nn.Linear(4, 1)
+    attach("PragueOptions.group_size is 2 on rank 0 and 3 on rank 2", model, group_size=3 if odd else 2)
+    attach("PragueOptions.generator", model, generator="random" if odd else "smart")
+    attach("PragueOptions.generator", model, generator="static" if odd else "smart")
+    attach("PragueOptions.order", model, order="cta" if odd else "atc")
+    attach(
+        "PragueOptions.slowdown_threshold is 4 on rank 0 and 7 on rank 2", model, slowdown_threshold=7 if odd else -1
+    )
+    attach("PragueOptions.sync_period is 1 on rank 0 and 2 on rank 2", model, sync_period=2 if odd else 1)
+    attach("PragueOptions.sync_every is 0 on rank 0 and 9 on rank 2", model, sync_every=9 if odd else 0)
+    attach("PragueOptions.seed is 1 on rank 0 and 2 on rank 2", model, seed=2 if odd else 1)
+    attach("bucket bytes", model, bucket_mb=2 if odd else 1)
+    attach("number of parameter tensors is 2 on rank 0 and 1 on rank 2", nn.Linear(4, 1, bias=not odd))
+    attach("number of parameter elements is 5 on rank 0 and 6 on rank 2", nn.Linear(5 if odd else 4, 1))
+    attach("parameter shapes and dtypes", nn.Linear(1, 3) if odd else nn.Linear(5, 1))
+    attach("number of buffer elements is 3 on rank 0 and 4 on rank 2", Buffered(4 if odd else 3))
+    return errors
+
+
+def test_ranks_that_disagree() -> None:
+    for errors in run_ranks(body_disagreement, 3):
+        for word, kind, text, seconds in errors:
+            assert kind == "DistBackendError", text
+            assert word in text and "rank 2" in text, (word, text)
+            assert seconds < DEADLINE
+
+
+def body_moved(rank: Rank) -> list[tuple[str, str, float]]:
+    rank.init()
+    errors = []
+    for what in ("parameter", "buffer"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        ddp = DistributedDataParallel(model, process_group=prague())
+        optimizer = sgd(ddp)
+        torchext.attach(ddp, optimizer)
+        step(ddp, optimizer)
+        if what == "parameter":
+            model[0].weight.data = model[0].weight.data.clone()
+        else:
+            model[1].running_mean.data = model[1].running_mean.data.clone()
+        errors.append(elapsed_error(lambda d=ddp, o=optimizer: step(d, o)))
+    return errors
+
+
+def test_tensors_given_other_memory() -> None:
+    for errors in run_ranks(body_moved, 2):
+        for (kind, text, seconds), index in zip(errors, (0, 4), strict=True):
+            assert kind == "RuntimeError"
+            assert f"parameter or buffer {index} " in text and "attach again" in text, text
+            assert seconds < DEADLINE

@@ -1,0 +1,165 @@
+"""A worker of an attached model is killed, or its script just ends: who learns of it, and how fast."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Rank, elapsed_error, launch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+DEATH_LIMIT = 5.0
+
+
+def body_training(rank: Rank, options: dict[str, Any]) -> Any:
+    rank.init(timeout=60, pg_options=torchext.PragueOptions(timeout=timedelta(seconds=60), **options))
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    sync = torchext.attach(ddp, optimizer)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+
+    train(5)
+    dist.barrier()
+    rank.report("ready")
+    error = elapsed_error(lambda: train(1_000_000))
+    later = elapsed_error(sync.synchronize)
+    start = time.monotonic()
+    with contextlib.suppress(dist.DistBackendError):  # its promises cannot be kept any more
+        sync.detach()
+    return error, later, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("victim", "options"),
+    [
+        (2, {}),
+        (0, {}),  # it hosts the generator
+        (3, {"order": "cta"}),
+        (1, {"generator": "static"}),
+        (0, {"generator": "ready-set", "order": "cta"}),
+        (0, {"generator": "random"}),
+    ],
+    ids=str,
+)
+def test_sigkill_in_training(victim: int, options: dict[str, Any]) -> None:
+    with launch(body_training, 4, options) as ranks:
+        ranks.expect("ready")
+        time.sleep(0.3)
+        ranks.kill(victim)
+        start = time.monotonic()
+        for outcome in ranks.outcomes(deadline=20):
+            assert outcome.ok, outcome.trace
+            (kind, text, _), later, detach_seconds = outcome.value
+            assert kind == "DistBackendError", (kind, text)
+            assert f"rank {victim} died" in text, text
+            assert later[0] == "DistBackendError" and f"rank {victim} died" in later[1], later
+            assert later[2] < 1 and detach_seconds < 1
+        assert time.monotonic() - start < DEATH_LIMIT
+    for rank, process in enumerate(ranks.processes):
+        assert process.exitcode == (-signal.SIGKILL if rank == victim else 0), (rank, process.exitcode)
+
+
+# ---- Scripts that end ----
+
+SCRIPT = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    import torchext
+
+    store, rank, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("prague", init_method="file://" + store, rank=rank, world_size=3)
+    torch.manual_seed(0)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    sync = torchext.attach(ddp, optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    if mode == "detach":
+        sync.detach()
+    if mode == "destroy":
+        dist.destroy_process_group()
+    if mode == "averaged":
+        with sync.averaged() as module:
+            print(float(module.weight.detach().sum()))
+    if mode == "dropped":
+        del sync, ddp, optimizer
+    if mode == "exception" and rank == 1:
+        raise ValueError("on purpose")
+    if mode == "exception":
+        while True:
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+    print("end")
+"""
+
+
+def run_script(folder: Path, mode: str) -> list[tuple[int, str, str, float]]:
+    """(exit code, stdout, stderr, seconds until all before it and it had ended) of each of three ranks."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    # The package that this test runs against, wherever it lies.
+    env = os.environ | {"PYTHONPATH": str(Path(torchext.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder / "store"), str(rank), mode],
+            env=env | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(3)
+    ]
+    results = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=40)
+            results.append((process.returncode, out, err, time.monotonic() - start))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return results
+
+
+@pytest.mark.parametrize("mode", ["nothing", "detach", "destroy", "averaged", "dropped"])
+def test_a_script_ends_cleanly(tmp_path: Path, mode: str) -> None:
+    for code, out, err, _ in run_script(tmp_path, mode):
+        assert code == 0, (code, err)
+        assert out.endswith("end\n"), out
+        assert "Traceback" not in err and "terminate called" not in err and "Error" not in err, err
+
+
+def test_an_exception_in_training_reaches_the_others(tmp_path: Path) -> None:
+    for rank, (code, _, err, _) in enumerate(run_script(tmp_path, "exception")):
+        assert code == 1, (code, err)
+        assert "terminate called" not in err
+        assert ("ValueError: on purpose" if rank == 1 else "rank 1") in err, err
+        assert rank == 1 or "DistBackendError" in err, err
