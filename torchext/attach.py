@@ -91,7 +91,7 @@ class Synchronizer:
 
     def _check_attached(self, what: str) -> None:
         if self._detached:
-            raise RuntimeError(f"Synchronizer.{what} after detach(); attach the model again")
+            raise RuntimeError(f"Synchronizer.{what} after detach(); wrap the module in a new DistributedDataParallel")
         if self._averaging:
             raise RuntimeError(f"Synchronizer.{what} inside averaged(); leave the with block first")
 
@@ -155,7 +155,10 @@ def _check(ddp: Any, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"torchext.attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if getattr(ddp, "_torchext_synchronizer", None) is not None:
-        raise RuntimeError("torchext.attach: this model is attached already; keep the first Synchronizer, or detach it")
+        raise RuntimeError(
+            "torchext.attach: this model has been attached already, and DDP takes one communication hook "
+            "in its life; keep the first Synchronizer, or wrap the module in a new DistributedDataParallel"
+        )
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     names = [name for name, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in owned]
     if names:

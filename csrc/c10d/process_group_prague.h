@@ -73,6 +73,8 @@ class ProcessGroupPrague : public DelegatingBackend {
   // keeps its promises to other members first.
   std::uint64_t addCollectiveCallback(std::function<void()> callback);
   void removeCollectiveCallback(std::uint64_t id);
+  // Runs these callbacks: for collectives that an attached model makes itself, where other models are attached too.
+  void keepPromises() { beforeCollective(); }
   class InternalCollective {
    public:
     InternalCollective();

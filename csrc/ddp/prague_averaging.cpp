@@ -191,6 +191,7 @@ void PragueSynchronizer::pause() {
 }
 
 void PragueSynchronizer::synchronize() {
+  group_->keepPromises();
   beforeStep();
   runOnThread([this] {
     pause();
@@ -222,6 +223,7 @@ void PragueSynchronizer::exactAverage() {
 
 void PragueSynchronizer::enterAverage() {
   TORCH_CHECK(local_values_.empty(), "prague: averaged() inside averaged()");
+  group_->keepPromises();
   beforeStep();
   std::vector<at::Tensor> local;
   runOnThread([&] {

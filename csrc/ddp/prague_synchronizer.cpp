@@ -51,7 +51,8 @@ PragueSynchronizer::PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> gr
   thread_ = std::make_unique<TaskThread>("tx_prague_sync");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
   collective_callback_ = group_->addCollectiveCallback([this] { beforeCollective(); });
-  abort_callback_ = group_->addAbortCallback([this] { source_->stop(group_->health()->firstReason().second); });
+  abort_callback_ = group_->addAbortCallback(
+      [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->firstReason().second)); });
 }
 
 PragueSynchronizer::~PragueSynchronizer() { leave(std::chrono::seconds(2)); }
@@ -156,10 +157,10 @@ void PragueSynchronizer::fail(std::exception_ptr error) {
 
 void PragueSynchronizer::checkTensorsInPlace() const {
   for (std::size_t i = 0; i < watched_.size(); ++i) {
-    TORCH_CHECK(watched_[i].data_ptr() == addresses_[i], "prague: parameter or buffer ", i,
-                " (in order of "
-                "registration) has been given other memory since torchext.attach (model.to(), .data = ...); call "
-                "sync.detach(), change the model, attach again");
+    TORCH_CHECK(
+        watched_[i].data_ptr() == addresses_[i], "prague: parameter or buffer ", i,
+        " (in order of registration) has been given other memory since torchext.attach (model.to(), .data = ...); "
+        "change a model before it is wrapped in DistributedDataParallel and attached");
   }
 }
 
@@ -189,6 +190,7 @@ void PragueSynchronizer::detach() {
   if (detached_) {
     return;
   }
+  group_->keepPromises();
   beforeStep();
   runOnThread([this] {
     pause();

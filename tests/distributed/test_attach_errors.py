@@ -187,5 +187,5 @@ def test_tensors_given_other_memory() -> None:
     for errors in run_ranks(body_moved, 2):
         for (kind, text, seconds), index in zip(errors, (0, 4), strict=True):
             assert kind == "RuntimeError"
-            assert f"parameter or buffer {index} " in text and "attach again" in text, text
+            assert f"parameter or buffer {index} " in text and "before it is wrapped" in text, text
             assert seconds < DEADLINE
