@@ -118,12 +118,12 @@ void GeneratorService::serve() {
       std::lock_guard<std::mutex> lock(mutex_);
       pending_receive_ = nullptr;
       handle(message);
-    } catch (const std::exception& error) {
+    } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!stopped_) {
-        // The failure monitor names the peer; here it is only known that the control group broke.
+        // As it is: whoever waits for a group has it explained, with the name of the peer that died.
         stopped_ = true;
-        reason_ = c10::str("the group generator failed: ", error.what());
+        error_ = std::current_exception();
         changed_.notify_all();
       }
       return;
@@ -196,6 +196,9 @@ void GeneratorService::handleLocally(GeneratorMessage message) {
 AssignedGroup GeneratorService::awaitLocally(std::chrono::milliseconds timeout) {
   std::unique_lock<std::mutex> lock(mutex_);
   const bool arrived = changed_.wait_for(lock, timeout, [this] { return stopped_ || !local_.empty(); });
+  if (local_.empty() && error_) {
+    std::rethrow_exception(error_);
+  }
   if (local_.empty()) {
     C10_THROW_ERROR(DistBackendError, arrived ? reason_
                                               : c10::str("prague: no group from the generator within ", timeout.count(),

@@ -18,6 +18,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -87,7 +88,8 @@ class GeneratorService {
   std::vector<std::vector<Outgoing>> outgoing_;
   PointToPoint::WorkPtr pending_receive_;
   bool stopped_ = false;
-  std::string reason_;
+  std::string reason_;        // of stop()
+  std::exception_ptr error_;  // or what broke the service
   std::thread server_;
   std::thread timer_;  // ready-set only
 };

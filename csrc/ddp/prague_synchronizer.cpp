@@ -145,6 +145,8 @@ void PragueSynchronizer::release(std::size_t bucket) {
 }
 
 void PragueSynchronizer::fail(std::exception_ptr error) {
+  // A broken connection becomes the error that names who died.
+  error = group_->health()->explain(error, OpInfo{.name = "training"});
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!error_) {
