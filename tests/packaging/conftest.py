@@ -6,13 +6,12 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from interpreter import Python
 
 ROOT = Path(__file__).resolve().parents[2]
-Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,7 @@ import importlib.machinery
 from pathlib import Path
 
 import torch
-
-from .conftest import Python
+from interpreter import Python
 
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from .conftest import Python
+from interpreter import Python
 
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 
