@@ -95,6 +95,10 @@ void DelegatingBackend::shutdown() {
     } catch (const std::exception& error) {
       LOG(WARNING) << health_->label() << ": shutdown of an inner backend failed: " << error.what();
     }
+    // Ended here and not with this object, which a DDP model may keep: a peer's goodbye that arrives when nobody
+    // receives any more stays in its socket, and Gloo's event loop spins on it.
+    monitor_->releaseGroup();
+    inner_.control.reset();
   });
 }
 

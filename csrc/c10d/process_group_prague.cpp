@@ -231,6 +231,8 @@ void ProcessGroupPrague::onShutdown() {
       abort();  // ends the wait that the thread is in
     }
     thread->discard();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    partial_ = nullptr;  // holds the inner group, which ends now
   }
 }
 

@@ -230,6 +230,10 @@ void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
   group_->removeCollectiveCallback(collective_callback_);
   thread_->discard();
   thread_ = nullptr;
+  // They hold the inner groups, which must end with the process group: the event loop of one that lives on, with its
+  // peers gone, spins.
+  partial_ = nullptr;
+  source_ = nullptr;
 }
 
 SynchronizerStats PragueSynchronizer::stats() const {
