@@ -57,7 +57,8 @@ TEST(Throughput, NobodyWaitsForAFilteredWorker) {
   auto options = world(GeneratorKind::kSmart, {3}, 5, 4);
   options.generator.host_of = {0, 0, 0, 0, 1, 1, 1, 1};
   const double filtered = simulate(options).waited_for[3];
-  EXPECT_LT(filtered, 0.02 * kDuration);
+  // Until it is known: a start-up cost of a few steps for each of the seven others, whatever the duration.
+  EXPECT_LT(filtered, 60.0);
   options.generator.slowdown_threshold = 0;
   EXPECT_GT(simulate(options).waited_for[3], kDuration);
 }
