@@ -1,7 +1,7 @@
 // SubsetAllreduce: sum or average of one contiguous buffer over any subset of ranks, by point-to-point alone.
 //
 // Members are data of the call (Luo et al., ASPLOS 2020, section 4.1, "P-Reduce"): no communicator, no connection and
-// no rank outside the subset is involved, so the first use of a subset costs what the second does.
+// no rank outside the subset is involved, so the first use of a subset sets nothing up.
 //
 // Algorithm, chosen by size (N bytes, g members):
 //   direct   small: everyone sends [header | payload] to everyone; 1 round, (g - 1) N bytes sent. Recursive doubling
