@@ -155,6 +155,8 @@ def body_point_to_point(rank: Rank) -> bool:
         assert sources == set(range(1, n))
     else:
         dist.send(data(me), dst=0)
+    # Without it the next message of a fast rank could be taken for its first one, and a slow rank's be left over.
+    dist.barrier()
     received.zero_()
     ops = [dist.P2POp(dist.irecv, received, before), dist.P2POp(dist.isend, data(me), after)]
     for work in dist.batch_isend_irecv(ops):

@@ -94,21 +94,42 @@ def test_resume_equals_uninterrupted(backend: str, tmp_path: Path) -> None:
     assert list(tmp_path.glob(".*.pt.*")) == [], "a temporary file was left behind"
 
 
-def test_resumes_after_a_worker_is_killed(backend: str, tmp_path: Path) -> None:
+def test_restarts_by_itself_after_a_worker_is_killed(tmp_path: Path) -> None:
+    """With ``torchrun --max-restarts``. Prague only: plain Gloo's second attempt reads the addresses that the dead one
+    left in the agent's store, and mostly fails to connect."""
+    skip_without_torchext()
+    options = [*REPEATABLE["prague"], "--epochs=6", "--step-ms=10"]
+    whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
+    train(tmp_path, "prague", *options, f"--checkpoint={whole}")
+    status, text = train_with_a_kill(tmp_path, "prague", killed, *options, restarts=1)
+    assert status == 0, f"exit status {status}:\n{text}"
+    assert "resumed from" in text
+    assert_equal(weights(whole), weights(killed))
+
+
+def test_resumes_after_a_killed_job(backend: str, tmp_path: Path) -> None:
     options = [*REPEATABLE[backend], "--epochs=6", "--step-ms=10"]
     whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
     train(tmp_path, backend, *options, f"--checkpoint={whole}")
+    status, text = train_with_a_kill(tmp_path, backend, killed, *options, restarts=0)
+    assert status != 0, f"a job that lost a worker ended well:\n{text}"
+    text = train(tmp_path, backend, *options, f"--checkpoint={killed}", "--resume")
+    assert "resumed from" in text
+    assert_equal(weights(whole), weights(killed))
 
+
+def train_with_a_kill(folder: Path, backend: str, checkpoint: Path, *options: str, restarts: int) -> tuple[int, str]:
+    """Run the example and SIGKILL a worker after the first checkpoint; exit status and output."""
     script = EXAMPLES / "train_digits.py"
-    arguments = [f"--backend={backend}", *options, f"--checkpoint={killed}", "--resume"]
-    command = torchrun(WORKERS, script, *arguments, options=["--max-restarts=1"])
-    output = tmp_path / "killed.txt"
+    arguments = [f"--backend={backend}", *options, f"--checkpoint={checkpoint}", "--resume"]
+    command = torchrun(WORKERS, script, *arguments, options=[f"--max-restarts={restarts}"])
+    output = folder / "killed.txt"
     limit = time.monotonic() + DEADLINE
     with (
         output.open("w") as file,
         started(command, env={"OMP_NUM_THREADS": "1"}, output=file) as process,
     ):
-        while not killed.exists():
+        while not checkpoint.exists():
             assert process.poll() is None, f"ended before its first checkpoint:\n{output.read_text()}"
             assert time.monotonic() < limit, f"no checkpoint in {DEADLINE} s:\n{output.read_text()}"
             time.sleep(0.02)
@@ -116,10 +137,7 @@ def test_resumes_after_a_worker_is_killed(backend: str, tmp_path: Path) -> None:
         assert len(workers) == WORKERS
         os.kill(workers[-1], signal.SIGKILL)
         status = process.wait(max(1.0, limit - time.monotonic()))
-    text = output.read_text()
-    assert status == 0, f"exit status {status}:\n{text}"
-    assert "resumed from" in text
-    assert_equal(weights(whole), weights(killed))
+    return status, output.read_text()
 
 
 @pytest.mark.parametrize(
