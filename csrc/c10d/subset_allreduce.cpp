@@ -41,6 +41,18 @@ void checkWire(const SubsetHeader& header, int source) {
   }
 }
 
+// Segments of one chunk are equally long: a short one at the end would cost a message and hide nothing. At least two,
+// so that one travels while the other is added, unless they would be tiny.
+std::size_t segmentBytes(std::size_t bytes, std::size_t size, const TransferTuning& tuning) {
+  constexpr std::size_t kLine = 64;  // what core::RingPlan aligns to
+  const auto parts = [](std::size_t whole, std::size_t part) { return (whole + part - 1) / part; };
+  const std::size_t chunk_lines = parts(parts(bytes, kLine), size);
+  const std::size_t segments =
+      std::max({parts(chunk_lines * kLine, tuning.frame_bytes),
+                std::min<std::size_t>(2, chunk_lines * kLine / tuning.least_segment_bytes), std::size_t{1}});
+  return parts(chunk_lines, segments) * kLine;
+}
+
 }  // namespace
 
 struct SubsetAllreduce::Call {
@@ -52,8 +64,11 @@ struct SubsetAllreduce::Call {
   int position;  // of the caller among the members
   std::uint64_t id;
   double scale;
+  std::vector<std::pair<PointToPoint::WorkPtr, int>> sends;  // under way, with their destinations
 
   std::size_t bytes() const { return count * math.element_bytes; }
+  std::byte* at(const core::Span& span) const { return data + span.begin * math.element_bytes; }
+  std::size_t bytesOf(const core::Span& span) const { return span.count * math.element_bytes; }
   int size() const { return static_cast<int>(members.size()); }
   int member(int position_) const { return members[static_cast<std::size_t>((position_ + size()) % size())]; }
 };
@@ -61,16 +76,26 @@ struct SubsetAllreduce::Call {
 SubsetAllreduce::SubsetAllreduce(PointToPoint transport, int tag_base, TransferTuning tuning)
     : transport_(std::move(transport)), tag_base_(tag_base), tuning_(tuning) {}
 
+// Not a vector: that would write to every byte, and most of a frame's slot is never used.
 std::byte* SubsetAllreduce::scratch(std::size_t bytes) {
-  if (scratch_.size() < bytes) {
-    scratch_.resize(bytes);
+  if (scratch_bytes_ < bytes) {
+    scratch_.reset();
+    scratch_.reset(new std::byte[bytes]);
+    scratch_bytes_ = bytes;
   }
-  return scratch_.data();
+  return scratch_.get();
 }
 
-PointToPoint::WorkPtr SubsetAllreduce::send(const void* data, std::size_t bytes, int destination, int tag) {
+void SubsetAllreduce::send(Call& call, const void* data, std::size_t bytes, int destination, int tag) {
   bytes_sent_ += bytes;
-  return transport_.send(data, bytes, destination, tag_base_ + tag);
+  call.sends.emplace_back(transport_.send(data, bytes, destination, tag_base_ + tag), destination);
+}
+
+void SubsetAllreduce::finishSends(Call& call) {
+  for (const auto& [work, destination] : call.sends) {
+    transport_.wait(work, destination, kName);
+  }
+  call.sends.clear();
 }
 
 SubsetHeader SubsetAllreduce::headerOf(const Call& call) const {
@@ -97,122 +122,88 @@ void SubsetAllreduce::run(const at::Tensor& buffer, const std::vector<int>& memb
             members,
             static_cast<int>(self - members.begin()),
             call_id,
-            scale};
+            scale,
+            {}};
   if (members.size() == 1) {
     if (scale != 1.0) {
       math.multiply(call.data, call.count, scale);
     }
-  } else if (call.bytes() <= tuning_.direct_bytes &&
-             call.bytes() * (members.size() - 1) <= tuning_.direct_total_bytes) {
+  } else if (call.bytes() <= tuning_.frame_bytes &&
+             (members.size() == 2 || call.bytes() * (members.size() - 1) <= tuning_.direct_total_bytes)) {
     direct(call);
   } else {
     ring(call);
   }
 }
 
-// Everyone sends its whole frame to everyone. The receives are as long as any direct frame, so a member that passed
-// another size is found by its header and not by a broken connection.
-void SubsetAllreduce::direct(Call& call) {
-  const std::size_t slot = kHeaderBytes + tuning_.direct_bytes;
+// Every pair of members exchanges exactly one frame in every call, whatever its algorithm, and a receive is as long as
+// the longest frame: members that disagree find out from a header, and no message is left over.
+std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std::size_t payload_bytes, To to,
+                                           std::size_t more_scratch) {
   const int others = call.size() - 1;
-  std::byte* memory = scratch(slot * static_cast<std::size_t>(call.size()));
-  std::byte* frame = memory + slot * static_cast<std::size_t>(others);
+  std::byte* memory = scratch(slotBytes() * static_cast<std::size_t>(call.size()) + more_scratch);
+  std::byte* frame = memory + slotBytes() * static_cast<std::size_t>(others);
   const SubsetHeader own = headerOf(call);
   std::vector<PointToPoint::WorkPtr> receives;
-  std::vector<PointToPoint::WorkPtr> sends;
   for (int i = 0; i < others; ++i) {
-    // Neighbours first, each member in an order of its own, so that no member is everybody's first target.
-    receives.push_back(transport_.recv(memory + slot * static_cast<std::size_t>(i), slot,
+    // From the previous member first, to the next first: no member is everybody's first target.
+    receives.push_back(transport_.recv(memory + slotBytes() * static_cast<std::size_t>(i), slotBytes(),
                                        call.member(call.position - 1 - i), tag_base_ + kFrame));
   }
   std::memcpy(frame, &own, kHeaderBytes);
-  std::memcpy(frame + kHeaderBytes, call.data, call.bytes());
+  std::memcpy(frame + kHeaderBytes, payload, payload_bytes);
   for (int i = 0; i < others; ++i) {
-    sends.push_back(send(frame, kHeaderBytes + call.bytes(), call.member(call.position + 1 + i), kFrame));
+    const bool with_payload = to == To::kAll || i == 0;
+    send(call, frame, kHeaderBytes + (with_payload ? payload_bytes : 0), call.member(call.position + 1 + i), kFrame);
   }
   const auto start = std::chrono::steady_clock::now();
-  std::vector<const std::byte*> payload(static_cast<std::size_t>(call.size()));
-  payload[static_cast<std::size_t>(call.position)] = frame + kHeaderBytes;
   std::optional<SubsetHeader> differing;
   for (int i = 0; i < others; ++i) {
-    const int position = (call.position - 1 - i + call.size()) % call.size();
-    const int source = call.member(position);
-    const std::byte* received = memory + slot * static_cast<std::size_t>(i);
+    const int source = call.member(call.position - 1 - i);
     transport_.wait(receives[static_cast<std::size_t>(i)], source, kName);
     SubsetHeader header;
-    std::memcpy(&header, received, kHeaderBytes);
+    std::memcpy(&header, memory + slotBytes() * static_cast<std::size_t>(i), kHeaderBytes);
     checkWire(header, source);
     if (!own.sameCall(header)) {
       differing = header;
     }
-    payload[static_cast<std::size_t>(position)] = received + kHeaderBytes;
   }
   peer_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  for (int i = 0; i < others; ++i) {
-    transport_.wait(sends[static_cast<std::size_t>(i)], call.member(call.position + 1 + i), kName);
-  }
   if (differing) {
+    finishSends(call);
     throwMismatch(own, *differing);
   }
-  // In member order on every member: floating-point addition does not associate, and members must end bit-equal.
-  std::memcpy(call.data, payload[0], call.bytes());
-  for (int i = 1; i + 1 < call.size(); ++i) {
-    call.math.add(call.data, payload[static_cast<std::size_t>(i)], call.count);
-  }
-  call.math.add_scaled(call.data, payload.back(), call.count, call.scale);
+  return memory;
 }
 
-// One round, header to everyone: a ring's messages have sizes that all members must agree on beforehand. The receives
-// are as long as a direct frame, because a member with a smaller tensor sends one.
-void SubsetAllreduce::exchangeHeaders(Call& call) {
-  const std::size_t slot = kHeaderBytes + tuning_.direct_bytes;
-  const int others = call.size() - 1;
-  std::byte* memory = scratch(slot * static_cast<std::size_t>(others));
-  const SubsetHeader own = headerOf(call);
-  std::optional<SubsetHeader> differing;
-  std::vector<PointToPoint::WorkPtr> receives;
-  std::vector<PointToPoint::WorkPtr> sends;
-  for (int i = 1; i <= others; ++i) {
-    receives.push_back(transport_.recv(memory + slot * static_cast<std::size_t>(i - 1), slot,
-                                       call.member(call.position + i), tag_base_ + kFrame));
+void SubsetAllreduce::direct(Call& call) {
+  std::byte* memory = exchangeFrames(call, call.data, call.bytes(), To::kAll, 0);
+  // In member order on every member: floating-point addition does not associate, and members must end bit-equal.
+  // Slot i has the frame of the member i + 1 places before this one, the last slot the own frame.
+  const auto payload = [&](int position) {
+    const int i = (call.position - 1 - position + 2 * call.size()) % call.size();
+    return memory + slotBytes() * static_cast<std::size_t>(i) + kHeaderBytes;
+  };
+  if (call.position > 0) {
+    std::memcpy(call.data, payload(0), call.bytes());
   }
-  for (int i = 1; i <= others; ++i) {
-    sends.push_back(send(&own, kHeaderBytes, call.member(call.position + i), kFrame));
+  for (int position = 1; position + 1 < call.size(); ++position) {
+    call.math.add(call.data, payload(position), call.count);
   }
-  const auto start = std::chrono::steady_clock::now();
-  for (int i = 1; i <= others; ++i) {
-    const int source = call.member(call.position + i);
-    transport_.wait(receives[static_cast<std::size_t>(i - 1)], source, kName);
-    SubsetHeader header;
-    std::memcpy(&header, memory + slot * static_cast<std::size_t>(i - 1), kHeaderBytes);
-    checkWire(header, source);
-    if (!own.sameCall(header)) {
-      differing = header;
-    }
-  }
-  peer_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  for (int i = 1; i <= others; ++i) {
-    transport_.wait(sends[static_cast<std::size_t>(i - 1)], call.member(call.position + i), kName);
-  }
-  if (differing) {
-    throwMismatch(own, *differing);
-  }
+  call.math.add_scaled(call.data, payload(call.size() - 1), call.count, call.scale);
+  finishSends(call);
 }
 
 // Reduce-scatter then all-gather around the ring of members (core::RingPlan). A chunk travels in segments; a segment is
-// passed on as soon as it is added, so steps overlap. The receives of the all-gather go straight into the buffer and
-// are posted at the start: a final segment cannot arrive before this member's own partial one has been used downstream.
+// passed on as soon as it is added, so steps overlap. The first segment of all comes with the frame. The receives of
+// the all-gather go straight into the buffer: a final segment cannot arrive before this member's own partial one has
+// been used downstream.
 void SubsetAllreduce::ring(Call& call) {
-  exchangeHeaders(call);
   const int g = call.size();
-  const std::size_t element = call.math.element_bytes;
-  // At least two segments a chunk, so that one travels while the other is added.
-  const std::size_t chunk_bytes = call.bytes() / static_cast<std::size_t>(g);
-  const std::size_t segment_bytes = std::clamp(chunk_bytes / 2, std::size_t{32} * 1024, tuning_.segment_bytes);
-  const core::RingPlan plan(call.count, element, g, segment_bytes);
+  const std::size_t segment_bytes = segmentBytes(call.bytes(), static_cast<std::size_t>(g), tuning_);
+  const core::RingPlan plan(call.count, call.math.element_bytes, g, segment_bytes);
   const int next = call.member(call.position + 1);
   const int previous = call.member(call.position - 1);
-  const auto address = [&](const core::Span& span) { return call.data + span.begin * element; };
 
   // What arrives from `previous`, in order; what arrives is what is sent on, but for the last of the all-gather.
   std::vector<core::Span> reduced;
@@ -232,56 +223,68 @@ void SubsetAllreduce::ring(Call& call) {
       list.push_back(plan.segment(chunk, i));
     }
   }
-  if (g == 2) {
-    forwarded = 0;
-  }
 
+  const std::size_t window = std::max<std::size_t>(2, tuning_.segments_ahead);
+  const std::size_t segment_slot = plan.largestSegment() * call.math.element_bytes;
+  const int own = plan.sendChunk(call.position, 0);
+  const core::Span first = plan.segments(own) > 0 ? plan.segment(own, 0) : core::Span{};
+  std::byte* memory = exchangeFrames(call, call.at(first), call.bytesOf(first), To::kNext, window * segment_slot);
+
+  std::byte* slots = memory + slotBytes() * static_cast<std::size_t>(g);
+  const bool in_frame = plan.segments(plan.receiveChunk(call.position, 0)) > 0;  // reduced[0] is in previous's frame
+  const auto slot = [&](std::size_t i) {
+    return in_frame && i == 0 ? memory + kHeaderBytes : slots + (i % window) * segment_slot;
+  };
+  // `window` receives are posted ahead and no more: what is under way should fit the caches, and a sender whose
+  // receiver is not ready waits in its own memory instead of the kernel's.
   std::vector<PointToPoint::WorkPtr> reduces;
   std::vector<PointToPoint::WorkPtr> gathers;
-  std::vector<PointToPoint::WorkPtr> sends;
-  const std::size_t ahead = std::min(reduced.size(), std::max<std::size_t>(2, tuning_.segments_ahead));
-  const std::size_t slot_bytes = plan.largestSegment() * element;
-  std::byte* slots = scratch(ahead * slot_bytes);
-  const auto slot = [&](std::size_t i) { return slots + (i % ahead) * slot_bytes; };
-  const auto postReduce = [&](std::size_t i) {
-    reduces.push_back(transport_.recv(slot(i), reduced[i].count * element, previous, tag_base_ + kReduceScatter));
+  if (in_frame) {
+    reduces.emplace_back();
+  }
+  const auto postReduces = [&](std::size_t done) {
+    while (reduces.size() < std::min(reduced.size(), done + window)) {
+      const std::size_t i = reduces.size();
+      reduces.push_back(transport_.recv(slot(i), call.bytesOf(reduced[i]), previous, tag_base_ + kReduceScatter));
+    }
+  };
+  const auto postGathers = [&](std::size_t done) {
+    while (gathers.size() < std::min(gathered.size(), done + window)) {
+      const core::Span& span = gathered[gathers.size()];
+      gathers.push_back(transport_.recv(call.at(span), call.bytesOf(span), previous, tag_base_ + kAllGather));
+    }
   };
   const auto sendSpan = [&](const core::Span& span, Tag tag) {
-    sends.push_back(send(address(span), span.count * element, next, tag));
+    send(call, call.at(span), call.bytesOf(span), next, tag);
   };
-  for (std::size_t i = 0; i < ahead; ++i) {
-    postReduce(i);
-  }
-  const int own = plan.sendChunk(call.position, 0);
-  for (int i = 0; i < plan.segments(own); ++i) {
+
+  postReduces(0);
+  for (int i = 1; i < plan.segments(own); ++i) {
     sendSpan(plan.segment(own, i), kReduceScatter);
   }
-  for (const core::Span& span : gathered) {
-    gathers.push_back(transport_.recv(address(span), span.count * element, previous, tag_base_ + kAllGather));
-  }
+  postGathers(0);
   for (std::size_t i = 0; i < reduced.size(); ++i) {
-    transport_.wait(reduces[i], previous, kName);
-    std::byte* sum = address(reduced[i]);
-    if (i >= last_reduced) {
+    if (reduces[i]) {
+      transport_.wait(reduces[i], previous, kName);
+    }
+    std::byte* sum = call.at(reduced[i]);
+    const bool finished = i >= last_reduced;
+    if (finished) {
       call.math.add_scaled(sum, slot(i), reduced[i].count, call.scale);
-      sendSpan(reduced[i], kAllGather);
     } else {
       call.math.add(sum, slot(i), reduced[i].count);
-      sendSpan(reduced[i], kReduceScatter);
     }
-    if (i + ahead < reduced.size()) {
-      postReduce(i + ahead);
-    }
+    postReduces(i + 1);
+    sendSpan(reduced[i], finished ? kAllGather : kReduceScatter);
   }
   for (std::size_t i = 0; i < gathered.size(); ++i) {
     transport_.wait(gathers[i], previous, kName);
+    postGathers(i + 1);
     if (i < forwarded) {
       sendSpan(gathered[i], kAllGather);
     }
   }
-  for (const auto& sent : sends) {
-    transport_.wait(sent, next, kName);
-  }
+  finishSends(call);
 }
 
 }  // namespace torchext

@@ -3,12 +3,14 @@
 // Members are data of the call (Luo et al., ASPLOS 2020, section 4.1, "P-Reduce"): no communicator, no connection and
 // no rank outside the subset is involved, so the first use of a subset sets nothing up.
 //
-// Algorithm, chosen by size (N bytes, g members):
-//   direct   small: everyone sends [header | payload] to everyone; 1 round, (g - 1) N bytes sent. Recursive doubling
-//            would send log2(g) N, but in log2(g) rounds, and a member whose size differs would be noticed by its
-//            partners only: the others would wait. Groups are small, rounds are what costs.
-//   ring     large: headers all-to-all (1 round), then reduce-scatter and all-gather in segments, 2 (g - 1) / g N
-//            bytes sent, receives posted ahead, the scale fused into the last addition.
+// Every call begins with one frame, [header | payload], from every member to every other. Algorithm, chosen by size
+// (N bytes, g members):
+//   direct   small: the payload is everything; 1 round, (g - 1) N bytes sent. Recursive doubling would send log2(g) N,
+//            but in log2(g) rounds, and a member whose size differs would be noticed by its partners only: the others
+//            would wait. Groups are small, rounds are what costs. For g = 2 it sends no more than a ring.
+//   ring     large: the payload is the ring's first segment, to the next member, nothing to the others; then
+//            reduce-scatter and all-gather in segments, 2 (g - 1) / g N bytes sent, receives posted ahead, the scale
+//            fused into the last addition.
 // Members end bit-equal: direct adds in member order everywhere; in the ring one member computes a chunk, the others
 // copy it.
 //
@@ -21,6 +23,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -33,10 +36,10 @@
 namespace torchext {
 
 struct TransferTuning {
-  std::size_t direct_bytes = 128 * 1024;        // payloads up to this size travel with their header, in one message
-  std::size_t direct_total_bytes = 512 * 1024;  // and (g - 1) of them together up to this
-  std::size_t segment_bytes = 512 * 1024;       // largest ring message
-  std::size_t segments_ahead = 4;               // receives of the reduce-scatter posted ahead
+  std::size_t frame_bytes = 1024 * 1024;        // largest payload of a frame, and largest segment of a ring
+  std::size_t direct_total_bytes = 512 * 1024;  // direct for g > 2: up to this in (g - 1) payloads together
+  std::size_t least_segment_bytes = 32 * 1024;  // below this a message costs more than its bytes
+  std::size_t segments_ahead = 2;               // receives posted ahead, of each half of a ring
 };
 
 class SubsetAllreduce {
@@ -55,19 +58,26 @@ class SubsetAllreduce {
 
  private:
   struct Call;
+  enum class To { kNext, kAll };
 
   void direct(Call& call);
   void ring(Call& call);
-  void exchangeHeaders(Call& call);
+  // Returns scratch memory: slot i of slotBytes() holds the frame of the member i + 1 places before the caller, the
+  // g-th slot the caller's own, then follow `more_scratch` bytes. Throws if the members disagree.
+  std::byte* exchangeFrames(Call& call, const void* payload, std::size_t payload_bytes, To to,
+                            std::size_t more_scratch);
+  std::size_t slotBytes() const { return sizeof(SubsetHeader) + tuning_.frame_bytes; }
 
-  PointToPoint::WorkPtr send(const void* data, std::size_t bytes, int destination, int tag);
+  void send(Call& call, const void* data, std::size_t bytes, int destination, int tag);
+  void finishSends(Call& call);
   std::byte* scratch(std::size_t bytes);
   SubsetHeader headerOf(const Call& call) const;
 
   PointToPoint transport_;
   int tag_base_;
   TransferTuning tuning_;
-  std::vector<std::byte> scratch_;
+  std::unique_ptr<std::byte[]> scratch_;
+  std::size_t scratch_bytes_ = 0;
   std::uint64_t bytes_sent_ = 0;
   double peer_seconds_ = 0.0;
 };
