@@ -16,7 +16,7 @@ RUN := PATH="$(CURDIR)/$(VENV)/bin:$(DEPS)/bin:$$PATH" $(VENV)/bin/python
 CXX_FILES = $(shell find csrc kernels tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick lint format matrix clean install deps
+.PHONY: help demo test test-quick lint format matrix sanitize clean install deps
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -41,6 +41,11 @@ matrix:  ## builds and tests also against torch 2.11, in a copy of the tree; the
 	@bash tools/matrix.sh torch==2.11.0
 	@$(MAKE) --no-print-directory install
 	@$(RUN) tools/run_tests.py slow
+
+sanitize: deps  ## the multi-process tests of prague with the thread sanitizer in the extension (10 minutes)
+	@bash tools/sanitize.sh thread "$(DEPS)/bin/python" tests/distributed/test_partial_all_reduce.py \
+	  tests/distributed/test_attach.py tests/distributed/test_attach_exact.py tests/distributed/test_attach_features.py \
+	  tests/distributed/test_lifecycle.py
 
 install: deps
 	@bash tools/install.sh "$(DEPS)" "$(VENV)"

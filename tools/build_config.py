@@ -26,6 +26,7 @@ from torch.utils import cpp_extension
 DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
 
 CUDA_CHOICES = ("auto", "1", "0")
+SANITIZERS = ("thread", "address", "undefined")
 
 
 class BuildError(SystemExit):
@@ -110,8 +111,19 @@ def extensions(root: Path) -> list[Extension]:
         f"-ffile-prefix-map={root}/=",
         f"-ffile-prefix-map={Path(torch.__file__).parent}/=torch/",
     ]
+    sanitizer, link = os.environ.get("TORCHEXT_SANITIZE", ""), []
+    if sanitizer:
+        if sanitizer not in SANITIZERS:
+            raise BuildError(f"TORCHEXT_SANITIZE={sanitizer!r}: allowed are {', '.join(map(repr, SANITIZERS))}.")
+        cxx = [flag for flag in cxx if flag not in ("-O3", "-g0")]
+        cxx += ["-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
+        link = [f"-fsanitize={sanitizer}"]
     native = cpp_extension.CppExtension(
-        "torchext._C", backends, include_dirs=list(include_dirs), extra_compile_args={"cxx": cxx}
+        "torchext._C",
+        backends,
+        include_dirs=list(include_dirs),
+        extra_compile_args={"cxx": cxx},
+        extra_link_args=link,
     )
     return [native, _kernels_extension(root, include_dirs, cxx)]
 

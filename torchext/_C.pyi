@@ -25,7 +25,7 @@ class PragueOptions(Backend.Options):
         order: str = "atc",
         slowdown_threshold: int = -1,
         sync_period: int = 1,
-        sync_every: int = 0,
+        sync_every: int = -1,
         seed: int = 0,
         timeout: timedelta = ...,
     ) -> None: ...

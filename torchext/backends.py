@@ -127,6 +127,6 @@ def _leave_at_exit() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     reason = ""
     if error is not None:
-        rank = os.environ.get("RANK", "?")
+        rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "?")
         reason = f"rank {rank} exits with an uncaught {type(error).__name__}: {str(error)[:120]}"
     _C.leave_all(reason)

@@ -7,6 +7,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/promises.h"
 #include "core/group_generator.h"
 
 namespace torchext {
@@ -39,9 +40,6 @@ class PartialWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// How many InternalCollectives are alive on this thread.
-thread_local int internal_collectives = 0;
-
 template <class T>
 void checkRange(const char* name, T value, T low, T high, const char* meaning) {
   TORCH_CHECK_VALUE(value >= low && value <= high, "PragueOptions.", name, " must be in [", low, ", ", high, "], got ",
@@ -66,7 +64,8 @@ void ProcessGroupPrague::Options::validate() const {
   checkRange<std::int64_t>("slowdown_threshold", slowdown_threshold, -1, kMost,
                            "iterations behind; 0 filters nobody, -1 is the default");
   checkRange<std::int64_t>("sync_period", sync_period, 1, kMost, "average after every n-th optimizer step");
-  checkRange<std::int64_t>("sync_every", sync_every, 0, kMost, "every n-th division is one of all workers; 0: never");
+  checkRange<std::int64_t>("sync_every", sync_every, -1, kMost,
+                           "every n-th division is one of all workers; 0: never; -1: the generator's default");
   checkRange<std::int64_t>("seed", seed, 0, INT64_MAX, "the same on all ranks");
 }
 
@@ -86,6 +85,14 @@ std::int64_t ProcessGroupPrague::Options::groupSizeFor(int world_size) const {
 
 std::int64_t ProcessGroupPrague::Options::slowdownThresholdFor() const {
   return slowdown_threshold >= 0 ? slowdown_threshold : 4;
+}
+
+std::int64_t ProcessGroupPrague::Options::syncEveryFor() const {
+  if (sync_every >= 0) {
+    return sync_every;
+  }
+  // Workers of one speed would keep meeting each other, and nobody else (update isolation).
+  return generator == "ready-set" ? 16 : 0;
 }
 
 ProcessGroupPrague::ProcessGroupPrague(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options)
@@ -183,35 +190,7 @@ void ProcessGroupPrague::removeShutdownCallback(std::uint64_t id) {
   shutdown_callbacks_.erase(id);
 }
 
-std::uint64_t ProcessGroupPrague::addCollectiveCallback(std::function<void()> callback) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  collective_callbacks_.emplace(++next_callback_, std::move(callback));
-  return next_callback_;
-}
-
-void ProcessGroupPrague::removeCollectiveCallback(std::uint64_t id) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  collective_callbacks_.erase(id);
-}
-
-ProcessGroupPrague::InternalCollective::InternalCollective() { ++internal_collectives; }
-ProcessGroupPrague::InternalCollective::~InternalCollective() { --internal_collectives; }
-
-void ProcessGroupPrague::beforeCollective() {
-  if (internal_collectives > 0) {
-    return;
-  }
-  std::vector<std::function<void()>> callbacks;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [id, callback] : collective_callbacks_) {
-      callbacks.push_back(callback);
-    }
-  }
-  for (const auto& callback : callbacks) {
-    callback();
-  }
-}
+void ProcessGroupPrague::beforeCollective() { Promises::keepAll(); }
 
 void ProcessGroupPrague::onShutdown() {
   std::vector<std::function<void()>> callbacks;

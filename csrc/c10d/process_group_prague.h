@@ -37,7 +37,7 @@ class ProcessGroupPrague : public DelegatingBackend {
     std::string order = "atc";             // "atc": local step, then average; "cta": average while computing, then step
     std::int64_t slowdown_threshold = -1;  // iterations behind from which a worker is left out; 0: never; -1: default
     std::int64_t sync_period = 1;          // average after every n-th optimizer step, >= 1
-    std::int64_t sync_every = 0;           // every n-th division is one of all workers; 0: never
+    std::int64_t sync_every = -1;          // every n-th division is one of all workers; 0: never; -1: default
     std::int64_t seed = 0;                 // of the generator; the same on all ranks
 
     // Throws c10::ValueError with the option's name, its value and the allowed range.
@@ -46,6 +46,7 @@ class ProcessGroupPrague : public DelegatingBackend {
     c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
     std::int64_t groupSizeFor(int world_size) const;
     std::int64_t slowdownThresholdFor() const;
+    std::int64_t syncEveryFor() const;
   };
 
   ProcessGroupPrague(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options);
@@ -69,19 +70,6 @@ class ProcessGroupPrague : public DelegatingBackend {
   // Called first thing in shutdown(), so that an attached model can leave in order; until removed. Must not throw.
   std::uint64_t addShutdownCallback(std::function<void()> callback);
   void removeShutdownCallback(std::uint64_t id);
-  // Called before every collective of all ranks, but for those made under an InternalCollective: an attached model
-  // keeps its promises to other members first.
-  std::uint64_t addCollectiveCallback(std::function<void()> callback);
-  void removeCollectiveCallback(std::uint64_t id);
-  // Runs these callbacks: for collectives that an attached model makes itself, where other models are attached too.
-  void keepPromises() { beforeCollective(); }
-  class InternalCollective {
-   public:
-    InternalCollective();
-    ~InternalCollective();
-    InternalCollective(const InternalCollective&) = delete;
-    InternalCollective& operator=(const InternalCollective&) = delete;
-  };
 
  protected:
   c10::intrusive_ptr<c10d::Backend> createChild(int rank, int size, InnerBackends inner,
@@ -100,7 +88,6 @@ class ProcessGroupPrague : public DelegatingBackend {
   std::map<std::vector<int>, std::uint64_t> calls_;  // partial all-reduces so far, for each set of members
   int channels_ = 0;
   std::map<std::uint64_t, std::function<void()>> shutdown_callbacks_;
-  std::map<std::uint64_t, std::function<void()>> collective_callbacks_;
   std::uint64_t next_callback_ = 0;
 };
 

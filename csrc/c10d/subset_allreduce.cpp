@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include "core/subset_plan.h"
@@ -158,14 +159,17 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
   }
   const auto start = std::chrono::steady_clock::now();
   std::optional<SubsetHeader> differing;
-  for (int i = 0; i < others; ++i) {
-    const int source = call.member(call.position - 1 - i);
-    transport_.wait(receives[static_cast<std::size_t>(i)], source, kName);
-    SubsetHeader header;
-    std::memcpy(&header, memory + slotBytes() * static_cast<std::size_t>(i), kHeaderBytes);
-    checkWire(header, source);
-    if (!own.sameCall(header)) {
-      differing = header;
+  {
+    RECORD_FUNCTION("torchext::wait_peers", std::vector<c10::IValue>{});
+    for (int i = 0; i < others; ++i) {
+      const int source = call.member(call.position - 1 - i);
+      transport_.wait(receives[static_cast<std::size_t>(i)], source, kName);
+      SubsetHeader header;
+      std::memcpy(&header, memory + slotBytes() * static_cast<std::size_t>(i), kHeaderBytes);
+      checkWire(header, source);
+      if (!own.sameCall(header)) {
+        differing = header;
+      }
     }
   }
   peer_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -258,6 +262,7 @@ void SubsetAllreduce::ring(Call& call) {
     send(call, call.at(span), call.bytesOf(span), next, tag);
   };
 
+  RECORD_FUNCTION("torchext::move_bytes", std::vector<c10::IValue>{});
   postReduces(0);
   for (int i = 1; i < plan.segments(own); ++i) {
     sendSpan(plan.segment(own, i), kReduceScatter);

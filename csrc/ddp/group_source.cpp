@@ -84,7 +84,7 @@ std::unique_ptr<GroupSource> makeGroupSource(ProcessGroupPrague& group, const st
   generator.kind = core::parseGeneratorKind(options.generator);
   generator.host_of = host_of;
   generator.slowdown_threshold = options.slowdownThresholdFor();
-  generator.sync_every = static_cast<std::uint64_t>(options.sync_every);
+  generator.sync_every = static_cast<std::uint64_t>(options.syncEveryFor());
   generator.seed = static_cast<std::uint64_t>(options.seed);
   return std::make_unique<GeneratedSource>(group, generator, tag_base);
 }

@@ -105,7 +105,7 @@ void PragueSynchronizer::applyPending() {
   }
 }
 
-void PragueSynchronizer::beforeCollective() {
+void PragueSynchronizer::keepPromises() {
   if (detached_ || failed_) {
     return;
   }
@@ -191,7 +191,7 @@ void PragueSynchronizer::pause() {
 }
 
 void PragueSynchronizer::synchronize() {
-  group_->keepPromises();
+  Promises::keepAll();
   beforeStep();
   runOnThread([this] {
     pause();
@@ -201,7 +201,7 @@ void PragueSynchronizer::synchronize() {
 
 void PragueSynchronizer::exactAverage() {
   RECORD_FUNCTION("torchext::prague::exact_average", std::vector<c10::IValue>{});
-  const ProcessGroupPrague::InternalCollective internal;
+  const InternalCollective internal;
   double distance = 0.0;
   double norm = 0.0;
   for (std::size_t i = 0; i < bucketCount(); ++i) {
@@ -223,7 +223,7 @@ void PragueSynchronizer::exactAverage() {
 
 void PragueSynchronizer::enterAverage() {
   TORCH_CHECK(local_values_.empty(), "prague: averaged() inside averaged()");
-  group_->keepPromises();
+  Promises::keepAll();
   beforeStep();
   std::vector<at::Tensor> local;
   runOnThread([&] {

@@ -15,6 +15,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// How long a model waits for its average before the other models of the process keep their promises, which costs them
+// an average on the side. Long for two workers in step, short for two that wait for each other.
+constexpr std::chrono::milliseconds kPatience{100};
+
 double milliseconds(Clock::time_point since) {
   return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
 }
@@ -50,7 +54,7 @@ PragueSynchronizer::PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> gr
   }
   thread_ = std::make_unique<TaskThread>("tx_prague_sync");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
-  collective_callback_ = group_->addCollectiveCallback([this] { beforeCollective(); });
+  promises_ = Promises::add([this] { keepPromises(); });
   abort_callback_ = group_->addAbortCallback(
       [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->firstReason().second)); });
 }
@@ -109,7 +113,13 @@ void PragueSynchronizer::waitUntil(const char* what, Ready ready) {
   if (!ready()) {
     RECORD_FUNCTION(what, std::vector<c10::IValue>{});
     const auto start = Clock::now();
-    changed_.wait(lock, ready);  // ends: every wait of the averaging thread has the group's timeout
+    if (!changed_.wait_for(lock, kPatience, ready)) {
+      // Somebody may be waiting for another model of this process, and this average for them.
+      lock.unlock();
+      Promises::keepAll(promises_);
+      lock.lock();
+      changed_.wait(lock, ready);  // ends: every wait of the averaging thread has the group's timeout
+    }
     stats_.exposed_ms += milliseconds(start);
   }
   if (error_) {
@@ -192,11 +202,11 @@ void PragueSynchronizer::detach() {
   if (detached_) {
     return;
   }
-  group_->keepPromises();
+  Promises::keepAll();
   beforeStep();
   runOnThread([this] {
     pause();
-    const ProcessGroupPrague::InternalCollective internal;
+    const InternalCollective internal;
     group_->barrier(c10d::BarrierOptions())->wait();  // rank 0's generator serves until everybody has left
   });
   leave(std::chrono::milliseconds(0));
@@ -211,7 +221,7 @@ void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
       at::NoGradGuard no_grad;
       try {
         pause();
-        const ProcessGroupPrague::InternalCollective internal;
+        const InternalCollective internal;
         group_->barrier(c10d::BarrierOptions())->wait();
       } catch (const std::exception& error) {
         LOG(INFO) << "prague: left without the others: " << error.what();
@@ -227,7 +237,7 @@ void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
   source_->stop("the synchronizer has been detached");
   group_->removeAbortCallback(abort_callback_);
   group_->removeShutdownCallback(shutdown_callback_);
-  group_->removeCollectiveCallback(collective_callback_);
+  Promises::remove(promises_);
   thread_->discard();
   thread_ = nullptr;
   // They hold the inner groups, which must end with the process group: the event loop of one that lives on, with its

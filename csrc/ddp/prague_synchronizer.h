@@ -2,8 +2,7 @@
 //
 // Orders
 //   atc (adapt-then-combine)  After the optimizer's step the buckets are averaged on a thread of this object, in
-//   forward
-//                             order; the next forward waits, module by module, for the bucket it needs.
+//                             forward order; the next forward waits, module by module, for the bucket it needs.
 //   cta (combine-then-adapt)  After the step the parameters are copied into the buckets, and averaged while the next
 //                             forward and backward run on the local values; before the next step the parameters
 //                             become the average, then the step applies the local gradient to it.
@@ -12,11 +11,11 @@
 //
 // Threads: the training thread, autograd's (gradientsReady only) and `thread_`, which alone touches source_ (but for
 // ask()), partial_ and, while a bucket is pending, that bucket and its tensors.
-// Collectives of the user in the middle of training (a logged loss, DDP's own): a group may be promised in which others
-// wait for this worker, while it would wait for them in the collective. So it keeps its promises first, without
+// Collectives of the user in the middle of training (a logged loss, DDP's own) and waits for another model's average: a
+// group may be promised in which others wait for this worker (c10d/promises.h). keepPromises() serves it without
 // touching parameters that a forward or backward may be using: it sends what it has, and remembers the difference that
-// the average makes, to be added before the next step. Costs a copy of the parameters from the first time on that this
-// happens. Leaving: detach() keeps every promise made to other workers and waits for them. leave() is the same with a
+// the average makes, to be added before the next step. Costs a copy of the parameters while such a difference waits.
+// Leaving: detach() keeps every promise made to other workers and waits for them. leave() is the same with a
 // limit, for exits without detach(): it runs from the group's shutdown.
 // Files: prague_synchronizer.cpp (hooks, waits, joining and leaving), prague_averaging.cpp (what the thread does).
 #pragma once
@@ -31,6 +30,7 @@
 #include <vector>
 
 #include "c10d/process_group_prague.h"
+#include "c10d/promises.h"
 #include "c10d/subset_allreduce.h"
 #include "c10d/task_thread.h"
 #include "ddp/flat_buckets.h"
@@ -70,7 +70,7 @@ class PragueSynchronizer : public Synchronizer {
   void averageNow(const AssignedGroup& group);
   void reduceBucket(std::size_t index, const AssignedGroup& group);
   void applyPending();
-  void beforeCollective();
+  void keepPromises();
   void averageDeferred(const AssignedGroup& group);
   void deferPending();
   void applyDeferred();
@@ -114,7 +114,7 @@ class PragueSynchronizer : public Synchronizer {
 
   std::uint64_t abort_callback_ = 0;
   std::uint64_t shutdown_callback_ = 0;
-  std::uint64_t collective_callback_ = 0;
+  std::uint64_t promises_ = 0;
   std::unique_ptr<TaskThread> thread_;  // last: ends before what it uses
 };
 

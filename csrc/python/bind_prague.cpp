@@ -81,7 +81,7 @@ void bindPrague(py::module_& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "PragueOptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("group_size") = 0, py::arg("generator") = "smart",
            py::arg("order") = "atc", py::arg("slowdown_threshold") = -1, py::arg("sync_period") = 1,
-           py::arg("sync_every") = 0, py::arg("seed") = 0,
+           py::arg("sync_every") = -1, py::arg("seed") = 0,
            py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("group_size", &Options::group_size)
       .def_readonly("generator", &Options::generator)

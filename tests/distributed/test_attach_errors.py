@@ -43,7 +43,7 @@ def step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ({"order": "both"}, r'order must be one of atc, cta; got "both"'),
         ({"slowdown_threshold": -2}, r"slowdown_threshold must be in \[-1, \d+\], got -2"),
         ({"sync_period": 0}, r"sync_period must be in \[1, \d+\], got 0"),
-        ({"sync_every": -1}, r"sync_every must be in \[0, \d+\], got -1"),
+        ({"sync_every": -2}, r"sync_every must be in \[-1, \d+\], got -2"),
         ({"seed": -1}, r"seed must be in \[0, \d+\], got -1"),
     ],
     ids=str,
@@ -148,7 +148,7 @@ def body_disagreement(rank: Rank) -> list[tuple[str, str, str, float]]:
         "PragueOptions.slowdown_threshold is 4 on rank 0 and 7 on rank 2", model, slowdown_threshold=7 if odd else -1
     )
     attach("PragueOptions.sync_period is 1 on rank 0 and 2 on rank 2", model, sync_period=2 if odd else 1)
-    attach("PragueOptions.sync_every is 0 on rank 0 and 9 on rank 2", model, sync_every=9 if odd else 0)
+    attach("PragueOptions.sync_every is -1 on rank 0 and 9 on rank 2", model, sync_every=9 if odd else -1)
     attach("PragueOptions.seed is 1 on rank 0 and 2 on rank 2", model, seed=2 if odd else 1)
     attach("bucket bytes", model, bucket_mb=2 if odd else 1)
     attach("number of parameter tensors is 2 on rank 0 and 1 on rank 2", nn.Linear(4, 1, bias=not odd))

@@ -25,8 +25,8 @@ import torchext
 DEATH_LIMIT = 5.0
 
 
-def body_training(rank: Rank, options: dict[str, Any]) -> Any:
-    rank.init(timeout=60, pg_options=torchext.PragueOptions(timeout=timedelta(seconds=60), **options))
+def body_training(rank: Rank, options: dict[str, Any], timeout: float = 60) -> Any:
+    rank.init(timeout=timeout, pg_options=torchext.PragueOptions(timeout=timedelta(seconds=timeout), **options))
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1)))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -71,12 +71,29 @@ def test_sigkill_in_training(victim: int, options: dict[str, Any]) -> None:
             assert outcome.ok, outcome.trace
             (kind, text, _), later, detach_seconds = outcome.value
             assert kind == "DistBackendError", (kind, text)
-            assert f"rank {victim} died" in text, text
+            assert f"rank {victim} died" in text and "prague" in text, text
             assert later[0] == "DistBackendError" and f"rank {victim} died" in later[1], later
             assert later[2] < 1 and detach_seconds < 1
         assert time.monotonic() - start < DEATH_LIMIT
     for rank, process in enumerate(ranks.processes):
         assert process.exitcode == (-signal.SIGKILL if rank == victim else 0), (rank, process.exitcode)
+
+
+@pytest.mark.parametrize("options", [{"generator": "static"}, {"order": "cta"}], ids=str)
+def test_sigstop_in_training_honours_the_timeout(options: dict[str, Any]) -> None:
+    timeout = 3
+    with launch(body_training, 4, options, timeout) as ranks:
+        ranks.expect("ready")
+        time.sleep(0.3)
+        ranks.kill(2, signal.SIGSTOP)
+        start = time.monotonic()
+        for outcome in ranks.outcomes([0, 1, 3], deadline=30):
+            assert outcome.ok, outcome.trace
+            (kind, text, _), later, _ = outcome.value
+            assert kind == "DistBackendError" and "prague" in text, (kind, text)
+            assert later[0] == "DistBackendError" and later[2] < 1, later
+        assert timeout - 1 < time.monotonic() - start < timeout + DEATH_LIMIT
+        ranks.kill(2, signal.SIGCONT)
 
 
 # ---- Scripts that end ----
