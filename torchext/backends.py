@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 import sys
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def _options(name: str, pg_options: object | None, opts: Any) -> Any:
     if pg_options is None:
         options = expected()
     elif isinstance(pg_options, expected):
-        options = pg_options
+        options = copy.copy(pg_options)  # the user's own may serve several groups
     else:
         raise BackendOptionsError(
             f"pg_options for backend {name!r} is {type(pg_options).__module__}.{type(pg_options).__qualname__}; leave"

@@ -35,10 +35,11 @@
 
 namespace torchext {
 
+// Sizes in bytes.
 struct TransferTuning {
-  std::size_t frame_bytes = 1024 * 1024;        // largest payload of a frame, and largest segment of a ring
-  std::size_t direct_total_bytes = 512 * 1024;  // direct for g > 2: up to this in (g - 1) payloads together
-  std::size_t least_segment_bytes = 32 * 1024;  // below this a message costs more than its bytes
+  std::size_t frame_bytes = 1U << 20U;          // largest payload of a frame, and largest segment of a ring
+  std::size_t direct_total_bytes = 1U << 19U;   // direct for g > 2: up to this in (g - 1) payloads together
+  std::size_t least_segment_bytes = 1U << 15U;  // below this a message costs more than its bytes
   std::size_t segments_ahead = 2;               // receives posted ahead, of each half of a ring
 };
 

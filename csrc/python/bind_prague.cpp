@@ -90,6 +90,7 @@ void bindPrague(py::module_& module) {
       .def_readonly("sync_period", &Options::sync_period)
       .def_readonly("sync_every", &Options::sync_every)
       .def_readonly("seed", &Options::seed)
+      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
       .def("__repr__", &describe);
 
   py::class_<ProcessGroupPrague, DelegatingBackend, c10::intrusive_ptr<ProcessGroupPrague>>(module,

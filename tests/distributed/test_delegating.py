@@ -285,6 +285,11 @@ def body_errors(rank: Rank) -> bool:
         torchext.backend_of(dist.new_group(backend="gloo"))
     torchext.register()
     torchext.register()
+    # Options are the user's: one object may serve several groups, and keeps what it was given.
+    options = torchext.PragueOptions(timeout=timedelta(seconds=23))
+    for _ in range(2):
+        dist.new_group([0], backend="prague", timeout=timedelta(seconds=29), pg_options=options)
+        assert options._timeout == timedelta(seconds=23) and not options.global_ranks_in_group
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=23), dist.group.WORLD)
     tensor = data(rank.rank)
     dist.all_reduce(tensor)
