@@ -23,7 +23,7 @@ mkdir "$reports"
 preload="$(g++ -print-file-name=$library) $(g++ -print-file-name=libstdc++.so.6)"
 status=0
 env LD_PRELOAD="$preload" PYTHONPATH="$copy" \
-  TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66 log_path=$reports/tsan second_deadlock_stack=1" \
+  TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66 suppressions=$copy/tools/tsan.supp log_path=$reports/tsan second_deadlock_stack=1" \
   ASAN_OPTIONS="detect_leaks=0 log_path=$reports/asan" \
   "$python" -m pytest -q -p no:cacheprovider "$@" </dev/null || status=$?
 found=$(find "$reports" -type f | wc -l)
