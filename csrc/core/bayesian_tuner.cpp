@@ -21,15 +21,16 @@ constexpr double kLeastRange = 32;  // max_mb / min_mb of forModel, at least
 
 // Places where expected improvement is computed: finer than any difference between two bucket limits that matters.
 constexpr int kCandidates = 128;
-// Places of the first trials as shares of the range, besides the starting point. One that is nearer to a trial than
-// kNear says nothing new.
-constexpr std::array<double, 3> kInitial{1.0 / 6, 5.0 / 6, 1.0 / 2};
-constexpr double kNear = 0.2;
+// Places of the first trials as shares of the range, besides the starting point. The upper end is among them because
+// there the plan changes most: few buckets become one. A place that is nearer than kNear to a trial says nothing new.
+constexpr std::array<double, 4> kInitial{1.0 / 6, 5.0 / 6, 1.0 / 2, 1.0};
+constexpr double kNear = 1.0 / 8;
 
-// What step times look like: logarithms that vary by 2 % to a factor of e over 1/8 to 2 ranges. With a handful of
-// trials the likelihood alone would sometimes say that all is noise.
-constexpr SearchRange kSignalVariance{0.02 * 0.02, 1.0};
-constexpr SearchRange kLengthScale{1.0 / 8, 2.0};
+// What step times look like: logarithms that vary by 5 % to a factor of e, over 1/8 to 1/3 of the range. With a handful
+// of trials the likelihood alone would sometimes say that all is noise, or that one slope spans the range: large
+// tensors make plateaus with cliffs between them.
+constexpr SearchRange kSignalVariance{0.05 * 0.05, 1.0};
+constexpr SearchRange kLengthScale{1.0 / 8, 1.0 / 3};
 // Standard deviation of a window's median that is never undercut: clocks, other processes.
 constexpr double kLeastNoise = 0.002;
 // Windows differ by more than their steps do; up to this factor in variance.
@@ -140,41 +141,42 @@ TunerTrial BayesianTuner::closeWindow() {
   return trial;
 }
 
-std::optional<TunerTrial> BayesianTuner::best() const {
-  // [limit] sum of log seconds, count
-  std::map<double, std::pair<double, int>> seen;
+std::vector<BayesianTuner::Ranked> BayesianTuner::ranking() const {
+  // [limit] sums over its trials
+  std::map<double, Ranked> seen;
   for (const TunerTrial& trial : state_.trials) {
-    auto& [sum, count] = seen[trial.bucket_mb];
-    sum += std::log(trial.step_seconds);
-    ++count;
+    Ranked& place = seen[trial.bucket_mb];
+    place.trial.bucket_mb = trial.bucket_mb;
+    place.trial.step_seconds += std::log(trial.step_seconds);
+    place.trial.noise_variance += trial.noise_variance;
+    ++place.count;
   }
-  const auto mean = [&](const TunerTrial& trial) {
-    const auto& [sum, count] = seen.at(trial.bucket_mb);
-    return sum / count;
-  };
-  const auto least = std::min_element(state_.trials.begin(), state_.trials.end(),
-                                      [&](const auto& a, const auto& b) { return mean(a) < mean(b); });
-  if (least == state_.trials.end()) {
-    return std::nullopt;
+  std::vector<Ranked> ranked;
+  for (auto [mb, place] : seen) {
+    place.trial.step_seconds = std::exp(place.trial.step_seconds / place.count);
+    place.trial.noise_variance /= place.count * place.count;
+    ranked.push_back(place);
   }
-  return TunerTrial{least->bucket_mb, std::exp(mean(*least)), least->noise_variance};
+  std::stable_sort(ranked.begin(), ranked.end(),
+                   [](const Ranked& a, const Ranked& b) { return a.trial.step_seconds < b.trial.step_seconds; });
+  return ranked;
 }
 
-bool BayesianTuner::triedOnce(double bucket_mb) const {
-  return std::count_if(state_.trials.begin(), state_.trials.end(),
-                       [&](const TunerTrial& trial) { return trial.bucket_mb == bucket_mb; }) == 1;
+std::optional<TunerTrial> BayesianTuner::best() const {
+  const auto ranked = ranking();
+  return ranked.empty() ? std::nullopt : std::make_optional(ranked.front().trial);
 }
 
 // The next proposal is a function of options and trials alone: this is what makes a restored tuner go on alike.
 void BayesianTuner::decide() {
   const double start_mb = std::clamp(options_.start_mb, options_.min_mb, options_.max_mb);
-  const auto leading = best();
+  const auto ranked = ranking();
   if (state_.trials.size() >= index(options_.max_trials) || high_ <= low_) {
     done_ = true;
-    proposal_mb_ = leading ? leading->bucket_mb : start_mb;
+    proposal_mb_ = ranked.empty() ? start_mb : ranked.front().trial.bucket_mb;
     return;
   }
-  if (!leading) {
+  if (ranked.empty()) {
     proposal_mb_ = start_mb;
     return;
   }
@@ -187,10 +189,14 @@ void BayesianTuner::decide() {
     proposal_mb_ = promising;
     return;
   }
-  // The best of several noisy measurements looks better than it is: it has to be confirmed before the search ends on
-  // it.
-  proposal_mb_ = leading->bucket_mb;
-  done_ = !triedOnce(leading->bucket_mb);
+  // The best of several noisy measurements looks better than it is: before the search ends on it, it and the runner-up
+  // that may be as good have been measured twice.
+  proposal_mb_ = ranked.front().trial.bucket_mb;
+  if (ranked.front().count > 1) {
+    const double close = ranked.front().trial.step_seconds * (1 + options_.stop_improvement);
+    done_ = ranked.size() == 1 || ranked[1].count > 1 || ranked[1].trial.step_seconds > close;
+    proposal_mb_ = ranked[done_ ? 0 : 1].trial.bucket_mb;
+  }
 }
 
 std::optional<double> BayesianTuner::initialPoint() const {

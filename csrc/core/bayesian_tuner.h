@@ -4,7 +4,7 @@
 // The search variable is log2 of the bucket limit in MB (2^20 bytes), the measured one log of the step time, so that
 // all improvements are relative. A Gaussian process (gaussian_process.h) is fitted to the trials so far; the next trial
 // is where the expected relative improvement over the best of them is largest. The search ends when no place promises
-// stop_improvement any more and the best has been measured twice, or when max_trials are spent. Trials change the
+// stop_improvement any more and the best two have been measured twice, or when max_trials are spent. Trials change the
 // fusion plan only, never the result of a training step.
 //
 // Ask and tell, on rank 0 alone; the other ranks hear the limit from it and apply it at the same step:
@@ -78,10 +78,17 @@ class BayesianTuner {
   const BayesianTunerState& state() const { return state_; }
 
  private:
+  // All trials of one limit: the geometric mean of their step_seconds, and the noise of that mean.
+  struct Ranked {
+    TunerTrial trial;
+    int count = 0;
+  };
+  // By step_seconds, the best first; of equal ones the smaller limit.
+  std::vector<Ranked> ranking() const;
+
   void decide();
   std::optional<double> initialPoint() const;
   double mostPromising();
-  bool triedOnce(double bucket_mb) const;
   TunerTrial closeWindow();
 
   BayesianTunerOptions options_;

@@ -250,9 +250,26 @@ OptimalFusion optimalFusion(const std::vector<std::size_t>& tensor_bytes, const 
     }
     finish[index(end)] = best;
   }
+  // Backwards, each bucket as large as the deadline that the buckets after it leave allows: most buckets have slack,
+  // and a start-up saved here is one saved in the all-gathers. begin[] always meets the deadline, but for rounding.
   std::vector<int> ends;
-  for (int end = tensors; end > 0; end = begin[index(end)]) {
+  double deadline = finish.back();
+  for (int end = tensors; end > 0;) {
     ends.push_back(end);
+    int chosen = begin[index(end)];
+    double seconds = 0;
+    std::size_t bytes = 0;
+    for (int first = end - 1; first >= 0; --first) {
+      bytes += tensor_bytes[index(first)];
+      const double own = cost.seconds(bytes);
+      if (first == begin[index(end)] ||
+          (first < chosen && std::max(ready[index(end - 1)], finish[index(first)]) + own <= deadline)) {
+        chosen = first;
+        seconds = own;
+      }
+    }
+    deadline -= seconds;
+    end = chosen;
   }
   std::reverse(ends.begin(), ends.end());
   return OptimalFusion{BucketPlan::fromEnds(tensor_bytes, ends), finish.back()};

@@ -129,8 +129,8 @@ StepTimes predictStep(const BucketPlan& plan, const StepModel& model);
 
 // The plan with the earliest reduceScatterEnd of all 2^(L-1) plans, exactly:
 //   finish(e) = min over s < e of max(ready_e, finish(s)) + alpha + beta * bytes(s+1..e)
-// An earlier finish(s) never makes a later one worse, so one value a prefix is enough. Of equal plans the one with the
-// larger last buckets. O(L^2) time, O(L) memory.
+// An earlier finish(s) never makes a later one worse, so one value a prefix is enough. Of the optimal plans it is one
+// of few buckets: from the last to the first each is as large as the optimum allows. O(L^2) time, O(L) memory.
 struct OptimalFusion {
   BucketPlan plan;
   double reduce_scatter_end;

@@ -22,9 +22,9 @@ namespace {
 constexpr double kMb = 1 << 20;
 constexpr int kGridPoints = 12;
 #ifdef TORCHEXT_SANITIZED
-constexpr std::uint64_t kSeeds = 3;
+constexpr int kSeeds = 3;
 #else
-constexpr std::uint64_t kSeeds = 40;
+constexpr int kSeeds = 40;
 #endif
 
 // A module: elements of its tensors, and its share of the compute time.
@@ -156,7 +156,7 @@ const std::vector<Setting>& settings() {
   static const std::vector<Setting> all{
       makeSetting("ResNet-50, 16 ranks, 10 GbE", resnet50(), 0.040, {16, 40e-6, kTenGigabit}),
       makeSetting("DenseNet-201, 64 ranks, 10 GbE", densenet201(), 0.060, {64, 25e-6, kTenGigabit}),
-      makeSetting("VGG-16, 8 ranks, 25 GbE", vgg16(), 0.080, {8, 30e-6, 2.5 * kTenGigabit}),
+      makeSetting("VGG-16, 128 ranks, 25 GbE", vgg16(), 0.080, {128, 25e-6, 2.5 * kTenGigabit}),
       makeSetting("BERT-base, 16 ranks, 10 GbE", transformer(12, 768, 30522), 0.150, {16, 40e-6, kTenGigabit}),
       makeSetting("BERT-large, 64 ranks, 100 Gb/s", transformer(24, 1024, 30522), 0.070, {64, 5e-6, 10 * kTenGigabit}),
       makeSetting("GPT of 1.3 B, 512 ranks, 200 Gb/s", transformer(24, 2048, 50257), 0.250,
@@ -169,8 +169,10 @@ double normal(Random& random) {
   return std::sqrt(-2 * std::log(1 - random.uniform())) * std::cos(2 * std::numbers::pi * random.uniform());
 }
 
+// Now and then a step takes much longer: a checkpoint, a page fault, another job.
 double measuredStep(double seconds, double noise, Random& random) {
-  return seconds * std::max(0.5, 1 + noise * normal(random));
+  const double hiccup = random.below(50) == 0 ? 1.5 : 1;
+  return seconds * hiccup * std::max(0.5, 1 + noise * normal(random));
 }
 
 struct Grid {
@@ -230,7 +232,9 @@ double randomSearch(const Setting& setting, const BayesianTunerOptions& options,
 // Over all seeds and noises of 1, 2 and 3 %.
 struct Summary {
   double mean = 0;   // over the grid's best
-  double worst = 0;  // of all seeds
+  double worst = 0;  // of all runs
+  int missed = 0;    // runs that are more than 3 % over the grid's best
+  int allowed = 0;   // 1 % of the runs: noise of 3 % can hide a difference of 3 % for three windows on end
   double trials = 0;
   int most_trials = 0;
   double random = 0;  // random search with as many trials: mean over the grid's best
@@ -241,19 +245,22 @@ Summary summarize(const Setting& setting, const BayesianTunerOptions& options) {
   const double best = gridOf(setting).best;
   int runs = 0;
   for (const double noise : {0.01, 0.02, 0.03}) {
-    for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
-      const Outcome outcome = tune(setting, options, noise, seed);
+    for (int seed = 0; seed < kSeeds; ++seed) {
+      const Outcome outcome = tune(setting, options, noise, 2 * static_cast<std::uint64_t>(runs));
       summary.mean += outcome.seconds / best;
       summary.worst = std::max(summary.worst, outcome.seconds / best);
+      summary.missed += outcome.seconds > 1.03 * best ? 1 : 0;
       summary.trials += outcome.trials;
       summary.most_trials = std::max(summary.most_trials, outcome.trials);
-      summary.random += randomSearch(setting, options, noise, outcome.trials, 1000 + seed) / best;
+      summary.random +=
+          randomSearch(setting, options, noise, outcome.trials, 2 * static_cast<std::uint64_t>(runs) + 1) / best;
       ++runs;
     }
   }
   for (double* sum : {&summary.mean, &summary.trials, &summary.random}) {
     *sum /= runs;
   }
+  summary.allowed = runs / 100;
   return summary;
 }
 
@@ -261,8 +268,8 @@ Summary summarize(const Setting& setting, const BayesianTunerOptions& options) {
 void record(const std::string& name, const Grid& grid, const Summary& summary) {
   ::testing::Test::RecordProperty(
       name, concat("grid best ", grid.best, " s, worst ", grid.worst / grid.best, "; tuner mean ", summary.mean,
-                   ", worst ", summary.worst, ", trials mean ", summary.trials, ", most ", summary.most_trials,
-                   "; random search mean ", summary.random));
+                   ", worst ", summary.worst, ", missed ", summary.missed, ", trials mean ", summary.trials, ", most ",
+                   summary.most_trials, "; random search mean ", summary.random));
 }
 
 TEST(BayesianTunerOracle, TheSettingsAreWorthTuning) {
@@ -278,8 +285,27 @@ TEST(BayesianTunerOracle, WithinThreePercentOfTheGridAndBetterThanRandomSearch) 
   for (const Setting& setting : settings()) {
     const Summary summary = summarize(setting, BayesianTunerOptions::forModel(setting.totalBytes()));
     record(setting.name, gridOf(setting), summary);
-    EXPECT_LE(summary.worst, 1.03) << setting.name;
+    EXPECT_LE(summary.missed, summary.allowed) << setting.name;
+    EXPECT_LE(summary.mean, 1.02) << setting.name;
     EXPECT_LE(summary.most_trials, 12) << setting.name;
+    tuner += summary.mean;
+    random += summary.random;
+  }
+  EXPECT_LT(tuner, random);
+}
+
+// The same with all trials spent: the gain is not only that the search knows when to stop.
+TEST(BayesianTunerOracle, BetterThanRandomSearchWithAllTrials) {
+  double tuner = 0;
+  double random = 0;
+  for (const Setting& setting : settings()) {
+    BayesianTunerOptions options = BayesianTunerOptions::forModel(setting.totalBytes());
+    options.stop_improvement = 0;
+    const Summary summary = summarize(setting, options);
+    record(setting.name, gridOf(setting), summary);
+    EXPECT_EQ(summary.trials, 12) << setting.name;
+    EXPECT_LE(summary.missed, summary.allowed) << setting.name;
+    EXPECT_LE(summary.mean, 1.02) << setting.name;
     tuner += summary.mean;
     random += summary.random;
   }
@@ -294,7 +320,8 @@ TEST(BayesianTunerOracle, StartsFromTheExactOptimum) {
     options.start_mb = static_cast<double>(optimum.plan.meanBucketBytes()) / kMb;
     const Summary summary = summarize(setting, options);
     record(setting.name, gridOf(setting), summary);
-    EXPECT_LE(summary.worst, 1.03) << setting.name;
+    EXPECT_LE(summary.missed, summary.allowed) << setting.name;
+    EXPECT_LE(summary.mean, 1.02) << setting.name;
     EXPECT_LE(summary.most_trials, 12) << setting.name;
   }
 }
