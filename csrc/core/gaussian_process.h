@@ -71,7 +71,7 @@ struct HyperparameterRanges {
 
 // The process of maximum log marginal likelihood inside the ranges: the best of a grid of 5 values a free
 // hyperparameter, refined by a pattern search to 1 % of each. The mean is the likelihood's own maximum. All bounds must
-// be finite, above 0 and low <= high. About 400 processes.
+// be finite, above 0 and low <= high. A few hundred processes.
 GaussianProcess fitGaussianProcess(const std::vector<double>& x, const std::vector<double>& y,
                                    const HyperparameterRanges& ranges);
 

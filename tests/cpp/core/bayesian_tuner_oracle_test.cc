@@ -76,10 +76,8 @@ double randomSearch(const FusionSetting& setting, const BayesianTunerOptions& op
   double found = 0;
   for (int trial = 0; trial < trials; ++trial) {
     const double truth = setting.seconds(options.min_mb * std::pow(options.max_mb / options.min_mb, random.uniform()));
-    std::vector<double> steps;
-    for (int step = 0; step < options.window_steps; ++step) {
-      steps.push_back(measuredStep(truth, noise, random));
-    }
+    std::vector<double> steps(index(options.window_steps));
+    std::generate(steps.begin(), steps.end(), [&] { return measuredStep(truth, noise, random); });
     std::sort(steps.begin(), steps.end());
     const double median = (steps[(steps.size() - 1) / 2] + steps[steps.size() / 2]) / 2;
     if (trial == 0 || median < least) {

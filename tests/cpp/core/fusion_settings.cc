@@ -19,6 +19,10 @@ void addConvolution(Model& model, std::size_t in, std::size_t out, std::size_t k
   model.push_back({{out, out}, 0.1 * compute});  // batch norm
 }
 
+void addLinear(Model& model, std::size_t in, std::size_t out, double compute) {
+  model.push_back({{in * out, out}, compute});
+}
+
 Model resnet50() {
   Model model;
   addConvolution(model, 3, 64, 7, 1);
@@ -36,7 +40,7 @@ Model resnet50() {
     }
     width *= 2;
   }
-  model.push_back({{2048 * 1000, 1000}, 0.1});
+  addLinear(model, 2048, 1000, 0.1);
   return model;
 }
 
@@ -53,7 +57,7 @@ Model densenet201() {
     addConvolution(model, in, in / 2, 1, 0.2);
     in /= 2;
   }
-  model.push_back({{1920 * 1000, 1000}, 0.1});
+  addLinear(model, 1920, 1000, 0.1);
   return model;
 }
 
@@ -64,9 +68,9 @@ Model vgg16() {
     model.push_back({{in * out * 9, out}, 1});
     in = out;
   }
-  model.push_back({{25088 * 4096, 4096}, 0.5});
-  model.push_back({{4096 * 4096, 4096}, 0.2});
-  model.push_back({{4096 * 1000, 1000}, 0.1});
+  addLinear(model, 25088, 4096, 0.5);
+  addLinear(model, 4096, 4096, 0.2);
+  addLinear(model, 4096, 1000, 0.1);
   return model;
 }
 
