@@ -1,0 +1,27 @@
+// Models on networks as inputs of the alpha-beta cost model: what tests of tensor fusion are tried on.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "core/bucket_plan.h"
+
+namespace torchext::core::testing {
+
+// A model in float32, trained with data parallelism.
+struct FusionSetting {
+  std::string name;
+  std::vector<std::size_t> bytes;  // [tensor] in backward order
+  StepModel model;
+
+  std::size_t totalBytes() const;
+  // Iteration time of the greedy plan with that bucket limit.
+  double seconds(double limit_mb) const;
+};
+
+// Two convolutional models of many small tensors, one of few large ones, three transformers; 16 to 512 ranks,
+// 10 to 200 Gb/s. Compute times are those of a recent GPU by order of magnitude.
+const std::vector<FusionSetting>& fusionSettings();
+
+}  // namespace torchext::core::testing
