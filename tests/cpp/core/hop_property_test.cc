@@ -117,7 +117,12 @@ TEST_P(HopSchedules, IdentityAndBoundsHoldAndEverybodyFinishes) {
   // The bounds are attained, and the rarer paths are walked: this test would notice a bound that is too generous.
   EXPECT_GT(tight, kSchedulesPerMode / 10);
   EXPECT_EQ(skipped > kSchedulesPerMode / 10, kind.skips()) << skipped;
-  EXPECT_EQ(held_back > 0, kind.staleness > 0) << held_back;
+  // Only staleness reads models that a newer one can meet; without tokens slots are so many that it is rare.
+  if (kind.staleness == 0) {
+    EXPECT_EQ(held_back, 0);
+  } else if (kind.hasTokens()) {
+    EXPECT_GT(held_back, 0);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(
