@@ -214,7 +214,8 @@ c10::intrusive_ptr<c10d::Backend> DelegatingBackend::split(const c10::intrusive_
   if (inner_.cuda) children.cuda = splitInner(inner_.cuda, "cuda");
   const auto position = std::find(ranks.begin(), ranks.end(), rank_);
   if (position == ranks.end()) return nullptr;
-  if (ranks.size() > 1) children.control = splitInner(inner_.cpu, "control");
+  // Not of inner_.cpu: Gloo of torch 2.11 mostly hangs when one of its groups is split a second time.
+  if (ranks.size() > 1) children.control = splitInner(inner_.control ? inner_.control : inner_.cpu, "control");
   return createChild(static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), std::move(children),
                      opts);
 }

@@ -236,6 +236,7 @@ def body_split(rank: Rank) -> Any:
     return child._get_backend(torch.device("cpu")).name()
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="split_group of torch 2.11's own Gloo hangs at times")
 def test_split() -> None:
     names = run_ranks(body_split, 3)
     assert names in (["prague", None, "prague"], [None] * 3)
