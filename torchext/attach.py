@@ -179,7 +179,7 @@ def _check(ddp: Any, optimizer: Any) -> None:
 
 
 def attach(
-    ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, bucket_mb: float | None = None
+    ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, bucket_mb: float = 4.0
 ) -> Synchronizer:
     """Attaches a DDP model to the algorithm of its process group's backend. Collective.
 
@@ -190,9 +190,8 @@ def attach(
     Args:
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
         optimizer: Steps all of the model's trainable parameters. Its state stays local.
-        bucket_mb: Size of an averaging bucket in MiB; a bucket ends with the parameter that reaches it. By default a
-            quarter of the model, but 1 to 4: the next forward starts when the first bucket is averaged, and many
-            short messages cost more than few long ones.
+        bucket_mb: Size of an averaging bucket in MiB; a bucket ends with the parameter that reaches it. With smaller ones
+            the next forward can start earlier, but short messages cost more than few long ones.
 
     Raises:
         RuntimeError: Before ``init_process_group``, or attached twice.
@@ -200,7 +199,7 @@ def attach(
         torch.distributed.DistBackendError: Ranks attach different models or options (on every rank).
     """
     _check(ddp_model, optimizer)
-    if bucket_mb is not None and not 0.001 <= bucket_mb <= 4096:
+    if not 0.001 <= bucket_mb <= 4096:
         raise ValueError(f"torchext.attach: bucket_mb must be in [0.001, 4096], got {bucket_mb}")
     backend = backend_of(ddp_model.process_group)
     if not isinstance(backend, _C.ProcessGroupPrague):
@@ -210,9 +209,6 @@ def attach(
         )
     parameters = list(ddp_model.module.parameters())
     buffers = _averaged_tensors(ddp_model.module)[len(parameters) :]
-    if bucket_mb is None:
-        total = sum(tensor.nbytes for tensor in parameters)
-        bucket_mb = min(max(total / _MEBIBYTE / 4, 1.0), 4.0)
     core = _C.attach_prague(backend, ddp_model.reducer, parameters, buffers, int(bucket_mb * _MEBIBYTE))
     ddp_model.broadcast_buffers = False
     synchronizer = Synchronizer(core, ddp_model, optimizer)
