@@ -190,8 +190,8 @@ def attach(
     Args:
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
         optimizer: Steps all of the model's trainable parameters. Its state stays local.
-        bucket_mb: Size of an averaging bucket in MiB; a bucket ends with the parameter that reaches it. With smaller ones
-            the next forward can start earlier, but short messages cost more than few long ones.
+        bucket_mb: Size of an averaging bucket in MiB; a bucket ends with the parameter that reaches it. With smaller
+            ones the next forward can start earlier, but short messages cost more than few long ones.
 
     Raises:
         RuntimeError: Before ``init_process_group``, or attached twice.
