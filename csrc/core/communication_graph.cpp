@@ -1,10 +1,10 @@
 #include "communication_graph.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <utility>
 
+#include "enum_names.h"
 #include "graph_weights.h"
 
 namespace torchext::core {
@@ -12,7 +12,7 @@ namespace {
 
 using Neighbours = std::vector<std::vector<int>>;
 
-constexpr std::array<std::pair<GraphKind, const char*>, 5> kKindNames{{
+constexpr EnumNames<GraphKind, 5> kKindNames{{
     {GraphKind::kRing, "ring"},
     {GraphKind::kRingBased, "ring-based"},
     {GraphKind::kDoubleRing, "double-ring"},
@@ -68,25 +68,9 @@ int unreached(const std::vector<int>& distance) {
 
 }  // namespace
 
-GraphKind parseGraphKind(const std::string& name) {
-  std::string choices;
-  for (const auto& [kind, kind_name] : kKindNames) {
-    if (name == kind_name) {
-      return kind;
-    }
-    choices += (choices.empty() ? "" : ", ") + std::string(kind_name);
-  }
-  throwInvalid("graph", "\"" + name + "\"", choices);
-}
+GraphKind parseGraphKind(const std::string& name) { return parseEnum(kKindNames, "graph", name); }
 
-const char* toString(GraphKind kind) {
-  for (const auto& [known, name] : kKindNames) {
-    if (known == kind) {
-      return name;
-    }
-  }
-  throwInvalid("GraphKind", static_cast<int>(kind), concat("0..", kKindNames.size() - 1));
-}
+const char* toString(GraphKind kind) { return enumName(kKindNames, "GraphKind", kind); }
 
 CommunicationGraph::CommunicationGraph(Neighbours out)
     : in_(out.size()), out_(std::move(out)), in_weights_(in_.size()) {

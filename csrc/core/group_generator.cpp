@@ -1,17 +1,16 @@
 #include "group_generator.h"
 
-#include <array>
 #include <cmath>
-#include <utility>
 
 #include "check.h"
+#include "enum_names.h"
 #include "group_generator_base.h"
 #include "topology.h"
 
 namespace torchext::core {
 namespace {
 
-constexpr std::array<std::pair<GeneratorKind, const char*>, 5> kKindNames{{
+constexpr EnumNames<GeneratorKind, 5> kKindNames{{
     {GeneratorKind::kRandom, "random"},
     {GeneratorKind::kDivision, "division"},
     {GeneratorKind::kInterIntra, "inter-intra"},
@@ -40,25 +39,9 @@ void validate(const GeneratorOptions& options) {
 
 }  // namespace
 
-GeneratorKind parseGeneratorKind(const std::string& name) {
-  std::string choices;
-  for (const auto& [kind, kind_name] : kKindNames) {
-    if (name == kind_name) {
-      return kind;
-    }
-    choices += (choices.empty() ? "" : ", ") + std::string(kind_name);
-  }
-  throwInvalid("generator", "\"" + name + "\"", choices);
-}
+GeneratorKind parseGeneratorKind(const std::string& name) { return parseEnum(kKindNames, "generator", name); }
 
-const char* toString(GeneratorKind kind) {
-  for (const auto& [known, name] : kKindNames) {
-    if (known == kind) {
-      return name;
-    }
-  }
-  throwInvalid("GeneratorKind", static_cast<int>(kind), concat("0..", kKindNames.size() - 1));
-}
+const char* toString(GeneratorKind kind) { return enumName(kKindNames, "GeneratorKind", kind); }
 
 std::unique_ptr<GroupGenerator> makeGroupGenerator(const GeneratorOptions& options) {
   validate(options);

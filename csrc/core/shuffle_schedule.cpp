@@ -1,18 +1,18 @@
 #include "shuffle_schedule.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <numeric>
 #include <utility>
 
 #include "check.h"
+#include "enum_names.h"
 #include "random.h"
 
 namespace torchext::core {
 namespace {
 
-constexpr std::array<std::pair<ShuffleKind, const char*>, 3> kKindNames{{
+constexpr EnumNames<ShuffleKind, 3> kKindNames{{
     {ShuffleKind::kGrid, "grid"},
     {ShuffleKind::kRandom, "random"},
     {ShuffleKind::kTopology, "topology"},
@@ -86,25 +86,9 @@ int inRackRounds(const ShuffleOptions& options, int racks) {
 
 }  // namespace
 
-ShuffleKind parseShuffleKind(const std::string& name) {
-  std::string choices;
-  for (const auto& [kind, kind_name] : kKindNames) {
-    if (name == kind_name) {
-      return kind;
-    }
-    choices += (choices.empty() ? "" : ", ") + std::string(kind_name);
-  }
-  throwInvalid("schedule", "\"" + name + "\"", choices);
-}
+ShuffleKind parseShuffleKind(const std::string& name) { return parseEnum(kKindNames, "schedule", name); }
 
-const char* toString(ShuffleKind kind) {
-  for (const auto& [known, name] : kKindNames) {
-    if (known == kind) {
-      return name;
-    }
-  }
-  throwInvalid("ShuffleKind", static_cast<int>(kind), concat("0..", kKindNames.size() - 1));
-}
+const char* toString(ShuffleKind kind) { return enumName(kKindNames, "ShuffleKind", kind); }
 
 ShuffleSchedule::ShuffleSchedule(ShuffleOptions options)
     : options_(checked(std::move(options))),
