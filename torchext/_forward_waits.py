@@ -156,9 +156,12 @@ class ForwardWaits:
 
 
 class _NoWaits:
-    """ForwardWaits in a copy of the model."""
+    """What the hooks of a copied model are bound to: a ForwardWaits that never waits."""
 
-    _enter = _note = _learn = _Nothing()
+    _called = None
+
+    def _in_training(self) -> bool:
+        return True
 
 
 def _own_tensors(module: nn.Module) -> Iterable[torch.Tensor]:

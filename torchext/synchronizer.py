@@ -184,7 +184,7 @@ class DearSynchronizer(Synchronizer):
         if self._core.allreduce:
             return super().clip_grad_norm_(max_norm, norm_type)
         slices = list(self._shards.slices())
-        gradients = [gradient for gradient in (piece.grad for piece in slices) if gradient is not None]
+        gradients = [gradient for gradient in (piece.grad for piece in slices) if gradient is not None and len(gradient)]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(torch.float32)
         infinite = norm_type == float("inf")
         norm = norm if infinite else norm**norm_type
