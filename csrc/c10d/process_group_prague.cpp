@@ -7,14 +7,11 @@
 #include <ATen/record_function.h>
 #include <c10/util/StringUtil.h>
 
-#include "c10d/promises.h"
+#include "c10d/option_checks.h"
 #include "core/group_generator.h"
 
 namespace torchext {
 namespace {
-
-// High, so that they never meet a user's dist.send(tag=...).
-constexpr int kFirstTag = 0x40000000;
 
 // The work of one partial all-reduce: finished by this group's thread.
 class PartialWork : public c10d::Work {
@@ -40,33 +37,22 @@ class PartialWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-template <class T>
-void checkRange(const char* name, T value, T low, T high, const char* meaning) {
-  TORCH_CHECK_VALUE(value >= low && value <= high, "PragueOptions.", name, " must be in [", low, ", ", high, "], got ",
-                    value, " (", meaning, ")");
-}
-
-void checkChoice(const char* name, const std::string& value, const std::vector<std::string>& choices) {
-  TORCH_CHECK_VALUE(std::find(choices.begin(), choices.end(), value) != choices.end(), "PragueOptions.", name,
-                    " must be one of ", c10::Join(", ", choices), "; got \"", value, "\"");
-}
-
 }  // namespace
 
 void ProcessGroupPrague::Options::validate() const {
   constexpr std::int64_t kMost = std::int64_t{1} << 40;
-  checkRange<std::int64_t>("group_size", group_size, 0, 1 << 20, "members of a group; 0 chooses by world size");
+  checkRange("PragueOptions.group_size", group_size, 0, 1 << 20, "members of a group; 0 chooses by world size");
   TORCH_CHECK_VALUE(group_size != 1,
                     "PragueOptions.group_size must be 0 or at least 2, got 1 (a group of one averages "
                     "nothing)");
-  checkChoice("generator", generator, {"random", "division", "inter-intra", "smart", "static", "ready-set"});
-  checkChoice("order", order, {"atc", "cta"});
-  checkRange<std::int64_t>("slowdown_threshold", slowdown_threshold, -1, kMost,
+  checkChoice("PragueOptions.generator", generator, {"random", "division", "inter-intra", "smart", "static", "ready-set"});
+  checkChoice("PragueOptions.order", order, {"atc", "cta"});
+  checkRange("PragueOptions.slowdown_threshold", slowdown_threshold, -1, kMost,
                            "iterations behind; 0 filters nobody, -1 is the default");
-  checkRange<std::int64_t>("sync_period", sync_period, 1, kMost, "average after every n-th optimizer step");
-  checkRange<std::int64_t>("sync_every", sync_every, -1, kMost,
+  checkRange("PragueOptions.sync_period", sync_period, 1, kMost, "average after every n-th optimizer step");
+  checkRange("PragueOptions.sync_every", sync_every, -1, kMost,
                            "every n-th division is one of all workers; 0: never; -1: the generator's default");
-  checkRange<std::int64_t>("seed", seed, 0, INT64_MAX, "the same on all ranks");
+  checkRange("PragueOptions.seed", seed, 0, INT64_MAX, "the same on all ranks");
 }
 
 void ProcessGroupPrague::Options::validate(int world_size) const {
@@ -96,28 +82,11 @@ std::int64_t ProcessGroupPrague::Options::syncEveryFor() const {
 }
 
 ProcessGroupPrague::ProcessGroupPrague(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options)
-    : DelegatingBackend(rank, size, "prague", std::move(inner), options), prague_options_(std::move(options)) {
+    : AttachableBackend(rank, size, "prague", std::move(inner), options), prague_options_(std::move(options)) {
   prague_options_->validate(size);
 }
 
 ProcessGroupPrague::~ProcessGroupPrague() { ProcessGroupPrague::shutdown(); }
-
-PointToPoint ProcessGroupPrague::dataTransport() {
-  return {inner(c10::DeviceType::CPU), [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
-            waitPointToPoint(work, timeout(), peer, what);
-          }};
-}
-
-PointToPoint ProcessGroupPrague::controlTransport() {
-  return {control(), [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
-            waitPointToPoint(work, timeout(), peer, what);
-          }};
-}
-
-int ProcessGroupPrague::nextChannel() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return kFirstTag + kTagsPerChannel * ++channels_;
-}
 
 std::vector<int> ProcessGroupPrague::checkMembers(std::vector<int> members) const {
   std::sort(members.begin(), members.end());
@@ -158,7 +127,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Te
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (!thread_) {
-    partial_ = std::make_unique<SubsetAllreduce>(dataTransport(), kFirstTag);
+    partial_ = std::make_unique<SubsetAllreduce>(dataTransport(), kGroupTags);
     thread_ = std::make_unique<TaskThread>("tx_prague");
   }
   const std::uint64_t call_id = ++calls_[members];
@@ -179,31 +148,12 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Te
   return work;
 }
 
-std::uint64_t ProcessGroupPrague::addShutdownCallback(std::function<void()> callback) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  shutdown_callbacks_.emplace(++next_callback_, std::move(callback));
-  return next_callback_;
-}
-
-void ProcessGroupPrague::removeShutdownCallback(std::uint64_t id) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  shutdown_callbacks_.erase(id);
-}
-
-void ProcessGroupPrague::beforeCollective() { Promises::keepAll(); }
-
 void ProcessGroupPrague::onShutdown() {
-  std::vector<std::function<void()>> callbacks;
+  AttachableBackend::onShutdown();
   TaskThread* thread = nullptr;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     thread = thread_.get();
-    for (auto& [id, callback] : shutdown_callbacks_) {
-      callbacks.push_back(callback);
-    }
-  }
-  for (const auto& callback : callbacks) {
-    callback();
   }
   if (thread != nullptr) {
     if (!thread->finish(std::chrono::seconds(1))) {

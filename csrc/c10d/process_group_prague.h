@@ -11,21 +11,19 @@
 
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "c10d/delegating_backend.h"
-#include "c10d/point_to_point.h"
+#include "c10d/attachable_backend.h"
 #include "c10d/subset_allreduce.h"
 #include "c10d/task_thread.h"
 
 namespace torchext {
 
-class ProcessGroupPrague : public DelegatingBackend {
+class ProcessGroupPrague : public AttachableBackend {
  public:
   // How an attached model is averaged. Ranges are checked by validate(), before any communication.
   struct Options : c10d::Backend::Options {
@@ -60,22 +58,10 @@ class ProcessGroupPrague : public DelegatingBackend {
 
   const Options& pragueOptions() const { return *prague_options_; }
 
-  // Transports over the inner groups, waiting under this group's timeout, interruptible by abort().
-  PointToPoint dataTransport();
-  PointToPoint controlTransport();
-  // A block of kTagsPerChannel tags for one attached model; the same on all ranks that attach in the same order.
-  int nextChannel();
-  static constexpr int kTagsPerChannel = 8;
-
-  // Called first thing in shutdown(), so that an attached model can leave in order; until removed. Must not throw.
-  std::uint64_t addShutdownCallback(std::function<void()> callback);
-  void removeShutdownCallback(std::uint64_t id);
-
  protected:
   c10::intrusive_ptr<c10d::Backend> createChild(int rank, int size, InnerBackends inner,
                                                 c10::intrusive_ptr<c10d::Backend::Options> options) override;
   void onShutdown() override;
-  void beforeCollective() override;
 
  private:
   std::vector<int> checkMembers(std::vector<int> members) const;
@@ -86,9 +72,6 @@ class ProcessGroupPrague : public DelegatingBackend {
   std::unique_ptr<SubsetAllreduce> partial_;
   std::unique_ptr<TaskThread> thread_;
   std::map<std::vector<int>, std::uint64_t> calls_;  // partial all-reduces so far, for each set of members
-  int channels_ = 0;
-  std::map<std::uint64_t, std::function<void()>> shutdown_callbacks_;
-  std::uint64_t next_callback_ = 0;
 };
 
 }  // namespace torchext

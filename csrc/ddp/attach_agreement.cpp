@@ -50,24 +50,18 @@ std::int64_t hashHost() {
 
 }  // namespace
 
-std::vector<int> agreeOnAttach(ProcessGroupPrague& group, const std::vector<at::Tensor>& parameters,
-                               const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
-  const auto& options = group.pragueOptions();
-  const std::vector<std::pair<const char*, std::int64_t>> fields{
+std::int64_t agreementHash(const std::string& text) { return hash(kFnvBasis, text); }
+
+std::vector<int> agreeOnAttach(AttachableBackend& group, const std::vector<at::Tensor>& parameters,
+                               const std::vector<at::Tensor>& buffers, const AgreementFields& more) {
+  AgreementFields fields{
       {"number of parameter tensors", static_cast<std::int64_t>(parameters.size())},
       {"number of parameter elements", numel(parameters)},
       {"parameter shapes and dtypes (hash)", hashTensors(parameters)},
       {"number of buffer elements", numel(buffers)},
       {"buffer shapes and dtypes (hash)", hashTensors(buffers)},
-      {"bucket bytes", static_cast<std::int64_t>(bucket_bytes)},
-      {"PragueOptions.group_size", options.groupSizeFor(group.getSize())},
-      {"PragueOptions.generator (hash)", hash(kFnvBasis, options.generator)},
-      {"PragueOptions.order (hash)", hash(kFnvBasis, options.order)},
-      {"PragueOptions.slowdown_threshold", options.slowdownThresholdFor()},
-      {"PragueOptions.sync_period", options.sync_period},
-      {"PragueOptions.sync_every", options.sync_every},
-      {"PragueOptions.seed", options.seed},
   };
+  fields.insert(fields.end(), more.begin(), more.end());
   const auto width = static_cast<std::int64_t>(fields.size()) + 1;
   at::Tensor own = at::empty({width}, at::kLong);
   for (std::size_t i = 0; i < fields.size(); ++i) {

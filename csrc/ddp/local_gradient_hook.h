@@ -14,9 +14,9 @@
 
 namespace torchext {
 
-class LocalGradientHook : public c10d::CppCommHookInterface<std::shared_ptr<Synchronizer>> {
+class LocalGradientHook : public c10d::CppCommHookInterface<std::shared_ptr<AveragingSynchronizer>> {
  public:
-  explicit LocalGradientHook(std::shared_ptr<Synchronizer> synchronizer)
+  explicit LocalGradientHook(std::shared_ptr<AveragingSynchronizer> synchronizer)
       : CppCommHookInterface(std::move(synchronizer)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {

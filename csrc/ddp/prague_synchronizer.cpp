@@ -28,6 +28,20 @@ std::vector<at::Tensor> concatenate(std::vector<at::Tensor> first, const std::ve
   return first;
 }
 
+AgreementFields agreementFields(const ProcessGroupPrague& group, std::size_t bucket_bytes) {
+  const auto& options = group.pragueOptions();
+  return {
+      {"bucket bytes", static_cast<std::int64_t>(bucket_bytes)},
+      {"PragueOptions.group_size", options.groupSizeFor(group.getSize())},
+      {"PragueOptions.generator (hash)", agreementHash(options.generator)},
+      {"PragueOptions.order (hash)", agreementHash(options.order)},
+      {"PragueOptions.slowdown_threshold", options.slowdownThresholdFor()},
+      {"PragueOptions.sync_period", options.sync_period},
+      {"PragueOptions.sync_every", options.sync_every},
+      {"PragueOptions.seed", options.seed},
+  };
+}
+
 }  // namespace
 
 PragueSynchronizer::PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> group,
@@ -46,7 +60,7 @@ PragueSynchronizer::PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> gr
   }
   stats_.bucket_bytes = static_cast<std::int64_t>(parameters_.bytes() + buffers_.bytes());
   const int channel = group_->nextChannel();
-  const std::vector<int> host_of = agreeOnAttach(*group_, parameters, buffers, bucket_bytes);
+  const std::vector<int> host_of = agreeOnAttach(*group_, parameters, buffers, agreementFields(*group_, bucket_bytes));
   partial_ = std::make_unique<SubsetAllreduce>(group_->dataTransport(), channel);
   source_ = makeGroupSource(*group_, host_of, channel);
   for (const at::Tensor& tensor : watched_) {
@@ -127,12 +141,17 @@ void PragueSynchronizer::waitUntil(const char* what, Ready ready) {
   }
 }
 
-void PragueSynchronizer::waitBucket(std::size_t bucket) {
+void PragueSynchronizer::waitTensors(const std::vector<std::int64_t>& tensors) {
   // cta leaves the parameters alone until the next step.
   if ((pending_count_ == 0 || combine_then_adapt_) && !failed_) {
     return;
   }
-  waitUntil("torchext::prague::wait_average", [&] { return pending_[bucket] == 0 || error_; });
+  waitUntil("torchext::prague::wait_average", [&] {
+    return error_ || std::all_of(tensors.begin(), tensors.end(), [&](std::int64_t tensor) {
+             const auto bucket = static_cast<std::size_t>(bucket_of_.at(static_cast<std::size_t>(tensor)));
+             return pending_[bucket] == 0;
+           });
+  });
 }
 
 void PragueSynchronizer::waitAll() {
@@ -246,7 +265,7 @@ void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
   source_ = nullptr;
 }
 
-SynchronizerStats PragueSynchronizer::stats() const {
+AveragingStats PragueSynchronizer::stats() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return stats_;
 }

@@ -39,7 +39,7 @@
 
 namespace torchext {
 
-class PragueSynchronizer : public Synchronizer {
+class PragueSynchronizer : public AveragingSynchronizer {
  public:
   // Collective. parameters, buffers: the model's, in registration order; floating point; the same shapes on all ranks
   // (checked: c10::DistBackendError on every rank, naming the first rank that differs and the field).
@@ -50,16 +50,15 @@ class PragueSynchronizer : public Synchronizer {
   void gradientsReady() override;
   void beforeStep() override;
   void afterStep() override;
-  void waitBucket(std::size_t bucket) override;
+  void waitTensors(const std::vector<std::int64_t>& tensors) override;
   void waitAll() override;
   void synchronize() override;
   void enterAverage() override;
   void leaveAverage() override;
   void detach() override;
-  SynchronizerStats stats() const override;
+  AveragingStats stats() const override;
   std::int64_t steps() const override { return steps_; }
   void setSteps(std::int64_t steps) override { steps_ = steps; }
-  const std::vector<std::int64_t>& bucketOf() const override { return bucket_of_; }
 
   // As detach(), for at most `limit`, and silent about failures: the process is on its way out.
   void leave(std::chrono::milliseconds limit) override;
@@ -91,7 +90,7 @@ class PragueSynchronizer : public Synchronizer {
   const std::int64_t period_;
   FlatBuckets parameters_;
   FlatBuckets buffers_;
-  std::vector<std::int64_t> bucket_of_;
+  std::vector<std::int64_t> bucket_of_;  // [tensor], parameters then buffers
   std::vector<at::Tensor> watched_;         // the model's own tensors,
   std::vector<const void*> addresses_;      //   and where the buckets think they live
   std::vector<at::Tensor> buffers_before_;  // cta: what was packed of the buffers
@@ -108,7 +107,7 @@ class PragueSynchronizer : public Synchronizer {
   std::condition_variable changed_;
   std::vector<char> pending_;  // by bucket
   std::exception_ptr error_;
-  SynchronizerStats stats_;
+  AveragingStats stats_;
   std::atomic<int> pending_count_{0};  // lets a module's pre-hook pass without the lock
   std::atomic<bool> failed_{false};
 

@@ -1,29 +1,50 @@
 // Synchronizer: what torchext.attach() installs between a DistributedDataParallel model and a backend.
 //
-// One interface for every decentralized backend. The data's path in a training step:
+// Two kinds. AveragingSynchronizer: gradients stay local and parameters are averaged (prague). DearSynchronizer
+// (dear_synchronizer.h): gradients are reduced, as in plain DDP, at other moments. What both have, in a training step:
 //
-//   backward   the reducer calls gradientsReady() through LocalGradientHook (C++, no GIL); gradients stay local
+//   forward    a module's pre-hook calls waitTensors() with the parameters that it reads
+//   backward   C++ hooks, no GIL
 //   step       Python's optimizer hooks call beforeStep() and afterStep()
-//   forward    a module's pre-hook calls waitBucket(i) for the buckets its parameters live in
 //
-// Threads: the methods are called by the training thread (gradientsReady: by autograd's); averaging runs on a thread
-// of the implementation. No method holds the GIL. An error of that thread is rethrown by the next call.
-// Collective (all ranks, same order): the constructor, synchronize(), enterAverage(), detach().
+// Threads: the methods are called by the training thread; bytes move on a thread of the implementation. No method holds
+// the GIL. An error of that thread is rethrown by the next call.
+// Collective (all ranks, same order): the constructor, synchronize(), detach().
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <string>
 #include <vector>
 
 #include <ATen/ATen.h>
 
 namespace torchext {
 
+class Synchronizer {
+ public:
+  virtual ~Synchronizer() = default;
+
+  virtual void beforeStep() = 0;
+  virtual void afterStep() = 0;
+  // Returns once these tensors (positions in the constructor's list) hold what the next forward must see.
+  virtual void waitTensors(const std::vector<std::int64_t>& tensors) = 0;
+  virtual void waitAll() = 0;
+
+  // The parameters (and averaged buffers) of all workers are the same, and complete, when it returns.
+  virtual void synchronize() = 0;
+  // Ends taking part, after everything promised to other workers has been done. Safe twice.
+  virtual void detach() = 0;
+  // The same for at most `limit`, silent about failures: the process is on its way out.
+  virtual void leave(std::chrono::milliseconds limit) = 0;
+
+  virtual std::int64_t steps() const = 0;
+  virtual void setSteps(std::int64_t steps) = 0;
+};
+
 // Since attach; times in milliseconds.
-struct SynchronizerStats {
+struct AveragingStats {
   std::int64_t steps = 0;                            // optimizer steps
   std::int64_t averages = 0;                         // averages taken part in, with at least one other worker
   std::map<std::int64_t, std::int64_t> group_sizes;  // members -> averages
@@ -38,31 +59,15 @@ struct SynchronizerStats {
   double consensus_distance = 0;   // ||x - mean|| / ||mean|| of this worker at the last exact average
 };
 
-class Synchronizer {
+// Decentralized training: every worker steps with its own gradients, replicas are averaged.
+class AveragingSynchronizer : public Synchronizer {
  public:
-  virtual ~Synchronizer() = default;
-
+  // By LocalGradientHook, on autograd's thread: the last gradient of a backward pass is there.
   virtual void gradientsReady() = 0;
-  virtual void beforeStep() = 0;
-  virtual void afterStep() = 0;
-  virtual void waitBucket(std::size_t bucket) = 0;
-  virtual void waitAll() = 0;
-
-  // The parameters and floating-point buffers of all workers become their exact average.
-  virtual void synchronize() = 0;
-  // The same, remembering the local values; leaveAverage() (local) restores them.
+  // Collective. As synchronize(), remembering the local values; leaveAverage() (local) restores them.
   virtual void enterAverage() = 0;
   virtual void leaveAverage() = 0;
-  // Ends taking part, after everything promised to other workers has been done. Safe twice.
-  virtual void detach() = 0;
-  // The same for at most `limit`, silent about failures: the process is on its way out.
-  virtual void leave(std::chrono::milliseconds limit) = 0;
-
-  virtual SynchronizerStats stats() const = 0;
-  virtual std::int64_t steps() const = 0;
-  virtual void setSteps(std::int64_t steps) = 0;
-  // bucketOf()[i]: the bucket of the i-th tensor given to the constructor.
-  virtual const std::vector<std::int64_t>& bucketOf() const = 0;
+  virtual AveragingStats stats() const = 0;
 };
 
 }  // namespace torchext

@@ -4,7 +4,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "c10d/delegating_backend.h"
+#include "c10d/attachable_backend.h"
 #include "c10d/interpreter_lock.h"
 
 namespace torchext {
@@ -47,6 +47,8 @@ void bindC10d(py::module_& module) {
         return py::make_tuple(rank, py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
                                         reason.data(), static_cast<Py_ssize_t>(reason.size()), "replace")));
       });
+
+  py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>>(module, "AttachableBackend");
 
   module.def("leave_all", &DelegatingBackend::leaveAll, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }

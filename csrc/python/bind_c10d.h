@@ -1,4 +1,4 @@
-// The binding functions of torchext._C, one per layer; module.cpp calls them.
+// The binding functions of torchext._C, one a file; module.cpp calls them.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -6,6 +6,7 @@
 namespace torchext {
 
 void bindC10d(py::module_& module);
+void bindSynchronizer(py::module_& module);  // before the systems
 void bindPrague(py::module_& module);
 
 }  // namespace torchext

@@ -1,6 +1,7 @@
 // Bindings of the "prague" backend: options, process group, synchronizer. No logic; every call that may block releases
 // the GIL.
 #include "python/bind_c10d.h"
+#include "python/bind_synchronizer.h"
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -39,40 +40,13 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
   return options;
 }
 
-// The last owner may be the reducer, destroyed under the GIL: a destructor that joins a thread must not hold it.
-void deleteWithoutGil(PragueSynchronizer* synchronizer) {
-  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
-    py::gil_scoped_release release;
-    delete synchronizer;
-  } else {
-    delete synchronizer;
-  }
-}
-
-std::shared_ptr<Synchronizer> attachPrague(const c10::intrusive_ptr<ProcessGroupPrague>& group, c10d::Reducer& reducer,
+std::shared_ptr<AveragingSynchronizer> attachPrague(const c10::intrusive_ptr<ProcessGroupPrague>& group, c10d::Reducer& reducer,
                                            const std::vector<at::Tensor>& parameters,
                                            const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
   std::shared_ptr<PragueSynchronizer> synchronizer(new PragueSynchronizer(group, parameters, buffers, bucket_bytes),
-                                                   deleteWithoutGil);
+                                                   DeleteWithoutGil());
   reducer.register_comm_hook(std::make_unique<LocalGradientHook>(synchronizer));
   return synchronizer;
-}
-
-py::dict toDict(const SynchronizerStats& stats) {
-  py::dict result;
-  result["steps"] = stats.steps;
-  result["averages"] = stats.averages;
-  result["group_sizes"] = py::cast(stats.group_sizes);
-  result["exposed_ms"] = stats.exposed_ms;
-  result["generator_wait_ms"] = stats.generator_wait_ms;
-  result["peer_wait_ms"] = stats.peer_wait_ms;
-  result["transfer_ms"] = stats.transfer_ms;
-  result["copy_ms"] = stats.copy_ms;
-  result["bytes_sent"] = stats.bytes_sent;
-  result["bucket_bytes"] = stats.bucket_bytes;
-  result["iteration_gap"] = stats.iteration_gap;
-  result["consensus_distance"] = stats.consensus_distance;
-  return result;
 }
 
 }  // namespace
@@ -93,27 +67,13 @@ void bindPrague(py::module_& module) {
       .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
       .def("__repr__", &describe);
 
-  py::class_<ProcessGroupPrague, DelegatingBackend, c10::intrusive_ptr<ProcessGroupPrague>>(module,
+  py::class_<ProcessGroupPrague, AttachableBackend, c10::intrusive_ptr<ProcessGroupPrague>>(module,
                                                                                             "ProcessGroupPrague")
       .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {
              return c10::make_intrusive<ProcessGroupPrague>(rank, size, inner, options);
            }),
            py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), NoGil())
       .def("partial_all_reduce", &ProcessGroupPrague::partialAllReduce, py::arg("tensor"), py::arg("members"), NoGil());
-
-  py::class_<Synchronizer, std::shared_ptr<Synchronizer>>(module, "Synchronizer")
-      .def("before_step", &Synchronizer::beforeStep, NoGil())
-      .def("after_step", &Synchronizer::afterStep, NoGil())
-      .def("wait_bucket", &Synchronizer::waitBucket, py::arg("bucket"), NoGil())
-      .def("wait_all", &Synchronizer::waitAll, NoGil())
-      .def("synchronize", &Synchronizer::synchronize, NoGil())
-      .def("enter_average", &Synchronizer::enterAverage, NoGil())
-      .def("leave_average", &Synchronizer::leaveAverage, NoGil())
-      .def("detach", &Synchronizer::detach, NoGil())
-      .def("leave", &Synchronizer::leave, py::arg("limit"), NoGil())
-      .def("stats", [](const Synchronizer& self) { return toDict(self.stats()); })
-      .def_property("steps", &Synchronizer::steps, &Synchronizer::setSteps)
-      .def_property_readonly("bucket_of", &Synchronizer::bucketOf);
 
   module.def("attach_prague", &attachPrague, py::arg("group"), py::arg("reducer"), py::arg("parameters"),
              py::arg("buffers"), py::arg("bucket_bytes"), NoGil());

@@ -1,0 +1,53 @@
+#include "c10d/attachable_backend.h"
+
+#include <utility>
+#include <vector>
+
+#include "c10d/promises.h"
+
+namespace torchext {
+
+PointToPoint AttachableBackend::dataTransport() {
+  return {inner(c10::DeviceType::CPU), [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
+            waitPointToPoint(work, timeout(), peer, what);
+          }};
+}
+
+PointToPoint AttachableBackend::controlTransport() {
+  return {control(), [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
+            waitPointToPoint(work, timeout(), peer, what);
+          }};
+}
+
+int AttachableBackend::nextChannel() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return kGroupTags + kTagsPerChannel * ++channels_;
+}
+
+std::uint64_t AttachableBackend::addShutdownCallback(std::function<void()> callback) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  shutdown_callbacks_.emplace(++next_callback_, std::move(callback));
+  return next_callback_;
+}
+
+void AttachableBackend::removeShutdownCallback(std::uint64_t id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  shutdown_callbacks_.erase(id);
+}
+
+void AttachableBackend::onShutdown() {
+  std::vector<std::function<void()>> callbacks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [id, callback] : shutdown_callbacks_) {
+      callbacks.push_back(callback);
+    }
+  }
+  for (const auto& callback : callbacks) {
+    callback();
+  }
+}
+
+void AttachableBackend::beforeCollective() { Promises::keepAll(); }
+
+}  // namespace torchext

@@ -1,0 +1,48 @@
+// AttachableBackend: a DelegatingBackend that models can be attached to (torchext.attach).
+//
+// What an attached model's synchronizer (csrc/ddp) needs of its group, whatever the algorithm: transports over the inner
+// groups, tags of its own, and a word before the group ends. Subclasses add their options and extra collectives.
+//
+// Threads: everything from any thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+
+#include "c10d/delegating_backend.h"
+#include "c10d/point_to_point.h"
+
+namespace torchext {
+
+class AttachableBackend : public DelegatingBackend {
+ public:
+  using DelegatingBackend::DelegatingBackend;
+
+  // Transports over the inner groups, waiting under this group's timeout, interruptible by abort().
+  PointToPoint dataTransport();
+  PointToPoint controlTransport();
+
+  // The first of kTagsPerChannel tags for one attached model; the same on all ranks that attach in the same order.
+  int nextChannel();
+  static constexpr int kTagsPerChannel = 8;
+  // As many, for collectives of the group itself. High, so that they never meet a user's dist.send(tag=...).
+  static constexpr int kGroupTags = 0x40000000;
+
+  // Called first thing in shutdown(), so that an attached model can leave in order; until removed. Must not throw.
+  std::uint64_t addShutdownCallback(std::function<void()> callback);
+  void removeShutdownCallback(std::uint64_t id);
+
+ protected:
+  void onShutdown() override;  // overriders call it first
+  void beforeCollective() override;
+
+ private:
+  std::mutex mutex_;  // guards what follows
+  int channels_ = 0;
+  std::map<std::uint64_t, std::function<void()>> shutdown_callbacks_;
+  std::uint64_t next_callback_ = 0;
+};
+
+}  // namespace torchext

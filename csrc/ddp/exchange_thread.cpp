@@ -1,0 +1,150 @@
+#include "ddp/exchange_thread.h"
+
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/util/thread_name.h>
+
+namespace torchext {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+const char* rangeName(ExchangeTask::Kind kind) {
+  return kind == ExchangeTask::Kind::kReduceScatter ? "torchext::dear::reduce_scatter" : "torchext::dear::all_gather";
+}
+
+}  // namespace
+
+ExchangeThread::ExchangeThread(std::function<void(std::exception_ptr)> on_error)
+    : on_error_(std::move(on_error)), thread_([this] { loop(); }) {}
+
+void ExchangeThread::post(ExchangeTask task) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_ || failed_) {
+      return;
+    }
+    queue_.push_back(std::make_unique<ExchangeTask>(std::move(task)));
+  }
+  changed_.notify_all();
+}
+
+bool ExchangeThread::waitIdle(std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return changed_.wait_for(lock, limit, [this] { return failed_ || (queue_.empty() && !running_); }) && !failed_;
+}
+
+void ExchangeThread::discard() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+    queue_.clear();
+  }
+  changed_.notify_all();
+  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) {
+    thread_.join();
+  }
+}
+
+double ExchangeThread::busyMilliseconds(ExchangeTask::Kind kind) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return busy_ms_[static_cast<int>(kind)];
+}
+
+void ExchangeThread::loop() {
+  c10::setThreadName("tx_exchange");
+  at::NoGradGuard no_grad;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return closed_ || !queue_.empty(); });
+    if (queue_.empty() && !begun_) {
+      return;
+    }
+    running_ = true;
+    std::unique_ptr<ExchangeTask> task = std::move(begun_);
+    const bool begun = task != nullptr;
+    if (!begun) {
+      task = std::move(queue_.front());
+      queue_.pop_front();
+    }
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      if (!begun) {
+        begin(*task);
+      }
+      run(*task);
+      sending_.push_back(std::move(task));
+      bool last = false;
+      {
+        std::lock_guard<std::mutex> peek(mutex_);
+        last = queue_.empty() && !begun_;
+      }
+      if (last) {
+        drainAll();
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (error) {
+      on_error_(error);
+    }
+    lock.lock();
+    if (error) {
+      failed_ = true;
+      queue_.clear();
+      begun_ = nullptr;
+      sending_.clear();
+    }
+    running_ = begun_ != nullptr;
+    changed_.notify_all();
+    if (begun_) {
+      continue;
+    }
+  }
+}
+
+void ExchangeThread::begin(ExchangeTask& task) {
+  if (task.before) {
+    task.before();
+  }
+  task.operation->begin();
+}
+
+void ExchangeThread::run(ExchangeTask& task) {
+  RECORD_FUNCTION(rangeName(task.kind), std::vector<c10::IValue>{});
+  const auto start = Clock::now();
+  task.operation->finish([&] { beginNext(task.kind); });
+  task.arrived();
+  // What was sent before this exchange has most likely left by now.
+  drainAll();
+  std::lock_guard<std::mutex> lock(mutex_);
+  busy_ms_[static_cast<int>(task.kind)] += std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
+
+// An all-gather reuses the buffers of the reduce-scatters before it, which must have left: no look ahead there.
+void ExchangeThread::beginNext(ExchangeTask::Kind current) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.empty() || queue_.front()->kind != current) {
+      return;
+    }
+    begun_ = std::move(queue_.front());
+    queue_.pop_front();
+  }
+  begin(*begun_);
+}
+
+void ExchangeThread::drainAll() {
+  while (!sending_.empty()) {
+    sending_.front()->operation->drain();
+    if (sending_.front()->drained) {
+      sending_.front()->drained();
+    }
+    sending_.pop_front();
+  }
+}
+
+}  // namespace torchext

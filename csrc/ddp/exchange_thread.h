@@ -1,0 +1,71 @@
+// ExchangeThread: runs the exchanges of a model one after the other, in the order posted, without a gap between them.
+//
+// While one exchange waits for its last bytes the next is begun already, so that the link does not run dry between two
+// buckets. All ranks must post the same exchanges in the same order.
+//
+// Threads: post() from any; everything else of a task runs on the thread of this object.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "c10d/shard_exchange.h"
+
+namespace torchext {
+
+struct ExchangeTask {
+  enum class Kind { kReduceScatter, kAllGather };
+  Kind kind;
+  std::unique_ptr<ShardExchange::Operation> operation;
+  std::function<void()> before;   // right before it begins; may be empty
+  std::function<void()> arrived;  // the result is there
+  std::function<void()> drained;  // the buffer may be overwritten
+};
+
+class ExchangeThread {
+ public:
+  // on_error: an exchange failed; it and all that follow are dropped. Called once, on the thread.
+  explicit ExchangeThread(std::function<void(std::exception_ptr)> on_error);
+  ~ExchangeThread() { discard(); }
+  ExchangeThread(const ExchangeThread&) = delete;
+  ExchangeThread& operator=(const ExchangeThread&) = delete;
+
+  void post(ExchangeTask task);
+  // Blocks until nothing is queued, running or undrained, or the limit has passed; false then, or after an error.
+  bool waitIdle(std::chrono::milliseconds limit);
+  // Drops what has not begun, and ends the thread once what has begun is over.
+  void discard();
+
+  // Milliseconds since construction during which exchanges of that kind were under way.
+  double busyMilliseconds(ExchangeTask::Kind kind) const;
+
+ private:
+  void loop();
+  void run(ExchangeTask& task);
+  static void begin(ExchangeTask& task);
+  void beginNext(ExchangeTask::Kind current);
+  void drainAll();
+
+  const std::function<void(std::exception_ptr)> on_error_;
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::deque<std::unique_ptr<ExchangeTask>> queue_;
+  bool running_ = false;
+  bool closed_ = false;
+  bool failed_ = false;
+  double busy_ms_[2] = {0, 0};
+
+  // Of the thread alone.
+  std::unique_ptr<ExchangeTask> begun_;              // by lookahead
+  std::deque<std::unique_ptr<ExchangeTask>> sending_;  // arrived, not drained
+  std::thread thread_;
+};
+
+}  // namespace torchext

@@ -1,0 +1,69 @@
+// ShardBuckets: the staging buffers of DeAR, in which gradients travel to their owners and parameters come back.
+//
+// One set of buffers for both: a bucket's gradients are packed for the reduce-scatter; what arrives in the own chunk is
+// this rank's share of the gradient; after the optimizer's step the own slices of the parameters take its place, and
+// the all-gather fills in everybody else's. How a chunk is laid out: core/shard_layout.h. A parameter's elements are
+// counted in memory order, so any dense layout (channels_last) will do.
+//
+// Threads: a bucket belongs to one thread at a time; its owner (dear_synchronizer.h) hands it over.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "core/shard_layout.h"
+
+namespace torchext {
+
+class ShardBuckets {
+ public:
+  // parameters: on the CPU, dense; those that need no gradient are in no bucket. order: positions in parameters in the
+  // order in which their gradients are expected; a bucket closes before it would exceed limit_bytes.
+  ShardBuckets(const std::vector<at::Tensor>& parameters, const std::vector<std::int64_t>& order,
+               std::size_t limit_bytes, int rank, int world_size);
+
+  std::size_t size() const { return buckets_.size(); }
+  const std::vector<std::int64_t>& tensorsOf(std::size_t bucket) const { return buckets_[bucket].tensors; }
+  bool holds(std::size_t tensor) const { return place_[tensor].bucket != kNone; }
+  std::size_t bucketOf(std::size_t tensor) const { return place_[tensor].bucket; }
+  const at::Tensor& buffer(std::size_t bucket) const { return buckets_[bucket].buffer; }
+  // Of the gradients in it.
+  std::size_t bytesOf(std::size_t bucket) const { return buckets_[bucket].bytes; }
+  std::size_t stagingBytes() const;
+
+  // Undefined: this rank has none; zeros travel, and a mark that says so.
+  void packGradient(std::size_t tensor, const at::Tensor& gradient);
+  // After the reduce-scatter: whether any rank had a gradient; and the own slice of the sum, a view of the buffer.
+  bool hasGradient(std::size_t tensor) const;
+  at::Tensor gradient(std::size_t tensor) const;
+  // The own slice of the parameter itself, 1-D, sharing its memory.
+  at::Tensor slice(std::size_t tensor) const;
+
+  void packParameters(std::size_t bucket);
+  void unpackParameters(std::size_t bucket);
+
+ private:
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+  struct Bucket {
+    std::vector<std::int64_t> tensors;
+    core::ShardLayout layout;
+    at::Tensor buffer;
+    at::Tensor one;  // a mark
+    std::size_t bytes;
+  };
+  struct Place {
+    std::size_t bucket = kNone;
+    int index = 0;  // in the bucket
+  };
+
+  std::vector<at::Tensor> parameters_;  // detached
+  std::vector<Bucket> buckets_;
+  std::vector<Place> place_;  // [tensor]
+  int rank_;
+  int world_size_;
+};
+
+}  // namespace torchext

@@ -1,0 +1,53 @@
+// What every attached model has: Synchronizer, AveragingSynchronizer.
+#include "python/bind_c10d.h"
+
+#include <memory>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include "ddp/synchronizer.h"
+
+namespace torchext {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+py::dict toDict(const AveragingStats& stats) {
+  py::dict result;
+  result["steps"] = stats.steps;
+  result["averages"] = stats.averages;
+  result["group_sizes"] = py::cast(stats.group_sizes);
+  result["exposed_ms"] = stats.exposed_ms;
+  result["generator_wait_ms"] = stats.generator_wait_ms;
+  result["peer_wait_ms"] = stats.peer_wait_ms;
+  result["transfer_ms"] = stats.transfer_ms;
+  result["copy_ms"] = stats.copy_ms;
+  result["bytes_sent"] = stats.bytes_sent;
+  result["bucket_bytes"] = stats.bucket_bytes;
+  result["iteration_gap"] = stats.iteration_gap;
+  result["consensus_distance"] = stats.consensus_distance;
+  return result;
+}
+
+}  // namespace
+
+void bindSynchronizer(py::module_& module) {
+  py::class_<Synchronizer, std::shared_ptr<Synchronizer>>(module, "Synchronizer")
+      .def("before_step", &Synchronizer::beforeStep, NoGil())
+      .def("after_step", &Synchronizer::afterStep, NoGil())
+      .def("wait_tensors", &Synchronizer::waitTensors, py::arg("tensors"), NoGil())
+      .def("wait_all", &Synchronizer::waitAll, NoGil())
+      .def("synchronize", &Synchronizer::synchronize, NoGil())
+      .def("detach", &Synchronizer::detach, NoGil())
+      .def("leave", &Synchronizer::leave, py::arg("limit"), NoGil())
+      .def_property("steps", &Synchronizer::steps, &Synchronizer::setSteps);
+
+  py::class_<AveragingSynchronizer, Synchronizer, std::shared_ptr<AveragingSynchronizer>>(module,
+                                                                                          "AveragingSynchronizer")
+      .def("enter_average", &AveragingSynchronizer::enterAverage, NoGil())
+      .def("leave_average", &AveragingSynchronizer::leaveAverage, NoGil())
+      .def("stats", [](const AveragingSynchronizer& self) { return toDict(self.stats()); });
+}
+
+}  // namespace torchext

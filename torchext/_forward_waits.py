@@ -1,0 +1,103 @@
+"""Waits in front of the modules whose parameters are still on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["ForwardWaits"]
+
+
+class ForwardWaits:
+    """Has a DDP model's forward wait, module by module, for the tensors that each module reads.
+
+    Which module reads what is observed: some read the weights of a child that they never call (MultiheadAttention its
+    ``out_proj``). The first training forward waits for everything and notes which modules are called; from then on a
+    tensor is waited for by its own module if that is called, else by the nearest caller around it. Forwards in
+    evaluation mode or without gradients wait for everything: they may take other paths.
+
+    Args:
+        ddp: The model.
+        tensors: Those that may be on their way.
+        wait_tensors: Called with positions in ``tensors``; blocks until they are there.
+        wait_all: The same for all.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        tensors: Sequence[torch.Tensor],
+        wait_tensors: Callable[[list[int]], None],
+        wait_all: Callable[[], None],
+    ) -> None:
+        self._module: nn.Module = ddp.module
+        self._position = {id(tensor): position for position, tensor in enumerate(tensors)}
+        self._wait_tensors, self._wait_all = wait_tensors, wait_all
+        self._called: set[nn.Module] | None = set()  # None once it is known who waits
+        self._handles: list[Any] = []
+        for module in self._module.modules():
+            self._handles.append(module.register_state_dict_pre_hook(lambda *_: wait_all()))
+        if any(_is_compiled(module) for module in ddp.modules()):
+            # A hook inside a compiled graph would break it: such a model waits once, before the graph.
+            self._handles.append(ddp.register_forward_pre_hook(lambda *_: wait_all(), prepend=True))
+            return
+        for module in self._module.modules():
+            self._handles.append(module.register_forward_pre_hook(self._note, prepend=True))
+        # On the module, which evaluation may call without its wrapper.
+        self._handles.append(self._module.register_forward_pre_hook(self._enter, prepend=True))
+        self._handles.append(self._module.register_forward_hook(self._leave))
+
+    def remove(self) -> None:
+        """Takes all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, *_: Any) -> None:
+        if not (self._module.training and torch.is_grad_enabled()):
+            self._wait_all()
+
+    def _note(self, module: nn.Module, *_: Any) -> None:
+        if self._called is not None:
+            self._wait_all()
+            self._called.add(module)
+
+    def _leave(self, *_: Any) -> None:
+        if self._called and self._module.training and torch.is_grad_enabled():
+            called, self._called = self._called, None
+            for module, tensors in self._readers(called).items():
+                self._handles.append(module.register_forward_pre_hook(self._waiter(tensors), prepend=True))
+
+    def _waiter(self, tensors: list[int]) -> Callable[..., None]:
+        def wait(*_: Any) -> None:
+            self._wait_tensors(tensors)
+
+        return wait
+
+    def _readers(self, called: set[nn.Module]) -> dict[nn.Module, list[int]]:
+        """By module that waits: the positions of the tensors it waits for."""
+        readers: dict[nn.Module, dict[int, None]] = {}
+
+        def visit(module: nn.Module, around: nn.Module) -> None:
+            reader = module if module in called else around
+            for tensor in _own_tensors(module):
+                if id(tensor) in self._position:
+                    readers.setdefault(reader, {})[self._position[id(tensor)]] = None
+            for child in module.children():
+                visit(child, reader)
+
+        visit(self._module, self._module)
+        return {reader: list(positions) for reader, positions in readers.items()}
+
+
+def _own_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # By name: importing torch._dynamo to ask takes seconds.
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
