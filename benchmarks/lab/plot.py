@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,16 +45,18 @@ def title(report: Report) -> str:
     )
 
 
-def draw(report: Report, path: Path, *, log_scale: bool = False) -> None:
-    """Writes one PNG: the figures on the left, the ratios and their targets on the right."""
+def draw(report: Report, path: Path, *, log_scale: bool = False, extra: Callable[[Any], None] | None = None) -> None:
+    """Writes one PNG: the figures on the left, the ratios and their targets on the right, and what ``extra`` draws."""
     from matplotlib.figure import Figure
 
     names = [case.name for case in report.cases]
     contenders = list(dict.fromkeys(name for case in report.cases for name in case.figures))
     challengers = list(dict.fromkeys(name for case in report.cases for name in case.ratios))
-    figure = Figure(figsize=(5 + 1.1 * len(names) * (2 if challengers else 1), 4.5), layout="constrained")
+    bar_panels = 2 if challengers else 1
+    more = 0 if extra is None else 1
+    figure = Figure(figsize=(5 + 1.1 * len(names) * bar_panels + 4 * more, 4.5), layout="constrained")
     colours = {name: f"C{index}" for index, name in enumerate(contenders)}
-    panels = figure.subplots(1, 2 if challengers else 1, squeeze=False)[0]
+    panels = figure.subplots(1, bar_panels + more, squeeze=False)[0]
     _bars(panels[0], names, {name: [case.figures.get(name) for case in report.cases] for name in contenders}, colours)
     panels[0].set_ylabel(f"{report.unit} ({'higher' if report.higher_is_better else 'lower'} is better)")
     if log_scale:
@@ -68,6 +70,8 @@ def draw(report: Report, path: Path, *, log_scale: bool = False) -> None:
         for x, case in enumerate(report.cases):
             if case.target is not None:
                 panels[1].hlines(case.target, x - 0.45, x + 0.45, colors="red", linestyles="dashed")
+    if extra is not None:
+        extra(panels[-1])
     figure.suptitle(title(report), fontsize="small")
     figure.savefig(path, dpi=110)
 
