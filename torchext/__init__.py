@@ -12,9 +12,9 @@ check_torch()  # a module built for another torch would crash, not fail
 from torchext import ops  # noqa: E402
 from torchext.attach import attach  # noqa: E402
 from torchext.backends import backend_of, register  # noqa: E402
-from torchext.options import PragueOptions  # noqa: E402
+from torchext.options import DeAROptions, PragueOptions  # noqa: E402
 from torchext.synchronizer import Synchronizer  # noqa: E402
 
-__all__ = ["PragueOptions", "Synchronizer", "__version__", "attach", "backend_of", "ops", "register"]
+__all__ = ["DeAROptions", "PragueOptions", "Synchronizer", "__version__", "attach", "backend_of", "ops", "register"]
 
 register()

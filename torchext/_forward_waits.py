@@ -1,7 +1,9 @@
-"""Waits in front of the modules whose parameters are still on their way."""
+"""Waits in front of whoever reads parameters that are still on their way."""
 
 from __future__ import annotations
 
+import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,7 +11,61 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["ForwardWaits"]
+__all__ = ["FlushedMethod", "ForwardWaits"]
+
+
+class _Nothing:
+    """What the hooks of a model become in its copies and pickles, which nothing is on its way to."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class _Hook:
+    """Calls a function as a hook, without its arguments; does nothing in a copy of the model."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def __call__(self, *_: Any) -> None:
+        self._function()
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class FlushedMethod:
+    """Takes the place of a module's method on that one module: waits, then calls it.
+
+    Args:
+        module: Whose method it is.
+        name: Of the method.
+        wait_all: What to call first.
+    """
+
+    def __init__(self, module: nn.Module, name: str, wait_all: Callable[[], None]) -> None:
+        self._module = weakref.ref(module)
+        self._name, self._wait_all = name, wait_all
+        module.__dict__[name] = self
+
+    def remove(self) -> None:
+        """Gives the module its own method back."""
+        module = self._module()
+        if module is not None:
+            module.__dict__.pop(self._name, None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._wait_all()
+        module = self._module()
+        return getattr(type(module), self._name)(module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = self._module()
+        return types.MethodType(getattr(type(module), self._name), memo[id(module)])
+
+    def __reduce__(self) -> Any:
+        module = self._module()
+        return types.MethodType, (getattr(type(module), self._name), module)
 
 
 class ForwardWaits:
@@ -18,7 +74,7 @@ class ForwardWaits:
     Which module reads what is observed: some read the weights of a child that they never call (MultiheadAttention its
     ``out_proj``). The first training forward waits for everything and notes which modules are called; from then on a
     tensor is waited for by its own module if that is called, else by the nearest caller around it. Forwards in
-    evaluation mode or without gradients wait for everything: they may take other paths.
+    evaluation mode or without gradients wait for everything (they may take other paths), and so does state_dict.
 
     Args:
         ddp: The model.
@@ -40,16 +96,18 @@ class ForwardWaits:
         self._called: set[nn.Module] | None = set()  # None once it is known who waits
         self._handles: list[Any] = []
         for module in self._module.modules():
-            self._handles.append(module.register_state_dict_pre_hook(lambda *_: wait_all()))
+            self._handles.append(module.register_state_dict_pre_hook(_Hook(wait_all)))
         if any(_is_compiled(module) for module in ddp.modules()):
             # A hook inside a compiled graph would break it: such a model waits once, before the graph.
-            self._handles.append(ddp.register_forward_pre_hook(lambda *_: wait_all(), prepend=True))
+            self._handles.append(ddp.register_forward_pre_hook(_Hook(wait_all), prepend=True))
             return
-        for module in self._module.modules():
-            self._handles.append(module.register_forward_pre_hook(self._note, prepend=True))
+        self._learning = [
+            module.register_forward_pre_hook(self._note, prepend=True) for module in self._module.modules()
+        ]
+        self._learning.append(self._module.register_forward_hook(self._learn))
+        self._handles += self._learning
         # On the module, which evaluation may call without its wrapper.
         self._handles.append(self._module.register_forward_pre_hook(self._enter, prepend=True))
-        self._handles.append(self._module.register_forward_hook(self._leave))
 
     def remove(self) -> None:
         """Takes all hooks off."""
@@ -57,8 +115,11 @@ class ForwardWaits:
             handle.remove()
         self._handles.clear()
 
+    def __reduce__(self) -> Any:
+        return _NoWaits, ()
+
     def _enter(self, *_: Any) -> None:
-        if not (self._module.training and torch.is_grad_enabled()):
+        if not self._in_training():
             self._wait_all()
 
     def _note(self, module: nn.Module, *_: Any) -> None:
@@ -66,17 +127,17 @@ class ForwardWaits:
             self._wait_all()
             self._called.add(module)
 
-    def _leave(self, *_: Any) -> None:
-        if self._called and self._module.training and torch.is_grad_enabled():
+    def _learn(self, *_: Any) -> None:
+        if self._called and self._in_training():
             called, self._called = self._called, None
             for module, tensors in self._readers(called).items():
-                self._handles.append(module.register_forward_pre_hook(self._waiter(tensors), prepend=True))
+                hook = _Hook(lambda tensors=tensors: self._wait_tensors(tensors))  # type: ignore[misc]
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            for handle in self._learning:
+                handle.remove()
 
-    def _waiter(self, tensors: list[int]) -> Callable[..., None]:
-        def wait(*_: Any) -> None:
-            self._wait_tensors(tensors)
-
-        return wait
+    def _in_training(self) -> bool:
+        return self._module.training and torch.is_grad_enabled()
 
     def _readers(self, called: set[nn.Module]) -> dict[nn.Module, list[int]]:
         """By module that waits: the positions of the tensors it waits for."""
@@ -92,6 +153,15 @@ class ForwardWaits:
 
         visit(self._module, self._module)
         return {reader: list(positions) for reader, positions in readers.items()}
+
+
+class _NoWaits:
+    """What the hooks of a copied model are bound to: a ForwardWaits that never waits."""
+
+    _called = None
+
+    def _in_training(self) -> bool:
+        return True
 
 
 def _own_tensors(module: nn.Module) -> Iterable[torch.Tensor]:

@@ -6,7 +6,7 @@ import atexit
 import sys
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
+from torchext._sharded_optimizer import check_elementwise
 from torchext.backends import backend_of
-from torchext.synchronizer import AveragingSynchronizer, Synchronizer
+from torchext.synchronizer import AveragingSynchronizer, DearSynchronizer, Synchronizer
 
 __all__ = ["attach"]
 
@@ -44,31 +45,26 @@ def _check(ddp: Any, optimizer: Any) -> None:
             f"torchext.attach: the optimizer does not own {len(names)} of the model's trainable parameters ({shown}); "
             "pass the optimizer that steps them all"
         )
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise ValueError(
-                f"torchext.attach: {name!r} is a SyncBatchNorm, which needs all workers in every forward pass; "
-                "decentralized workers run at their own pace. Use BatchNorm: its statistics are averaged"
-            )
     for name, tensor in ddp.module.named_parameters():
         if not tensor.is_floating_point():
-            raise TypeError(f"torchext.attach: parameter {name!r} is {tensor.dtype}; only floating point is averaged")
+            raise TypeError(f"torchext.attach: parameter {name!r} is {tensor.dtype}; only floating point can be")
 
 
 def attach(
-    ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, bucket_mb: float = 4.0
+    ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, bucket_mb: float | Literal["auto"] = "auto"
 ) -> Synchronizer:
     """Attaches a DDP model to the algorithm of its process group's backend. Collective.
 
-    Installs a C++ communication hook in DDP's reducer (gradients stay local), hooks around ``optimizer.step`` and in
-    front of the modules that wait for their parameters, and turns ``broadcast_buffers`` off: floating-point buffers are
-    averaged with the parameters instead.
+    Installs a C++ communication hook in DDP's reducer, hooks around ``optimizer.step`` and in front of the modules that
+    wait for their parameters. With ``prague``, gradients and optimizer state stay local, and ``broadcast_buffers`` is
+    turned off: floating-point buffers are averaged with the parameters. With ``dear``, the optimizer gets a slice of
+    every parameter, and training goes on exactly as with plain DDP.
 
     Args:
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
-        optimizer: Steps all of the model's trainable parameters. Its state stays local.
-        bucket_mb: Size of an averaging bucket in MiB; a bucket ends with the parameter that reaches it. With smaller
-            ones the next forward can start earlier, but short messages cost more than few long ones.
+        optimizer: Steps all of the model's trainable parameters.
+        bucket_mb: Size of a bucket in MiB: more overlap with smaller ones, but short messages cost more than few long
+            ones. ``"auto"``: with ``prague`` 4, with ``dear`` what the group's options say.
 
     Raises:
         RuntimeError: Before ``init_process_group``, or attached twice.
@@ -76,28 +72,57 @@ def attach(
         torch.distributed.DistBackendError: Ranks attach different models or options (on every rank).
     """
     _check(ddp_model, optimizer)
-    if not 0.001 <= bucket_mb <= 4096:
-        raise ValueError(f"torchext.attach: bucket_mb must be in [0.001, 4096], got {bucket_mb}")
+    if bucket_mb != "auto" and not (isinstance(bucket_mb, (int, float)) and 0.001 <= bucket_mb <= 4096):
+        raise ValueError(f"torchext.attach: bucket_mb must be 'auto' or in [0.001, 4096], got {bucket_mb!r}")
     backend = backend_of(ddp_model.process_group)
-    if not isinstance(backend, _C.ProcessGroupPrague):
+    synchronizer: Synchronizer
+    if isinstance(backend, _C.ProcessGroupPrague):
+        synchronizer = _attach_prague(backend, ddp_model, optimizer, 4.0 if bucket_mb == "auto" else bucket_mb)
+    elif isinstance(backend, _C.ProcessGroupDear):
+        synchronizer = _attach_dear(backend, ddp_model, optimizer, None if bucket_mb == "auto" else bucket_mb)
+    else:
         raise ValueError(
             f"torchext.attach: the model's process group uses backend {backend.name()!r}, which trains as plain DDP; "
-            "initialize with init_process_group('prague')"
+            "initialize with init_process_group('prague') or 'dear'"
         )
-    synchronizer = _attach_prague(backend, ddp_model, optimizer, int(bucket_mb * _MEBIBYTE))
     ddp_model._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
     _leave_at_exit(synchronizer._core)
     return synchronizer
 
 
 def _attach_prague(
-    backend: _C.ProcessGroupPrague, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, bucket_bytes: int
+    backend: _C.ProcessGroupPrague, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, bucket_mb: float
 ) -> Synchronizer:
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                f"torchext.attach: {name!r} is a SyncBatchNorm, which needs all workers in every forward pass; "
+                "decentralized workers run at their own pace. Use BatchNorm: its statistics are averaged"
+            )
     parameters = list(ddp.module.parameters())
     buffers = [buffer for buffer in ddp.module.buffers() if buffer.is_floating_point()]
-    core = _C.attach_prague(backend, ddp.reducer, parameters, buffers, bucket_bytes)
+    core = _C.attach_prague(backend, ddp.reducer, parameters, buffers, int(bucket_mb * _MEBIBYTE))
     ddp.broadcast_buffers = False
     return AveragingSynchronizer(core, ddp, optimizer, [*parameters, *buffers])
+
+
+def _attach_dear(
+    backend: _C.ProcessGroupDear, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, bucket_mb: float | None
+) -> Synchronizer:
+    check_elementwise(optimizer)
+    named = list(ddp.module.named_parameters())
+    for name, parameter in named:
+        if parameter.device.type != "cpu":
+            raise TypeError(f"torchext.attach: dear trains models on the CPU so far; {name!r} is on {parameter.device}")
+        if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+            raise TypeError(
+                f"torchext.attach: parameter {name!r} has strides {tuple(parameter.stride())} for shape "
+                f"{tuple(parameter.shape)}, and shares or skips memory; make it dense with .contiguous()"
+            )
+    names = [name for name, _ in named]
+    parameters = [parameter for _, parameter in named]
+    core = _C.attach_dear(backend, ddp.reducer, parameters, names, bucket_mb)
+    return DearSynchronizer(core, ddp, optimizer, parameters)
 
 
 def _leave_at_exit(core: _C.Synchronizer) -> None:

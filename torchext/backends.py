@@ -41,6 +41,7 @@ class BackendClass:
 
 
 BACKENDS: dict[str, BackendClass] = {
+    "dear": BackendClass(options=_C.DeAROptions, create=_C.ProcessGroupDear),
     "prague": BackendClass(options=_C.PragueOptions, create=_C.ProcessGroupPrague),
 }
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchext._C import PragueOptions
+from torchext._C import DeAROptions, PragueOptions
 
-__all__ = ["PragueOptions"]
+__all__ = ["DeAROptions", "PragueOptions"]

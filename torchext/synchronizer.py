@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._forward_waits import ForwardWaits
+from torchext._forward_waits import FlushedMethod, ForwardWaits
+from torchext._sharded_optimizer import ShardedOptimizer
 
-__all__ = ["AveragingSynchronizer", "Synchronizer"]
+__all__ = ["AveragingSynchronizer", "DearSynchronizer", "Synchronizer"]
 
 
 class Synchronizer:
@@ -63,6 +65,18 @@ class Synchronizer:
     def wait(self) -> None:
         """Blocks until nothing is under way: for code that reads parameters between a step and the next forward."""
         self._core.wait_all()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients of the next step so that their norm is at most ``max_norm``; call it before the step.
+
+        As ``torch.nn.utils.clip_grad_norm_``, but for the gradients that the optimizer will step with: with ``dear``
+        those of all workers together (collective, exact), with a decentralized backend this worker's own.
+
+        Returns:
+            The norm before clipping, a tensor without dimensions.
+        """
+        self._check_attached("clip_grad_norm_")
+        return torch.nn.utils.clip_grad_norm_(self._ddp.module.parameters(), max_norm, norm_type)
 
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach; what they are depends on the backend."""
@@ -137,3 +151,102 @@ class AveragingSynchronizer(Synchronizer):
 
     def _leave_average(self) -> None:
         self._core.leave_average()
+
+
+class DearSynchronizer(Synchronizer):
+    """Decoupled all-reduce: every worker steps its slice of every parameter, and gathers the others' while computing.
+
+    The model trains as with plain DDP. Parameters are complete whenever they may be read: in forward passes, in
+    ``state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of the model, after ``synchronize()`` and ``wait()``.
+    Their own ``.grad`` is this worker's; the averaged ones are in ``optimizer.param_groups``, as slices.
+    ``optimizer.state_dict()`` is collective, and that of the plain optimizer.
+    """
+
+    _core: _C.DearSynchronizer
+
+    def __init__(
+        self,
+        core: _C.DearSynchronizer,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        super().__init__(core, ddp, optimizer, parameters)
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        self._shards = ShardedOptimizer(core, optimizer, parameters, ddp.process_group)
+        self._handles.append(ddp.register_forward_pre_hook(self._expect_backward))
+        for name in ("train", "named_parameters"):
+            self._handles.append(FlushedMethod(ddp.module, name, core.wait_all))
+        self._follow()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # noqa: D102  # inherited
+        self._check_attached("clip_grad_norm_")
+        if self._core.allreduce:
+            return super().clip_grad_norm_(max_norm, norm_type)
+        slices = list(self._shards.slices())
+        gradients = [gradient for gradient in (piece.grad for piece in slices) if gradient is not None and len(gradient)]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(torch.float32)
+        infinite = norm_type == float("inf")
+        norm = norm if infinite else norm**norm_type
+        dist.all_reduce(norm, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self._ddp.process_group)
+        norm = norm if infinite else norm ** (1.0 / norm_type)
+        torch.nn.utils.clip_grads_with_norm_(slices, max_norm, norm)
+        return norm
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state without gathering it, for ``torch.distributed.checkpoint``, at any world size.
+
+        Each worker's slices are DTensors with one dimension (the parameter's elements in memory order), under
+        ``"<number of the parameter>.<name of the state>"``. Load with :meth:`load_optimizer_state_dict`.
+        """
+        self._check_attached("optimizer_state_dict")
+        return self._shards.sharded_state()
+
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result."""
+        self._check_attached("load_optimizer_state_dict")
+        self._shards.load_sharded_state(state)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and milliseconds since attach.
+
+        ``mode`` is ``"dear"`` or ``"allreduce"`` (plain DDP), ``decided`` whether it stays so. ``exposed_rs_ms`` and
+        ``exposed_ag_ms`` are what training waited for reduce-scatters and all-gathers, ``rs_ms`` and ``ag_ms`` how long
+        these took. ``bucket_mb`` is the limit of a bucket, ``buckets`` the bytes of each in the order of the backward
+        pass, ``staging_bytes`` their memory, ``tuner`` the trials (on rank 0), ``allreduce_step_ms`` a step of plain
+        DDP when it was measured.
+        """
+        return self._core.stats()
+
+    def detach(self) -> None:
+        """Gives the optimizer its parameters and whole state back; the model goes on as plain DDP. Safe twice."""
+        if not self._detached:
+            self._core.wait_all()
+            self._shards.unshard()
+            self._shards.remove()
+        super().detach()
+
+    def _expect_backward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._core.expect_backward(self._ddp.require_backward_grad_sync)
+
+    def _before_step(self, *_: Any) -> None:
+        super()._before_step()
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise ValueError(
+                "dear: a parameter that was frozen at torchext.attach requires a gradient now, which DDP does not "
+                "reduce; unfreeze before the model is wrapped (frozen later and unfrozen again works)"
+            )
+        self._shards.before_step()
+
+    def _after_step(self, *_: Any) -> None:
+        super()._after_step()
+        self._shards.after_step()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Gives the optimizer slices or parameters, as the C++ side's plan wants it."""
+        if self._core.allreduce:
+            self._shards.unshard()
+        else:
+            self._shards.shard()

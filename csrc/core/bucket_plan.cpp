@@ -11,8 +11,6 @@
 namespace torchext::core {
 namespace {
 
-constexpr std::size_t kLineBytes = 64;
-
 int countOf(const auto& container) { return static_cast<int>(container.size()); }
 
 void checkSeconds(const char* name, double value) {
@@ -37,12 +35,6 @@ void checkReady(const std::vector<double>& ready, int tensors) {
     }
     before = value;
   }
-}
-
-Span intersection(const Span& a, const Span& b) {
-  const std::size_t begin = std::max(a.begin, b.begin);
-  const std::size_t end = std::min(a.begin + a.count, b.begin + b.count);
-  return end > begin ? Span{begin, end - begin} : Span{begin, 0};
 }
 
 }  // namespace
@@ -128,39 +120,6 @@ std::size_t BucketPlan::totalBytes() const {
 std::size_t BucketPlan::meanBucketBytes() const {
   const std::size_t count = buckets_.size();
   return totalBytes() / count + (totalBytes() % count == 0 ? 0 : 1);
-}
-
-ShardPlan::ShardPlan(std::size_t elements, std::size_t element_size, int world_size)
-    : elements_(elements), world_size_(world_size) {
-  if (element_size == 0) {
-    throwInvalid("element_size", element_size, "1 or more bytes");
-  }
-  if (world_size < 1) {
-    throwInvalid("world_size", world_size, "1 or more");
-  }
-  const std::size_t line = kLineBytes / std::gcd(kLineBytes, element_size);
-  // Padding is less than one line a rank.
-  const std::size_t most = std::numeric_limits<std::size_t>::max() / element_size;
-  if (line > most / index(world_size) || elements > most - line * index(world_size)) {
-    throwInvalid("elements", elements, "few enough for the padded bytes to fit a std::size_t");
-  }
-  const std::size_t each = (elements + index(world_size) - 1) / index(world_size);
-  shard_ = (each + line - 1) / line * line;
-}
-
-Span ShardPlan::shard(int rank) const {
-  checkIndex("rank", rank, world_size_);
-  return Span{shard_ * index(rank), shard_};
-}
-
-Span ShardPlan::owned(int rank) const { return intersection(shard(rank), Span{0, elements_}); }
-
-Span ShardPlan::ownedPart(int rank, const Span& tensor) const {
-  if (tensor.begin > elements_ || tensor.count > elements_ - tensor.begin) {
-    throw std::out_of_range(concat("tensor = elements ", tensor.begin, " and ", tensor.count,
-                                   " more: allowed inside the bucket's ", elements_));
-  }
-  return intersection(shard(rank), tensor);
 }
 
 GatherSchedule gatherSchedule(const BucketPlan& plan, const std::vector<std::vector<int>>& tensors_of_call) {

@@ -1,4 +1,4 @@
-// Which gradients travel together: tensor fusion for DeAR, the shards of a bucket, and what a fusion costs
+// Which gradients travel together: tensor fusion for DeAR, and what a fusion costs
 // (Zhang et al., "DeAR", ICDCS 2023: decoupled all-reduce and its tensor fusion; the cost model is that of MG-WFBP, Shi
 // et al., INFOCOM 2019).
 //
@@ -10,8 +10,6 @@
 
 #include <cstddef>
 #include <vector>
-
-#include "subset_plan.h"
 
 namespace torchext::core {
 
@@ -52,32 +50,6 @@ class BucketPlan {
   std::vector<Bucket> buckets_;
   std::vector<int> bucket_of_;             // [tensor]
   std::vector<std::size_t> offset_bytes_;  // [tensor]
-};
-
-// Equal shards of a bucket, one a rank, as reduce-scatter and all-gather want them. The bucket's buffer is padded at
-// its end: every shard has shardElements(), a multiple of 64 bytes, so that no two ranks' shards share a cache line.
-// Only the last shards hold padding; some hold nothing else where the bucket is small.
-class ShardPlan {
- public:
-  // element_size: bytes. It and world_size must be 1 or more; 0 elements are allowed. The padded bytes must fit a
-  // std::size_t.
-  ShardPlan(std::size_t elements, std::size_t element_size, int world_size);
-
-  int worldSize() const { return world_size_; }
-  std::size_t shardElements() const { return shard_; }
-  std::size_t paddedElements() const { return shard_ * static_cast<std::size_t>(world_size_); }
-  // In elements of the padded buffer.
-  Span shard(int rank) const;
-  // The shard without its padding; count 0 where it is all padding.
-  Span owned(int rank) const;
-  // The elements of `tensor`, itself a part of the bucket, that rank owns; count 0 for none. This is what a sharded
-  // optimizer on rank updates. Throws std::out_of_range where tensor ends behind the bucket.
-  Span ownedPart(int rank, const Span& tensor) const;
-
- private:
-  std::size_t elements_;
-  std::size_t shard_ = 0;
-  int world_size_;
 };
 
 // The forward pass as a list of module calls in the order of their execution, each with the tensors that it reads. A

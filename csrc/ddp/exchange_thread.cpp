@@ -56,54 +56,45 @@ double ExchangeThread::busyMilliseconds(ExchangeTask::Kind kind) const {
 void ExchangeThread::loop() {
   c10::setThreadName("tx_exchange");
   at::NoGradGuard no_grad;
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return closed_ || !queue_.empty(); });
-    if (queue_.empty() && !begun_) {
-      return;
-    }
-    running_ = true;
-    std::unique_ptr<ExchangeTask> task = std::move(begun_);
-    const bool begun = task != nullptr;
-    if (!begun) {
-      task = std::move(queue_.front());
-      queue_.pop_front();
-    }
-    lock.unlock();
-    std::exception_ptr error;
+  while (std::unique_ptr<ExchangeTask> task = next()) {
     try {
-      if (!begun) {
-        begin(*task);
-      }
       run(*task);
       sending_.push_back(std::move(task));
-      bool last = false;
-      {
-        std::lock_guard<std::mutex> peek(mutex_);
-        last = queue_.empty() && !begun_;
-      }
-      if (last) {
+      if (!begun_ && queueEmpty()) {
         drainAll();
       }
     } catch (...) {
-      error = std::current_exception();
-    }
-    if (error) {
-      on_error_(error);
-    }
-    lock.lock();
-    if (error) {
-      failed_ = true;
-      queue_.clear();
+      on_error_(std::current_exception());
       begun_ = nullptr;
       sending_.clear();
-    }
-    running_ = begun_ != nullptr;
-    changed_.notify_all();
-    if (begun_) {
-      continue;
+      std::lock_guard<std::mutex> lock(mutex_);
+      failed_ = true;
+      queue_.clear();
     }
   }
+}
+
+// The next task, begun; null at the end.
+std::unique_ptr<ExchangeTask> ExchangeThread::next() {
+  if (begun_) {
+    return std::move(begun_);
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  running_ = false;
+  changed_.notify_all();
+  changed_.wait(lock, [this] { return closed_ || !queue_.empty(); });
+  if (queue_.empty()) {
+    return nullptr;
+  }
+  running_ = true;
+  std::unique_ptr<ExchangeTask> task = std::move(queue_.front());
+  queue_.pop_front();
+  return task;
+}
+
+bool ExchangeThread::queueEmpty() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return queue_.empty();
 }
 
 void ExchangeThread::begin(ExchangeTask& task) {
@@ -111,11 +102,15 @@ void ExchangeThread::begin(ExchangeTask& task) {
     task.before();
   }
   task.operation->begin();
+  task.begun = true;
 }
 
 void ExchangeThread::run(ExchangeTask& task) {
   RECORD_FUNCTION(rangeName(task.kind), std::vector<c10::IValue>{});
   const auto start = Clock::now();
+  if (!task.begun) {
+    begin(task);
+  }
   task.operation->finish([&] { beginNext(task.kind); });
   task.arrived();
   // What was sent before this exchange has most likely left by now.

@@ -27,6 +27,7 @@ struct ExchangeTask {
   std::function<void()> before;   // right before it begins; may be empty
   std::function<void()> arrived;  // the result is there
   std::function<void()> drained;  // the buffer may be overwritten
+  bool begun = false;
 };
 
 class ExchangeThread {
@@ -48,6 +49,8 @@ class ExchangeThread {
 
  private:
   void loop();
+  std::unique_ptr<ExchangeTask> next();
+  bool queueEmpty() const;
   void run(ExchangeTask& task);
   static void begin(ExchangeTask& task);
   void beginNext(ExchangeTask::Kind current);
@@ -63,7 +66,7 @@ class ExchangeThread {
   double busy_ms_[2] = {0, 0};
 
   // Of the thread alone.
-  std::unique_ptr<ExchangeTask> begun_;              // by lookahead
+  std::unique_ptr<ExchangeTask> begun_;                // by lookahead
   std::deque<std::unique_ptr<ExchangeTask>> sending_;  // arrived, not drained
   std::thread thread_;
 };

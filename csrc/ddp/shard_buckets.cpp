@@ -12,9 +12,6 @@
 namespace torchext {
 namespace {
 
-// The tensor's elements in memory order.
-at::Tensor flatView(const at::Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}); }
-
 std::byte* bytesAt(const at::Tensor& tensor, std::size_t element) {
   return static_cast<std::byte*>(tensor.data_ptr()) + element * tensor.element_size();
 }
@@ -30,6 +27,13 @@ at::Tensor likeParameter(const at::Tensor& gradient, const at::Tensor& parameter
 }
 
 }  // namespace
+
+at::Tensor ownSlice(const at::Tensor& tensor, int world_size, int rank) {
+  const core::Span own = core::sliceOf(static_cast<std::size_t>(tensor.numel()), world_size, rank);
+  return tensor.detach()
+      .as_strided({tensor.numel()}, {1})
+      .narrow(0, static_cast<std::int64_t>(own.begin), static_cast<std::int64_t>(own.count));
+}
 
 ShardBuckets::ShardBuckets(const std::vector<at::Tensor>& parameters, const std::vector<std::int64_t>& order,
                            std::size_t limit_bytes, int rank, int world_size)
@@ -127,13 +131,6 @@ at::Tensor ShardBuckets::gradient(std::size_t tensor) const {
   const int index = place_[tensor].index;
   return bucket.buffer.narrow(0, static_cast<std::int64_t>(bucket.layout.position(index, rank_)),
                               static_cast<std::int64_t>(bucket.layout.slice(index, rank_).count));
-}
-
-at::Tensor ShardBuckets::slice(std::size_t tensor) const {
-  const core::Span own =
-      core::sliceOf(static_cast<std::size_t>(parameters_[tensor].numel()), world_size_, rank_);
-  return flatView(parameters_[tensor])
-      .narrow(0, static_cast<std::int64_t>(own.begin), static_cast<std::int64_t>(own.count));
 }
 
 void ShardBuckets::packParameters(std::size_t index) {

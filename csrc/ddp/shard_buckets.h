@@ -18,6 +18,9 @@
 
 namespace torchext {
 
+// The slice of a dense tensor that `rank` owns: 1-D, in memory order, sharing its memory.
+at::Tensor ownSlice(const at::Tensor& tensor, int world_size, int rank);
+
 class ShardBuckets {
  public:
   // parameters: on the CPU, dense; those that need no gradient are in no bucket. order: positions in parameters in the
@@ -39,8 +42,6 @@ class ShardBuckets {
   // After the reduce-scatter: whether any rank had a gradient; and the own slice of the sum, a view of the buffer.
   bool hasGradient(std::size_t tensor) const;
   at::Tensor gradient(std::size_t tensor) const;
-  // The own slice of the parameter itself, 1-D, sharing its memory.
-  at::Tensor slice(std::size_t tensor) const;
 
   void packParameters(std::size_t bucket);
   void unpackParameters(std::size_t bucket);

@@ -8,5 +8,6 @@ namespace torchext {
 void bindC10d(py::module_& module);
 void bindSynchronizer(py::module_& module);  // before the systems
 void bindPrague(py::module_& module);
+void bindDear(py::module_& module);
 
 }  // namespace torchext

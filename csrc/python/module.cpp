@@ -6,4 +6,5 @@ PYBIND11_MODULE(_C, module) {
   torchext::bindC10d(module);
   torchext::bindSynchronizer(module);
   torchext::bindPrague(module);
+  torchext::bindDear(module);
 }

@@ -1,0 +1,65 @@
+// DearPlanner: how an attached model's gradients travel, decided on rank 0 from measured steps, the same on all ranks.
+//
+// Course of a training run, in steps since attach (every rank counts alike, so that all know when a decision is due):
+//   trial of all-reduce     where that may be fallen back on: plain DDP, measured for one window
+//   trials of bucket sizes  windows of a BayesianTuner, or a single one where the user has set the size
+//   for good                the best of them
+// With the first decision the observed orders of gradients and of forward waits replace the assumed ones.
+//
+// Threads: the training thread.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "c10d/process_group_dear.h"
+#include "core/bayesian_tuner.h"
+
+namespace torchext {
+
+// Orders are positions in the synchronizer's list of tensors.
+struct DearPlan {
+  bool allreduce = false;  // plain DDP: everything else is without meaning
+  std::size_t bucket_bytes = 0;
+  std::vector<std::int64_t> gradient_order;
+  std::vector<std::int64_t> forward_order;
+};
+
+class DearPlanner {
+ public:
+  // model_bytes: of all gradients. tensors: those that have gradients, in registration order. bucket_mb: MiB; 0: tuned.
+  DearPlanner(ProcessGroupDear& group, std::size_t model_bytes, std::vector<std::int64_t> tensors, double bucket_mb);
+
+  const DearPlan& plan() const { return plan_; }
+
+  // After every optimizer step. Collective when a decision is due: rank 0's is broadcast. True: plan() is new.
+  // The orders in which this rank saw the last step's gradients and forward waits; incomplete ones are ignored.
+  bool afterStep(const std::vector<std::int64_t>& gradient_order, const std::vector<std::int64_t>& forward_order);
+
+  bool decided() const { return phase_ == Phase::kDecided; }
+  const core::BayesianTunerState& trials() const { return tuner_.state(); }
+  // Of the all-reduce's window; 0: not measured.
+  double allreduceSeconds() const { return allreduce_seconds_; }
+
+ private:
+  enum class Phase : std::int64_t { kWarmUp, kAllreduce, kTuning, kDecided };
+  void decide(const std::vector<std::int64_t>& gradient_order, const std::vector<std::int64_t>& forward_order);
+  void share();
+  void announce() const;
+
+  ProcessGroupDear& group_;
+  const std::vector<std::int64_t> tensors_;
+  const bool fallback_;
+  const bool fixed_;            // the bucket size is the user's
+  core::BayesianTuner tuner_;  // reported to on rank 0 alone
+  DearPlan plan_;
+  Phase phase_ = Phase::kWarmUp;
+  std::vector<double> window_;  // seconds of the phase's steps
+  double allreduce_seconds_ = 0;
+  double best_seconds_ = 0;
+  std::optional<std::chrono::steady_clock::time_point> last_step_;
+};
+
+}  // namespace torchext

@@ -1,0 +1,458 @@
+#include "ddp/dear_synchronizer.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include "c10d/promises.h"
+#include "ddp/attach_agreement.h"
+
+namespace torchext {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double milliseconds(Clock::time_point since) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
+}
+
+std::size_t bytesOf(const std::vector<at::Tensor>& tensors) {
+  std::size_t total = 0;
+  for (const at::Tensor& tensor : tensors) {
+    total += tensor.requires_grad() ? tensor.nbytes() : 0;
+  }
+  return total;
+}
+
+std::vector<std::int64_t> trainable(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::int64_t> result;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].requires_grad()) {
+      result.push_back(static_cast<std::int64_t>(i));
+    }
+  }
+  return result;
+}
+
+std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
+
+}  // namespace
+
+DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
+                                   std::vector<std::string> names, std::optional<double> bucket_mb)
+    : group_(std::move(group)),
+      parameters_(std::move(parameters)),
+      names_(std::move(names)),
+      planner_(*group_, bytesOf(parameters_), trainable(parameters_),
+               bucket_mb.value_or(group_->dearOptions().bucket_mb)),
+      seen_(parameters_.size(), 0),
+      waited_(parameters_.size(), 1),
+      versions_(parameters_.size()) {
+  const auto& options = group_->dearOptions();
+  std::string layout;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    layout += c10::str(names_[i], parameters_[i].requires_grad(), parameters_[i].strides(), ";");
+    addresses_.push_back(parameters_[i].data_ptr());
+  }
+  agreeOnAttach(*group_, parameters_, {},
+                {{"names, strides and requires_grad of parameters (hash)", agreementHash(layout)},
+                 {"DeAROptions.form (hash)", agreementHash(options.form)},
+                 {"bucket_mb (millionths)", std::llround(bucket_mb.value_or(options.bucket_mb) * 1e6)},
+                 {"DeAROptions.allreduce_fallback", options.allreduce_fallback ? 1 : 0}});
+  transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), group_->nextChannel());
+  exchange_ = std::make_unique<ExchangeThread>([this](const std::exception_ptr& error) { fail(error); });
+  rebuild();
+  hooks_ = std::make_unique<GradientHooks>(parameters_, [this](std::size_t i) { gradientReady(i); });
+  shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
+}
+
+DearSynchronizer::~DearSynchronizer() { leave(std::chrono::seconds(2)); }
+
+void DearSynchronizer::rebuild() {
+  const DearPlan& plan = planner_.plan();
+  buckets_ = nullptr;  // first: two sets of buffers would be too many
+  if (!plan.allreduce && !plan.gradient_order.empty()) {
+    buckets_ = std::make_unique<ShardBuckets>(parameters_, plan.gradient_order, plan.bucket_bytes, group_->getRank(),
+                                              group_->getSize());
+  }
+  const std::size_t count = buckets_ ? buckets_->size() : 0;
+  gather_order_.clear();
+  std::vector<char> listed(count, 0);
+  for (const std::int64_t tensor : plan.forward_order) {
+    if (buckets_ && !std::exchange(listed[buckets_->bucketOf(index(tensor))], 1)) {
+      gather_order_.push_back(buckets_->bucketOf(index(tensor)));
+    }
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  reducing_.assign(count, 0);
+  gathering_.assign(count, 0);
+  undrained_.assign(count, 0);
+  missing_.assign(count, 0);
+}
+
+// ---- Backward ----
+
+void DearSynchronizer::expectBackward(bool exchanges) {
+  armed_ = exchanges && !detached_;
+  started_ = started_ && !armed_;
+}
+
+void DearSynchronizer::beginBackward() {
+  started_ = true;
+  complete_ = false;
+  versions_known_ = false;
+  next_bucket_ = 0;
+  gradient_order_.clear();
+  std::fill(seen_.begin(), seen_.end(), 0);
+  for (std::size_t b = 0; b < missing_.size(); ++b) {
+    missing_[b] = buckets_->tensorsOf(b).size();
+  }
+}
+
+void DearSynchronizer::gradientReady(std::size_t parameter) {
+  if (!armed_) {
+    return;
+  }
+  if (!started_) {
+    beginBackward();
+  }
+  gradient_order_.push_back(static_cast<std::int64_t>(parameter));
+  if (!buckets_) {
+    return;
+  }
+  const std::size_t bucket = buckets_->bucketOf(parameter);
+  TORCH_CHECK(waited_[parameter], "dear: parameter ", names_[parameter],
+              " was used in a forward pass that did not wait for it (its module was not called, and had been in the "
+              "first forward pass); call sync.wait() before such a forward pass");
+  TORCH_CHECK(bucket >= next_bucket_, "dear: parameter ", names_[parameter],
+              " got its gradient twice in one backward pass, the first one is on its way already; use activation "
+              "checkpointing with use_reentrant=False");
+  waitUntil("torchext::dear::wait", [&] { return undrained_[bucket] == 0; });
+  at::NoGradGuard no_grad;
+  buckets_->packGradient(parameter, parameters_[parameter].grad());
+  if (std::exchange(seen_[parameter], 1) == 0 && --missing_[bucket] == 0) {
+    postReady();
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DearSynchronizer::bucketReady(c10d::GradBucket& bucket) {
+  if (bucket.isLast()) {
+    // Behind what is left of this backward pass: the hooks of the last parameters come after DDP's.
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { backwardEnds(); });
+  }
+  if (!buckets_) {
+    bucket.getBufferRef() /= group_->getSize();
+    std::vector<at::Tensor> tensors{bucket.getBufferRef()};
+    return group_->allreduce(tensors, c10d::AllreduceOptions())->getFuture();
+  }
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  future->markCompleted(c10::IValue(bucket.getBuffer()));
+  return future;
+}
+
+void DearSynchronizer::backwardEnds() {
+  if (!armed_) {
+    return;
+  }
+  armed_ = false;
+  if (!started_) {
+    beginBackward();  // not one parameter was used
+  }
+  complete_ = true;
+  if (!buckets_) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  for (std::size_t b = next_bucket_; b < buckets_->size(); ++b) {
+    for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
+      if (seen_[index(tensor)] == 0) {
+        waitUntil("torchext::dear::wait", [&] { return undrained_[b] == 0; });
+        buckets_->packGradient(index(tensor), parameters_[index(tensor)].grad());
+      }
+    }
+    missing_[b] = 0;
+  }
+  postReady();
+  // Behind DDP, which copies its buckets back into the gradients.
+  torch::autograd::Engine::get_default_engine().queue_callback([this] { noteVersions(); });
+}
+
+void DearSynchronizer::noteVersions() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& gradient = parameters_[i].grad();
+    versions_[i] = {gradient.defined() ? gradient.data_ptr() : nullptr, gradient.defined() ? gradient._version() : 0};
+  }
+  versions_known_ = true;
+}
+
+void DearSynchronizer::postReady() {
+  while (next_bucket_ < missing_.size() && missing_[next_bucket_] == 0) {
+    postReduceScatter(next_bucket_++);
+  }
+}
+
+void DearSynchronizer::postReduceScatter(std::size_t bucket) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    reducing_[bucket] = undrained_[bucket] = 1;
+  }
+  exchange_->post({ExchangeTask::Kind::kReduceScatter,
+                   transfers_->reduceScatter(buckets_->buffer(bucket), 1.0 / group_->getSize()),
+                   {},
+                   [this, bucket] {
+                     {
+                       std::lock_guard<std::mutex> lock(mutex_);
+                       reducing_[bucket] = 0;
+                     }
+                     changed_.notify_all();
+                   },
+                   [this, bucket] {
+                     {
+                       std::lock_guard<std::mutex> lock(mutex_);
+                       undrained_[bucket] = 0;
+                     }
+                     changed_.notify_all();
+                   }});
+}
+
+// ---- Step ----
+
+at::Tensor DearSynchronizer::slice(std::size_t parameter) const {
+  return ownSlice(parameters_.at(parameter), group_->getSize(), group_->getRank());
+}
+
+std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
+  TORCH_CHECK(buckets_, "dear: this model trains as plain DDP at the moment; its gradients are the parameters' own");
+  if (!complete_) {
+    if (started_) {
+      throwMissing();
+    }
+    return std::nullopt;
+  }
+  if (!buckets_->holds(parameter)) {
+    return std::nullopt;
+  }
+  const std::size_t bucket = buckets_->bucketOf(parameter);
+  const double waited = waitUntil("torchext::dear::wait", [&] { return reducing_[bucket] == 0; });
+  if (waited > 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats_.exposed_rs_ms += waited;
+  }
+  return buckets_->hasGradient(parameter) ? std::optional(buckets_->gradient(parameter)) : std::nullopt;
+}
+
+void DearSynchronizer::throwMissing() {
+  std::string missing;
+  for (const std::int64_t tensor : planner_.plan().gradient_order) {
+    if (seen_[index(tensor)] == 0 && missing.size() < 200) {
+      missing += (missing.empty() ? "" : ", ") + names_[index(tensor)];
+    }
+  }
+  const std::string text =
+      c10::str("no gradient for ", missing, " in this backward pass; every rank must use every parameter, or wrap the ",
+               "model with DistributedDataParallel(..., find_unused_parameters=True)");
+  group_->poison(group_->getRank(), text);  // the others wait for these gradients
+  C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
+}
+
+void DearSynchronizer::clearGradients() { started_ = complete_ = false; }
+
+void DearSynchronizer::beforeStep() {
+  waitAll();
+  checkVersions();
+}
+
+void DearSynchronizer::checkVersions() const {
+  if (!buckets_ || !complete_ || !versions_known_) {
+    return;
+  }
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& gradient = parameters_[i].grad();
+    TORCH_CHECK(!gradient.defined() || versions_[i].first != gradient.data_ptr() ||
+                    versions_[i].second == gradient._version(),
+                "dear: the gradient of ", names_[i],
+                " was changed after the backward pass, when it was on its way already, so the change would be lost; "
+                "clip with sync.clip_grad_norm_(), change others through optimizer.param_groups, or train with "
+                "DeAROptions(form=\"replicated\")");
+  }
+}
+
+void DearSynchronizer::checkAddresses() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    TORCH_CHECK(parameters_[i].data_ptr() == addresses_[i], "dear: parameter ", names_[i],
+                " has been given other memory since torchext.attach (model.to(), .data = ...); change a model before "
+                "it is wrapped in DistributedDataParallel and attached");
+  }
+}
+
+void DearSynchronizer::afterStep() {
+  checkAddresses();
+  ++steps_;
+  const bool stepped = std::exchange(complete_, false);
+  started_ = false;
+  const bool replan = planner_.afterStep(gradient_order_, forward_order_);
+  forward_order_.clear();
+  if (stepped && buckets_) {
+    postAllGathers();
+  }
+  if (replan) {
+    waitAll();
+    TORCH_CHECK(exchange_->waitIdle(group_->timeout()), "dear: exchanges did not end within the group's timeout");
+    rebuild();
+  }
+}
+
+void DearSynchronizer::postAllGathers() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::fill(gathering_.begin(), gathering_.end(), 1);
+    gathering_count_ = static_cast<int>(gathering_.size());
+  }
+  std::fill(waited_.begin(), waited_.end(), 0);
+  for (const std::size_t bucket : gather_order_) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      undrained_[bucket] = 1;
+    }
+    exchange_->post({ExchangeTask::Kind::kAllGather, transfers_->allGather(buckets_->buffer(bucket)),
+                     [this, bucket] { buckets_->packParameters(bucket); },
+                     [this, bucket] {
+                       buckets_->unpackParameters(bucket);
+                       {
+                         std::lock_guard<std::mutex> lock(mutex_);
+                         gathering_[bucket] = 0;
+                         --gathering_count_;
+                       }
+                       changed_.notify_all();
+                     },
+                     [this, bucket] {
+                       {
+                         std::lock_guard<std::mutex> lock(mutex_);
+                         undrained_[bucket] = 0;
+                       }
+                       changed_.notify_all();
+                     }});
+  }
+}
+
+// ---- Forward ----
+
+// Milliseconds waited. Ends: every wait of the exchanges has the group's timeout.
+template <class Ready>
+double DearSynchronizer::waitUntil(const char* what, Ready ready) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  double waited = 0;
+  if (!ready() && !error_) {
+    RECORD_FUNCTION(what, std::vector<c10::IValue>{});
+    const auto start = Clock::now();
+    changed_.wait(lock, [&] { return ready() || error_; });
+    waited = milliseconds(start);
+  }
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
+  return waited;
+}
+
+void DearSynchronizer::waitTensors(const std::vector<std::int64_t>& tensors) {
+  for (const std::int64_t tensor : tensors) {
+    if (std::exchange(waited_.at(index(tensor)), 1) == 0) {
+      forward_order_.push_back(tensor);
+    }
+  }
+  if (gathering_count_ == 0 && !failed_) {
+    return;
+  }
+  const double waited = waitUntil("torchext::dear::wait", [&] {
+    return std::all_of(tensors.begin(), tensors.end(), [&](std::int64_t tensor) {
+      return !buckets_->holds(index(tensor)) || gathering_[buckets_->bucketOf(index(tensor))] == 0;
+    });
+  });
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.exposed_ag_ms += waited;
+}
+
+void DearSynchronizer::waitAll() {
+  std::fill(waited_.begin(), waited_.end(), 1);
+  if (gathering_count_ == 0 && !failed_) {
+    return;
+  }
+  const double waited = waitUntil("torchext::dear::wait", [&] { return gathering_count_ == 0; });
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.exposed_ag_ms += waited;
+}
+
+// ---- The end ----
+
+void DearSynchronizer::fail(std::exception_ptr error) {
+  // A broken connection becomes the error that names who died.
+  error = group_->health()->explain(error, OpInfo{.name = "training"});
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    error_ = std::move(error);
+    failed_ = true;
+  }
+  changed_.notify_all();
+}
+
+void DearSynchronizer::detach() {
+  if (detached_) {
+    return;
+  }
+  waitAll();
+  TORCH_CHECK(exchange_->waitIdle(group_->timeout()), "dear: exchanges did not end within the group's timeout");
+  leave(std::chrono::milliseconds(0));
+}
+
+void DearSynchronizer::leave(std::chrono::milliseconds limit) {
+  if (!exchange_) {
+    return;
+  }
+  // What the others still wait for must be sent; what they have not asked for yet need not.
+  if (!failed_ && !exchange_->waitIdle(limit) && limit.count() > 0 && !failed_) {
+    LOG(WARNING) << "dear [rank " << group_->getRank() << "]: leaving while parameters are on their way";
+    group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while parameters were on their way"));
+  }
+  detached_ = true;
+  hooks_->remove();
+  group_->removeShutdownCallback(shutdown_callback_);
+  exchange_->discard();
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.rs_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kReduceScatter);
+  stats_.ag_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kAllGather);
+  stats_.bytes_sent = static_cast<std::int64_t>(transfers_->bytesSent());
+  exchange_ = nullptr;
+  // Holds an inner group, which must end with the process group.
+  transfers_ = nullptr;
+  buckets_ = nullptr;
+}
+
+DearStats DearSynchronizer::stats() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  DearStats stats = stats_;
+  stats.steps = steps_;
+  stats.allreduce = planner_.plan().allreduce;
+  stats.decided = planner_.decided();
+  stats.allreduce_step_ms = 1e3 * planner_.allreduceSeconds();
+  stats.bucket_bytes = planner_.plan().bucket_bytes;
+  stats.trials = planner_.trials().trials;
+  if (exchange_) {
+    stats.rs_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kReduceScatter);
+    stats.ag_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kAllGather);
+    stats.bytes_sent = static_cast<std::int64_t>(transfers_->bytesSent());
+  }
+  if (buckets_) {
+    stats.staging_bytes = static_cast<std::int64_t>(buckets_->stagingBytes());
+    for (std::size_t b = 0; b < buckets_->size(); ++b) {
+      stats.buckets.push_back(static_cast<std::int64_t>(buckets_->bytesOf(b)));
+    }
+  }
+  return stats;
+}
+
+}  // namespace torchext

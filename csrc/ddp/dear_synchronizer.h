@@ -1,0 +1,162 @@
+// DearSynchronizer: trains an attached model with decoupled all-reduce (Zhang et al., "DeAR", ICDCS 2023), in its
+// sharded form: reduce-scatter of the gradients under the backward pass, the optimizer's step on this rank's slice of
+// every parameter, all-gather of the parameters under the next forward pass.
+//
+// The data's path in a training step:
+//   backward   gradientReady(i), for each parameter: its gradient is copied into its bucket's staging buffer; a full
+//              bucket is reduce-scattered, buckets in one order on all ranks. DDP's own hook returns at once.
+//   step       the optimizer holds ShardParameters (torchext/_sharded_optimizer.py), whose .grad is gradient(i): it
+//              waits for the bucket. afterStep() queues the all-gathers, in the order of the forward pass.
+//   forward    waitTensors() in front of each module waits for its buckets.
+// While DearPlanner says so the model trains as plain DDP instead (allreduce()), and the optimizer holds the parameters.
+//
+// Gradients: the parameters' own .grad stay local. A parameter that got no gradient travels as zeros with a mark; one
+// that no rank has a gradient for has none (the optimizer skips it), as in single-process training.
+// Gradient accumulation: only a backward pass whose forward ran outside no_sync() exchanges anything; then .grad holds
+// the sum of all micro-batches.
+//
+// Threads: the training thread, autograd's (gradientReady, bucketReady, backwardEnds) and exchange_'s. A bucket's buffer
+// belongs to autograd's thread until it is posted, then to exchange_'s until it has arrived and is drained; between
+// reduce-scatter and all-gather the training thread reads its own chunk.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include "c10d/process_group_dear.h"
+#include "c10d/shard_exchange.h"
+#include "ddp/dear_planner.h"
+#include "ddp/exchange_thread.h"
+#include "ddp/gradient_hooks.h"
+#include "ddp/shard_buckets.h"
+#include "ddp/synchronizer.h"
+
+namespace torchext {
+
+// Since attach; times in milliseconds.
+struct DearStats {
+  std::int64_t steps = 0;
+  bool allreduce = false;            // trains as plain DDP at the moment
+  bool decided = false;              // the search for the best plan is over
+  double exposed_rs_ms = 0;          // the training thread waited for a reduce-scatter,
+  double exposed_ag_ms = 0;          //   for an all-gather
+  double rs_ms = 0;                  // reduce-scatters were under way,
+  double ag_ms = 0;                  //   all-gathers
+  double allreduce_step_ms = 0;      // median step of plain DDP when it was measured; 0: never
+  std::int64_t bytes_sent = 0;
+  std::int64_t staging_bytes = 0;
+  std::size_t bucket_bytes = 0;      // limit of a bucket
+  std::vector<std::int64_t> buckets; // bytes of each, in the order of the backward pass
+  std::vector<core::TunerTrial> trials;  // of rank 0; elsewhere empty
+};
+
+class DearSynchronizer : public Synchronizer {
+ public:
+  // Collective. parameters: the model's, in registration order; floating point, dense, on the CPU; the same shapes and
+  // names on all ranks (checked). names: for messages. bucket_mb: instead of the options'.
+  DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
+                   std::vector<std::string> names, std::optional<double> bucket_mb);
+  ~DearSynchronizer() override;
+
+  // The last forward pass ran outside (true) or inside (false) no_sync().
+  void expectBackward(bool exchanges);
+  // DDP's communication hook.
+  c10::intrusive_ptr<c10::ivalue::Future> bucketReady(c10d::GradBucket& bucket);
+
+  // Whether the model trains as plain DDP. Changes in afterStep() only.
+  bool allreduce() const { return planner_.plan().allreduce; }
+  // This rank's slice of a parameter (1-D, in memory order, sharing its memory), and of its averaged gradient: waits
+  // for it; none when there is none to step with. A view of the staging buffer, valid until afterStep().
+  at::Tensor slice(std::size_t parameter) const;
+  std::optional<at::Tensor> gradient(std::size_t parameter);
+  // As optimizer.zero_grad(): there is no gradient until the next backward pass.
+  void clearGradients();
+
+  void beforeStep() override;
+  void afterStep() override;
+  void waitTensors(const std::vector<std::int64_t>& tensors) override;
+  void waitAll() override;
+  void synchronize() override { waitAll(); }
+  void detach() override;
+  void leave(std::chrono::milliseconds limit) override;
+
+  DearStats stats() const;
+  std::int64_t steps() const override { return steps_; }
+  void setSteps(std::int64_t steps) override { steps_ = steps; }
+
+ private:
+  void gradientReady(std::size_t parameter);
+  void beginBackward();
+  void backwardEnds();
+  [[noreturn]] void throwMissing();
+  void noteVersions();
+  void checkVersions() const;
+  void checkAddresses() const;
+  void postReady();
+  void postReduceScatter(std::size_t bucket);
+  void postAllGathers();
+  void rebuild();
+  void fail(std::exception_ptr error);
+  template <class Ready>
+  double waitUntil(const char* what, Ready ready);
+
+  c10::intrusive_ptr<ProcessGroupDear> group_;
+  const std::vector<at::Tensor> parameters_;
+  const std::vector<std::string> names_;
+  std::vector<const void*> addresses_;
+  DearPlanner planner_;
+  std::unique_ptr<ShardExchange> transfers_;
+  std::unique_ptr<ShardBuckets> buckets_;
+  std::vector<std::size_t> gather_order_;  // of buckets
+
+  // A backward pass; autograd's thread, between them the training thread.
+  bool armed_ = false;     // the next one exchanges
+  bool started_ = false;   // gradients of it have come,
+  bool complete_ = false;  //   and all: every bucket has been posted, gradient() may wait for them
+  std::vector<char> seen_;  // [parameter]
+  std::vector<std::size_t> missing_;  // [bucket] gradients that have not come
+  std::size_t next_bucket_ = 0;       // the first that has not been posted
+  std::vector<std::int64_t> gradient_order_;
+  std::vector<std::int64_t> forward_order_;
+  std::vector<char> waited_;  // [parameter] since the all-gathers were posted
+  std::vector<std::pair<const void*, std::int64_t>> versions_;  // [parameter] of .grad after the backward pass
+  bool versions_known_ = false;
+  std::int64_t steps_ = 0;
+  bool detached_ = false;
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::vector<char> reducing_;   // [bucket] a reduce-scatter is posted and has not arrived
+  std::vector<char> gathering_;  // [bucket] the same of an all-gather
+  std::vector<char> undrained_;  // [bucket] its buffer may still be being sent
+  std::exception_ptr error_;
+  DearStats stats_;
+  std::atomic<int> gathering_count_{0};  // lets a module's pre-hook pass without the lock
+  std::atomic<bool> failed_{false};
+
+  std::uint64_t shutdown_callback_ = 0;
+  std::unique_ptr<GradientHooks> hooks_;
+  std::unique_ptr<ExchangeThread> exchange_;  // last: ends before what it uses
+};
+
+// DDP's communication hook of an attached model.
+class DearGradientHook : public c10d::CppCommHookInterface<std::shared_ptr<DearSynchronizer>> {
+ public:
+  explicit DearGradientHook(std::shared_ptr<DearSynchronizer> synchronizer)
+      : CppCommHookInterface(std::move(synchronizer)) {}
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    return state_->bucketReady(bucket);
+  }
+};
+
+}  // namespace torchext

@@ -1,0 +1,121 @@
+// Bindings of the "dear" backend: options, process group, synchronizer. No logic; every call that may block releases the
+// GIL.
+#include "python/bind_c10d.h"
+#include "python/bind_synchronizer.h"
+
+#include <optional>
+#include <variant>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include "c10d/process_group_dear.h"
+#include "ddp/dear_synchronizer.h"
+
+namespace torchext {
+namespace {
+
+using Options = ProcessGroupDear::Options;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using BucketSize = std::variant<double, std::string>;
+
+BucketSize bucketSize(const Options& options) {
+  return options.bucket_mb == 0 ? BucketSize("auto") : BucketSize(options.bucket_mb);
+}
+
+double bucketMebibytes(const BucketSize& size) {
+  if (const auto* text = std::get_if<std::string>(&size)) {
+    TORCH_CHECK_VALUE(*text == "auto", "DeAROptions.bucket_mb must be \"auto\" or in [0.001, 4096] MiB, got \"", *text,
+                      "\"");
+    return 0;
+  }
+  const double number = std::get<double>(size);
+  TORCH_CHECK_VALUE(number != 0, "DeAROptions.bucket_mb must be \"auto\" or in [0.001, 4096] MiB, got 0");
+  return number;
+}
+
+std::string describe(const Options& o) {
+  return c10::str("DeAROptions(form='", o.form, "', bucket_mb=",
+                  o.bucket_mb == 0 ? std::string("'auto'") : c10::str(o.bucket_mb),
+                  ", allreduce_fallback=", o.allreduce_fallback ? "True" : "False",
+                  ", timeout=", o.timeout.count() / 1000.0, "s)");
+}
+
+c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
+                                        std::chrono::milliseconds timeout) {
+  auto options = c10::make_intrusive<Options>(timeout);
+  options->form = std::move(form);
+  options->bucket_mb = bucketMebibytes(bucket_mb);
+  options->allreduce_fallback = allreduce_fallback;
+  options->validate();
+  return options;
+}
+
+std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group,
+                                             c10d::Reducer& reducer, std::vector<at::Tensor> parameters,
+                                             std::vector<std::string> names, std::optional<double> bucket_mb) {
+  std::shared_ptr<DearSynchronizer> synchronizer(
+      new DearSynchronizer(group, std::move(parameters), std::move(names), bucket_mb), DeleteWithoutGil());
+  reducer.register_comm_hook(std::make_unique<DearGradientHook>(synchronizer));
+  return synchronizer;
+}
+
+py::dict toDict(const DearStats& stats) {
+  py::dict result;
+  result["steps"] = stats.steps;
+  result["mode"] = stats.allreduce ? "allreduce" : "dear";
+  result["decided"] = stats.decided;
+  result["exposed_rs_ms"] = stats.exposed_rs_ms;
+  result["exposed_ag_ms"] = stats.exposed_ag_ms;
+  result["rs_ms"] = stats.rs_ms;
+  result["ag_ms"] = stats.ag_ms;
+  result["allreduce_step_ms"] = stats.allreduce_step_ms;
+  result["bytes_sent"] = stats.bytes_sent;
+  result["staging_bytes"] = stats.staging_bytes;
+  result["bucket_mb"] = static_cast<double>(stats.bucket_bytes) / (1 << 20);
+  result["buckets"] = py::cast(stats.buckets);
+  py::list trials;
+  for (const core::TunerTrial& trial : stats.trials) {
+    py::dict entry;
+    entry["bucket_mb"] = trial.bucket_mb;
+    entry["step_ms"] = 1e3 * trial.step_seconds;
+    trials.append(entry);
+  }
+  result["tuner"] = trials;
+  return result;
+}
+
+}  // namespace
+
+void bindDear(py::module_& module) {
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "DeAROptions")
+      .def(py::init(&makeOptions), py::kw_only(), py::arg("form") = "sharded", py::arg("bucket_mb") = "auto",
+           py::arg("allreduce_fallback") = true,
+           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+      .def_readonly("form", &Options::form)
+      .def_property_readonly("bucket_mb", &bucketSize)
+      .def_readonly("allreduce_fallback", &Options::allreduce_fallback)
+      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
+      .def("__repr__", &describe);
+
+  py::class_<ProcessGroupDear, AttachableBackend, c10::intrusive_ptr<ProcessGroupDear>>(module, "ProcessGroupDear")
+      .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {
+             return c10::make_intrusive<ProcessGroupDear>(rank, size, inner, options);
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), NoGil());
+
+  py::class_<DearSynchronizer, Synchronizer, std::shared_ptr<DearSynchronizer>>(module, "DearSynchronizer")
+      .def("expect_backward", &DearSynchronizer::expectBackward, py::arg("exchanges"), NoGil())
+      .def_property_readonly("allreduce", &DearSynchronizer::allreduce)
+      .def("slice", &DearSynchronizer::slice, py::arg("parameter"), NoGil())
+      .def("gradient", &DearSynchronizer::gradient, py::arg("parameter"), NoGil())
+      .def("clear_gradients", &DearSynchronizer::clearGradients, NoGil())
+      .def("stats", [](const DearSynchronizer& self) { return toDict(self.stats()); });
+
+  module.def("attach_dear", &attachDear, py::arg("group"), py::arg("reducer"), py::arg("parameters"), py::arg("names"),
+             py::arg("bucket_mb") = std::nullopt, NoGil());
+}
+
+}  // namespace torchext

@@ -1,0 +1,181 @@
+"""What the tests of "dear" share: models, and training beside single-process training on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Rank
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+ROWS = 4  # of every rank's batch
+
+
+class Residual(nn.Module):
+    """ResNet-like: convolutions, normalisation by group (that of the batch would differ by its size), a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(2))
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.view(-1, 1, 4, 4))
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + torch.relu(norm(conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    """A tiny language model with tied embeddings; MultiheadAttention reads its out_proj without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        # Without bias: that of the keys has no gradient but rounding, which Adagrad makes as large as any.
+        self.attention = nn.MultiheadAttention(8, 2, bias=False, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.feed = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = ((x[:, :8].float() + 1) * 5.99).long().clamp(0, 11)
+        hidden = self.embed(tokens)
+        hidden = self.norm(hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0])
+        hidden = hidden + self.feed(hidden)
+        return hidden.mean(1) @ self.embed.weight.t()
+
+
+class Branches(nn.Module):
+    """One of two branches is used, another is never; which, depends on the step, or on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 4)
+        self.choice = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.left(x) if self.choice % 2 == 0 else self.right(x)))
+
+
+class Shuffled(nn.Module):
+    """Layers in another order each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 4)
+        self.choice = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = torch.randperm(4, generator=torch.Generator().manual_seed(self.choice))
+        for layer in order.tolist():
+            x = x + torch.tanh(self.layers[layer](x))
+        return self.head(x)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 4))
+
+
+def made(kind: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().to(dtype)
+
+
+def batch(step: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole batch of a step; rank r's part is [r::size]."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.rand(ROWS * size, 16, generator=generator) * 2 - 1
+    return inputs.to(dtype), (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.02)
+
+
+class Pair:
+    """One model trained on all ranks, and its twin trained by this process alone, on the whole batch."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        model: nn.Module,
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        *,
+        bucket_mb: float | str = 0.001,
+        fallback: bool = False,
+        form: str = "sharded",
+        **ddp: Any,
+    ) -> None:
+        self.rank, self.size = rank.rank, rank.size
+        self.dtype = next(model.parameters()).dtype
+        self.module, self.twin = model, copy.deepcopy(model)
+        options = torchext.DeAROptions(bucket_mb=bucket_mb, allreduce_fallback=fallback, form=form)
+        self.group = dist.new_group(backend="dear", pg_options=options)
+        self.ddp = DistributedDataParallel(model, process_group=self.group, **ddp)
+        self.optimizer, self.plain = optimizer(model.parameters()), optimizer(self.twin.parameters())
+        self.sync = torchext.attach(self.ddp, self.optimizer)
+        self.steps = 0
+
+    def losses(self, step: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of this rank's rows by the attached model, and that of all rows by the twin."""
+        inputs, targets = batch(self.steps if step is None else step, self.size, self.dtype)
+        own = slice(self.rank, None, self.size)
+        return (
+            cross_entropy(self.ddp(inputs[own]).float(), targets[own]),
+            cross_entropy(self.twin(inputs).float(), targets),
+        )
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.plain.zero_grad()
+        for module in (self.module, self.twin):
+            if hasattr(module, "choice"):
+                module.choice = self.steps
+        for loss in self.losses():
+            loss.backward()
+        self.optimizer.step()
+        self.plain.step()
+        self.steps += 1
+
+    def run(self, steps: int) -> Pair:
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def difference(self) -> float:
+        """The largest between the two models, relative to how large the parameters are."""
+        self.sync.wait()
+        return difference(self.module, self.twin)
+
+    def done(self) -> float:
+        worst = self.difference()
+        self.sync.detach()
+        return worst
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    return max(
+        float(((a - b).abs().max() / b.abs().max().clamp(min=0.1)).detach())
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
+
+

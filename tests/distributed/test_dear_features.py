@@ -1,0 +1,346 @@
+"""What people do around the training loop, with "dear": equal to single-process training on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Rank, run_ranks
+from sharded import Branches, Pair, Transformer, adamw, batch, difference, made, mlp, sgd
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+EXACT = 1e-5
+
+
+def body_accumulation(rank: Rank) -> list[float]:
+    rank.init("dear")
+    worst = []
+    for no_sync in (True, False):  # without no_sync every micro-batch is exchanged, which must not count twice
+        pair = Pair(rank, made(mlp), adamw)
+        for step in range(6):
+            pair.optimizer.zero_grad(set_to_none=step % 2 == 0)
+            pair.plain.zero_grad(set_to_none=step % 2 == 0)
+            for micro in range(3):
+                if no_sync and micro < 2:
+                    with pair.ddp.no_sync():
+                        own, whole = pair.losses(3 * step + micro)
+                        own.backward()
+                else:
+                    own, whole = pair.losses(3 * step + micro)
+                    own.backward()
+                whole.backward()
+            pair.optimizer.step()
+            pair.plain.step()
+        worst.append(pair.done())
+    return worst
+
+
+def test_gradient_accumulation() -> None:
+    for worst in run_ranks(body_accumulation, 3):
+        assert max(worst) < EXACT, worst
+
+
+def body_groups_and_schedules(rank: Rank) -> float:
+    rank.init("dear")
+
+    def two_groups(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        return torch.optim.SGD(
+            [{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:], "weight_decay": 0.1}], lr=0.01, momentum=0.9
+        )
+
+    pair = Pair(rank, made(mlp), two_groups)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.3) for o in (pair.optimizer, pair.plain)]
+    warm = [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4) for o in (pair.optimizer, pair.plain)]
+    for _ in range(10):
+        pair.step()
+        for schedule in (*schedules, *warm):
+            schedule.step()
+    assert pair.optimizer.param_groups[0]["lr"] == pair.plain.param_groups[0]["lr"]
+    return pair.done()
+
+
+def test_parameter_groups_and_lr_schedules() -> None:
+    assert max(run_ranks(body_groups_and_schedules, 2)) < EXACT
+
+
+def body_clipping(rank: Rank) -> float:
+    rank.init("dear")
+    worst = 0.0
+    for norm_type in (2.0, 1.0, float("inf")):
+        for fallback in (False, True):  # with the fallback these first steps are plain all-reduce
+            pair = Pair(rank, made(mlp), sgd, fallback=fallback)
+            for _ in range(6):
+                pair.optimizer.zero_grad()
+                pair.plain.zero_grad()
+                for loss in pair.losses():
+                    (10 * loss).backward()
+                norm = pair.sync.clip_grad_norm_(0.5, norm_type)
+                expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.5, norm_type)
+                assert float(expected) > 0.5  # it is clipped
+                torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
+                pair.optimizer.step()
+                pair.plain.step()
+                pair.steps += 1
+            worst = max(worst, pair.done())
+    return worst
+
+
+def test_gradient_clipping() -> None:
+    assert max(run_ranks(body_clipping, 3)) < EXACT
+
+
+def body_scaler(rank: Rank) -> tuple[float, list[float]]:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd)
+    ours, plain = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in range(2))
+    scales = []
+    for step in range(12):
+        pair.optimizer.zero_grad()
+        pair.plain.zero_grad()
+        own, whole = pair.losses()
+        if step in (3, 7):
+            # One row of the batch overflows: one rank's gradient, and with it everybody's.
+            whole = whole * float("inf")
+            own = own * float("inf") if rank.rank == 1 else own
+        ours.scale(own).backward()
+        plain.scale(whole).backward()
+        if step % 2:
+            ours.unscale_(pair.optimizer)
+            plain.unscale_(pair.plain)
+            pair.sync.clip_grad_norm_(0.3)
+            nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3)
+        for scaler, optimizer in ((ours, pair.optimizer), (plain, pair.plain)):
+            scaler.step(optimizer)
+            scaler.update()
+        assert ours.get_scale() == plain.get_scale()
+        scales.append(ours.get_scale())
+        pair.steps += 1
+    return pair.done(), scales
+
+
+def test_grad_scaler_skips_on_all_ranks_or_none() -> None:
+    results = run_ranks(body_scaler, 3)
+    assert max(worst for worst, _ in results) < EXACT
+    scales = results[0][1]
+    assert scales[3] < scales[2] and scales[6] > scales[3] > 0  # it went down, and up
+
+
+def body_freezing(rank: Rank) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw, find_unused_parameters=True)
+    for step in range(9):
+        for module in (pair.module, pair.twin):
+            module[2].requires_grad_(not 3 <= step < 6)
+        pair.step()
+    return pair.done()
+
+
+def test_frozen_later_and_unfrozen_again() -> None:
+    assert max(run_ranks(body_freezing, 2)) < EXACT
+
+
+def body_branch_by_rank(rank: Rank) -> float:
+    """Ranks use different branches: a parameter that some do not use has the others' gradient."""
+    rank.init("dear")
+    pair = Pair(rank, made(Branches), adamw, find_unused_parameters=True)
+    for _ in range(6):
+        pair.optimizer.zero_grad()
+        pair.plain.zero_grad()
+        pair.module.choice = rank.rank
+        pair.losses()[0].backward()
+        inputs, targets = batch(pair.steps, rank.size)
+        for part in range(rank.size):
+            pair.twin.choice = part
+            rows = slice(part, None, rank.size)
+            (cross_entropy(pair.twin(inputs[rows]), targets[rows]) / rank.size).backward()
+        pair.optimizer.step()
+        pair.plain.step()
+        pair.steps += 1
+    assert pair.module.never.weight.grad is None or not pair.module.never.weight.grad.any()
+    return pair.done()
+
+
+def test_branches_that_only_some_ranks_use() -> None:
+    assert max(run_ranks(body_branch_by_rank, 3)) < EXACT
+
+
+def body_looking(rank: Rank) -> float:
+    """Parameters are complete whenever somebody looks, right after the step."""
+    rank.init("dear")
+    pair = Pair(rank, made(Transformer), adamw)
+    inputs = batch(99, 4)[0]
+    average = AveragedModel(pair.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    expected_average = AveragedModel(pair.twin, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    worst = 0.0
+    for step in range(12):
+        pair.step()
+        if step % 4 == 0:
+            pair.ddp.eval()
+            pair.twin.eval()
+            with torch.no_grad():
+                worst = max(worst, float((pair.ddp(inputs) - pair.twin(inputs)).abs().max()))
+                worst = max(worst, float((pair.ddp.module(inputs) - pair.twin(inputs)).abs().max()))
+            pair.ddp.train()
+            pair.twin.train()
+        elif step % 4 == 1:
+            buffer = io.BytesIO()
+            torch.save(pair.ddp.state_dict(), buffer)
+            buffer.seek(0)
+            other = made(Transformer)
+            other.load_state_dict({k.removeprefix("module."): v for k, v in torch.load(buffer).items()})
+            worst = max(worst, difference(other, pair.twin))
+        elif step % 4 == 2:
+            average.update_parameters(pair.module)
+            expected_average.update_parameters(pair.twin)
+            worst = max(worst, difference(average.module, expected_average.module))
+            worst = max(worst, difference(copy.deepcopy(pair.module), pair.twin))
+        else:
+            with pair.sync.averaged() as module:
+                worst = max(worst, difference(module, pair.twin))
+            pair.sync.synchronize()
+    clone = copy.deepcopy(pair.module).eval()
+    worst = max(worst, float((clone(inputs) - pair.twin.eval()(inputs)).abs().max()))
+    pair.twin.train()
+    assert pair.sync.stats()["steps"] == 12
+    return max(worst, pair.done())
+
+
+def test_parameters_are_complete_whenever_looked_at() -> None:
+    assert max(run_ranks(body_looking, 3)) < EXACT
+
+
+def body_closure(rank: Rank) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd)
+    for _ in range(5):
+
+        def closure(ours: bool) -> torch.Tensor:
+            (pair.optimizer if ours else pair.plain).zero_grad()
+            loss = pair.losses()[0 if ours else 1]
+            loss.backward()
+            return loss
+
+        pair.optimizer.step(lambda: closure(True))
+        pair.plain.step(lambda: closure(False))
+        pair.steps += 1
+    return pair.done()
+
+
+def test_closures() -> None:
+    assert max(run_ranks(body_closure, 2)) < EXACT
+
+
+def body_plain_checkpoint(rank: Rank) -> float:
+    """optimizer.state_dict() is the plain optimizer's, and is loaded from it."""
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw).run(4)
+    state, expected = pair.optimizer.state_dict(), pair.plain.state_dict()
+    assert state.keys() == expected.keys() and state["param_groups"] == expected["param_groups"]
+    assert state["state"].keys() == expected["state"].keys()
+    for index, values in expected["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(state["state"][index][key], value, rtol=1e-4, atol=1e-7)
+    # Ours into a plain optimizer, which goes on; a plain one's into ours.
+    twin = copy.deepcopy(pair.twin)
+    twin.load_state_dict(pair.module.state_dict())
+    plain = adamw(twin.parameters())
+    plain.load_state_dict(state)
+    other = Pair(rank, made(mlp), adamw)
+    other.module.load_state_dict(pair.twin.state_dict())
+    other.optimizer.load_state_dict(expected)
+    other.twin, other.plain, other.steps = twin, plain, pair.steps
+    return max(other.run(4).done(), pair.run(4).done())
+
+
+def test_optimizer_state_is_the_plain_optimizers() -> None:
+    assert max(run_ranks(body_plain_checkpoint, 3)) < EXACT
+
+
+def body_save_sharded(rank: Rank, folder: str, steps: int) -> None:
+    import torch.distributed.checkpoint as checkpoint
+
+    rank.init("dear")
+    pair = Pair(rank, made(Transformer), adamw)
+    # The batch is the same whatever the number of ranks: 12 rows.
+    _train_on_twelve_rows(pair, steps)
+    state = {"model": pair.module.state_dict(), "optimizer": pair.sync.optimizer_state_dict()}
+    checkpoint.save(state, checkpoint_id=folder)
+    pair.sync.detach()
+
+
+def body_load_sharded(rank: Rank, folder: str, before: int, after: int) -> float:
+    import torch.distributed.checkpoint as checkpoint
+
+    rank.init("dear")
+    pair = Pair(rank, made(Transformer), adamw)
+    expected = copy.deepcopy(pair.twin)
+    plain = adamw(expected.parameters())
+    for step in range(before + after):
+        plain.zero_grad()
+        inputs, targets = batch(step, 3)
+        cross_entropy(expected(inputs), targets).backward()
+        plain.step()
+    _train_on_twelve_rows(pair, 1)  # so that there is state to load into
+    state = {"model": pair.module.state_dict(), "optimizer": pair.sync.optimizer_state_dict()}
+    checkpoint.load(state, checkpoint_id=folder)
+    pair.module.load_state_dict(state["model"])
+    pair.sync.load_optimizer_state_dict(state["optimizer"])
+    pair.steps = before
+    _train_on_twelve_rows(pair, after)
+    pair.sync.wait()
+    worst = difference(pair.module, expected)
+    pair.sync.detach()
+    return worst
+
+
+def _train_on_twelve_rows(pair: Pair, steps: int) -> None:
+    for _ in range(steps):
+        inputs, targets = batch(pair.steps, 3)
+        own = slice(pair.rank, None, pair.size)
+        pair.optimizer.zero_grad()
+        cross_entropy(pair.ddp(inputs[own]), targets[own]).backward()
+        pair.optimizer.step()
+        pair.steps += 1
+
+
+def test_sharded_checkpoint_at_another_world_size(tmp_path: Path) -> None:
+    run_ranks(body_save_sharded, 3, str(tmp_path), 5)
+    for size in (2, 4):
+        assert max(run_ranks(body_load_sharded, size, str(tmp_path), 5, 5)) < EXACT
+
+
+def body_detach(rank: Rank) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw).run(5)
+    pair.sync.detach()
+    pair.sync.detach()
+    assert all(type(p) is nn.Parameter for group in pair.optimizer.param_groups for p in group["params"])
+    return difference(pair.run(5).module, pair.twin)
+
+
+def test_training_goes_on_after_detach() -> None:
+    assert max(run_ranks(body_detach, 2)) < EXACT
+
+
+def body_collectives(rank: Rank) -> float:
+    """Collectives of the user in the middle of everything, and two models in turn."""
+    rank.init("dear")
+    pairs = [Pair(rank, made(mlp), sgd), Pair(rank, made(Transformer), adamw)]
+    for step in range(8):
+        for pair in pairs:
+            pair.step()
+            total = torch.full((50_000,), float(rank.rank + step))
+            dist.all_reduce(total, group=pair.group)
+            assert total[-1] == sum(range(rank.size)) + rank.size * step
+    return max(pair.done() for pair in pairs)
+
+
+def test_two_models_and_the_users_collectives() -> None:
+    assert max(run_ranks(body_collectives, 3)) < EXACT
