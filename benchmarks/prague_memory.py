@@ -11,16 +11,17 @@ The notes have what ``attach`` allocated in tensors, counted by torch's profiler
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from lab import cli
+from lab.contenders import contender
 from lab.launch import launch
+from lab.memory import own_bytes, peak_bytes, reset_peak
 from lab.rank import Rank
 from lab.results import Checks, Report
 from lab.stragglers import parse
-from lab.training import Run, contender
+from lab.training import Run
 
 WORLD = 2
 STEPS = 10
@@ -29,36 +30,18 @@ RESOLUTION = 0.05  # in copies: code that attach loads, pages that the allocator
 TOLERANCE = 1e-4
 
 
-def own_bytes() -> int:
-    """Returns the bytes of this process's pages that no other process shares."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
-
-
-def peak_bytes() -> int:
-    """Returns the largest resident size since ``reset_peak``, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def reset_peak() -> None:
-    """Starts a new peak."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 class _CountedRun(Run):
     """A run whose ``attach`` is counted."""
 
     tensor_bytes = 0
     own_at_attach = 0
 
-    def attach(self) -> Any:
+    def attach(self) -> None:
         before = own_bytes()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            sync = super().attach()
+            super().attach()
         self.own_at_attach = own_bytes() - before
         self.tensor_bytes = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
-        return sync
 
 
 def ranks(rank: Rank) -> dict[str, Any]:
@@ -73,14 +56,12 @@ def ranks(rank: Rank) -> dict[str, Any]:
         run = _CountedRun(rank, which, workload, parse("none", rank.world_size))
         for _ in range(STEPS):
             run.step()
-        if run.sync is not None:
-            run.sync.wait()
+        run.training.settle()
         after, peak = own_bytes(), peak_bytes()
         mixed = run.mixed()  # a collective in the middle of training: averages that others wait for are deferred
         with_collective = own_bytes()
         checks.confirm(which.name, run.error() if mixed else float("inf"), TOLERANCE)
-        if run.sync is not None:
-            run.sync.detach()
+        run.training.detach()
     return {
         "checks": checks.done,
         "name": which.name,

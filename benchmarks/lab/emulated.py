@@ -11,6 +11,7 @@ the next sleep, so the step does not drift; what DDP or a backend does *between*
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class _Layer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(numel))
         self.forward_s, self.backward_s, self.clock = forward_s, backward_s, clock
         self.gradient_value = 1.0
+        self.label = ""
         self._gradient = torch.empty(0)
         self._filled: tuple[float, int] | None = None
 
@@ -90,21 +92,28 @@ class _Layer(nn.Module):
         return output
 
 
+def _range(what: str, layer: _Layer) -> contextlib.AbstractContextManager[Any]:
+    # Only where a picture is wanted: a range costs some microseconds even when nobody records.
+    return torch.profiler.record_function(f"{what} {layer.label}") if layer.label else contextlib.nullcontext()
+
+
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, layer: _Layer) -> torch.Tensor:
         begin = time.perf_counter()  # what the emulation computes itself is covered by the span
         ctx.layer = layer
-        output = hidden.clone()
-        layer.clock.work(begin, layer.forward_s)
+        with _range("forward", layer):
+            output = hidden.clone()
+            layer.clock.work(begin, layer.forward_s)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         begin = time.perf_counter()
         layer: _Layer = ctx.layer
-        gradient = layer.gradient()
-        layer.clock.work(begin, layer.backward_s)
+        with _range("backward", layer):
+            gradient = layer.gradient()
+            layer.clock.work(begin, layer.backward_s)
         return gradients[0], gradient, None
 
 
@@ -142,6 +151,12 @@ class EmulatedModel(nn.Module):
         for layer in self.body:
             assert isinstance(layer, _Layer)
             layer.gradient_value = value
+
+    def annotate(self) -> None:
+        """From now on the profiler sees ranges ``forward 0``, ``backward 0`` and so on, by the number of the layer."""
+        for index, layer in enumerate(self.body):
+            assert isinstance(layer, _Layer)
+            layer.label = str(index)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Passes a tensor of any shape through, after ``forward_ms``."""

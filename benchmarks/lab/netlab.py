@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -65,7 +66,9 @@ def _call(*command: str) -> None:
         raise NetLabError(f"netlab: `{' '.join(command)}` ended with {done.returncode}: {done.stderr.strip()}")
 
 
-def _limit(namespace: str, device: str, rate: str) -> None:
+def _limit(namespace: str, device: str, rate: str | None) -> None:
+    if rate is None:
+        return
     bits = parse_rate(rate)
     burst = max(_MIN_BURST, round(bits / 8 * _BURST_MS / 1e3))
     _call(
@@ -82,22 +85,29 @@ class NetLab:
 
     Args:
         hosts: Number of hosts, 1 to 200.
-        rate: Rate of each host's link, both ways, as ``tc`` writes it.
+        rate: Rate of each host's link, both ways, as ``tc`` writes it; None leaves the links as fast as they are.
         racks: Number of switches; hosts are dealt to them in blocks. More than one is joined in a chain.
         uplink: Rate of the links between switches; default: ``rate``.
         fallback: Without root or the tools, whether to go on over loopback, with a printed notice, or to raise.
     """
 
     def __init__(
-        self, hosts: int = 4, *, rate: str = "1gbit", racks: int = 1, uplink: str | None = None, fallback: bool = True
+        self,
+        hosts: int = 4,
+        *,
+        rate: str | None = "1gbit",
+        racks: int = 1,
+        uplink: str | None = None,
+        fallback: bool = True,
     ) -> None:
         if not 1 <= hosts <= 200:
             raise ValueError(f"netlab: hosts must be 1 to 200, got {hosts}")
         if not 1 <= racks <= hosts:
             raise ValueError(f"netlab: racks must be 1 to hosts ({hosts}), got {racks}")
         self.hosts, self.rate, self.racks, self.uplink = hosts, rate, racks, uplink or rate
-        self.rate_bits = parse_rate(rate)
-        parse_rate(self.uplink)
+        self.rate_bits = math.inf if rate is None else parse_rate(rate)
+        if self.uplink is not None:
+            parse_rate(self.uplink)
         reason = missing()
         if reason is not None and not fallback:
             raise NetLabError(f"netlab: no namespaces here ({reason}); run as root, with iproute2 and util-linux")

@@ -213,14 +213,29 @@ class Report:
             ],
         }
 
-    def write(self, folder: Path = RESULTS_FOLDER, *, log_scale: bool = False) -> Path:
-        """Prints the table, writes JSON and PNG into ``folder`` and returns the path of the JSON."""
+    def write(
+        self,
+        folder: Path = RESULTS_FOLDER,
+        *,
+        log_scale: bool = False,
+        picture: Callable[[Report, Path], None] | None = None,
+    ) -> Path:
+        """Prints the table, writes JSON and PNG into ``folder`` and returns the path of the JSON.
+
+        Args:
+            folder: Made if it is missing.
+            log_scale: Of the bars.
+            picture: Draws the PNG, where bars do not show what was asked.
+        """
         from .plot import draw
 
         print(self.table(), flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
-        draw(self, path.with_suffix(".png"), log_scale=log_scale)
+        if picture is None:
+            draw(self, path.with_suffix(".png"), log_scale=log_scale)
+        else:
+            picture(self, path.with_suffix(".png"))
         print(f"written: {path} and {path.with_suffix('.png').name}", flush=True)
         return path

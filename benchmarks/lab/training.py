@@ -10,62 +10,22 @@ import bisect
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
+from .contenders import Contender, Training, contender
 from .emulated import EmulatedModel
 from .rank import Rank
 from .results import Checks, in_turn
 from .stragglers import Stragglers, parse
 
 _LEARNING_RATE = 1e-3
+_OPTIMIZER = functools.partial(torch.optim.SGD, lr=_LEARNING_RATE)
 _CHECK_STEPS = 4
 _CHECK_SPEED = 0.2  # the steps of the check need not take their full time
 _TOLERANCE = 1e-4  # float32: rounding of some hundred steps and averages, relative to the distance moved
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to train.
-
-    Attributes:
-        name: In tables: ``ddp``, ``prague smart/atc``.
-        backend: Name for ``init_process_group``.
-        options: Arguments of its options class; only for the backends of torchext.
-    """
-
-    name: str
-    backend: str
-    options: dict[str, Any]
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all workers take every step together."""
-        return self.backend == "gloo"
-
-    def pg_options(self) -> Any:
-        """Returns what to pass as ``pg_options``."""
-        if self.backend == "gloo":
-            return None
-        import torchext
-
-        # "prague" -> PragueOptions
-        return getattr(torchext, f"{self.backend.capitalize()}Options")(**self.options)
-
-
-def contender(text: str, **options: Any) -> Contender:
-    """Reads ``ddp``, ``prague`` or ``prague:generator/order``, with further options for a backend of torchext."""
-    backend, _, variant = text.partition(":")
-    if backend == "ddp":
-        return Contender("ddp", "gloo", {})
-    if variant:
-        generator, _, order = variant.partition("/")
-        options = {**options, "generator": generator, "order": order or "atc"}
-    return Contender(f"{backend} {variant}".strip(), backend, options)
 
 
 def progress(completions: Sequence[float], moment: float) -> float:
@@ -89,24 +49,21 @@ class Run:
         self.rank, self.contender, self.stragglers = rank, contender, stragglers
         self.module = EmulatedModel(**workload)
         self.module.set_gradient((rank.rank + 1) / rank.world_size)
-        self.model = DistributedDataParallel(self.module)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=_LEARNING_RATE)
-        self.sync = None if contender.lockstep else self.attach()
+        self.training: Training = contender.prepare(self.module, _OPTIMIZER)
+        self.attach()
         self.input = torch.zeros(1)
         self.steps = 0
 
-    def attach(self) -> Any:
-        """The one line that a backend of torchext adds to the user's script; returns its synchronizer."""
-        import torchext
-
-        return torchext.attach(self.model, self.optimizer)
+    def attach(self) -> None:
+        """Makes the training ready: a hook for those who measure it."""
+        self.training.attach()
 
     def step(self, speed: float = 1.0) -> None:
         """Takes one step of the loop."""
         self.module.clock.factor = speed * self.stragglers.factor(self.rank.rank, self.steps)
-        self.optimizer.zero_grad()
-        self.model(self.input).sum().backward()
-        self.optimizer.step()
+        self.training.optimizer.zero_grad()
+        self.training.model(self.input).sum().backward()
+        self.training.optimizer.step()
         self.steps += 1
 
     def error(self) -> float:
@@ -115,26 +72,26 @@ class Run:
         Every mixing matrix is doubly stochastic: whatever was averaged with whom, the mean of all replicas is where
         plain gradient descent takes it: the start less the rate times the mean of each rank's (steps x gradient).
         """
-        if self.sync is not None:
-            self.sync.synchronize()
+        self.training.synchronize()
         world = self.rank.world_size
         moved = torch.tensor([self.steps * (self.rank.rank + 1) / world], dtype=torch.float64)
         dist.all_reduce(moved)
         expected = -_LEARNING_RATE * moved.item() / world
-        worst = max(float((weight.detach().double() - expected).abs().max()) for weight in self.module.parameters())
+        worst = self._farthest(expected)
         errors = torch.tensor([worst / abs(expected)], dtype=torch.float64)
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
         return errors.item()
 
     def mixed(self) -> bool:
         """Tells whether any replica has taken in something of another: without that, there is nothing to time."""
-        if self.sync is not None:
-            self.sync.wait()  # an average may still be under way; the next forward would have waited for it
+        self.training.settle()  # an average may still be under way; the next forward would have waited for it
         alone = -_LEARNING_RATE * self.steps * (self.rank.rank + 1) / self.rank.world_size
-        away = max(float((weight.detach().double() - alone).abs().max()) for weight in self.module.parameters())
-        seen = torch.tensor([away / abs(alone)], dtype=torch.float64)
+        seen = torch.tensor([self._farthest(alone) / abs(alone)], dtype=torch.float64)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         return seen.item() > _TOLERANCE
+
+    def _farthest(self, value: float) -> float:
+        return max(float((weight.double() - value).abs().max()) for weight in self.training.parameters())
 
 
 def run_window(
@@ -146,6 +103,8 @@ def run_window(
     checks: Checks,
     warmup_s: float,
     window_s: float,
+    tuning_s: float = 0.0,
+    check_steps: int = _CHECK_STEPS,
 ) -> dict[str, Any]:
     """Trains through warm-up and one window of wall-clock time, the same on all ranks.
 
@@ -157,17 +116,24 @@ def run_window(
         checks: Gets the contender's check, before anything is timed.
         warmup_s: Between the common start and the window.
         window_s: Length of the window.
+        tuning_s: Before the warm-up, for contenders that tune themselves.
+        check_steps: Number of steps of the check; fewer where a step takes seconds.
 
     Returns:
         ``steps`` inside the window (with fractions), ``step_ms``, ``cpu_ms`` of processor a step, ``drift`` of the
-        emulated compute as a share, ``error`` of the parameters after the run, ``stats`` of the synchronizer.
+        emulated compute as a share, ``error`` of the parameters after the run, ``stats`` of the synchronizer, and
+        ``stats_before`` the warm-up, which tell whether it was still tuning inside the window.
     """
     with rank.process_group(contender.backend, contender.pg_options()):
         run = Run(rank, contender, workload, stragglers)
-        for _ in range(_CHECK_STEPS):
-            run.step(_CHECK_SPEED)
+        for _ in range(check_steps):  # a tuner would learn from steps that are not like those to come
+            run.step(1.0 if contender.tunes else _CHECK_SPEED)
         mixed = run.mixed()
         checks.confirm(contender.name, run.error() if mixed else float("inf"), _TOLERANCE)
+        if tuning_s and contender.tunes:
+            completions = [rank.board.barrier()]
+            _train_until(run, completions[0] + tuning_s, completions)
+        stats_before = run.training.stats()
 
         completions = [rank.board.barrier()]
         checks.require(contender.name)
@@ -179,13 +145,10 @@ def run_window(
         cpu_s = time.process_time() - cpu_begin
 
         clock = run.module.clock
-        stats = None if run.sync is None else run.sync.stats()
+        stats = run.training.stats()
         error = run.error()
         checks.confirm(f"{contender.name} after", error, _TOLERANCE)
-        if run.sync is not None:
-            run.sync.detach()
-        if rank.rank == 0:
-            rank.board.stop_step = 0  # all have left the loop: the averaging above was collective
+        run.training.detach()
     steps = progress(completions, end) - progress(completions, begin)
     return {
         "steps": steps,
@@ -194,11 +157,12 @@ def run_window(
         "drift": clock.taken_s / clock.target_s - 1 if clock.target_s else 0.0,
         "error": error,
         "stats": stats,
+        "stats_before": stats_before,
     }
 
 
 def _train_until(run: Run, end: float, completions: list[float]) -> None:
-    """Trains until ``end`` has passed, and appends when each step ended."""
+    """Trains until ``end`` has passed, and appends when each step ended; in lockstep the same number on all ranks."""
     board, first = run.rank.board, run.steps
     while True:
         run.step()
@@ -207,26 +171,31 @@ def _train_until(run: Run, end: float, completions: list[float]) -> None:
             if completions[-1] > end:
                 return
             continue
-        # In lockstep all must take the same number of steps. When rank 0 ends step i, nobody can end i+1 before rank 0
-        # enters it: a stop after i+1, written before that, is seen by everybody in time.
+        # In lockstep all must take the same number of steps. When rank 0 ends step i, nobody can end i+2 before rank 0
+        # enters i+1 (DeAR leaves half of a step's communication to the next forward; after any step of DDP it would
+        # be i+1): a stop after i+2, written before that, is seen by everybody in time.
         done = run.steps - first
         if board.stop_step == 0 and board.rank == 0 and completions[-1] > end:
-            board.stop_step = done + 1
+            board.stop_step = done + 2
         elif board.stop_step == done:
-            return
+            break
+    board.barrier()  # all have left the loop
+    if board.rank == 0:
+        board.stop_step = 0
 
 
 def ranks(rank: Rank) -> dict[str, Any]:
     """Rank function of the training benchmarks: every contender in turn, each repeat in a session of its own.
 
     ``rank.settings``: ``contenders`` (texts), ``options`` (of a torchext backend), ``workload``, ``stragglers`` (text),
-    ``seed``, ``repeats``, ``warmup_s``, ``window_s``.
+    ``seed``, ``repeats``, ``warmup_s``, ``window_s``, and where they differ from ``run_window``'s own ``tuning_s`` and
+    ``check_steps``.
     """
     settings = rank.settings
     checks = Checks()
     stragglers = parse(settings["stragglers"], rank.world_size, seed=settings["seed"])
     contenders = [contender(text, **settings["options"]) for text in settings["contenders"]]
-    spans = {"warmup_s": settings["warmup_s"], "window_s": settings["window_s"]}
+    spans = {key: settings[key] for key in ("warmup_s", "window_s", "tuning_s", "check_steps") if key in settings}
 
     def measure(which: Contender) -> dict[str, Any]:
         return run_window(rank, which, workload=settings["workload"], stragglers=stragglers, checks=checks, **spans)
@@ -256,5 +225,6 @@ def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "drift_of_compute": round(sum(run["drift"] for run in flat) / len(flat), 4),
             "largest_error": max(run["error"] for run in flat),
             "stats_of_rank_0": runs[-1][0]["stats"],
+            "stats_of_rank_0_before_the_window": runs[-1][0]["stats_before"],
         }
     return summary

@@ -1,0 +1,148 @@
+"""What does overlapping both halves of the all-reduce save? DDP, ZeRO, FSDP2 and dear, four hosts at 1 Gb/s.
+
+Four hosts are network namespaces behind a switch, each link limited both ways (lab/netlab.py); one worker a host with
+40 MB of parameters in layers that grow with depth, as a ResNet's do, and emulated compute (100 ms forward, 200 ms
+backward). A reduce-scatter and an all-gather of a ring of four take 240 ms each at 1 Gb/s: DDP has both of them under
+backward, at best 580 ms a step; dear the one under backward and the other under the next forward, at best 480 ms.
+
+``ddp:best`` is the best of several bucket sizes and ``fsdp2:best`` the better of one unit a layer and groups of 4 MiB,
+by a short probe in the same network. Bounds (lab/bounds.py) come from the rate measured between the hosts.
+
+Needs root, iproute2 and util-linux; anywhere else it says so and runs over loopback, which answers another question.
+
+    python benchmarks/dear_network.py
+    python benchmarks/dear_network.py --contenders ddp,ddp:best,fsdp2:best,zero      # without torchext
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from lab import bounds, cli, tuning
+from lab.contenders import contender
+from lab.launch import launch
+from lab.netlab import NetLab
+from lab.results import Report, Spread, paired_ratio
+from lab.training import gradients_per_second, summarize
+
+CONTENDERS = "ddp,ddp:best,fsdp2:best,zero,dear:sharded/2,dear:sharded/4,dear:sharded/auto,dear:replicated/auto"
+# The last layer has 16 times the parameters of the first: the stages of a ResNet in a straight line.
+WORKLOAD = {"layers": 20, "parameter_bytes": 40_000_000, "forward_ms": 100.0, "backward_ms": 200.0, "growth": 15.0}
+TARGET_DEFAULT = 1.40
+TARGET_BEST = 1.22
+TARGET_BOUND = 0.95
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=5)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", default="1gbit", help="of each host's link, both ways")
+    parser.add_argument("--window", type=float, default=15.0, help="seconds that are counted, each repeat")
+    parser.add_argument("--warmup", type=float, default=3.0, help="seconds before them")
+    parser.add_argument("--tuning", type=float, default=45.0, help="seconds before those, for dear's auto")
+    parser.add_argument("--probe", type=float, default=8.0, help="seconds that a variant is probed for the best one")
+    parsed = parser.parse_args()
+    if parsed.quick:
+        parsed.repeats, parsed.window, parsed.warmup, parsed.tuning, parsed.probe = 1, 5.0, 1.0, 8.0, 3.0
+    return parsed
+
+
+def against_bounds(figures: Mapping[str, list[float]], rates: list[float], hosts: int) -> dict[str, Any]:
+    """Returns the bounds of the slowest measured link, and what share of its bound each contender reached."""
+    forward, backward = float(WORKLOAD["forward_ms"]), float(WORKLOAD["backward_ms"])
+    half = bounds.reduce_scatter_ms(hosts, float(WORKLOAD["parameter_bytes"]), min(rates))
+    dear = bounds.dear_step_ms(forward, backward, half)
+    ddp = bounds.ddp_step_ms(forward, backward, half)
+    shares = {
+        # FSDP2 and ZeRO move in the same halves, but not at dear's times: they are shown against the same bound.
+        name: Spread(tuple((ddp if name.startswith("ddp") else dear) * rate / 1e3 for rate in values)).as_json()
+        for name, values in figures.items()
+    }
+    return {"half_ms": half, "dear_step_ms": dear, "ddp_step_ms": ddp, "share_of_bound": shares}
+
+
+def verdicts(figures: Mapping[str, list[float]], best_ddp: str | None, bound: dict[str, Any] | None) -> dict[str, Any]:
+    """Prints and returns what is asked of each dear contender: ratios over both ddp, share of the bound."""
+    found: dict[str, Any] = {}
+    for name, values in figures.items():
+        if bound is not None:
+            share = bound["share_of_bound"][name]["median"]
+            print(f"{name:<22} {1e3 / Spread(tuple(values)).median:6.1f} ms a step, {share:.3f} of its bound")
+        if not name.startswith("dear"):
+            continue
+        asked = {"ddp": TARGET_DEFAULT, **({best_ddp: TARGET_BEST} if best_ddp is not None else {})}
+        for over, target in asked.items():
+            if over in figures:
+                ratio = paired_ratio(values, figures[over])
+                met = ratio.median >= target
+                found[f"{name} over {over}"] = {**ratio.as_json(), "target": target, "met": met}
+                print(f"{name} over {over}: x {ratio}, asked {target:g}: {'met' if met else 'MISSED'}")
+        if bound is not None:
+            met = share >= TARGET_BOUND
+            found[f"{name} of the bound"] = {"median": share, "target": TARGET_BOUND, "met": met}
+            print(f"{name} of the bound: {share:.3f}, asked {TARGET_BOUND:g}: {'met' if met else 'MISSED'}")
+    return found
+
+
+def main() -> None:
+    """Builds the network, probes, trains, and writes ``dear_network.json`` and ``.png``."""
+    args = arguments()
+    settings: dict[str, Any] = {"options": {}, "workload": WORKLOAD, "stragglers": "none", "seed": 0}
+    spans = {"warmup_s": args.warmup, "window_s": args.window, "tuning_s": args.tuning}
+    with NetLab(args.hosts, rate=args.rate) as lab:
+        network = lab.describe()
+        rates = [lab.measure_rate(0, host) for host in range(1, args.hosts)] if lab.emulated and args.hosts > 1 else []
+        network["measured_gbit_s"] = [rate / 1e9 for rate in rates]
+        print(f"network: {network}", flush=True)
+
+        def train(contenders: list[str], repeats: int, spans: dict[str, float]) -> list[Any]:
+            seconds = sum(spans.values()) + 45
+            return launch(
+                "lab.training:ranks",
+                ranks=args.hosts,
+                settings={**settings, **spans, "contenders": contenders, "repeats": repeats},
+                deadline_s=120 + repeats * len(contenders) * seconds,
+                lab=lab,
+            )
+
+        def probe(texts: list[str]) -> dict[str, float]:
+            results = train(texts, 1, {"warmup_s": min(2.0, args.warmup), "window_s": args.probe})
+            return {name: values[0] for name, values in gradients_per_second(results, args.probe).items()}
+
+        contenders, chosen = tuning.resolve(cli.names(args.contenders), probe)
+        for wish, choice in chosen.items():
+            print(f"{wish} is {choice['best']}: gradients/s {choice['probed']}", flush=True)
+        report = Report(
+            "dear_network",
+            script=cli.script_line(),
+            unit="iterations/s",
+            reference="ddp",
+            conditions={
+                **settings,
+                **spans,
+                "contenders": contenders,
+                "probe_s": args.probe,
+                "best": chosen,
+                **network,
+            },
+        )
+        results = train(contenders, args.repeats, spans)
+    gradients = gradients_per_second(results, args.window)
+    figures = {name: [value / args.hosts for value in values] for name, values in gradients.items()}
+    bound = against_bounds(figures, rates, args.hosts) if rates else None
+    best = contender(chosen["ddp:best"]["best"]).name if "ddp:best" in chosen else None
+    report.add(
+        f"{args.hosts} hosts, {args.rate}",
+        figures,
+        checks=results[0]["checks"],
+        target=TARGET_DEFAULT,
+        notes={**summarize(results), "bounds": bound, "verdicts": verdicts(figures, best, bound)},
+    )
+    report.write(args.results)
+
+
+if __name__ == "__main__":
+    main()
