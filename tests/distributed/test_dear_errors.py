@@ -92,7 +92,7 @@ def body_disagree(rank: Rank, what: str) -> tuple[str, str, float]:
     backend = torchext.backend_of(group)
     parameters = list(model.parameters())
     names = [name + (str(rank.rank) if what == "names" else "") for name, _ in model.named_parameters()]
-    return elapsed_error(lambda: torchext._C.attach_dear(backend, ddp.reducer, parameters, names))
+    return elapsed_error(lambda: torchext._C.attach_dear(backend, ddp.reducer, parameters, names, False))
 
 
 @pytest.mark.parametrize(
