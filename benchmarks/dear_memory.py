@@ -2,10 +2,10 @@
 
 Four ranks, 16 linear layers with residuals and real gradients, 64 MiB of parameters, in a batch of two samples, so
 that activations are nothing. Each contender trains in processes of its own. The figure is a rank's own memory (USS:
-pages that nobody shares) after ten steps, gradients still held, less that before the model was made, in copies of the
-parameters; malloc is told to give freed blocks back at once. The notes have the parts, counted in tensors, and the
+pages that nobody shares) after twenty steps, gradients still held, less that before the model was made, in copies of
+the parameters; malloc is told to give freed blocks back at once. The notes have the parts, counted in tensors, and the
 peak. DDP holds parameters, gradients, buckets and two copies of Adam's state; dear in its sharded form may hold
-parameters, gradients, one set of staging buckets and a world's share of two copies.
+parameters, gradients, one set of staging buckets and a world's share of two copies; it may not fall back to DDP here.
 
     python benchmarks/dear_memory.py
     python benchmarks/dear_memory.py --contenders ddp,zero,fsdp2      # without torchext
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 WORLD = 4
 LAYERS = 16
 SAMPLES = 2
-STEPS = 10
+STEPS = 20
 ADAM_COPIES = 2.0
 RESOLUTION = 0.1  # in copies: code that is loaded, connections, what a collective in progress borrows
 TOLERANCE = 1e-3
@@ -104,7 +104,7 @@ def load(which: Contender) -> None:
 
 def ranks(rank: Rank) -> dict[str, Any]:
     """Rank function: one contender, from the empty process to the steps, and only then the comparison."""
-    which, size = contender(rank.settings["contender"]), rank.settings["bytes"]
+    which, size = contender(rank.settings["contender"]).without_fallback(), rank.settings["bytes"]
     checks = Checks()
     with rank.process_group(which.backend, which.pg_options()):
         load(which)

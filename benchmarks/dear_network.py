@@ -42,11 +42,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rate", default="1gbit", help="of each host's link, both ways")
     parser.add_argument("--window", type=float, default=15.0, help="seconds that are counted, each repeat")
     parser.add_argument("--warmup", type=float, default=3.0, help="seconds before them")
-    parser.add_argument("--tuning", type=float, default=45.0, help="seconds before those, for dear's auto")
+    parser.add_argument("--tuning", type=float, default=120.0, help="seconds before those, at most, while dear decides")
     parser.add_argument("--probe", type=float, default=8.0, help="seconds that a variant is probed for the best one")
     parsed = parser.parse_args()
     if parsed.quick:
-        parsed.repeats, parsed.window, parsed.warmup, parsed.tuning, parsed.probe = 1, 5.0, 1.0, 8.0, 3.0
+        parsed.repeats, parsed.window, parsed.warmup, parsed.tuning, parsed.probe = 1, 5.0, 1.0, 20.0, 3.0
     return parsed
 
 
@@ -134,6 +134,10 @@ def main() -> None:
     figures = {name: [value / args.hosts for value in values] for name, values in gradients.items()}
     bound = against_bounds(figures, rates, args.hosts) if rates else None
     best = contender(chosen["ddp:best"]["best"]).name if "ddp:best" in chosen else None
+    for name, runs in results[0]["runs"].items():
+        states = [{key: run["stats"][key] for key in ("mode", "decided", "bucket_mb")} for run in runs if run["stats"]]
+        if states:
+            print(f"{name}: {states}")
     report.add(
         f"{args.hosts} hosts, {args.rate}",
         figures,

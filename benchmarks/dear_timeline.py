@@ -81,7 +81,7 @@ def ranks(rank: Rank) -> dict[str, Any]:
     settings, checks = rank.settings, Checks()
     measures = {
         which.name: functools.partial(record, which, rank, checks, warmup=settings["warmup"])
-        for which in (contender(text, allreduce_fallback=False) for text in settings["contenders"])
+        for which in (contender(text).without_fallback() for text in settings["contenders"])
     }
     return {"runs": in_turn(measures, settings["repeats"]), "checks": checks.done}
 

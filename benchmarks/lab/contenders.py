@@ -16,7 +16,7 @@ ZeRO's ``overlap_with_ddp`` is missing on purpose: torch refuses it on gloo, whe
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,10 @@ class Training:
         """Returns the synchronizer's counters."""
         return None
 
+    def decided(self) -> bool:
+        """Returns whether it has stopped to try out settings of its own."""
+        return True
+
     def detach(self) -> None:
         """Leaves the algorithm; collective."""
 
@@ -132,6 +136,9 @@ class TorchextTraining(Training):
         counters: dict[str, Any] = self.sync.stats()
         return counters
 
+    def decided(self) -> bool:
+        return bool(self.sync.stats().get("decided", True))
+
     def detach(self) -> None:
         self.sync.detach()
 
@@ -177,8 +184,15 @@ class Contender:
 
     @property
     def tunes(self) -> bool:
-        """Whether it changes its own settings while it trains, and needs time for that before it is measured."""
-        return self.options.get("bucket_mb") == "auto"
+        """Whether it changes its own settings while it trains, and needs time for that before it is measured.
+
+        With a bucket size of the user's, dear still finds out whether a plain all-reduce would be faster.
+        """
+        return self.backend == "dear"
+
+    def without_fallback(self) -> Contender:
+        """Returns itself, kept from training as plain DDP: to check or to look at the algorithm itself."""
+        return replace(self, options={**self.options, "allreduce_fallback": False}) if self.tunes else self
 
     def pg_options(self) -> Any:
         """Returns what to pass as ``pg_options``."""

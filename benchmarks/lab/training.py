@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def run_window(
         checks: Gets the contender's check, before anything is timed.
         warmup_s: Between the common start and the window.
         window_s: Length of the window.
-        tuning_s: Before the warm-up, for contenders that tune themselves.
+        tuning_s: Before the warm-up, at most, for contenders that tune themselves; it ends when they have decided.
         check_steps: Number of steps of the check; fewer where a step takes seconds.
 
     Returns:
@@ -132,7 +132,8 @@ def run_window(
         checks.confirm(contender.name, run.error() if mixed else float("inf"), _TOLERANCE)
         if tuning_s and contender.tunes:
             completions = [rank.board.barrier()]
-            _train_until(run, completions[0] + tuning_s, completions)
+            _train_until(run, completions[0] + tuning_s, completions, early=run.training.decided)
+            checks.confirm(contender.name, run.error(), _TOLERANCE)  # again: it may train in another way by now
         stats_before = run.training.stats()
 
         completions = [rank.board.barrier()]
@@ -161,8 +162,11 @@ def run_window(
     }
 
 
-def _train_until(run: Run, end: float, completions: list[float]) -> None:
-    """Trains until ``end`` has passed, and appends when each step ended; in lockstep the same number on all ranks."""
+def _train_until(run: Run, end: float, completions: list[float], *, early: Callable[[], bool] = lambda: False) -> None:
+    """Trains until ``end`` has passed, and appends when each step ended.
+
+    In lockstep the number of steps is the same on all ranks, and ends also when ``early`` says so on rank 0.
+    """
     board, first = run.rank.board, run.steps
     while True:
         run.step()
@@ -175,7 +179,7 @@ def _train_until(run: Run, end: float, completions: list[float]) -> None:
         # enters i+1 (DeAR leaves half of a step's communication to the next forward; after any step of DDP it would
         # be i+1): a stop after i+2, written before that, is seen by everybody in time.
         done = run.steps - first
-        if board.stop_step == 0 and board.rank == 0 and completions[-1] > end:
+        if board.stop_step == 0 and board.rank == 0 and (completions[-1] > end or early()):
             board.stop_step = done + 2
         elif board.stop_step == done:
             break

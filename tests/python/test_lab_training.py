@@ -47,7 +47,9 @@ def test_contenders_of_torchext() -> None:
     assert auto.tunes
     fixed = contenders.contender("dear:replicated/2")
     assert (fixed.name, fixed.options) == ("dear replicated/2", {"form": "replicated", "bucket_mb": 2.0})
-    assert not fixed.tunes
+    assert fixed.tunes  # whether a plain all-reduce is faster
+    assert fixed.without_fallback().options == {**fixed.options, "allreduce_fallback": False}
+    assert prague.without_fallback() == prague
 
 
 @pytest.mark.parametrize("text", ["", "dpp", "ddp:big", "zero:overlap"])
