@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._sharded_optimizer import check_elementwise
+from torchext._dear_optimizer import check_stepped
 from torchext.backends import backend_of
 from torchext.synchronizer import AveragingSynchronizer, DearSynchronizer, Synchronizer
 
@@ -109,7 +109,7 @@ def _attach_prague(
 def _attach_dear(
     backend: _C.ProcessGroupDear, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, bucket_mb: float | None
 ) -> Synchronizer:
-    check_elementwise(optimizer)
+    check_stepped(optimizer, backend.options.form)
     named = list(ddp.module.named_parameters())
     for name, parameter in named:
         if parameter.device.type != "cpu":

@@ -51,6 +51,7 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
       names_(std::move(names)),
       planner_(*group_, bytesOf(parameters_), trainable(parameters_),
                bucket_mb.value_or(group_->dearOptions().bucket_mb)),
+      replicated_(group_->dearOptions().form == "replicated"),
       unused_allowed_(unused_allowed),
       gradients_(parameters_.size()),
       seen_(parameters_.size(), 0),
@@ -110,7 +111,8 @@ void DearSynchronizer::expectBackward(bool exchanges) {
 
 void DearSynchronizer::beginBackward() {
   started_ = true;
-  complete_ = false;
+  complete_ = gathered_ = stepping_ = false;
+  whole_.assign(parameters_.size(), at::Tensor());
   next_bucket_ = 0;
   gradient_order_.clear();
   std::fill(gradients_.begin(), gradients_.end(), at::Tensor());
@@ -209,12 +211,14 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
 
 // ---- Step ----
 
-at::Tensor DearSynchronizer::slice(std::size_t parameter) const {
-  return ownSlice(parameters_.at(parameter), group_->getSize(), group_->getRank());
+at::Tensor DearSynchronizer::stepped(std::size_t parameter) const {
+  return replicated_ ? parameters_.at(parameter).detach()
+                     : ownSlice(parameters_.at(parameter), group_->getSize(), group_->getRank());
 }
 
-std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
+std::optional<at::Tensor> DearSynchronizer::ownGradient(std::size_t parameter) {
   TORCH_CHECK(buckets_, "dear: this model trains as plain DDP at the moment; its gradients are the parameters' own");
+  TORCH_CHECK(!gathered_, "dear: the gradients are whole already");
   if (!complete_ || !buckets_->holds(parameter)) {
     return std::nullopt;
   }
@@ -225,6 +229,25 @@ std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
     stats_.exposed_rs_ms += waited;
   }
   return buckets_->hasGradient(parameter) ? std::optional(buckets_->gradient(parameter)) : std::nullopt;
+}
+
+std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
+  if (!replicated_) {
+    return ownGradient(parameter);
+  }
+  if (!gathered_) {
+    if (!complete_) {
+      return std::nullopt;
+    }
+    postGradientGathers();
+  }
+  if (buckets_ && buckets_->holds(parameter)) {  // a new plan begins with everything gathered
+    const std::size_t bucket = buckets_->bucketOf(parameter);
+    const double waited = waitUntil("torchext::dear::wait", [&] { return gathering_[bucket] == 0; });
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats_.exposed_ag_ms += waited;
+  }
+  return whole_[parameter].defined() ? std::optional(whole_[parameter]) : std::nullopt;
 }
 
 void DearSynchronizer::throwMissing() {
@@ -241,7 +264,10 @@ void DearSynchronizer::throwMissing() {
   C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
 }
 
-void DearSynchronizer::clearGradients() { started_ = complete_ = false; }
+void DearSynchronizer::clearGradients() {
+  started_ = complete_ = false;
+  gathered_ = gathered_ && stepping_;  // a step that is under way keeps its gradients
+}
 
 void DearSynchronizer::beforeStep() {
   waitAll();
@@ -249,7 +275,7 @@ void DearSynchronizer::beforeStep() {
 }
 
 void DearSynchronizer::checkVersions() const {
-  if (!buckets_ || !complete_) {
+  if (!buckets_ || !complete_ || gathered_) {
     return;
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -258,8 +284,7 @@ void DearSynchronizer::checkVersions() const {
                     versions_[i].second == gradient._version(),
                 "dear: the gradient of ", names_[i],
                 " was changed after the backward pass, when it was on its way already, so the change would be lost; "
-                "clip with sync.clip_grad_norm_(), change others through optimizer.param_groups, or train with "
-                "DeAROptions(form=\"replicated\")");
+                "clip with sync.clip_grad_norm_(), and change others through optimizer.param_groups");
   }
 }
 
@@ -279,7 +304,13 @@ void DearSynchronizer::afterStep() {
   const bool replan = planner_.afterStep(gradient_order_, forward_order_);
   forward_order_.clear();
   if (stepped && buckets_) {
-    postAllGathers();
+    if (!replicated_) {
+      postParameterGathers();
+    } else if (!gathered_) {
+      postGradientGathers();
+    }
+    stepping_ = replicated_;
+    std::fill(waited_.begin(), waited_.end(), 0);
   }
   if (replan) {
     waitAll();
@@ -288,24 +319,53 @@ void DearSynchronizer::afterStep() {
   }
 }
 
-void DearSynchronizer::postAllGathers() {
+void DearSynchronizer::expectGathers() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::fill(gathering_.begin(), gathering_.end(), 1);
+  gathering_count_ = static_cast<int>(gathering_.size());
+}
+
+void DearSynchronizer::gatherArrived(std::size_t bucket) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::fill(gathering_.begin(), gathering_.end(), 1);
-    gathering_count_ = static_cast<int>(gathering_.size());
+    gathering_[bucket] = 0;
+    --gathering_count_;
   }
-  std::fill(waited_.begin(), waited_.end(), 0);
+  changed_.notify_all();
+}
+
+void DearSynchronizer::postParameterGathers() {
+  expectGathers();
   for (const std::size_t bucket : gather_order_) {
     exchange_->post({ExchangeTask::Kind::kAllGather, transfers_->allGather(buckets_->buffer(bucket)),
                      [this, bucket] { buckets_->packParameters(bucket); },
                      [this, bucket] {
                        buckets_->unpackParameters(bucket);
-                       {
-                         std::lock_guard<std::mutex> lock(mutex_);
-                         gathering_[bucket] = 0;
-                         --gathering_count_;
+                       gatherArrived(bucket);
+                     }});
+  }
+}
+
+// The own slices are in the staging buffers already. What is gathered takes the place of the local gradients.
+void DearSynchronizer::postGradientGathers() {
+  gathered_ = true;
+  expectGathers();
+  for (const std::size_t bucket : gather_order_) {
+    std::vector<std::pair<std::size_t, at::Tensor>> targets;
+    for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
+      targets.emplace_back(index(tensor), parameters_[index(tensor)].grad());
+    }
+    exchange_->post({ExchangeTask::Kind::kAllGather, transfers_->allGather(buckets_->buffer(bucket)), [] {},
+                     [this, bucket, targets = std::move(targets)] {
+                       for (const auto& [parameter, local] : targets) {
+                         if (buckets_->hasGradient(parameter)) {
+                           const at::Tensor& like = parameters_[parameter];
+                           const bool usable = local.defined() && sameMemoryOrder(local, like);
+                           whole_[parameter] = usable ? local : at::empty_like(like);
+                           buckets_->unpackGradient(parameter, whole_[parameter]);
+                         }
                        }
-                       changed_.notify_all();
+                       gatherArrived(bucket);
                      }});
   }
 }

@@ -1,14 +1,17 @@
-// DearSynchronizer: trains an attached model with decoupled all-reduce (Zhang et al., "DeAR", ICDCS 2023), in its
-// sharded form: reduce-scatter of the gradients under the backward pass, the optimizer's step on this rank's slice of
-// every parameter, all-gather of the parameters under the next forward pass.
+// DearSynchronizer: trains an attached model with decoupled all-reduce (Zhang et al., "DeAR", ICDCS 2023):
+// reduce-scatter of the gradients under the backward pass, all-gather under the next forward pass.
+//   sharded     every rank steps its slice of every parameter, the parameters are gathered; the optimizer's state is
+//               1 / world size
+//   replicated  (the paper's) the gradients are gathered, and every rank steps each parameter before the forward pass
+//               needs it; for optimizers that want whole gradients
 //
 // The data's path in a training step:
 //   backward   gradientReady(i), for each parameter; a bucket of which all gradients are there is reduce-scattered,
 //              buckets in one order on all ranks. DDP's reducer sleeps, as inside no_sync(): it would copy every
 //              gradient into its buckets and back.
-//   step       the optimizer holds ShardParameters (torchext/_sharded_optimizer.py), whose .grad is gradient(i): it
-//              waits for the bucket. afterStep() queues the all-gathers, in the order of the forward pass.
-//   forward    waitTensors() in front of each module waits for its buckets.
+//   step       the optimizer holds SteppedParameters (torchext/_stepped.py), whose .grad is gradient(i): it waits for
+//              the bucket. afterStep() queues the all-gathers, in the order of the forward pass.
+//   forward    waitTensors() in front of each module waits for its buckets. Replicated: then Python steps them.
 // While DearPlanner says so the model trains as plain DDP instead (allreduce()), and the optimizer holds the parameters.
 //
 // Gradients: the parameters' own .grad stay local. A parameter that got no gradient travels as zeros with a mark; one
@@ -76,10 +79,16 @@ class DearSynchronizer : public Synchronizer {
 
   // Whether the model trains as plain DDP. Changes in afterStep() only.
   bool allreduce() const { return planner_.plan().allreduce; }
-  // This rank's slice of a parameter (1-D, in memory order, sharing its memory), and of its averaged gradient: waits
-  // for it; none when there is none to step with. A view of the staging buffer, valid until afterStep().
-  at::Tensor slice(std::size_t parameter) const;
+  bool replicated() const { return replicated_; }
+  // What the optimizer steps, sharing memory with the parameter: this rank's slice (1-D, in memory order), or all of it.
+  at::Tensor stepped(std::size_t parameter) const;
+  // Its averaged gradient: waits for it; none when there is none to step with. Sharded: a view of the staging buffer,
+  // valid until afterStep(). Replicated: gathers all gradients first if that has not begun; valid until the next
+  // backward pass.
   std::optional<at::Tensor> gradient(std::size_t parameter);
+  // In both forms this rank's slice of it, before anything is gathered (gathered(): too late).
+  std::optional<at::Tensor> ownGradient(std::size_t parameter);
+  bool gathered() const { return gathered_; }
   // As optimizer.zero_grad(): there is no gradient until the next backward pass.
   void clearGradients();
 
@@ -104,7 +113,10 @@ class DearSynchronizer : public Synchronizer {
   void checkAddresses() const;
   void postReady();
   void postReduceScatter(std::size_t bucket);
-  void postAllGathers();
+  void postGradientGathers();
+  void postParameterGathers();
+  void expectGathers();
+  void gatherArrived(std::size_t bucket);
   void rebuild();
   void fail(std::exception_ptr error);
   template <class Ready>
@@ -113,6 +125,7 @@ class DearSynchronizer : public Synchronizer {
   c10::intrusive_ptr<ProcessGroupDear> group_;
   const std::vector<at::Tensor> parameters_;
   const std::vector<std::string> names_;
+  const bool replicated_;
   const bool unused_allowed_;
   std::vector<const void*> addresses_;
   DearPlanner planner_;
@@ -126,6 +139,10 @@ class DearSynchronizer : public Synchronizer {
   bool complete_ = false;  //   and all: every bucket has been posted, gradient() may wait for them
   std::vector<at::Tensor> gradients_;  // [parameter] that have come and are not posted yet
   std::vector<char> seen_;             // [parameter]
+  // Replicated form:
+  bool gathered_ = false;               // the last pass' gradients are being gathered, or there,
+  bool stepping_ = false;               //   and optimizer.step() has been called
+  std::vector<at::Tensor> whole_;       // [parameter] gathered gradients; undefined: none
   std::vector<std::size_t> missing_;  // [bucket] gradients that have not come
   std::size_t next_bucket_ = 0;       // the first that has not been posted
   std::vector<std::int64_t> gradient_order_;

@@ -16,17 +16,12 @@ std::byte* bytesAt(const at::Tensor& tensor, std::size_t element) {
   return static_cast<std::byte*>(tensor.data_ptr()) + element * tensor.element_size();
 }
 
-// A gradient in its parameter's memory order.
-at::Tensor likeParameter(const at::Tensor& gradient, const at::Tensor& parameter) {
-  const bool same_order = gradient.strides() == parameter.strides() ||
-                          (gradient.is_contiguous() && parameter.is_contiguous());
-  if (same_order && gradient.scalar_type() == parameter.scalar_type()) {
-    return gradient;
-  }
-  return at::empty_like(parameter).copy_(gradient);
-}
-
 }  // namespace
+
+bool sameMemoryOrder(const at::Tensor& gradient, const at::Tensor& parameter) {
+  return gradient.scalar_type() == parameter.scalar_type() &&
+         (gradient.strides() == parameter.strides() || (gradient.is_contiguous() && parameter.is_contiguous()));
+}
 
 at::Tensor ownSlice(const at::Tensor& tensor, int world_size, int rank) {
   const core::Span own = core::sliceOf(static_cast<std::size_t>(tensor.numel()), world_size, rank);
@@ -97,7 +92,8 @@ void ShardBuckets::packGradient(std::size_t tensor, const at::Tensor& gradient) 
     TORCH_CHECK_TYPE(gradient.layout() == at::kStrided, "dear: parameter ", tensor,
                      " (in order of registration) has a ", gradient.layout(),
                      " gradient; make it dense (nn.Embedding(sparse=False))");
-    source = likeParameter(gradient, parameters_[tensor]);
+    const at::Tensor& parameter = parameters_[tensor];
+    source = sameMemoryOrder(gradient, parameter) ? gradient : at::empty_like(parameter).copy_(gradient);
   }
   const std::byte* mark = source.defined() ? bytesAt(bucket.one, 0) : nullptr;
   for (int rank = 0; rank < world_size_; ++rank) {
@@ -131,6 +127,19 @@ at::Tensor ShardBuckets::gradient(std::size_t tensor) const {
   const int index = place_[tensor].index;
   return bucket.buffer.narrow(0, static_cast<std::int64_t>(bucket.layout.position(index, rank_)),
                               static_cast<std::int64_t>(bucket.layout.slice(index, rank_).count));
+}
+
+void ShardBuckets::unpackGradient(std::size_t tensor, const at::Tensor& target) const {
+  const Bucket& bucket = buckets_[place_[tensor].bucket];
+  const int index = place_[tensor].index;
+  const std::size_t size = bucket.buffer.element_size();
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const core::Span slice = bucket.layout.slice(index, rank);
+    if (slice.count > 0) {
+      std::memcpy(bytesAt(target, slice.begin), bytesAt(bucket.buffer, bucket.layout.position(index, rank)),
+                  slice.count * size);
+    }
+  }
 }
 
 void ShardBuckets::packParameters(std::size_t index) {

@@ -1,8 +1,8 @@
 // ShardBuckets: the staging buffers of DeAR, in which gradients travel to their owners and parameters come back.
 //
 // One set of buffers for both: a bucket's gradients are packed for the reduce-scatter; what arrives in the own chunk is
-// this rank's share of the gradient; after the optimizer's step the own slices of the parameters take its place, and
-// the all-gather fills in everybody else's. How a chunk is laid out: core/shard_layout.h. A parameter's elements are
+// this rank's share of the gradient. Sharded form: after the optimizer's step the own slices of the parameters take its
+// place, and the all-gather fills in everybody else's. Replicated form: it is gathered itself. How a chunk is laid out: core/shard_layout.h. A parameter's elements are
 // counted in memory order, so any dense layout (channels_last) will do.
 //
 // Threads: a bucket belongs to one thread at a time; its owner (dear_synchronizer.h) hands it over.
@@ -20,6 +20,9 @@ namespace torchext {
 
 // The slice of a dense tensor that `rank` owns: 1-D, in memory order, sharing its memory.
 at::Tensor ownSlice(const at::Tensor& tensor, int world_size, int rank);
+
+// Whether the elements of a gradient lie in memory as its parameter's do.
+bool sameMemoryOrder(const at::Tensor& gradient, const at::Tensor& parameter);
 
 class ShardBuckets {
  public:
@@ -42,6 +45,9 @@ class ShardBuckets {
   // After the reduce-scatter: whether any rank had a gradient; and the own slice of the sum, a view of the buffer.
   bool hasGradient(std::size_t tensor) const;
   at::Tensor gradient(std::size_t tensor) const;
+
+  // After an all-gather of the gradients: the whole of one, into a tensor like its parameter.
+  void unpackGradient(std::size_t tensor, const at::Tensor& target) const;
 
   void packParameters(std::size_t bucket);
   void unpackParameters(std::size_t bucket);

@@ -110,7 +110,10 @@ void bindDear(py::module_& module) {
   py::class_<DearSynchronizer, Synchronizer, std::shared_ptr<DearSynchronizer>>(module, "DearSynchronizer")
       .def("expect_backward", &DearSynchronizer::expectBackward, py::arg("exchanges"), NoGil())
       .def_property_readonly("allreduce", &DearSynchronizer::allreduce)
-      .def("slice", &DearSynchronizer::slice, py::arg("parameter"), NoGil())
+      .def_property_readonly("replicated", &DearSynchronizer::replicated)
+      .def_property_readonly("gathered", &DearSynchronizer::gathered)
+      .def("stepped", &DearSynchronizer::stepped, py::arg("parameter"), NoGil())
+      .def("own_gradient", &DearSynchronizer::ownGradient, py::arg("parameter"), NoGil())
       .def("gradient", &DearSynchronizer::gradient, py::arg("parameter"), NoGil())
       .def("clear_gradients", &DearSynchronizer::clearGradients, NoGil())
       .def("stats", [](const DearSynchronizer& self) { return toDict(self.stats()); });

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+FORMS = ["sharded", "replicated"]
 ROWS = 4  # of every rank's batch
 
 
@@ -115,6 +116,8 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
 class Pair:
     """One model trained on all ranks, and its twin trained by this process alone, on the whole batch."""
 
+    form = "sharded"
+
     def __init__(
         self,
         rank: Rank,
@@ -123,14 +126,14 @@ class Pair:
         *,
         bucket_mb: float | str = 0.001,
         fallback: bool = False,
-        form: str = "sharded",
+        form: str | None = None,
         timeout: float = 30,
         **ddp: Any,
     ) -> None:
         self.rank, self.size = rank.rank, rank.size
         self.dtype = next(model.parameters()).dtype
         self.module, self.twin = model, copy.deepcopy(model)
-        options = torchext.DeAROptions(bucket_mb=bucket_mb, allreduce_fallback=fallback, form=form)
+        options = torchext.DeAROptions(bucket_mb=bucket_mb, allreduce_fallback=fallback, form=form or Pair.form)
         self.group = dist.new_group(backend="dear", timeout=timedelta(seconds=timeout), pg_options=options)
         self.ddp = DistributedDataParallel(model, process_group=self.group, **ddp)
         self.optimizer, self.plain = optimizer(model.parameters()), optimizer(self.twin.parameters())
@@ -181,3 +184,9 @@ def difference(one: nn.Module, other: nn.Module) -> float:
     )
 
 
+
+
+def in_form(rank: Rank, form: str, body: Callable[..., Any], *args: Any) -> Any:
+    """Runs a body with every Pair in this form."""
+    Pair.form = form
+    return body(rank, *args)

@@ -55,7 +55,7 @@ def body_refused(rank: Rank) -> bool:
     model = made(mlp)
     ddp = DistributedDataParallel(model)
     refused = {
-        "LBFGS is not known to step every element": torch.optim.LBFGS(model.parameters()),
+        "LBFGS steps several times": torch.optim.LBFGS(model.parameters()),
         r"Rotating.*form='replicated'.*Rotating.elementwise = True": Rotating(model.parameters()),
     }
     for text, optimizer in refused.items():
@@ -149,7 +149,7 @@ def assign_a_gradient(pair: Pair) -> None:
         (add_parameters, "ValueError", "given a parameter after torchext.attach"),
         (move_memory, "RuntimeError", "0.weight has been given other memory"),
         (step_inside_averaged, "RuntimeError", r"optimizer.step\(\) inside averaged"),
-        (assign_a_gradient, "RuntimeError", "change it in place"),
+        (assign_a_gradient, "RuntimeError", "change them in place"),
     ],
 )
 def test_misuse(misuse: Callable[[Pair], None], kind: str, text: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import Branches, Pair, Residual, Shuffled, Transformer, adagrad, adamw, made, mlp, sgd
+from sharded import FORMS, Branches, Pair, Residual, Shuffled, Transformer, adagrad, adamw, in_form, made, mlp, sgd
 
 SIZES = [1, 2, 3, 4]
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "adagrad": adagrad}
@@ -24,9 +24,10 @@ def body_models(rank: Rank) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", SIZES)
-def test_models_and_optimizers(size: int) -> None:
-    for worst in run_ranks(body_models, size, deadline=120):
+def test_models_and_optimizers(form: str, size: int) -> None:
+    for worst in run_ranks(in_form, size, form, body_models, deadline=120):
         assert max(worst.values()) < 1e-5, str(worst)
 
 
@@ -43,10 +44,11 @@ def body_bfloat16(rank: Rank) -> dict[str, tuple[float, float]]:
     return away
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", SIZES)
-def test_bfloat16(size: int) -> None:
+def test_bfloat16(form: str, size: int) -> None:
     # 20 steps, each rounded to 8 bits: the order of additions shows, as it does with plain DDP.
-    for away in run_ranks(body_bfloat16, size, deadline=90):
+    for away in run_ranks(in_form, size, form, body_bfloat16, deadline=90):
         assert all(dear <= max(2 * ddp, 0.02) for dear, ddp in away.values()), str(away)
 
 
@@ -69,8 +71,9 @@ def body_all_optimizers(rank: Rank) -> dict[str, float]:
     return {name: Pair(rank, made(mlp), maker).run(8).done() for name, maker in makers.items()}
 
 
-def test_all_elementwise_optimizers() -> None:
-    for worst in run_ranks(body_all_optimizers, 3, deadline=90):
+@pytest.mark.parametrize("form", FORMS)
+def test_all_elementwise_optimizers(form: str) -> None:
+    for worst in run_ranks(in_form, 3, form, body_all_optimizers, deadline=90):
         # Rprop decides by signs: a gradient that is zero but for rounding may go either way.
         assert max(value for name, value in worst.items() if name != "Rprop") < 1e-5, str(worst)
         assert worst["Rprop"] < 1e-3, str(worst)
@@ -94,8 +97,9 @@ def body_ddp_options(rank: Rank) -> dict[str, float]:
     return worst
 
 
-def test_options_of_ddp_layouts_and_bucket_sizes() -> None:
-    for worst in run_ranks(body_ddp_options, 3, deadline=90):
+@pytest.mark.parametrize("form", FORMS)
+def test_options_of_ddp_layouts_and_bucket_sizes(form: str) -> None:
+    for worst in run_ranks(in_form, 3, form, body_ddp_options, deadline=90):
         assert max(worst.values()) < 1e-5, str(worst)
 
 
@@ -116,8 +120,51 @@ def body_plans(rank: Rank) -> tuple[float, dict[str, Any]]:
     return max(worst, pair.done()), stats
 
 
-def test_exact_while_plans_change() -> None:
-    results = run_ranks(body_plans, 2, deadline=90)
+@pytest.mark.parametrize("form", FORMS)
+def test_exact_while_plans_change(form: str) -> None:
+    results = run_ranks(in_form, 2, form, body_plans, deadline=90)
     assert max(worst for worst, _ in results) < 2e-5
     assert len({(stats["mode"], stats["bucket_mb"]) for _, stats in results}) == 1
     assert 1 <= len(results[0][1]["tuner"]) <= 12
+
+
+class Normalized(torch.optim.Optimizer):
+    """Needs whole gradients, and counts in its groups, as optimizers do that torchext does not know."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    size = parameter.norm() / (parameter.grad.norm() + 1e-3)
+                    parameter.sub_(parameter.grad * size, alpha=group["lr"] / group["count"] ** 0.5)
+
+
+def body_whole_gradients(rank: Rank) -> dict[str, float]:
+    rank.init("dear")
+    makers: dict[str, Any] = {"Normalized": Normalized, "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2)}
+    if hasattr(torch.optim, "Muon"):
+        makers["Muon"] = lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=1e-2)
+    worst = {}
+    for name, maker in makers.items():
+        model = made(mlp)
+        if name == "Muon":
+            for parameter in model.parameters():
+                parameter.requires_grad_(parameter.dim() == 2)
+        pair = Pair(rank, model, maker, form="replicated").run(10)
+        pair.sync.wait()
+        assert "count" not in pair.optimizer.param_groups[0] or pair.optimizer.param_groups[0]["count"] == 10
+        worst[name] = pair.done()
+    return worst
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_optimizers_that_need_whole_gradients(size: int) -> None:
+    for worst in run_ranks(body_whole_gradients, size):
+        # Muon's iteration runs in bfloat16, where a difference in the last bit grows.
+        assert max(value for name, value in worst.items() if name != "Muon") < 1e-5, str(worst)
+        assert worst.get("Muon", 0) < 1e-2, str(worst)

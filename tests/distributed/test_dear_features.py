@@ -7,10 +7,11 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
-from sharded import Branches, Pair, Transformer, adamw, batch, difference, made, mlp, sgd
+from sharded import FORMS, Branches, Pair, Transformer, adamw, batch, difference, in_form, made, mlp, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -41,8 +42,9 @@ def body_accumulation(rank: Rank) -> list[float]:
     return worst
 
 
-def test_gradient_accumulation() -> None:
-    for worst in run_ranks(body_accumulation, 3):
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_accumulation(form: str) -> None:
+    for worst in run_ranks(in_form, 3, form, body_accumulation):
         assert max(worst) < EXACT, worst
 
 
@@ -66,8 +68,9 @@ def body_groups_and_schedules(rank: Rank) -> float:
     return pair.done()
 
 
-def test_parameter_groups_and_lr_schedules() -> None:
-    assert max(run_ranks(body_groups_and_schedules, 2)) < EXACT
+@pytest.mark.parametrize("form", FORMS)
+def test_parameter_groups_and_lr_schedules(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_groups_and_schedules)) < EXACT
 
 
 def body_clipping(rank: Rank) -> float:
@@ -92,8 +95,9 @@ def body_clipping(rank: Rank) -> float:
     return worst
 
 
-def test_gradient_clipping() -> None:
-    assert max(run_ranks(body_clipping, 3)) < EXACT
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_clipping(form: str) -> None:
+    assert max(run_ranks(in_form, 3, form, body_clipping)) < EXACT
 
 
 def body_scaler(rank: Rank) -> tuple[float, list[float]]:
@@ -125,8 +129,9 @@ def body_scaler(rank: Rank) -> tuple[float, list[float]]:
     return pair.done(), scales
 
 
-def test_grad_scaler_skips_on_all_ranks_or_none() -> None:
-    results = run_ranks(body_scaler, 3)
+@pytest.mark.parametrize("form", FORMS)
+def test_grad_scaler_skips_on_all_ranks_or_none(form: str) -> None:
+    results = run_ranks(in_form, 3, form, body_scaler)
     assert max(worst for worst, _ in results) < EXACT
     scales = results[0][1]
     assert scales[3] < scales[2] and scales[6] > scales[3] > 0  # it went down, and up
@@ -142,8 +147,9 @@ def body_freezing(rank: Rank) -> float:
     return pair.done()
 
 
-def test_frozen_later_and_unfrozen_again() -> None:
-    assert max(run_ranks(body_freezing, 2)) < EXACT
+@pytest.mark.parametrize("form", FORMS)
+def test_frozen_later_and_unfrozen_again(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_freezing)) < EXACT
 
 
 def body_branch_by_rank(rank: Rank) -> float:
@@ -167,8 +173,9 @@ def body_branch_by_rank(rank: Rank) -> float:
     return pair.done()
 
 
-def test_branches_that_only_some_ranks_use() -> None:
-    assert max(run_ranks(body_branch_by_rank, 3)) < EXACT
+@pytest.mark.parametrize("form", FORMS)
+def test_branches_that_only_some_ranks_use(form: str) -> None:
+    assert max(run_ranks(in_form, 3, form, body_branch_by_rank)) < EXACT
 
 
 def body_looking(rank: Rank) -> float:
@@ -212,8 +219,9 @@ def body_looking(rank: Rank) -> float:
     return max(worst, pair.done())
 
 
-def test_parameters_are_complete_whenever_looked_at() -> None:
-    assert max(run_ranks(body_looking, 3)) < EXACT
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_are_complete_whenever_looked_at(form: str) -> None:
+    assert max(run_ranks(in_form, 3, form, body_looking)) < EXACT
 
 
 def body_closure(rank: Rank) -> float:
@@ -233,8 +241,9 @@ def body_closure(rank: Rank) -> float:
     return pair.done()
 
 
-def test_closures() -> None:
-    assert max(run_ranks(body_closure, 2)) < EXACT
+@pytest.mark.parametrize("form", FORMS)
+def test_closures(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_closure)) < EXACT
 
 
 def body_plain_checkpoint(rank: Rank) -> float:
@@ -259,8 +268,9 @@ def body_plain_checkpoint(rank: Rank) -> float:
     return max(other.run(4).done(), pair.run(4).done())
 
 
-def test_optimizer_state_is_the_plain_optimizers() -> None:
-    assert max(run_ranks(body_plain_checkpoint, 3)) < EXACT
+@pytest.mark.parametrize("form", FORMS)
+def test_optimizer_state_is_the_plain_optimizers(form: str) -> None:
+    assert max(run_ranks(in_form, 3, form, body_plain_checkpoint)) < EXACT
 
 
 def body_save_sharded(rank: Rank, folder: str, steps: int) -> None:
@@ -325,8 +335,9 @@ def body_detach(rank: Rank) -> float:
     return difference(pair.run(5).module, pair.twin)
 
 
-def test_training_goes_on_after_detach() -> None:
-    assert max(run_ranks(body_detach, 2)) < EXACT
+@pytest.mark.parametrize("form", FORMS)
+def test_training_goes_on_after_detach(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_detach)) < EXACT
 
 
 def body_collectives(rank: Rank) -> float:
@@ -342,5 +353,6 @@ def body_collectives(rank: Rank) -> float:
     return max(pair.done() for pair in pairs)
 
 
-def test_two_models_and_the_users_collectives() -> None:
-    assert max(run_ranks(body_collectives, 3)) < EXACT
+@pytest.mark.parametrize("form", FORMS)
+def test_two_models_and_the_users_collectives(form: str) -> None:
+    assert max(run_ranks(in_form, 3, form, body_collectives)) < EXACT

@@ -1,0 +1,108 @@
+"""``optimizer.step()`` of the replicated form of "dear": remembered, and done when the next forward needs it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from torchext._dear_optimizer import ELEMENTWISE, SteppedParameter
+
+__all__ = ["DeferredStep"]
+
+# Optimizers that step each parameter by itself; others step all of them at once, when the first one is needed.
+_ONE_BY_ONE = (*ELEMENTWISE, *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)))
+
+
+class DeferredStep:
+    """Replaces ``optimizer.step`` on one optimizer.
+
+    A call keeps the hyperparameters of that moment (a scheduler may change them before the step is done) and runs the
+    hooks of the optimizer; :meth:`apply` does the step for some parameters, and :meth:`finish` for all that are left.
+
+    Args:
+        optimizer: Holds SteppedParameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups: list[dict[str, Any]] = []  # as they were, for the step under way
+        self._left: dict[int, SteppedParameter] = {}  # by position: not stepped yet
+        self._one_by_one = type(optimizer) in _ONE_BY_ONE
+        # Behind the wrapper that runs hooks: they have run.
+        self._step: Callable[..., Any] = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+        self._before = optimizer.__dict__.get("step")
+        remember = torch.optim.Optimizer.profile_hook_step(_Remember(self))
+        optimizer.step = types.MethodType(remember, optimizer)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Finishes, and gives the optimizer its own step back."""
+        self.finish()
+        if self._before is not None:
+            self._optimizer.step = self._before  # type: ignore[method-assign]
+        else:
+            self._optimizer.__dict__.pop("step", None)
+
+    def apply(self, positions: Iterable[int]) -> None:
+        """Does the step for the parameters at these positions, where that has not been done."""
+        if not self._left:
+            return
+        if not self._one_by_one:
+            self.finish()
+            return
+        wanted = {position for position in positions if position in self._left}
+        if wanted:
+            self._run(wanted)
+
+    def finish(self) -> None:
+        """Does what is left of the step."""
+        if self._left:
+            self._run(set(self._left))
+
+    def remember(self, closure: Callable[[], Any] | None) -> Any:
+        """What ``optimizer.step(closure)`` does."""
+        self.finish()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizer = self._optimizer
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
+        self._groups = [
+            {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+        self._left = {
+            p.position: p for group in optimizer.param_groups for p in group["params"] if isinstance(p, SteppedParameter)
+        }
+        return loss
+
+    @torch.no_grad()
+    def _run(self, positions: set[int]) -> None:
+        stepped = {id(self._left.pop(position)) for position in positions}
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        chosen = [{**group, "params": [p for p in group["params"] if id(p) in stepped]} for group in self._groups]
+        optimizer.param_groups = [group for group in chosen if group["params"]] if self._one_by_one else chosen
+        try:
+            self._step(optimizer)
+        finally:
+            optimizer.param_groups = groups
+        if not self._one_by_one:
+            # What the step itself has changed, a counter say; what others have changed since, stays.
+            for group, before, after in zip(groups, self._groups, chosen, strict=True):
+                group.update({k: v for k, v in after.items() if k != "params" and v is not before.get(k)})
+
+
+class _Remember:
+    """The function that the optimizer's hooks are wrapped around."""
+
+    __name__ = "step"
+
+    def __init__(self, deferred: DeferredStep) -> None:
+        self._deferred = deferred
+
+    def __call__(self, _: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        return self._deferred.remember(closure)
