@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 #include <utility>
 
 #include <c10/util/Logging.h>
@@ -34,16 +35,18 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Missing tensors (never seen, unused in that step) keep their place at the end, in the order of `all`.
-std::vector<std::int64_t> completed(std::vector<std::int64_t> seen, const std::vector<std::int64_t>& all) {
-  std::vector<std::int64_t> sorted = seen;
-  std::sort(sorted.begin(), sorted.end());
-  for (const std::int64_t tensor : all) {
-    if (!std::binary_search(sorted.begin(), sorted.end(), tensor)) {
-      seen.push_back(tensor);
+// Each of `all` once: first those that were seen, in that order, then the others (unused in that step) in their own.
+std::vector<std::int64_t> completed(const std::vector<std::int64_t>& seen, const std::vector<std::int64_t>& all) {
+  std::set<std::int64_t> left(all.begin(), all.end());
+  std::vector<std::int64_t> result;
+  for (const std::vector<std::int64_t>* list : {&seen, &all}) {
+    for (const std::int64_t tensor : *list) {
+      if (left.erase(tensor) > 0) {
+        result.push_back(tensor);
+      }
     }
   }
-  return seen;
+  return result;
 }
 
 std::size_t bytesOf(double mebibytes) { return std::max<std::size_t>(1, std::llround(mebibytes * kMebibyte)); }
