@@ -55,7 +55,7 @@ void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner
     if (future.hasError()) {
       error = self->health_->explain(future.exception_ptr(), self->op_);
     }
-    self->complete(std::move(error));
+    self->complete(error);
   });
   if (!refused) {
     return;
