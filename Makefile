@@ -33,7 +33,7 @@ test-quick: install  ## without sanitizers and packaging
 	@$(RUN) tools/run_tests.py cpp python distributed
 
 lint: deps  ## ruff, mypy --strict, clang-format, clang-tidy
-	@bash tools/lint.sh "$(DEPS)/bin/python" $(CXX_FILES)
+	@bash tools/lint.sh "$(DEPS)/bin/python" "$(DEPS_HOME)/clang-tidy" $(CXX_FILES)
 
 format: deps  ## rewrites Python and C++ in the house's format
 	@"$(DEPS)/bin/python" -m ruff check --fix-only --quiet . && "$(DEPS)/bin/python" -m ruff format .

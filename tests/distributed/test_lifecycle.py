@@ -89,7 +89,7 @@ def test_destroy_with_pending_work_is_bounded() -> None:
         ranks.expect("ready")
         for outcome in ranks.outcomes([1, 2], deadline=20):
             assert outcome.ok, outcome.trace
-            assert outcome.value < 2.5
+            assert outcome.value < 5  # 1.8 s and a loaded machine's share
 
 
 def body_collect_pending(rank: Rank) -> Any:
@@ -120,7 +120,7 @@ def test_collect_with_pending_work_is_bounded() -> None:
         (outcome,) = ranks.outcomes([1], deadline=20)
         assert outcome.ok, outcome.trace
         took, collected, _ = outcome.value
-        assert took < 2.5
+        assert took < 5  # 1.8 s and a loaded machine's share
         assert collected
 
 
