@@ -10,6 +10,8 @@ DEPS_HOME ?= $(CURDIR)/.cache
 # Set DEPS to a virtual environment that already has torch and requirements-dev.txt to use that instead.
 DEPS ?= $(DEPS_HOME)/deps-$(shell { echo '$(TORCH)'; $(PYTHON) -VV; cat requirements-dev.txt; } | sha256sum | cut -c1-16)
 VENV ?= .venv
+# What `make test` runs; empty is everything but the slow tests.
+SUITES ?=
 export MAX_JOBS ?= 2
 
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$(DEPS)/bin:$$PATH" $(VENV)/bin/python
@@ -25,13 +27,13 @@ demo: install  ## installs torchext from source into .venv and runs the demo
 	@$(RUN) examples/demo.py
 
 test: install  ## everything: C++ (plain, ASan + UBSan, TSan), Python, distributed, packaging
-	@$(RUN) tools/run_tests.py
+	@$(RUN) tools/run_tests.py $(SUITES)
 
 test-quick: install  ## without sanitizers and packaging
 	@$(RUN) tools/run_tests.py cpp python distributed
 
 lint: deps  ## ruff, mypy --strict, clang-format, clang-tidy
-	@bash tools/lint.sh "$(DEPS)/bin/python" $(CXX_FILES)
+	@bash tools/lint.sh "$(DEPS)/bin/python" "$(DEPS_HOME)/clang-tidy" $(CXX_FILES)
 
 format: deps  ## rewrites Python and C++ in the house's format
 	@"$(DEPS)/bin/python" -m ruff check --fix-only --quiet . && "$(DEPS)/bin/python" -m ruff format .

@@ -152,6 +152,7 @@ TORCH_LIBRARY_IMPL(torchext, Autograd, m) {
   m.impl("multi_tensor_average_", torchext::kernels::averageAutograd);
 }
 
+// NOLINTNEXTLINE(bugprone-reserved-identifier,readability-identifier-naming): the name is what Python looks for.
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__kernels() {
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                                    "_kernels",

@@ -6,9 +6,23 @@ python=$1 folder=$2 torch=$3
 # A finished environment, or one the caller brought along.
 [[ -e $folder/complete ]] && exit 0
 if [[ -x $folder/bin/python && $(basename "$folder") != deps-* ]]; then
-  "$folder/bin/python" -c 'import torch, numpy, setuptools, pytest' && exit 0
-  echo "DEPS=$folder lacks something of: torch, $(grep -v '^#' requirements-dev.txt | paste -sd' ')" >&2
-  exit 1
+  "$folder/bin/python" - "$folder" <<'PY'
+import importlib.metadata, pathlib, sys
+
+lacking = []
+for requirement in ["torch", *pathlib.Path("requirements-dev.txt").read_text().splitlines()]:
+    name = requirement.partition("==")[0]
+    try:
+        version = "" if name.startswith("#") else importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        lacking.append(requirement)
+    else:
+        # Before this the build backend cannot read pyproject.toml.
+        if name == "setuptools" and int(version.partition(".")[0]) < 77:
+            lacking.append(f"{requirement} (it has {version})")
+sys.exit(f"DEPS={sys.argv[1]} lacks: {', '.join(lacking)}" if lacking else 0)
+PY
+  exit 0
 fi
 
 mkdir -p "$(dirname "$folder")"

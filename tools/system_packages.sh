@@ -35,8 +35,6 @@ for task in "$@"; do
       find /usr/include /usr/local/include -path '*gtest/gtest.h' 2>/dev/null | grep -q . || missing+=(libgtest-dev)
       ;;
     lint)
-      needs_command cmake cmake
-      needs_command ninja ninja-build
       needs_command clang-format clang-format
       needs_command clang-tidy clang-tidy
       ;;

@@ -58,16 +58,29 @@ def namespaces(prefix: str = f"{PREFIX}-") -> list[str]:
         return []
 
 
+def _kill_inside(namespace: os.stat_result) -> None:
+    for entry in Path("/proc").iterdir():
+        # A process may end at any moment, and a foreign one may not be ours to look at.
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and os.path.samestat((entry / "ns" / "net").stat(), namespace):
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
 def remove(name: str) -> None:
     """Kills what runs inside namespace ``name`` and deletes it, with every link in it.
 
     Deleting the name alone would leave the namespace alive for as long as a process sits inside.
     """
-    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-    for pid in listed.stdout.split():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
-    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    with contextlib.suppress(FileNotFoundError):
+        # Held open, so that no new namespace is given its number between the two looks.
+        handle = os.open(_NAMESPACES / name, os.O_RDONLY)
+        try:
+            _kill_inside(os.fstat(handle))
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            # Who was on the way in at the first look is inside now, and without the name nobody follows.
+            _kill_inside(os.fstat(handle))
+        finally:
+            os.close(handle)
 
 
 def remove_tag(tag: str) -> None:

@@ -67,7 +67,7 @@ class DelegatingBackend : public CompatBackend {
   // Throws c10::DistBackendError with the first reason if the group failed, was shut down, or in a forked child.
   void checkUsable(const char* op) const { health_->checkUsable(op); }
   // Ends the group's use on every rank. rankOrMinus1: whom the reason is about. Only the first reason counts.
-  void poison(int rankOrMinus1, const std::string& reason) { health_->poison(rankOrMinus1, reason); }
+  void poison(int rank_or_minus1, const std::string& reason) { health_->poison(rank_or_minus1, reason); }
   // Callbacks run once when the group fails or is aborted; at once if it has failed already. remove is safe in one.
   uint64_t addAbortCallback(std::function<void()> callback) { return health_->addAbortCallback(std::move(callback)); }
   void removeAbortCallback(uint64_t id) { health_->removeAbortCallback(id); }
@@ -140,14 +140,14 @@ class DelegatingBackend : public CompatBackend {
   Works _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
   Works reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                         const c10d::ReduceScatterOptions& opts) override;
-  Works alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& outputSplits,
-                      std::vector<int64_t>& inputSplits, const c10d::AllToAllOptions& opts) override;
+  Works alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                      std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
   Works alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
-  Works send(Tensors& tensors, int dstRank, int tag) override;
-  Works recv(Tensors& tensors, int srcRank, int tag) override;
+  Works send(Tensors& tensors, int dst_rank, int tag) override;
+  Works recv(Tensors& tensors, int src_rank, int tag) override;
   Works recvAnysource(Tensors& tensors, int tag) override;
   Works barrier(const c10d::BarrierOptions& opts) override;
-  void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
  protected:
   // Makes the child group of split(); subclasses return their own class.
@@ -171,7 +171,7 @@ class DelegatingBackend : public CompatBackend {
   // Checks, numbers, calls `call` with the inner backend for `device`, and wraps its work.
   template <typename Call>
   Works forward(const char* name, c10d::OpType type, c10::DeviceType device, int peer, Call&& call);
-  Works wrap(const OpInfo& op, Works inner, bool onCpu);
+  Works wrap(const OpInfo& op, Works work, bool on_cpu);
   void noteCudaCallWhileCoalescing();
   void closeConnections() noexcept;
   void dropInner(std::chrono::milliseconds limit) noexcept;

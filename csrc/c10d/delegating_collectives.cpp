@@ -32,21 +32,27 @@ DelegatingBackend::Works DelegatingBackend::forward(const char* name, OpType typ
     beforeCollective();
     op.sequence = nextSequence();
   }
-  const bool onCpu = device == c10::DeviceType::CPU;
-  if (coalescing_ && !onCpu) noteCudaCallWhileCoalescing();
+  const bool on_cpu = device == c10::DeviceType::CPU;
+  if (coalescing_ && !on_cpu) {
+    noteCudaCallWhileCoalescing();
+  }
   Works work;
   try {
     work = call(*backend);
   } catch (...) {
     std::rethrow_exception(health_->explain(std::current_exception(), op));
   }
-  return wrap(op, std::move(work), onCpu);
+  return wrap(op, std::move(work), on_cpu);
 }
 
-DelegatingBackend::Works DelegatingBackend::wrap(const OpInfo& op, Works work, bool onCpu) {
-  if (!work) return work;  // NCCL returns none while it coalesces
-  auto wrapped = DelegatingWork::wrap(health_, std::move(work), op, rank_, options_->timeout, onCpu);
-  if (coalescing_ && onCpu) coalesced_.push_back(wrapped);
+DelegatingBackend::Works DelegatingBackend::wrap(const OpInfo& op, Works work, bool on_cpu) {
+  if (!work) {
+    return work;  // NCCL returns none while it coalesces
+  }
+  auto wrapped = DelegatingWork::wrap(health_, std::move(work), op, rank_, options_->timeout, on_cpu);
+  if (coalescing_ && on_cpu) {
+    coalesced_.emplace_back(wrapped);
+  }
   return wrapped;
 }
 
@@ -139,11 +145,11 @@ DelegatingBackend::Works DelegatingBackend::reduce_scatter_tensor_coalesced(Tens
 }
 
 DelegatingBackend::Works DelegatingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                                          std::vector<int64_t>& outputSplits,
-                                                          std::vector<int64_t>& inputSplits,
+                                                          std::vector<int64_t>& output_splits,
+                                                          std::vector<int64_t>& input_splits,
                                                           const c10d::AllToAllOptions& opts) {
   return forward("all_to_all_single", OpType::ALLTOALL_BASE, deviceOf(input), -1, [&](c10d::Backend& backend) {
-    return backend.alltoall_base(output, input, outputSplits, inputSplits, opts);
+    return backend.alltoall_base(output, input, output_splits, input_splits, opts);
   });
 }
 
@@ -153,14 +159,14 @@ DelegatingBackend::Works DelegatingBackend::alltoall(Tensors& outputs, Tensors& 
                  [&](c10d::Backend& backend) { return backend.alltoall(outputs, inputs, opts); });
 }
 
-DelegatingBackend::Works DelegatingBackend::send(Tensors& tensors, int dstRank, int tag) {
-  return forward("send", OpType::SEND, deviceOf(tensors), dstRank,
-                 [&](c10d::Backend& backend) { return backend.send(tensors, dstRank, tag); });
+DelegatingBackend::Works DelegatingBackend::send(Tensors& tensors, int dst_rank, int tag) {
+  return forward("send", OpType::SEND, deviceOf(tensors), dst_rank,
+                 [&](c10d::Backend& backend) { return backend.send(tensors, dst_rank, tag); });
 }
 
-DelegatingBackend::Works DelegatingBackend::recv(Tensors& tensors, int srcRank, int tag) {
-  return forward("recv", OpType::RECV, deviceOf(tensors), srcRank,
-                 [&](c10d::Backend& backend) { return backend.recv(tensors, srcRank, tag); });
+DelegatingBackend::Works DelegatingBackend::recv(Tensors& tensors, int src_rank, int tag) {
+  return forward("recv", OpType::RECV, deviceOf(tensors), src_rank,
+                 [&](c10d::Backend& backend) { return backend.recv(tensors, src_rank, tag); });
 }
 
 DelegatingBackend::Works DelegatingBackend::recvAnysource(Tensors& tensors, int tag) {
@@ -170,15 +176,15 @@ DelegatingBackend::Works DelegatingBackend::recvAnysource(Tensors& tensors, int 
 
 DelegatingBackend::Works DelegatingBackend::barrier(const c10d::BarrierOptions& opts) {
   // Device indices only mean anything on GPUs; without them the barrier is one of processes, which the CPU carries.
-  const bool onCuda = (opts.device && opts.device->is_cuda()) || (!opts.device_ids.empty() && inner_.cuda);
-  return forward("barrier", OpType::BARRIER, onCuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU, -1,
+  const bool on_cuda = (opts.device && opts.device->is_cuda()) || (!opts.device_ids.empty() && inner_.cuda);
+  return forward("barrier", OpType::BARRIER, on_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU, -1,
                  [&](c10d::Backend& backend) { return backend.barrier(opts); });
 }
 
-void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
+void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   health_->checkUsable("monitored_barrier");
   beforeCollective();
-  inner_.cpu->monitoredBarrier(opts, waitAllRanks);
+  inner_.cpu->monitoredBarrier(opts, wait_all_ranks);
 }
 
 bool DelegatingBackend::supportsCoalescing() const { return inner_.cuda && inner_.cuda->supportsCoalescing(); }
@@ -192,7 +198,9 @@ void DelegatingBackend::startCoalescing() {
 }
 
 void DelegatingBackend::noteCudaCallWhileCoalescing() {
-  if (std::exchange(cudaCoalescing_, true)) return;
+  if (std::exchange(cudaCoalescing_, true)) {
+    return;
+  }
   inner_.cuda->startCoalescing();
 }
 
@@ -202,9 +210,13 @@ DelegatingBackend::Works DelegatingBackend::endCoalescing() {
   auto works = std::exchange(coalesced_, {});
   if (cudaCoalescing_) {
     const OpInfo op{.name = "coalesced", .type = OpType::COALESCED, .sequence = nextSequence()};
-    if (auto work = wrap(op, inner_.cuda->endCoalescing(), false)) works.push_back(std::move(work));
+    if (auto work = wrap(op, inner_.cuda->endCoalescing(), false)) {
+      works.push_back(std::move(work));
+    }
   }
-  if (works.size() == 1) return works.front();
+  if (works.size() == 1) {
+    return works.front();
+  }
   return c10::make_intrusive<JoinedWork>(std::move(works));
 }
 

@@ -47,7 +47,9 @@ DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, Inner
       health_(std::make_shared<GroupHealth>(name_, rank, size)),
       monitor_(std::make_shared<FailureMonitor>(inner_.control, rank, size,
                                                 [health = std::weak_ptr<GroupHealth>(health_)](const Verdict& verdict) {
-                                                  if (auto alive = health.lock()) alive->receive(verdict);
+                                                  if (auto alive = health.lock()) {
+                                                    alive->receive(verdict);
+                                                  }
                                                 })) {
   TORCH_CHECK_VALUE(inner_.cpu && options_, name_, ": needs a CPU backend and options");
   TORCH_CHECK_VALUE(inner_.control || size == 1, name_, ": needs a control group when there is more than one rank");
@@ -78,19 +80,23 @@ DelegatingBackend::~DelegatingBackend() {
     std::lock_guard lock(registry().mutex);
     std::erase(registry().backends, this);
   }
-  shutdown();
+  DelegatingBackend::shutdown();
   withoutInterpreterLock([this] { dropInner(kDropLimit); });
 }
 
 void DelegatingBackend::shutdown() {
-  if (health_->inForkedChild() || shutDown_.exchange(true)) return;
+  if (health_->inForkedChild() || shutDown_.exchange(true)) {
+    return;
+  }
   withoutInterpreterLock([this] {
     onShutdown();
     health_->close(kDrainLimit);
     monitor_->stop(/*goodbye=*/!health_->failed());
     health_->setConnectionCloser(nullptr);
     try {
-      if (inner_.cuda) inner_.cuda->shutdown();
+      if (inner_.cuda) {
+        inner_.cuda->shutdown();
+      }
       inner_.cpu->shutdown();
     } catch (const std::exception& error) {
       LOG(WARNING) << health_->label() << ": shutdown of an inner backend failed: " << error.what();
@@ -105,15 +111,21 @@ void DelegatingBackend::shutdown() {
 void DelegatingBackend::abort() { abortWithReason(c10::str("rank ", rank_, " called abort()")); }
 
 void DelegatingBackend::abortWithReason(const std::string& reason) {
-  if (health_->inForkedChild() || shutDown_) return;
+  if (health_->inForkedChild() || shutDown_) {
+    return;
+  }
   withoutInterpreterLock([&] { health_->poison(rank_, reason); });
 }
 
 void DelegatingBackend::leaveAll(const std::string& reason) {
   std::lock_guard lock(registry().mutex);
   for (auto* backend : registry().backends) {
-    if (backend->health_->inForkedChild()) continue;
-    if (!reason.empty() && !backend->shutDown_) backend->health_->poison(backend->rank_, reason);
+    if (backend->health_->inForkedChild()) {
+      continue;
+    }
+    if (!reason.empty() && !backend->shutDown_) {
+      backend->health_->poison(backend->rank_, reason);
+    }
     backend->shutdown();
     backend->dropInner(kExitLimit);
   }
@@ -123,18 +135,24 @@ void DelegatingBackend::leaveAll(const std::string& reason) {
 // Gloo, here and at the peers: wait one millisecond for a message that nobody sends.
 void DelegatingBackend::closeConnections() noexcept {
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
+    if (peer == rank_) {
+      continue;
+    }
     try {
       Tensors tensors{at::empty({1}, at::kByte)};
       auto work = inner_.cpu->recv(tensors, peer, kClosingTag);
       work->wait(std::chrono::milliseconds(1));
     } catch (const std::exception& error) {
       // Either this peer's connection was closed already, and the next one is tried, or the wait did its work.
-      if (std::string_view(error.what()).find("Timed out") != std::string_view::npos) break;
+      if (std::string_view(error.what()).find("Timed out") != std::string_view::npos) {
+        break;
+      }
     }
   }
   try {
-    if (inner_.cuda) inner_.cuda->abort();
+    if (inner_.cuda) {
+      inner_.cuda->abort();
+    }
   } catch (const std::exception& error) {
     LOG(WARNING) << health_->label() << ": abort of the CUDA backend failed: " << error.what();
   }
@@ -162,7 +180,9 @@ void DelegatingBackend::dropInner(std::chrono::milliseconds limit) noexcept {
 }
 
 const c10::intrusive_ptr<c10d::Backend>& DelegatingBackend::inner(c10::DeviceType device) const {
-  if (device == c10::DeviceType::CPU) return inner_.cpu;
+  if (device == c10::DeviceType::CPU) {
+    return inner_.cpu;
+  }
   if (device == c10::DeviceType::CUDA) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         inner_.cuda, health_->label(),
@@ -178,44 +198,60 @@ const c10::intrusive_ptr<c10d::Backend>& DelegatingBackend::inner(c10::DeviceTyp
 void DelegatingBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   inner_.cpu->setTimeout(timeout);
-  if (inner_.cuda) inner_.cuda->setTimeout(timeout);
+  if (inner_.cuda) {
+    inner_.cuda->setTimeout(timeout);
+  }
 }
 
 void DelegatingBackend::extendTimeout(const std::chrono::milliseconds& timeout) {
   addEphemeralTimeoutIfAny(*inner_.cpu, timeout);
-  if (inner_.cuda) addEphemeralTimeoutIfAny(*inner_.cuda, timeout);
+  if (inner_.cuda) {
+    addEphemeralTimeoutIfAny(*inner_.cuda, timeout);
+  }
 }
 
 c10d::ErrorType DelegatingBackend::getError() {
-  if (health_->failed()) return c10d::ErrorType::REMOTE_ERROR;
+  if (health_->failed()) {
+    return c10d::ErrorType::REMOTE_ERROR;
+  }
   return inner_.cuda ? inner_.cuda->getError() : c10d::ErrorType::SUCCESS;
 }
 
 void DelegatingBackend::setGroupUid(const std::string& uid) {
   c10d::Backend::setGroupUid(uid);
-  if (options_->group_name.empty()) health_->setGroupName(uid);
+  if (options_->group_name.empty()) {
+    health_->setGroupName(uid);
+  }
   inner_.cpu->setGroupUid(uid);
-  if (inner_.cuda) inner_.cuda->setGroupUid(uid);
+  if (inner_.cuda) {
+    inner_.cuda->setGroupUid(uid);
+  }
 }
 
 c10::intrusive_ptr<c10d::Backend> DelegatingBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                                            const std::vector<int>& ranks,
                                                            const c10::intrusive_ptr<Options>& opts) {
   health_->checkUsable("split");
-  const auto splitInner = [&](const c10::intrusive_ptr<c10d::Backend>& backend, const char* prefix) {
-    auto innerOptions = cloneOptions(backend->getBackendOptions());
-    innerOptions->timeout = opts->timeout;
-    innerOptions->group_name = opts->group_name;
-    innerOptions->global_ranks_in_group = opts->global_ranks_in_group;
-    return backend->split(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, innerOptions);
+  const auto split_inner = [&](const c10::intrusive_ptr<c10d::Backend>& backend, const char* prefix) {
+    auto inner_options = cloneOptions(backend->getBackendOptions());
+    inner_options->timeout = opts->timeout;
+    inner_options->group_name = opts->group_name;
+    inner_options->global_ranks_in_group = opts->global_ranks_in_group;
+    return backend->split(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, inner_options);
   };
   InnerBackends children;
-  children.cpu = splitInner(inner_.cpu, "cpu");
-  if (inner_.cuda) children.cuda = splitInner(inner_.cuda, "cuda");
+  children.cpu = split_inner(inner_.cpu, "cpu");
+  if (inner_.cuda) {
+    children.cuda = split_inner(inner_.cuda, "cuda");
+  }
   const auto position = std::find(ranks.begin(), ranks.end(), rank_);
-  if (position == ranks.end()) return nullptr;
+  if (position == ranks.end()) {
+    return nullptr;
+  }
   // Not of inner_.cpu: Gloo of torch 2.11 mostly hangs when one of its groups is split a second time.
-  if (ranks.size() > 1) children.control = splitInner(inner_.control ? inner_.control : inner_.cpu, "control");
+  if (ranks.size() > 1) {
+    children.control = split_inner(inner_.control ? inner_.control : inner_.cpu, "control");
+  }
   return createChild(static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), std::move(children),
                      opts);
 }
@@ -226,7 +262,9 @@ c10::intrusive_ptr<c10d::Backend> DelegatingBackend::createChild(int rank, int s
 }
 
 void DelegatingBackend::eagerConnectSingleDevice(at::Device device) {
-  if (inner_.cuda && device.is_cuda()) inner_.cuda->eagerConnectSingleDevice(device);
+  if (inner_.cuda && device.is_cuda()) {
+    inner_.cuda->eagerConnectSingleDevice(device);
+  }
 }
 
 bool DelegatingBackend::supportsTensorAlloc(c10::DeviceIndex index) {
@@ -243,7 +281,9 @@ std::shared_ptr<c10::Allocator> DelegatingBackend::getMemAllocator() {
 
 void DelegatingBackend::enableCollectivesTiming() {
   inner_.cpu->enableCollectivesTiming();
-  if (inner_.cuda) inner_.cuda->enableCollectivesTiming();
+  if (inner_.cuda) {
+    inner_.cuda->enableCollectivesTiming();
+  }
 }
 
 bool DelegatingBackend::supportsTimeEstimation() const { return inner_.cuda && inner_.cuda->supportsTimeEstimation(); }

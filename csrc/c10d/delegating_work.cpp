@@ -10,9 +10,11 @@ namespace torchext {
 
 c10::intrusive_ptr<DelegatingWork> DelegatingWork::wrap(std::shared_ptr<GroupHealth> health,
                                                         c10::intrusive_ptr<c10d::Work> inner, const OpInfo& op,
-                                                        int rank, std::chrono::milliseconds timeout, bool onCpu) {
+                                                        int rank, std::chrono::milliseconds timeout, bool on_cpu) {
   auto work = c10::make_intrusive<DelegatingWork>(std::move(health), std::move(inner), op, rank, timeout);
-  if (!onCpu) return work;
+  if (!on_cpu) {
+    return work;
+  }
   if (c10d::isP2POp(op.type)) {
     work->mode_ = Mode::kPointToPoint;
     return work;
@@ -37,8 +39,8 @@ DelegatingWork::DelegatingWork(std::shared_ptr<GroupHealth> health, c10::intrusi
       timeout_(timeout),
       profiled_(at::hasCallbacks()) {}
 
-void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& innerFuture) {
-  innerFuture_ = innerFuture;
+void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner_future) {
+  innerFuture_ = inner_future;
   std::exception_ptr refused;
   try {
     health_->add(this, op_);
@@ -46,32 +48,42 @@ void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner
     refused = std::current_exception();
   }
   auto self = c10::intrusive_ptr<DelegatingWork>::reclaim_copy(this);
-  innerFuture->addCallback([self = std::move(self)](c10::ivalue::Future& future) {
+  inner_future->addCallback([self = std::move(self)](c10::ivalue::Future& future) {
     // Out of the list first: explain() may poison the group, which gives what is in the list time to end.
     self->health_->remove(self.get());
     std::exception_ptr error;
-    if (future.hasError()) error = self->health_->explain(future.exception_ptr(), self->op_);
-    self->complete(std::move(error));
+    if (future.hasError()) {
+      error = self->health_->explain(future.exception_ptr(), self->op_);
+    }
+    self->complete(error);
   });
-  if (!refused) return;
+  if (!refused) {
+    return;
+  }
   // The group failed while the call was being made. The inner call may still succeed, as those under way may.
   std::unique_lock lock(stateMutex_);
-  if (stateChanged_.wait_for(lock, GroupHealth::kRemoteGrace, [this] { return done_; })) return;
+  if (stateChanged_.wait_for(lock, GroupHealth::kRemoteGrace, [this] { return done_; })) {
+    return;
+  }
   lock.unlock();
   complete(refused);
 }
 
-void DelegatingWork::complete(std::exception_ptr error) {
+void DelegatingWork::complete(const std::exception_ptr& error) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     std::lock_guard lock(stateMutex_);
-    if (done_) return;
+    if (done_) {
+      return;
+    }
     done_ = true;
     error_ = error;
     future = future_;
     stateChanged_.notify_all();
   }
-  if (!future) return;
+  if (!future) {
+    return;
+  }
   if (error) {
     future->setError(error);
   } else {
@@ -105,43 +117,61 @@ bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
     C10_THROW_ERROR(DistBackendError, c10::str(health_->describe(op_), ": not complete after wait(", timeout.count(),
                                                " ms): operation timed out! The call itself goes on"));
   }
-  if (error_) std::rethrow_exception(error_);
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
   lock.unlock();
   // The inner work ends its profiler event just after its future: a profiled caller expects the event to be there.
-  if (profiled_) inner_->wait(kNoTimeout);
+  if (profiled_) {
+    inner_->wait(kNoTimeout);
+  }
   return true;
 }
 
 void DelegatingWork::synchronize() {
-  if (mode_ == Mode::kForward) inner_->synchronize();
+  if (mode_ == Mode::kForward) {
+    inner_->synchronize();
+  }
 }
 
 bool DelegatingWork::isCompleted() {
-  if (mode_ != Mode::kFuture) return inner_->isCompleted();
+  if (mode_ != Mode::kFuture) {
+    return inner_->isCompleted();
+  }
   std::lock_guard lock(stateMutex_);
   return done_;
 }
 
 bool DelegatingWork::isSuccess() const {
-  if (mode_ != Mode::kFuture) return inner_->isSuccess();
+  if (mode_ != Mode::kFuture) {
+    return inner_->isSuccess();
+  }
   std::lock_guard lock(stateMutex_);
   return done_ && !error_;
 }
 
 std::exception_ptr DelegatingWork::exception() const {
-  if (mode_ != Mode::kFuture) return inner_->exception();
+  if (mode_ != Mode::kFuture) {
+    return inner_->exception();
+  }
   std::lock_guard lock(stateMutex_);
   return error_;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DelegatingWork::getFuture() {
-  if (mode_ != Mode::kFuture) return inner_->getFuture();
+  if (mode_ != Mode::kFuture) {
+    return inner_->getFuture();
+  }
   std::exception_ptr error;
   {
     std::lock_guard lock(stateMutex_);
-    if (future_) return future_;
+    if (future_) {
+      return future_;
+    }
     future_ = c10::make_intrusive<c10::ivalue::Future>(innerFuture_->elementType());
-    if (!done_) return future_;
+    if (!done_) {
+      return future_;
+    }
     error = error_;
   }
   if (error) {
@@ -161,29 +191,39 @@ JoinedWork::JoinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)
 
 bool JoinedWork::isCompleted() {
   for (const auto& work : works_) {
-    if (!work->isCompleted()) return false;
+    if (!work->isCompleted()) {
+      return false;
+    }
   }
   return true;
 }
 
 bool JoinedWork::isSuccess() const {
   for (const auto& work : works_) {
-    if (!work->isSuccess()) return false;
+    if (!work->isSuccess()) {
+      return false;
+    }
   }
   return true;
 }
 
 bool JoinedWork::wait(std::chrono::milliseconds timeout) {
-  for (const auto& work : works_) work->wait(timeout);
+  for (const auto& work : works_) {
+    work->wait(timeout);
+  }
   return true;
 }
 
 void JoinedWork::synchronize() {
-  for (const auto& work : works_) work->synchronize();
+  for (const auto& work : works_) {
+    work->synchronize();
+  }
 }
 
 void JoinedWork::abort() {
-  for (const auto& work : works_) work->abort();
+  for (const auto& work : works_) {
+    work->abort();
+  }
 }
 
 std::vector<at::Tensor> JoinedWork::result() {

@@ -29,7 +29,7 @@ class DelegatingWork final : public CompatWork, public PendingOperation {
   // timeout: what the group allows for one call, for getTimeout().
   static c10::intrusive_ptr<DelegatingWork> wrap(std::shared_ptr<GroupHealth> health,
                                                  c10::intrusive_ptr<c10d::Work> inner, const OpInfo& op, int rank,
-                                                 std::chrono::milliseconds timeout, bool onCpu);
+                                                 std::chrono::milliseconds timeout, bool on_cpu);
 
   DelegatingWork(std::shared_ptr<GroupHealth> health, c10::intrusive_ptr<c10d::Work> inner, const OpInfo& op, int rank,
                  std::chrono::milliseconds timeout);
@@ -57,9 +57,9 @@ class DelegatingWork final : public CompatWork, public PendingOperation {
   enum class Mode { kFuture, kPointToPoint, kForward };
 
   // Follows the inner future; called once, after construction.
-  void follow(const c10::intrusive_ptr<c10::ivalue::Future>& innerFuture);
+  void follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner_future);
   // The first call decides the outcome.
-  void complete(std::exception_ptr error);
+  void complete(const std::exception_ptr& error);
 
   const std::shared_ptr<GroupHealth> health_;
   const c10::intrusive_ptr<c10d::Work> inner_;

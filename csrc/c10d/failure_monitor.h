@@ -9,9 +9,8 @@
 //   has one reason.
 //
 // Wire format
-//   One fixed message of 256 bytes (see `Message` in the .cpp): magic, version, kind, subject rank, origin rank,
-//   sequence, reason length, reason. Every field is checked against bounds before use. Kinds and the sequence field
-//   leave room for heartbeats.
+//   One fixed message of 256 bytes (core/verdict.h). Every field is checked against bounds before use. Its kinds and
+//   the sequence field leave room for heartbeats.
 //
 // Rules of the house
 //   The thread never waits with a timeout that can pass: a Gloo wait that times out closes every connection of its
@@ -32,28 +31,18 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "core/verdict.h"
+
 namespace torchext {
 
-// What ended a group.
-struct Verdict {
-  enum class Kind : uint16_t { kObituary = 1, kGoodbye = 2, kAbort = 3 };
-  Kind kind = Kind::kAbort;
-  int rank = -1;    // whom it is about: the rank that died or gave up; -1 when unknown
-  int origin = -1;  // the rank that found out
-  std::string reason;
-};
+using core::Verdict;
 
 class FailureMonitor {
  public:
   // First tag on the control group that belongs to the monitor; others use smaller ones.
   static constexpr int kReservedTags = 0x7fff0000;
-  // Longest reason that travels, in bytes; longer ones are cut.
-  static constexpr size_t kMaxReason = 200;
   // Longer than any job, and far inside the range of every clock.
   static constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
-
-  // `reason` as it arrives at the peers: at most kMaxReason bytes, no character cut in two, no control characters.
-  static std::string cut(std::string reason);
 
   using Handler = std::function<void(const Verdict&)>;
 

@@ -1,7 +1,8 @@
 #include "c10d/generator_service.h"
 
 #include <algorithm>
-#include <cstring>
+#include <array>
+#include <cstddef>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -9,46 +10,14 @@
 #include <c10/util/thread_name.h>
 
 #include "c10d/failure_monitor.h"
+#include "c10d/parse_message.h"
 
 namespace torchext {
 namespace {
 
 enum Tag { kToService = 0, kToWorker = 1 };
 
-struct DeliveryHeader {
-  static constexpr std::uint32_t kMagic = 0x54584744;  // "TXGD"
-
-  std::uint32_t magic = kMagic;
-  std::int32_t member_count = 0;
-  std::uint64_t id = 0;
-  std::int64_t behind = 0;
-};
-
-std::size_t deliveryBytes(std::size_t members) { return sizeof(DeliveryHeader) + members * sizeof(std::int32_t); }
-
-std::vector<std::byte> encode(const AssignedGroup& group) {
-  DeliveryHeader header;
-  header.member_count = static_cast<std::int32_t>(group.members.size());
-  header.id = group.id;
-  header.behind = group.behind;
-  std::vector<std::byte> memory(deliveryBytes(group.members.size()));
-  std::memcpy(memory.data(), &header, sizeof(header));
-  std::memcpy(memory.data() + sizeof(header), group.members.data(), group.members.size() * sizeof(std::int32_t));
-  return memory;
-}
-
-// No length or rank is believed before it is checked against what was posted.
-AssignedGroup decode(const std::vector<std::byte>& memory, int world_size) {
-  DeliveryHeader header;
-  std::memcpy(&header, memory.data(), sizeof(header));
-  if (header.magic != DeliveryHeader::kMagic || header.member_count < 0 || header.member_count > world_size) {
-    C10_THROW_ERROR(DistBackendError, c10::str("prague: malformed delivery from the group generator (magic ",
-                                               header.magic, ", ", header.member_count, " members)"));
-  }
-  AssignedGroup group{header.id, std::vector<int>(static_cast<std::size_t>(header.member_count)), header.behind};
-  std::memcpy(group.members.data(), memory.data() + sizeof(header), group.members.size() * sizeof(std::int32_t));
-  return group;
-}
+constexpr const char* kName = "prague";
 
 }  // namespace
 
@@ -94,8 +63,10 @@ double GeneratorService::now() const {
 
 void GeneratorService::serve() {
   c10::setThreadName("tx_generator");
-  GeneratorMessage message;
+  std::array<std::byte, sizeof(GeneratorMessage)> bytes{};
   while (true) {
+    // Gloo accepts a message that is too short: it must not be completed by the one before.
+    bytes.fill(std::byte{0});
     PointToPoint::WorkPtr receive;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -103,7 +74,7 @@ void GeneratorService::serve() {
         return;
       }
       try {
-        receive = control_.recvAnySource(&message, sizeof(message), tag_base_ + kToService);
+        receive = control_.recvAnySource(bytes.data(), bytes.size(), tag_base_ + kToService);
       } catch (const std::exception& error) {
         LOG(WARNING) << "prague: the group generator cannot receive any more: " << error.what();
         return;
@@ -117,7 +88,7 @@ void GeneratorService::serve() {
       }
       std::lock_guard<std::mutex> lock(mutex_);
       pending_receive_ = nullptr;
-      handle(message);
+      handle(parseMessage(kName, core::parseGeneratorMessage, bytes, control_.size()));
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!stopped_) {
@@ -147,9 +118,6 @@ void GeneratorService::watchDeadlines() {
 }
 
 void GeneratorService::handle(const GeneratorMessage& message) {
-  TORCH_CHECK(message.magic == GeneratorMessage::kMagic && message.worker >= 0 &&
-                  message.worker < static_cast<int>(requests_.size()),
-              "malformed message (magic ", message.magic, ", worker ", message.worker, ")");
   const auto worker = static_cast<std::size_t>(message.worker);
   if (message.kind != GeneratorMessage::kComplete) {
     // A worker asks or pauses only when it has received all that was sent to it, so these waits are over already. It
@@ -180,7 +148,7 @@ void GeneratorService::deliver(const std::vector<core::Delivery>& deliveries) {
       local_.push_back(std::move(group));
       continue;
     }
-    Outgoing out{encode(group), nullptr};
+    Outgoing out{core::encodeDelivery(group), nullptr};
     out.work = control_.send(out.memory.data(), out.memory.size(), delivery.worker, tag_base_ + kToWorker);
     outgoing_[worker].push_back(std::move(out));
   }
@@ -216,7 +184,7 @@ GeneratorClient::GeneratorClient(PointToPoint control, int tag_base, std::shared
       tag_base_(tag_base),
       service_(std::move(service)),
       timeout_(timeout),
-      reply_(deliveryBytes(static_cast<std::size_t>(control_.size()))) {}
+      reply_(core::deliveryBytes(static_cast<std::size_t>(control_.size()))) {}
 
 void GeneratorClient::ask() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -297,6 +265,7 @@ void GeneratorClient::sendMessage(GeneratorMessage::Kind kind) {
 
 void GeneratorClient::postReply() {
   if (!service_) {
+    std::fill(reply_.begin(), reply_.end(), std::byte{0});
     pending_reply_ = control_.recv(reply_.data(), reply_.size(), 0, tag_base_ + kToWorker);
   }
 }
@@ -311,7 +280,7 @@ AssignedGroup GeneratorClient::awaitDelivery() {
     reply = std::exchange(pending_reply_, nullptr);
   }
   control_.wait(reply, 0, "the group generator");
-  return decode(reply_, control_.size());
+  return parseMessage(kName, core::parseDelivery, reply_, control_.size(), control_.rank());
 }
 
 }  // namespace torchext

@@ -27,27 +27,13 @@
 #include <vector>
 
 #include "c10d/point_to_point.h"
+#include "core/generator_messages.h"
 #include "core/group_generator.h"
 
 namespace torchext {
 
-// What a worker gets: its group, and how far it is behind the fastest worker (requests).
-struct AssignedGroup {
-  std::uint64_t id = 0;
-  std::vector<int> members;
-  std::int64_t behind = 0;
-};
-
-struct GeneratorMessage {
-  enum Kind : std::int32_t { kAsk = 1, kComplete = 2, kPause = 3 };
-  static constexpr std::uint32_t kMagic = 0x54584747;  // "TXGG"
-
-  std::uint32_t magic = kMagic;
-  std::int32_t kind = kAsk;
-  std::int32_t worker = -1;
-  std::int32_t reserved = 0;
-  std::uint64_t completed = 0;  // the group this worker has finished since its last message; 0: none
-};
+using core::AssignedGroup;
+using core::GeneratorMessage;
 
 class GeneratorService {
  public:

@@ -3,11 +3,12 @@
 #include <unistd.h>
 
 #include <string_view>
-#include <typeinfo>
 #include <vector>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+
+#include "c10d/connection_error.h"
 
 namespace torchext {
 namespace {
@@ -24,28 +25,10 @@ std::exception_ptr makeError(std::string text) {
       c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::move(text)));
 }
 
-bool contains(std::string_view text, std::string_view part) { return text.find(part) != std::string_view::npos; }
-
-// Gloo's headers are not in the wheel, so its IoException is recognized by its type's name, or by its text where c10d
-// wrapped it.
-bool isConnectionError(const std::exception& error) {
-  if (contains(typeid(error).name(), "IoException")) return true;
-  const std::string_view text = error.what();
-  for (const char* sign : {"Connection closed by peer", "Connection reset by peer", "Application timeout caused",
-                           "Timed out waiting", "Broken pipe", "Socket closed"}) {
-    if (contains(text, sign)) return true;
-  }
-  return false;
-}
-
-// The sentence of a Gloo error without the path of its source file and the advice after the first full stop.
-std::string shorten(std::string_view text) {
-  if (!text.empty() && text.front() == '[') {
-    if (const auto end = text.find("] "); end != std::string_view::npos) text.remove_prefix(end + 2);
-  }
-  if (const auto end = text.find(". This is typically"); end != std::string_view::npos) text = text.substr(0, end);
-  if (const auto end = text.find('\n'); end != std::string_view::npos) text = text.substr(0, end);
-  return std::string(text.substr(0, 160));
+// "all_reduce #17", "send with rank 2"
+std::string nameOf(const OpInfo& op) {
+  return c10::str(op.name, op.sequence > 0 ? c10::str(" #", op.sequence) : "",
+                  op.peer >= 0 ? c10::str(" with rank ", op.peer) : "");
 }
 
 // A blocked point-to-point wait, on the stack of the waiting thread.
@@ -65,8 +48,8 @@ class PointToPointWait final : public PendingOperation {
 
 }  // namespace
 
-GroupHealth::GroupHealth(std::string backendName, int rank, int size)
-    : backendName_(std::move(backendName)), rank_(rank), size_(size), creator_(getpid()) {}
+GroupHealth::GroupHealth(std::string backend_name, int rank, int size)
+    : backendName_(std::move(backend_name)), rank_(rank), size_(size), creator_(getpid()) {}
 
 void GroupHealth::setConnectionCloser(std::function<void()> closer) {
   std::unique_lock lock(mutex_);
@@ -85,12 +68,7 @@ std::string GroupHealth::label() const {
   return c10::str(backendName_, " [rank ", rank_, " of ", size_, groupName_.empty() ? "" : ", group ", groupName_, "]");
 }
 
-std::string GroupHealth::describe(const OpInfo& op) const {
-  auto text = c10::str(label(), ": ", op.name);
-  if (op.sequence > 0) text += c10::str(" #", op.sequence);
-  if (op.peer >= 0) text += c10::str(" with rank ", op.peer);
-  return text;
-}
+std::string GroupHealth::describe(const OpInfo& op) const { return label() + ": " + nameOf(op); }
 
 bool GroupHealth::inForkedChild() const noexcept { return getpid() != creator_; }
 
@@ -105,34 +83,45 @@ std::exception_ptr GroupHealth::failureOf(const OpInfo& op) const {
 }
 
 void GroupHealth::checkUsable(const char* op) const {
-  if (usable()) [[likely]]
+  if (usable()) [[likely]] {
     return;
+  }
   if (inForkedChild()) {
     C10_THROW_ERROR(DistBackendError,
                     c10::str(backendName_, " [rank ", rank_, " of ", size_, "]: ", op,
                              ": this group belongs to process ", creator_, " and cannot be used in its forked child ",
                              getpid(), "; create a group after the fork, or start processes by spawn"));
   }
-  if (failed()) std::rethrow_exception(failureOf({.name = op}));
+  if (failed()) {
+    std::rethrow_exception(failureOf({.name = op}));
+  }
   C10_THROW_ERROR(DistBackendError, label() + ": " + op + ": the group was shut down (destroy_process_group)");
 }
 
 bool GroupHealth::setReason(int rank, const std::string& reason) {
   std::lock_guard lock(mutex_);
-  if (failed_.load()) return false;
+  if (failed_.load()) {
+    return false;
+  }
   reasonRank_ = rank;
-  reason_ = FailureMonitor::cut(reason);
+  reason_ = core::cutReason(reason);
   failed_.store(true, std::memory_order_release);
   changed_.notify_all();
   return true;
 }
 
 bool GroupHealth::poison(int rank, const std::string& reason, std::chrono::milliseconds grace) {
-  if (inForkedChild()) return false;
+  if (inForkedChild()) {
+    return false;
+  }
   const bool first = setReason(rank, reason);
-  if (first && monitor_) monitor_->announce({Verdict::Kind::kAbort, rank, rank_, reason});
+  if (first && monitor_) {
+    monitor_->announce({Verdict::Kind::kAbort, rank, rank_, reason});
+  }
   // Who was not the first but wants an end at once (abort) gets it; otherwise the first one's grace stands.
-  if (first || grace.count() == 0) endPending(grace);
+  if (first || grace.count() == 0) {
+    endPending(grace);
+  }
   return first;
 }
 
@@ -145,20 +134,28 @@ void GroupHealth::receive(const Verdict& verdict) {
 }
 
 void GroupHealth::close(std::chrono::milliseconds grace) {
-  if (inForkedChild()) return;
+  if (inForkedChild()) {
+    return;
+  }
   closed_.store(true);
   std::unique_lock lock(mutex_);
   for (auto* operation = pending_; operation != nullptr; operation = operation->next_) {
-    if (operation->background_) operation->interrupt();
+    if (operation->background_) {
+      operation->interrupt();
+    }
   }
-  if (changed_.wait_for(lock, grace, [this] { return idle() || failed_; }) && !failed_) return;
+  if (changed_.wait_for(lock, grace, [this] { return idle() || failed_; }) && !failed_) {
+    return;
+  }
   lock.unlock();
   poison(rank_, c10::str("rank ", rank_, " shut the group down while operations were under way"));
 }
 
 bool GroupHealth::idle() const {
   const auto* operation = pending_;
-  while (operation != nullptr && operation->background_) operation = operation->next_;
+  while (operation != nullptr && operation->background_) {
+    operation = operation->next_;
+  }
   return operation == nullptr;
 }
 
@@ -169,15 +166,25 @@ void GroupHealth::endPending(std::chrono::milliseconds grace) {
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, grace, [this] { return idle(); });
     for (auto* operation = pending_; operation != nullptr; operation = operation->next_) {
-      if (auto rest = operation->interrupt()) remaining.push_back(std::move(rest));
+      if (auto rest = operation->interrupt()) {
+        remaining.push_back(std::move(rest));
+      }
     }
-    for (auto& [id, callback] : callbacks_) remaining.push_back(std::move(callback));
+    for (auto& [id, callback] : callbacks_) {
+      remaining.push_back(std::move(callback));
+    }
     callbacks_.clear();
     closer = std::exchange(closeConnections_, nullptr);
-    if (closer) closing_ = true;
+    if (closer) {
+      closing_ = true;
+    }
   }
-  for (const auto& rest : remaining) rest();
-  if (!closer) return;
+  for (const auto& rest : remaining) {
+    rest();
+  }
+  if (!closer) {
+    return;
+  }
   closer();
   std::lock_guard lock(mutex_);
   closing_ = false;
@@ -187,7 +194,9 @@ void GroupHealth::endPending(std::chrono::milliseconds grace) {
 bool GroupHealth::waitForVerdict(std::chrono::milliseconds limit) {
   std::unique_lock lock(mutex_);
   // Once the successor has left in order nobody is watched, and no verdict comes.
-  if (!monitor_ || monitor_->successorLeft()) limit /= 5;
+  if (!monitor_ || monitor_->successorLeft()) {
+    limit /= 5;
+  }
   return changed_.wait_for(lock, limit, [this] { return failed_.load(); });
 }
 
@@ -197,14 +206,14 @@ std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const O
   } catch (const c10::DistBackendError&) {
     return error;
   } catch (const std::exception& inner) {
-    if (!isConnectionError(inner)) return error;
-    const std::string text = shorten(inner.what());
-    const bool timedOut = contains(text, "Timed out");
-    if (timedOut || !waitForVerdict(kVerdictLimit)) {
-      auto reason = c10::str("rank ", rank_, timedOut ? " timed out in " : " lost its connections in ", op.name);
-      if (op.sequence > 0) reason += c10::str(" #", op.sequence);
-      if (op.peer >= 0) reason += c10::str(" with rank ", op.peer);
-      poison(rank_, reason + ": " + text, kRemoteGrace);
+    if (!isConnectionError(inner)) {
+      return error;
+    }
+    const std::string text = shortened(inner.what());
+    const bool timed_out = contains(text, "Timed out");
+    if (timed_out || !waitForVerdict(kVerdictLimit)) {
+      const char* what = timed_out ? " timed out in " : " lost its connections in ";
+      poison(rank_, c10::str("rank ", rank_, what, nameOf(op), ": ", text), kRemoteGrace);
     }
     const auto reason = firstReason().second;
     return makeError(c10::str(describe(op), ": ", reason, contains(reason, text) ? "" : "; seen here as: ",
@@ -215,7 +224,9 @@ std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const O
 }
 
 void GroupHealth::add(PendingOperation* operation, const OpInfo& op) {
-  if (inForkedChild()) checkUsable(op.name);
+  if (inForkedChild()) {
+    checkUsable(op.name);
+  }
   std::unique_lock lock(mutex_);
   if (failed_ || closed_) {
     lock.unlock();
@@ -223,19 +234,27 @@ void GroupHealth::add(PendingOperation* operation, const OpInfo& op) {
   }
   operation->background_ = op.background;
   operation->next_ = pending_;
-  if (pending_) pending_->link_ = &operation->next_;
+  if (pending_) {
+    pending_->link_ = &operation->next_;
+  }
   operation->link_ = &pending_;
   pending_ = operation;
 }
 
 void GroupHealth::remove(PendingOperation* operation) noexcept {
   std::lock_guard lock(mutex_);
-  if (!operation->link_) return;
+  if (!operation->link_) {
+    return;
+  }
   *operation->link_ = operation->next_;
-  if (operation->next_) operation->next_->link_ = operation->link_;
+  if (operation->next_) {
+    operation->next_->link_ = operation->link_;
+  }
   operation->link_ = nullptr;
   operation->next_ = nullptr;
-  if (closed_ || failed_) changed_.notify_all();
+  if (closed_ || failed_) {
+    changed_.notify_all();
+  }
 }
 
 void GroupHealth::waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout,
@@ -250,8 +269,12 @@ void GroupHealth::waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, s
     remove(&node);
     std::rethrow_exception(explain(std::current_exception(), op));
   }
-  if (arrived) return;
-  if (failed()) std::rethrow_exception(failureOf(op));
+  if (arrived) {
+    return;
+  }
+  if (failed()) {
+    std::rethrow_exception(failureOf(op));
+  }
   C10_THROW_ERROR(DistBackendError, describe(op) + ": the wait was ended by shutdown");
 }
 

@@ -68,7 +68,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   // How long operations under way may finish by themselves after a peer's end was reported.
   static constexpr std::chrono::milliseconds kRemoteGrace{400};
 
-  GroupHealth(std::string backendName, int rank, int size);
+  GroupHealth(std::string backend_name, int rank, int size);
 
   // Set once by the backend, before any call.
   void setMonitor(std::shared_ptr<FailureMonitor> monitor) { monitor_ = std::move(monitor); }

@@ -4,13 +4,13 @@
 
 namespace torchext {
 namespace {
-std::atomic<InterpreterLockReleaser> releaser_{nullptr};
+std::atomic<InterpreterLockReleaser> registered{nullptr};
 }  // namespace
 
-void setInterpreterLockReleaser(InterpreterLockReleaser releaser) noexcept { releaser_.store(releaser); }
+void setInterpreterLockReleaser(InterpreterLockReleaser releaser) noexcept { registered.store(releaser); }
 
 void withoutInterpreterLock(const std::function<void()>& body) {
-  if (auto* releaser = releaser_.load()) {
+  if (auto* releaser = registered.load()) {
     releaser(body);
   } else {
     body();

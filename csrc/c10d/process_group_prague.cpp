@@ -21,7 +21,7 @@ class PartialWork : public c10d::Work {
         tensor_(std::move(tensor)),
         future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
 
-  void complete(std::exception_ptr error = nullptr) {
+  void complete(const std::exception_ptr& error = nullptr) {
     finish(error);
     if (error) {
       future_->setError(error);

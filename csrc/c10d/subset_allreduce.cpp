@@ -4,11 +4,13 @@
 #include <chrono>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
+#include "c10d/parse_message.h"
 #include "core/subset_plan.h"
 
 namespace torchext {
@@ -18,28 +20,20 @@ namespace {
 enum Tag { kFrame = 0, kReduceScatter = 1, kAllGather = 2 };
 
 constexpr const char* kName = "partial_all_reduce";
-constexpr std::size_t kHeaderBytes = sizeof(SubsetHeader);
+constexpr std::size_t kHeaderBytes = sizeof(core::SubsetHeader);
 
-std::string describe(const SubsetHeader& header) {
+std::string describe(const core::SubsetHeader& header) {
   return c10::str(header.numel, " elements of ", c10::toString(static_cast<c10::ScalarType>(header.dtype)),
                   " scaled by ", header.scale, " in call ", header.call_id);
 }
 
-[[noreturn]] void throwMismatch(const SubsetHeader& own, const SubsetHeader& other) {
+[[noreturn]] void throwMismatch(const core::SubsetHeader& own, const core::SubsetHeader& other) {
   C10_THROW_ERROR(
       DistBackendError,
       c10::str("partial_all_reduce: rank ", own.rank, " passed ", describe(own), ", rank ", other.rank, " passed ",
                describe(other),
                "; members, dtype, number of elements and the order of calls must agree on all members. No buffer was "
                "changed."));
-}
-
-void checkWire(const SubsetHeader& header, int source) {
-  if (header.magic != SubsetHeader::kMagic || header.version != SubsetHeader::kVersion || header.rank != source) {
-    C10_THROW_ERROR(DistBackendError, c10::str("partial_all_reduce: malformed header from rank ", source, " (magic ",
-                                               header.magic, ", version ", header.version, ", rank ", header.rank,
-                                               "): do all ranks run the same torchext?"));
-  }
 }
 
 // Segments of one chunk are equally long: a short one at the end would cost a message and hide nothing. At least two,
@@ -71,7 +65,7 @@ struct SubsetAllreduce::Call {
   std::byte* at(const core::Span& span) const { return data + span.begin * math.element_bytes; }
   std::size_t bytesOf(const core::Span& span) const { return span.count * math.element_bytes; }
   int size() const { return static_cast<int>(members.size()); }
-  int member(int position_) const { return members[static_cast<std::size_t>((position_ + size()) % size())]; }
+  int member(int place) const { return members[static_cast<std::size_t>((place + size()) % size())]; }
 };
 
 SubsetAllreduce::SubsetAllreduce(PointToPoint transport, int tag_base, TransferTuning tuning)
@@ -99,12 +93,12 @@ void SubsetAllreduce::finishSends(Call& call) {
   call.sends.clear();
 }
 
-SubsetHeader SubsetAllreduce::headerOf(const Call& call) const {
-  SubsetHeader header;
+core::SubsetHeader SubsetAllreduce::headerOf(const Call& call) const {
+  core::SubsetHeader header;
   header.dtype = static_cast<std::int16_t>(call.dtype);
   header.rank = transport_.rank();
   header.call_id = call.id;
-  header.members_hash = hashMembers(call.members);
+  header.members_hash = core::hashMembers(call.members);
   header.scale = static_cast<float>(call.scale);
   header.numel = static_cast<std::int64_t>(call.count);
   return header;
@@ -144,12 +138,15 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
   const int others = call.size() - 1;
   std::byte* memory = scratch(slotBytes() * static_cast<std::size_t>(call.size()) + more_scratch);
   std::byte* frame = memory + slotBytes() * static_cast<std::size_t>(others);
-  const SubsetHeader own = headerOf(call);
+  const core::SubsetHeader own = headerOf(call);
   std::vector<PointToPoint::WorkPtr> receives;
+  receives.reserve(static_cast<std::size_t>(others));
   for (int i = 0; i < others; ++i) {
+    std::byte* slot = memory + slotBytes() * static_cast<std::size_t>(i);
+    // Gloo accepts a message that is too short: a header must not be completed by what the slot held before.
+    std::memset(slot, 0, kHeaderBytes);
     // From the previous member first, to the next first: no member is everybody's first target.
-    receives.push_back(transport_.recv(memory + slotBytes() * static_cast<std::size_t>(i), slotBytes(),
-                                       call.member(call.position - 1 - i), tag_base_ + kFrame));
+    receives.push_back(transport_.recv(slot, slotBytes(), call.member(call.position - 1 - i), tag_base_ + kFrame));
   }
   std::memcpy(frame, &own, kHeaderBytes);
   std::memcpy(frame + kHeaderBytes, payload, payload_bytes);
@@ -158,15 +155,14 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
     send(call, frame, kHeaderBytes + (with_payload ? payload_bytes : 0), call.member(call.position + 1 + i), kFrame);
   }
   const auto start = std::chrono::steady_clock::now();
-  std::optional<SubsetHeader> differing;
+  std::optional<core::SubsetHeader> differing;
   {
     RECORD_FUNCTION("torchext::wait_peers", std::vector<c10::IValue>{});
     for (int i = 0; i < others; ++i) {
       const int source = call.member(call.position - 1 - i);
       transport_.wait(receives[static_cast<std::size_t>(i)], source, kName);
-      SubsetHeader header;
-      std::memcpy(&header, memory + slotBytes() * static_cast<std::size_t>(i), kHeaderBytes);
-      checkWire(header, source);
+      const std::span<const std::byte> received(memory + slotBytes() * static_cast<std::size_t>(i), kHeaderBytes);
+      const auto header = parseMessage(kName, core::parseSubsetHeader, received, source);
       if (!own.sameCall(header)) {
         differing = header;
       }
@@ -246,28 +242,28 @@ void SubsetAllreduce::ring(Call& call) {
   if (in_frame) {
     reduces.emplace_back();
   }
-  const auto postReduces = [&](std::size_t done) {
+  const auto post_reduces = [&](std::size_t done) {
     while (reduces.size() < std::min(reduced.size(), done + window)) {
       const std::size_t i = reduces.size();
       reduces.push_back(transport_.recv(slot(i), call.bytesOf(reduced[i]), previous, tag_base_ + kReduceScatter));
     }
   };
-  const auto postGathers = [&](std::size_t done) {
+  const auto post_gathers = [&](std::size_t done) {
     while (gathers.size() < std::min(gathered.size(), done + window)) {
       const core::Span& span = gathered[gathers.size()];
       gathers.push_back(transport_.recv(call.at(span), call.bytesOf(span), previous, tag_base_ + kAllGather));
     }
   };
-  const auto sendSpan = [&](const core::Span& span, Tag tag) {
+  const auto send_span = [&](const core::Span& span, Tag tag) {
     send(call, call.at(span), call.bytesOf(span), next, tag);
   };
 
   RECORD_FUNCTION("torchext::move_bytes", std::vector<c10::IValue>{});
-  postReduces(0);
+  post_reduces(0);
   for (int i = 1; i < plan.segments(own); ++i) {
-    sendSpan(plan.segment(own, i), kReduceScatter);
+    send_span(plan.segment(own, i), kReduceScatter);
   }
-  postGathers(0);
+  post_gathers(0);
   for (std::size_t i = 0; i < reduced.size(); ++i) {
     if (reduces[i]) {
       transport_.wait(reduces[i], previous, kName);
@@ -279,14 +275,14 @@ void SubsetAllreduce::ring(Call& call) {
     } else {
       call.math.add(sum, slot(i), reduced[i].count);
     }
-    postReduces(i + 1);
-    sendSpan(reduced[i], finished ? kAllGather : kReduceScatter);
+    post_reduces(i + 1);
+    send_span(reduced[i], finished ? kAllGather : kReduceScatter);
   }
   for (std::size_t i = 0; i < gathered.size(); ++i) {
     transport_.wait(gathers[i], previous, kName);
-    postGathers(i + 1);
+    post_gathers(i + 1);
     if (i < forwarded) {
-      sendSpan(gathered[i], kAllGather);
+      send_span(gathered[i], kAllGather);
     }
   }
   finishSends(call);

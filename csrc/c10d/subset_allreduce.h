@@ -31,7 +31,7 @@
 
 #include "c10d/point_to_point.h"
 #include "c10d/reduction.h"
-#include "c10d/subset_header.h"
+#include "core/subset_header.h"
 
 namespace torchext {
 
@@ -67,12 +67,12 @@ class SubsetAllreduce {
   // g-th slot the caller's own, then follow `more_scratch` bytes. Throws if the members disagree.
   std::byte* exchangeFrames(Call& call, const void* payload, std::size_t payload_bytes, To to,
                             std::size_t more_scratch);
-  std::size_t slotBytes() const { return sizeof(SubsetHeader) + tuning_.frame_bytes; }
+  std::size_t slotBytes() const { return sizeof(core::SubsetHeader) + tuning_.frame_bytes; }
 
   void send(Call& call, const void* data, std::size_t bytes, int destination, int tag);
   void finishSends(Call& call);
   std::byte* scratch(std::size_t bytes);
-  SubsetHeader headerOf(const Call& call) const;
+  core::SubsetHeader headerOf(const Call& call) const;
 
   PointToPoint transport_;
   int tag_base_;

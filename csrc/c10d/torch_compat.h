@@ -70,7 +70,9 @@ class CompatBackend : public c10d::Backend {
   }
   void setBoundDeviceId(std::optional<at::Device> device) override {
     c10d::Backend::setBoundDeviceId(device);
-    if (deviceInner()) deviceInner()->setBoundDeviceId(device);
+    if (deviceInner()) {
+      deviceInner()->setBoundDeviceId(device);
+    }
   }
   void suspend() override { needDeviceInner("suspend").suspend(); }
   void resume() override { needDeviceInner("resume").resume(); }

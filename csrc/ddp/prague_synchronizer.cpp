@@ -73,7 +73,7 @@ PragueSynchronizer::PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> gr
       [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->firstReason().second)); });
 }
 
-PragueSynchronizer::~PragueSynchronizer() { leave(std::chrono::seconds(2)); }
+PragueSynchronizer::~PragueSynchronizer() { PragueSynchronizer::leave(std::chrono::seconds(2)); }
 
 const FlatBucket& PragueSynchronizer::bucket(std::size_t index) const {
   return index < parameters_.size() ? parameters_[index] : buffers_[index - parameters_.size()];

@@ -22,7 +22,8 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 std::string describe(const Options& o) {
   return c10::str("PragueOptions(group_size=", o.group_size, ", generator='", o.generator, "', order='", o.order,
                   "', slowdown_threshold=", o.slowdown_threshold, ", sync_period=", o.sync_period,
-                  ", sync_every=", o.sync_every, ", seed=", o.seed, ", timeout=", o.timeout.count() / 1000.0, "s)");
+                  ", sync_every=", o.sync_every, ", seed=", o.seed,
+                  ", timeout=", std::chrono::duration<double>(o.timeout).count(), "s)");
 }
 
 c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string generator, std::string order,

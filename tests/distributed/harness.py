@@ -25,8 +25,10 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,6 +37,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import torchext
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torchext"])
@@ -236,6 +240,42 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def run_script(folder: Path, source: str, size: int, *args: str) -> list[tuple[int, str, str, float]]:
+    """(exit code, stdout, stderr, seconds until it and all before it had ended) of each rank of a script.
+
+    Each rank is an interpreter of its own, in torchrun's environment: what happens at its exit is part of the test.
+    """
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(source))
+    # The package that this test runs against, wherever it lies.
+    path = [str(Path(torchext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, str(script), *args]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    start = time.monotonic()
+    processes = [
+        subprocess.Popen(command, env=env | {"RANK": str(rank)}, start_new_session=True, **pipes)
+        for rank in range(size)
+    ]
+    results = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=DEADLINE)
+            results.append((process.returncode, out, err, time.monotonic() - start))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return results
 
 
 def thread_count() -> int:

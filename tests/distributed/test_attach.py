@@ -39,7 +39,8 @@ def body_trains(rank: Rank, order: str) -> bool:
                     call()
         local = everywhere(flat(trainer.module))
         torch.testing.assert_close(local.mean(0), average, rtol=0, atol=1e-6)
-        assert (local[0] != local[1]).any() or (local[0] != local[2]).any(), "local values did not come back"
+        # The last group of the others may be one of all, after which their local values are equal.
+        assert generator != "static" or (local != local[0]).any(), "local values did not come back"
         after = trainer.evaluate()
         assert after < 0.8 * before, (generator, before, after)
         assert torch.equal(flat(trainer.module), local[rank.rank])

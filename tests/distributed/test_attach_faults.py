@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, elapsed_error, launch
+from harness import Rank, elapsed_error, launch, run_script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,13 +95,14 @@ def test_sigstop_in_training_honours_the_timeout(options: dict[str, Any]) -> Non
 # ---- Scripts that end ----
 
 SCRIPT = """
+    import os
     import sys
     import torch
     import torch.distributed as dist
     import torchext
 
-    store, rank, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
+    store, mode = sys.argv[1:]
+    rank = int(os.environ["RANK"])
     dist.init_process_group("prague", init_method="file://" + store, rank=rank, world_size=3)
     torch.manual_seed(0)
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4))
@@ -135,47 +132,17 @@ SCRIPT = """
 """
 
 
-def run_script(folder: Path, mode: str) -> list[tuple[int, str, str, float]]:
-    """(exit code, stdout, stderr, seconds until all before it and it had ended) of each of three ranks."""
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    # The package that this test runs against, wherever it lies.
-    env = os.environ | {"PYTHONPATH": str(Path(torchext.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    start = time.monotonic()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder / "store"), str(rank), mode],
-            env=env | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(3)
-    ]
-    results = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=40)
-            results.append((process.returncode, out, err, time.monotonic() - start))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return results
-
-
 @pytest.mark.parametrize("mode", ["nothing", "detach", "destroy", "averaged", "dropped"])
 def test_a_script_ends_cleanly(tmp_path: Path, mode: str) -> None:
-    for code, out, err, _ in run_script(tmp_path, mode):
+    for code, out, err, _ in run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), mode):
         assert code == 0, (code, err)
         assert out.endswith("end\n"), out
         assert "Traceback" not in err and "terminate called" not in err and "Error" not in err, err
 
 
 def test_an_exception_in_training_reaches_the_others(tmp_path: Path) -> None:
-    for rank, (code, _, err, _) in enumerate(run_script(tmp_path, "exception")):
+    results = run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), "exception")
+    for rank, (code, _, err, _) in enumerate(results):
         assert code == 1, (code, err)
         assert "terminate called" not in err
         assert ("ValueError: on purpose" if rank == 1 else "rank 1") in err, err

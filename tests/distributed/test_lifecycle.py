@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, descriptor_count, elapsed_error, free_port, launch, run_ranks, thread_count
+from harness import Rank, descriptor_count, elapsed_error, launch, run_ranks, run_script, thread_count
 
 import torchext
 
@@ -89,7 +89,7 @@ def test_destroy_with_pending_work_is_bounded() -> None:
         ranks.expect("ready")
         for outcome in ranks.outcomes([1, 2], deadline=20):
             assert outcome.ok, outcome.trace
-            assert outcome.value < 2.5
+            assert outcome.value < 5  # 1.8 s and a loaded machine's share
 
 
 def body_collect_pending(rank: Rank) -> Any:
@@ -120,7 +120,7 @@ def test_collect_with_pending_work_is_bounded() -> None:
         (outcome,) = ranks.outcomes([1], deadline=20)
         assert outcome.ok, outcome.trace
         took, collected, _ = outcome.value
-        assert took < 2.5
+        assert took < 5  # 1.8 s and a loaded machine's share
         assert collected
 
 
@@ -214,45 +214,6 @@ EXIT_SCRIPT = """
     if mode == "destroy":
         dist.destroy_process_group()
 """
-
-
-def run_script(tmp_path: Path, source: str, size: int, *args: str) -> list[tuple[int, str, str, float]]:
-    """(exit code, stdout, stderr, seconds) of each rank of a script that runs as its own interpreter."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(source))
-    port = free_port()
-    start = time.monotonic()
-    processes = []
-    for rank in range(size):
-        env = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script), *args],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        )
-    results = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=60)
-            results.append((process.returncode, out, err, time.monotonic() - start))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return results
 
 
 @pytest.mark.parametrize("mode", ["destroy", "nothing", "pending"])

@@ -4,12 +4,12 @@
 // go on, or throw a mismatch.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
-#include <c10/core/ScalarType.h>
-
-namespace torchext {
+namespace torchext::core {
 
 struct SubsetHeader {
   static constexpr std::uint32_t kMagic = 0x54585052;  // "TXPR"
@@ -17,7 +17,7 @@ struct SubsetHeader {
 
   std::uint32_t magic = kMagic;
   std::uint16_t version = kVersion;
-  std::int16_t dtype = 0;
+  std::int16_t dtype = 0;  // of c10::ScalarType
   std::int32_t rank = -1;
   float scale = 1.0F;  // in a ring one member scales a chunk for all
   std::uint64_t call_id = 0;
@@ -31,6 +31,10 @@ struct SubsetHeader {
 };
 static_assert(sizeof(SubsetHeader) == 40, "the header is a wire format");
 
+// The header at the front of what `source` sent. MalformedMessage if it is none; that it fits the call is sameCall's
+// question.
+SubsetHeader parseSubsetHeader(std::span<const std::byte> bytes, int source);
+
 // FNV-1a over the sorted members; stable across platforms.
 inline std::uint64_t hashMembers(const std::vector<int>& members) {
   std::uint64_t hash = 1469598103934665603ULL;
@@ -40,4 +44,4 @@ inline std::uint64_t hashMembers(const std::vector<int>& members) {
   return hash;
 }
 
-}  // namespace torchext
+}  // namespace torchext::core

@@ -1,0 +1,31 @@
+// What ended a group, and the fixed message in which a rank tells its peers. Who sends it: failure_monitor.h.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace torchext::core {
+
+struct Verdict {
+  enum class Kind : std::uint16_t { kObituary = 1, kGoodbye = 2, kAbort = 3 };
+  Kind kind = Kind::kAbort;
+  int rank = -1;    // whom it is about: the rank that died or gave up; -1 when unknown
+  int origin = -1;  // the rank that found out
+  std::string reason;
+};
+
+// Longest reason that travels, in bytes; longer ones are cut.
+constexpr std::size_t kMaxReason = 200;
+
+// `reason` as it arrives at the peers: at most kMaxReason bytes, no character cut in two, no control characters.
+std::string cutReason(std::string reason);
+
+constexpr std::size_t kVerdictBytes = 256;
+std::array<std::byte, kVerdictBytes> encodeVerdict(const Verdict& verdict);
+// MalformedMessage for one that breaks any rule, ranks outside 0..size-1 among them.
+Verdict parseVerdict(std::span<const std::byte> bytes, int size);
+
+}  // namespace torchext::core

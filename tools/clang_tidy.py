@@ -1,0 +1,103 @@
+"""Runs clang-tidy over the C++ sources, each when something about it changed: ``python tools/clang_tidy.py CACHE``.
+
+torch's headers cost half a minute a file, so what was clean is remembered: CACHE holds one empty file for each clean
+result, named by the hash of all that it depends on. Left out are the tests, where GoogleTest's macros cost as much, and
+what needs the headers of a CUDA toolkit.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMON = ["-x", "c++", "-std=c++20", "-I.", "-Icsrc"]
+KEEP_SECONDS = 30 * 24 * 3600
+# What clang-tidy says about the headers that it was not asked about.
+NOISE = re.compile(r"^(\d+ warnings? .*generated|Suppressed \d+|Use -header-filter)")
+
+
+def torch_flags() -> list[str]:
+    """The flags of setup.py that matter here. torch is not imported, which alone would take seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("clang-tidy: this Python has no torch, whose headers the sources include")
+    include = Path(spec.submodule_search_locations[0], "include")
+    folders = [include, include / "torch/csrc/api/include", sysconfig.get_path("include")]
+    return [f"-isystem{folder}" for folder in folders] + ["-DTORCH_EXTENSION_NAME=_C", "-fopenmp"]
+
+
+def sources() -> dict[Path, list[str]]:
+    """Each file to check, with its flags; those that take longest first."""
+    light = sorted([*ROOT.glob("csrc/core/*.cpp"), *ROOT.glob("kernels/cpu/*.h")])
+    heavy = {*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("kernels/**/*.cpp")} - {*light, *ROOT.glob("kernels/cuda/*.cpp")}
+    return dict.fromkeys(sorted(heavy), COMMON + torch_flags()) | dict.fromkeys(light, COMMON)
+
+
+def closure(path: Path) -> set[Path]:
+    """The file and all of ours that it includes, directly or not."""
+    found, left = set(), [path]
+    while left:
+        file = left.pop()
+        found.add(file)
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', file.read_text(), re.MULTILINE):
+            candidates = (folder / name for folder in (file.parent, ROOT, ROOT / "csrc"))
+            left += [c.resolve() for c in candidates if c.is_file() and c.resolve() not in found]
+    return found
+
+
+def key(path: Path, flags: list[str], versions: str) -> str:
+    """What the result of a file depends on."""
+    digest = hashlib.sha256(f"{versions} {flags} {path.relative_to(ROOT)}".encode())
+    for file in sorted(closure(path)):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def check(path: Path, flags: list[str]) -> tuple[bool, str]:
+    """Whether the file is clean, and what clang-tidy says."""
+    command = ["clang-tidy", "--quiet", "--warnings-as-errors=*", str(path), "--", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    lines = (done.stdout + done.stderr).splitlines()
+    return done.returncode == 0, "\n".join(line for line in lines if line and not NOISE.match(line))
+
+
+def main() -> int:
+    """Checks what is not known to be clean."""
+    cache = Path(sys.argv[1])
+    cache.mkdir(parents=True, exist_ok=True)
+    for mark in cache.iterdir():
+        if time.time() - mark.stat().st_mtime > KEEP_SECONDS:
+            mark.unlink(missing_ok=True)
+    version = subprocess.run(["clang-tidy", "--version"], capture_output=True, text=True, check=True).stdout
+    config = (ROOT / ".clang-tidy").read_text()
+    versions = f"{version} {config} {importlib.metadata.version('torch')}"
+
+    flags_of = sources()
+    marks = {path: cache / key(path, flags, versions) for path, flags in flags_of.items()}
+    stale = [path for path in marks if not marks[path].exists()]
+    for path in marks.keys() - set(stale):
+        marks[path].touch()
+    failed = 0
+    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
+        for path, (clean, text) in zip(stale, pool.map(lambda p: check(p, flags_of[p]), stale), strict=True):
+            if clean:
+                marks[path].touch()
+            else:
+                failed += 1
+                print(text, flush=True)
+    print(f"{len(marks)} files, {len(stale)} of them checked now, {failed} with findings")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
