@@ -189,7 +189,7 @@ def main() -> None:
     parameters = sum(weight.numel() for weight in make_model().parameters())
     with NetLab(HOSTS, rate=args.rate) as lab:
         network = lab.describe()
-        rate = lab.measure_rate() if lab.emulated else None
+        rate = max(lab.measure_rate(0, 1), lab.measure_rate(1, 0)) if lab.emulated else None
         report = Report(
             "dear_transformer",
             script=cli.script_line(),
