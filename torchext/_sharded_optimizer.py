@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchext import _C
+from torchext.backends import backend_of
 
 __all__ = ["ShardParameter", "ShardedOptimizer", "check_elementwise"]
 
@@ -22,6 +24,8 @@ _ELEMENTWISE = (
 )
 # State that belongs to the whole parameter. Told from a slice by its shape, but for parameters without dimensions.
 _SCALARS = {"step", "eta", "mu", "mu_product"}
+# How long a rank waits for the others where scripts may forget them.
+_MEETING = timedelta(seconds=60)
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
 
@@ -194,6 +198,20 @@ class ShardedOptimizer:
             else:
                 parameter.grad.detach_().zero_()
 
+    def _meet(self) -> None:
+        """All ranks are here, or an error says who is not: a script may ask for the state on rank 0 alone."""
+        if self._world == 1:
+            return
+        backend = backend_of(self._group)
+        limit = min(backend.options._timeout, _MEETING)
+        try:
+            backend.monitored_barrier(limit, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"dear: optimizer.state_dict() is collective, and some rank did not call it within {limit.seconds} s; "
+                f"call it on every rank, and save it on one ({error})"
+            ) from error
+
     def _agree_on_overflow(self) -> None:
         """Every rank sees infinite or NaN gradients if one does: a GradScaler must skip a step on all or none."""
         gradients = [p.grad for p in self.slices() if p.grad is not None and p.grad.numel() > 0]
@@ -257,6 +275,7 @@ class ShardedOptimizer:
         if not self._sharded:
             return None
         self.core.wait_all()
+        self._meet()
         full = self._gathered()
         order = [p for group in self._optimizer.param_groups for p in group["params"]]
         state = {

@@ -121,7 +121,8 @@ def _attach_dear(
             )
     names = [name for name, _ in named]
     parameters = [parameter for _, parameter in named]
-    core = _C.attach_dear(backend, ddp.reducer, parameters, names, bucket_mb)
+    unused_allowed = ddp.find_unused_parameters or ddp.static_graph
+    core = _C.attach_dear(backend, ddp.reducer, parameters, names, unused_allowed, bucket_mb)
     return DearSynchronizer(core, ddp, optimizer, parameters)
 
 

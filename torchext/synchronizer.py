@@ -174,7 +174,10 @@ class DearSynchronizer(Synchronizer):
         super().__init__(core, ddp, optimizer, parameters)
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         self._shards = ShardedOptimizer(core, optimizer, parameters, ddp.process_group)
-        self._handles.append(ddp.register_forward_pre_hook(self._expect_backward))
+        self._synced = True  # the last forward pass was not inside no_sync()
+        self._static_recorded = False
+        self._handles.append(ddp.register_forward_pre_hook(self._enter_forward))
+        self._handles.append(ddp.register_forward_hook(self._leave_forward, always_call=True))
         for name in ("train", "named_parameters"):
             self._handles.append(FlushedMethod(ddp.module, name, core.wait_all))
         self._follow()
@@ -226,9 +229,23 @@ class DearSynchronizer(Synchronizer):
             self._shards.remove()
         super().detach()
 
-    def _expect_backward(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self._core.expect_backward(self._ddp.require_backward_grad_sync)
+    def _enter_forward(self, *_: Any) -> None:
+        """Keeps DDP's reducer out of the coming backward pass, but not its buffers from being broadcast."""
+        ddp = self._ddp
+        if not torch.is_grad_enabled():
+            return
+        self._synced, before = ddp.require_backward_grad_sync, self._synced
+        self._core.expect_backward(self._synced)
+        if not self._core.allreduce:
+            ddp.require_backward_grad_sync = False
+            ddp.require_forward_param_sync = before
+            # With a static graph DDP would record the first backward pass, which it does not see.
+            self._static_recorded, ddp._static_graph_delay_allreduce_enqueued = _static_recorded(ddp), True
+
+    def _leave_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not self._core.allreduce:
+            self._ddp.require_backward_grad_sync = self._synced
+            self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
 
     def _before_step(self, *_: Any) -> None:
         super()._before_step()
@@ -250,3 +267,7 @@ class DearSynchronizer(Synchronizer):
             self._shards.unshard()
         else:
             self._shards.shard()
+
+
+def _static_recorded(ddp: DistributedDataParallel) -> bool:
+    return bool(getattr(ddp, "_static_graph_delay_allreduce_enqueued", False))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -154,6 +156,8 @@ def run_window(
     return {
         "steps": steps,
         "step_ms": window_s / steps * 1e3,
+        "longest_ms": max(after - before for before, after in itertools.pairwise(completions)) * 1e3,
+        "median_ms": statistics.median(after - before for before, after in itertools.pairwise(completions)) * 1e3,
         "cpu_ms": cpu_s / (len(completions) - 1) * 1e3,
         "drift": clock.taken_s / clock.target_s - 1 if clock.target_s else 0.0,
         "error": error,
@@ -225,6 +229,9 @@ def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         flat = [run for repeat in runs for run in repeat]
         summary[name] = {
             "step_ms_by_rank": [[round(run["step_ms"], 2) for run in repeat] for repeat in runs],
+            "median_and_longest_ms": [
+                [round(run["median_ms"], 2), round(run["longest_ms"], 2)] for run in (repeat[0] for repeat in runs)
+            ],
             "cpu_ms_a_step": round(sum(run["cpu_ms"] for run in flat) / len(flat), 3),
             "drift_of_compute": round(sum(run["drift"] for run in flat) / len(flat), 4),
             "largest_error": max(run["error"] for run in flat),

@@ -13,14 +13,67 @@ std::size_t divideUp(std::size_t whole, std::size_t part) { return (whole + part
 
 }  // namespace
 
-void ShardExchange::Operation::send(const void* data, std::size_t bytes, int destination, int tag) {
-  exchange_.bytes_sent_ += bytes;
-  sends_.emplace_back(exchange_.transport_.send(data, bytes, destination, exchange_.tag_base_ + tag), destination);
+ShardExchange::Operation::Operation(ShardExchange& exchange, const at::Tensor& buffer, int tag, const char* name)
+    : exchange_(exchange),
+      buffer_(buffer),
+      data_(static_cast<std::byte*>(buffer.data_ptr())),
+      chunk_bytes_(buffer.nbytes() / static_cast<std::size_t>(exchange.transport_.size())),
+      tag_(exchange.tag_base_ + tag),
+      name_(name) {
+  // Equal segments, of whole elements: a short one at the end would cost a message and hide nothing.
+  const std::size_t element = buffer.element_size();
+  const std::size_t elements = std::max<std::size_t>(1, chunk_bytes_ / element);
+  const std::size_t most = std::max<std::size_t>(1, exchange.tuning_.segment_bytes / element);
+  segment_bytes_ = divideUp(elements, divideUp(elements, most)) * element;
+  segments_ = std::max<std::size_t>(1, divideUp(chunk_bytes_, segment_bytes_));
+}
+
+std::size_t ShardExchange::Operation::bytes(std::size_t segment) const {
+  return std::min(segment_bytes_, chunk_bytes_ - segment * segment_bytes_);
+}
+
+void ShardExchange::Operation::post(std::size_t message) {
+  const std::size_t part = segment(message);
+  const std::size_t slot = message % ahead_;
+  const int from = exchange_.peer(-round(message));
+  const int to = exchange_.peer(round(message));
+  receives_[slot] = exchange_.transport_.recv(target(from, part, slot), bytes(part), from, tag_);
+  sends_.emplace_back(exchange_.transport_.send(source(to, part), bytes(part), to, tag_), to);
+  exchange_.bytes_sent_ += bytes(part);
+}
+
+void ShardExchange::Operation::begin() {
+  ahead_ = std::max<std::size_t>(1, std::min(exchange_.tuning_.messages_ahead, messages()));
+  receives_.resize(ahead_);
+  prepare();
+  for (std::size_t message = 0; message < std::min(ahead_, messages()); ++message) {
+    post(message);
+  }
+}
+
+void ShardExchange::Operation::finish(const std::function<void()>& posted) {
+  if (messages() == 0) {
+    posted();
+    alone();
+    return;
+  }
+  for (std::size_t message = 0; message < messages(); ++message) {
+    if (message + ahead_ == messages()) {
+      posted();
+    }
+    const std::size_t slot = message % ahead_;
+    exchange_.transport_.wait(receives_[slot], exchange_.peer(-round(message)), name_);
+    arrived(segment(message), slot, round(message) == exchange_.peers());
+    if (message + ahead_ < messages()) {
+      post(message + ahead_);
+    }
+  }
+  receives_.clear();
 }
 
 void ShardExchange::Operation::drain() {
   for (const auto& [work, destination] : sends_) {
-    exchange_.transport_.wait(work, destination, "send");
+    exchange_.transport_.wait(work, destination, name_);
   }
   sends_.clear();
 }
@@ -28,147 +81,59 @@ void ShardExchange::Operation::drain() {
 class ShardExchange::ReduceScatter : public Operation {
  public:
   ReduceScatter(ShardExchange& exchange, const at::Tensor& buffer, double scale)
-      : Operation(exchange),
-        buffer_(buffer),
+      : Operation(exchange, buffer, kReduceScatter, "reduce_scatter"),
         math_(reductionFor(buffer.scalar_type())),
         scale_(scale),
-        data_(static_cast<std::byte*>(buffer.data_ptr())),
-        chunk_elements_(static_cast<std::size_t>(buffer.numel()) /
-                        static_cast<std::size_t>(exchange.transport_.size())) {}
+        whole_(buffer) {}
 
-  void begin() override {
-    const auto peers = static_cast<std::size_t>(exchange_.peers());
-    if (peers == 0) {
-      return;
-    }
-    const ShardTuning& tuning = exchange_.tuning_;
-    const std::size_t affordable = tuning.scratch_bytes / 2 / (peers * tuning.segments_ahead);
-    const std::size_t most = std::clamp(affordable, tuning.least_segment_bytes, tuning.segment_bytes);
-    segments_ = std::max<std::size_t>(1, divideUp(chunk_elements_ * math_.element_bytes, most));
-    segment_elements_ = divideUp(chunk_elements_, segments_);
-    segments_ = std::max<std::size_t>(1, divideUp(chunk_elements_, std::max<std::size_t>(1, segment_elements_)));
-    ahead_ = std::min(tuning.segments_ahead, segments_);
-    const int turn = exchange_.turn_ = 1 - exchange_.turn_;
-    if (!exchange_.scratch_[turn]) {
-      // Not a vector, which would write to every byte.
-      exchange_.scratch_[turn].reset(
-          new std::byte[std::max(tuning.least_segment_bytes, most) * peers * tuning.segments_ahead]);
-    }
-    scratch_ = exchange_.scratch_[turn].get();
-    receives_.resize(ahead_ * peers);
-    for (std::size_t segment = 0; segment < ahead_; ++segment) {
-      for (int distance = 1; distance <= exchange_.peers(); ++distance) {
-        postReceive(segment, distance);
-      }
-    }
-    for (std::size_t segment = 0; segment < segments_; ++segment) {
-      for (int distance = 1; distance <= exchange_.peers(); ++distance) {
-        const int owner = exchange_.peer(distance);
-        send(at(owner, segment), bytes(segment), owner, kReduceScatter);
-      }
+ protected:
+  void prepare() override { scratch_ = exchange_.scratch(); }
+  std::byte* target(int /*source*/, std::size_t /*segment*/, std::size_t slot) override {
+    return scratch_ + slot * exchange_.tuning_.segment_bytes;
+  }
+  const std::byte* source(int destination, std::size_t segment) override { return at(destination, segment); }
+  void arrived(std::size_t segment, std::size_t slot, bool last_round) override {
+    const std::size_t count = bytes(segment) / math_.element_bytes;
+    if (last_round) {
+      math_.add_scaled(at(self(), segment), target(0, segment, slot), count, scale_);
+    } else {
+      math_.add(at(self(), segment), target(0, segment, slot), count);
     }
   }
-
-  void finish(const std::function<void()>& posted) override {
-    const int self = exchange_.transport_.rank();
-    if (exchange_.peers() == 0) {
-      posted();
-      if (scale_ != 1.0) {
-        math_.multiply(data_, chunk_elements_, scale_);
-      }
-      return;
+  void alone() override {
+    if (scale_ != 1.0) {
+      math_.multiply(whole_.data_ptr(), static_cast<std::size_t>(whole_.numel()), scale_);
     }
-    for (std::size_t segment = 0; segment < segments_; ++segment) {
-      if (segment + ahead_ == segments_) {
-        posted();
-      }
-      for (int distance = 1; distance <= exchange_.peers(); ++distance) {
-        exchange_.transport_.wait(receive(segment, distance), exchange_.peer(-distance), "reduce_scatter");
-        if (distance < exchange_.peers()) {
-          math_.add(at(self, segment), slot(segment, distance), elements(segment));
-        } else {
-          math_.add_scaled(at(self, segment), slot(segment, distance), elements(segment), scale_);
-        }
-        if (segment + ahead_ < segments_) {
-          postReceive(segment + ahead_, distance);
-        }
-      }
-    }
-    receives_.clear();
   }
 
  private:
-  std::size_t elements(std::size_t segment) const {
-    return std::min(segment_elements_, chunk_elements_ - segment * segment_elements_);
-  }
-  std::size_t bytes(std::size_t segment) const { return elements(segment) * math_.element_bytes; }
-  std::byte* at(int owner, std::size_t segment) const {
-    return data_ + (static_cast<std::size_t>(owner) * chunk_elements_ + segment * segment_elements_) *
-                       math_.element_bytes;
-  }
-  std::size_t slotIndex(std::size_t segment, int distance) const {
-    return segment % ahead_ * static_cast<std::size_t>(exchange_.peers()) + static_cast<std::size_t>(distance - 1);
-  }
-  std::byte* slot(std::size_t segment, int distance) const {
-    return scratch_ + slotIndex(segment, distance) * segment_elements_ * math_.element_bytes;
-  }
-  PointToPoint::WorkPtr& receive(std::size_t segment, int distance) { return receives_[slotIndex(segment, distance)]; }
-  void postReceive(std::size_t segment, int distance) {
-    receive(segment, distance) = exchange_.transport_.recv(slot(segment, distance), bytes(segment),
-                                                           exchange_.peer(-distance),
-                                                           exchange_.tag_base_ + kReduceScatter);
-  }
-
-  at::Tensor buffer_;  // kept alive
   const Reduction& math_;
   double scale_;
-  std::byte* data_;
-  std::size_t chunk_elements_;
-  std::size_t segments_ = 1;
-  std::size_t segment_elements_ = 0;
-  std::size_t ahead_ = 1;
+  at::Tensor whole_;
   std::byte* scratch_ = nullptr;
-  std::vector<PointToPoint::WorkPtr> receives_;
 };
 
 class ShardExchange::AllGather : public Operation {
  public:
   AllGather(ShardExchange& exchange, const at::Tensor& buffer)
-      : Operation(exchange),
-        buffer_(buffer),
-        data_(static_cast<std::byte*>(buffer.data_ptr())),
-        chunk_bytes_(buffer.nbytes() / static_cast<std::size_t>(exchange.transport_.size())) {}
+      : Operation(exchange, buffer, kAllGather, "all_gather") {}
 
-  void begin() override {
-    for (int distance = 1; distance <= exchange_.peers(); ++distance) {
-      const int owner = exchange_.peer(-distance);
-      receives_.push_back(
-          exchange_.transport_.recv(chunk(owner), chunk_bytes_, owner, exchange_.tag_base_ + kAllGather));
-    }
-    for (int distance = 1; distance <= exchange_.peers(); ++distance) {
-      send(chunk(exchange_.transport_.rank()), chunk_bytes_, exchange_.peer(distance), kAllGather);
-    }
-  }
-
-  void finish(const std::function<void()>& posted) override {
-    posted();
-    for (int distance = 1; distance <= exchange_.peers(); ++distance) {
-      exchange_.transport_.wait(receives_[static_cast<std::size_t>(distance - 1)], exchange_.peer(-distance),
-                                "all_gather");
-    }
-  }
-
- private:
-  std::byte* chunk(int owner) const { return data_ + static_cast<std::size_t>(owner) * chunk_bytes_; }
-
-  at::Tensor buffer_;  // kept alive
-  std::byte* data_;
-  std::size_t chunk_bytes_;
-  std::vector<PointToPoint::WorkPtr> receives_;
+ protected:
+  std::byte* target(int source, std::size_t segment, std::size_t /*slot*/) override { return at(source, segment); }
+  const std::byte* source(int /*destination*/, std::size_t segment) override { return at(self(), segment); }
 };
 
 ShardExchange::ShardExchange(PointToPoint transport, int tag_base, ShardTuning tuning)
     : transport_(std::move(transport)), tag_base_(tag_base), tuning_(tuning) {}
+
+std::byte* ShardExchange::scratch() {
+  turn_ = 1 - turn_;
+  if (!scratch_[turn_]) {
+    // Not a vector, which would write to every byte.
+    scratch_[turn_].reset(new std::byte[tuning_.segment_bytes * tuning_.messages_ahead]);
+  }
+  return scratch_[turn_].get();
+}
 
 std::unique_ptr<ShardExchange::Operation> ShardExchange::reduceScatter(const at::Tensor& buffer, double scale) {
   TORCH_INTERNAL_ASSERT(buffer.is_contiguous() && buffer.device().is_cpu() && buffer.numel() % transport_.size() == 0);

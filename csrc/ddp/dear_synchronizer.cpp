@@ -44,12 +44,15 @@ std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); 
 }  // namespace
 
 DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
-                                   std::vector<std::string> names, std::optional<double> bucket_mb)
+                                   std::vector<std::string> names, bool unused_allowed,
+                                   std::optional<double> bucket_mb)
     : group_(std::move(group)),
       parameters_(std::move(parameters)),
       names_(std::move(names)),
       planner_(*group_, bytesOf(parameters_), trainable(parameters_),
                bucket_mb.value_or(group_->dearOptions().bucket_mb)),
+      unused_allowed_(unused_allowed),
+      gradients_(parameters_.size()),
       seen_(parameters_.size(), 0),
       waited_(parameters_.size(), 1),
       versions_(parameters_.size()) {
@@ -91,7 +94,6 @@ void DearSynchronizer::rebuild() {
   std::lock_guard<std::mutex> lock(mutex_);
   reducing_.assign(count, 0);
   gathering_.assign(count, 0);
-  undrained_.assign(count, 0);
   missing_.assign(count, 0);
 }
 
@@ -99,18 +101,25 @@ void DearSynchronizer::rebuild() {
 
 void DearSynchronizer::expectBackward(bool exchanges) {
   armed_ = exchanges && !detached_;
+  if (armed_ && buckets_ && started_) {
+    // Gradients that nobody has stepped with: this pass adds to the tensors that are being sent.
+    TORCH_CHECK(exchange_->waitIdle(group_->timeout()), "dear: exchanges did not end within the group's timeout");
+  }
   started_ = started_ && !armed_;
 }
 
 void DearSynchronizer::beginBackward() {
   started_ = true;
   complete_ = false;
-  versions_known_ = false;
   next_bucket_ = 0;
   gradient_order_.clear();
+  std::fill(gradients_.begin(), gradients_.end(), at::Tensor());
   std::fill(seen_.begin(), seen_.end(), 0);
   for (std::size_t b = 0; b < missing_.size(); ++b) {
     missing_[b] = buckets_->tensorsOf(b).size();
+  }
+  if (buckets_) {
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { backwardEnds(); });
   }
 }
 
@@ -132,62 +141,39 @@ void DearSynchronizer::gradientReady(std::size_t parameter) {
   TORCH_CHECK(bucket >= next_bucket_, "dear: parameter ", names_[parameter],
               " got its gradient twice in one backward pass, the first one is on its way already; use activation "
               "checkpointing with use_reentrant=False");
-  waitUntil("torchext::dear::wait", [&] { return undrained_[bucket] == 0; });
-  at::NoGradGuard no_grad;
-  buckets_->packGradient(parameter, parameters_[parameter].grad());
+  gradients_[parameter] = parameters_[parameter].grad();
   if (std::exchange(seen_[parameter], 1) == 0 && --missing_[bucket] == 0) {
     postReady();
   }
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DearSynchronizer::bucketReady(c10d::GradBucket& bucket) {
-  if (bucket.isLast()) {
-    // Behind what is left of this backward pass: the hooks of the last parameters come after DDP's.
-    torch::autograd::Engine::get_default_engine().queue_callback([this] { backwardEnds(); });
-  }
-  if (!buckets_) {
-    bucket.getBufferRef() /= group_->getSize();
-    std::vector<at::Tensor> tensors{bucket.getBufferRef()};
-    return group_->allreduce(tensors, c10d::AllreduceOptions())->getFuture();
-  }
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
-  future->markCompleted(c10::IValue(bucket.getBuffer()));
-  return future;
+  bucket.getBufferRef() /= group_->getSize();
+  std::vector<at::Tensor> tensors{bucket.getBufferRef()};
+  return group_->allreduce(tensors, c10d::AllreduceOptions())->getFuture();
 }
 
+// Called by autograd when everything else of the backward pass is over.
 void DearSynchronizer::backwardEnds() {
-  if (!armed_) {
-    return;
-  }
   armed_ = false;
-  if (!started_) {
-    beginBackward();  // not one parameter was used
-  }
-  complete_ = true;
-  if (!buckets_) {
-    return;
-  }
-  at::NoGradGuard no_grad;
   for (std::size_t b = next_bucket_; b < buckets_->size(); ++b) {
     for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
-      if (seen_[index(tensor)] == 0) {
-        waitUntil("torchext::dear::wait", [&] { return undrained_[b] == 0; });
-        buckets_->packGradient(index(tensor), parameters_[index(tensor)].grad());
+      const std::size_t parameter = index(tensor);
+      if (seen_[parameter] == 0) {
+        if (!unused_allowed_ && parameters_[parameter].requires_grad()) {
+          throwMissing();
+        }
+        gradients_[parameter] = parameters_[parameter].grad();  // of earlier micro-batches, or none
       }
     }
     missing_[b] = 0;
   }
   postReady();
-  // Behind DDP, which copies its buckets back into the gradients.
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { noteVersions(); });
-}
-
-void DearSynchronizer::noteVersions() {
+  complete_ = true;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& gradient = parameters_[i].grad();
     versions_[i] = {gradient.defined() ? gradient.data_ptr() : nullptr, gradient.defined() ? gradient._version() : 0};
   }
-  versions_known_ = true;
 }
 
 void DearSynchronizer::postReady() {
@@ -199,22 +185,23 @@ void DearSynchronizer::postReady() {
 void DearSynchronizer::postReduceScatter(std::size_t bucket) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    reducing_[bucket] = undrained_[bucket] = 1;
+    reducing_[bucket] = 1;
+  }
+  std::vector<std::pair<std::size_t, at::Tensor>> gradients;
+  for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
+    gradients.emplace_back(index(tensor), std::move(gradients_[index(tensor)]));
   }
   exchange_->post({ExchangeTask::Kind::kReduceScatter,
                    transfers_->reduceScatter(buckets_->buffer(bucket), 1.0 / group_->getSize()),
-                   {},
-                   [this, bucket] {
-                     {
-                       std::lock_guard<std::mutex> lock(mutex_);
-                       reducing_[bucket] = 0;
+                   [this, gradients = std::move(gradients)] {
+                     for (const auto& [parameter, gradient] : gradients) {
+                       buckets_->packGradient(parameter, gradient);
                      }
-                     changed_.notify_all();
                    },
                    [this, bucket] {
                      {
                        std::lock_guard<std::mutex> lock(mutex_);
-                       undrained_[bucket] = 0;
+                       reducing_[bucket] = 0;
                      }
                      changed_.notify_all();
                    }});
@@ -228,13 +215,7 @@ at::Tensor DearSynchronizer::slice(std::size_t parameter) const {
 
 std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
   TORCH_CHECK(buckets_, "dear: this model trains as plain DDP at the moment; its gradients are the parameters' own");
-  if (!complete_) {
-    if (started_) {
-      throwMissing();
-    }
-    return std::nullopt;
-  }
-  if (!buckets_->holds(parameter)) {
+  if (!complete_ || !buckets_->holds(parameter)) {
     return std::nullopt;
   }
   const std::size_t bucket = buckets_->bucketOf(parameter);
@@ -268,7 +249,7 @@ void DearSynchronizer::beforeStep() {
 }
 
 void DearSynchronizer::checkVersions() const {
-  if (!buckets_ || !complete_ || !versions_known_) {
+  if (!buckets_ || !complete_) {
     return;
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -315,10 +296,6 @@ void DearSynchronizer::postAllGathers() {
   }
   std::fill(waited_.begin(), waited_.end(), 0);
   for (const std::size_t bucket : gather_order_) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      undrained_[bucket] = 1;
-    }
     exchange_->post({ExchangeTask::Kind::kAllGather, transfers_->allGather(buckets_->buffer(bucket)),
                      [this, bucket] { buckets_->packParameters(bucket); },
                      [this, bucket] {
@@ -327,13 +304,6 @@ void DearSynchronizer::postAllGathers() {
                          std::lock_guard<std::mutex> lock(mutex_);
                          gathering_[bucket] = 0;
                          --gathering_count_;
-                       }
-                       changed_.notify_all();
-                     },
-                     [this, bucket] {
-                       {
-                         std::lock_guard<std::mutex> lock(mutex_);
-                         undrained_[bucket] = 0;
                        }
                        changed_.notify_all();
                      }});

@@ -3,8 +3,9 @@
 // every parameter, all-gather of the parameters under the next forward pass.
 //
 // The data's path in a training step:
-//   backward   gradientReady(i), for each parameter: its gradient is copied into its bucket's staging buffer; a full
-//              bucket is reduce-scattered, buckets in one order on all ranks. DDP's own hook returns at once.
+//   backward   gradientReady(i), for each parameter; a bucket of which all gradients are there is reduce-scattered,
+//              buckets in one order on all ranks. DDP's reducer sleeps, as inside no_sync(): it would copy every
+//              gradient into its buckets and back.
 //   step       the optimizer holds ShardParameters (torchext/_sharded_optimizer.py), whose .grad is gradient(i): it
 //              waits for the bucket. afterStep() queues the all-gathers, in the order of the forward pass.
 //   forward    waitTensors() in front of each module waits for its buckets.
@@ -16,8 +17,7 @@
 // the sum of all micro-batches.
 //
 // Threads: the training thread, autograd's (gradientReady, bucketReady, backwardEnds) and exchange_'s. A bucket's buffer
-// belongs to autograd's thread until it is posted, then to exchange_'s until it has arrived and is drained; between
-// reduce-scatter and all-gather the training thread reads its own chunk.
+// is exchange_'s; between reduce-scatter and all-gather the training thread has its own chunk.
 #pragma once
 
 #include <atomic>
@@ -63,14 +63,15 @@ struct DearStats {
 class DearSynchronizer : public Synchronizer {
  public:
   // Collective. parameters: the model's, in registration order; floating point, dense, on the CPU; the same shapes and
-  // names on all ranks (checked). names: for messages. bucket_mb: instead of the options'.
+  // names on all ranks (checked). names: for messages. unused_allowed: a backward pass need not reach every parameter
+  // (DDP's find_unused_parameters). bucket_mb: instead of the options'.
   DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
-                   std::vector<std::string> names, std::optional<double> bucket_mb);
+                   std::vector<std::string> names, bool unused_allowed, std::optional<double> bucket_mb);
   ~DearSynchronizer() override;
 
   // The last forward pass ran outside (true) or inside (false) no_sync().
   void expectBackward(bool exchanges);
-  // DDP's communication hook.
+  // DDP's communication hook, while the model trains as plain DDP.
   c10::intrusive_ptr<c10::ivalue::Future> bucketReady(c10d::GradBucket& bucket);
 
   // Whether the model trains as plain DDP. Changes in afterStep() only.
@@ -99,7 +100,6 @@ class DearSynchronizer : public Synchronizer {
   void beginBackward();
   void backwardEnds();
   [[noreturn]] void throwMissing();
-  void noteVersions();
   void checkVersions() const;
   void checkAddresses() const;
   void postReady();
@@ -113,6 +113,7 @@ class DearSynchronizer : public Synchronizer {
   c10::intrusive_ptr<ProcessGroupDear> group_;
   const std::vector<at::Tensor> parameters_;
   const std::vector<std::string> names_;
+  const bool unused_allowed_;
   std::vector<const void*> addresses_;
   DearPlanner planner_;
   std::unique_ptr<ShardExchange> transfers_;
@@ -123,14 +124,14 @@ class DearSynchronizer : public Synchronizer {
   bool armed_ = false;     // the next one exchanges
   bool started_ = false;   // gradients of it have come,
   bool complete_ = false;  //   and all: every bucket has been posted, gradient() may wait for them
-  std::vector<char> seen_;  // [parameter]
+  std::vector<at::Tensor> gradients_;  // [parameter] that have come and are not posted yet
+  std::vector<char> seen_;             // [parameter]
   std::vector<std::size_t> missing_;  // [bucket] gradients that have not come
   std::size_t next_bucket_ = 0;       // the first that has not been posted
   std::vector<std::int64_t> gradient_order_;
   std::vector<std::int64_t> forward_order_;
   std::vector<char> waited_;  // [parameter] since the all-gathers were posted
   std::vector<std::pair<const void*, std::int64_t>> versions_;  // [parameter] of .grad after the backward pass
-  bool versions_known_ = false;
   std::int64_t steps_ = 0;
   bool detached_ = false;
 
@@ -138,7 +139,6 @@ class DearSynchronizer : public Synchronizer {
   std::condition_variable changed_;
   std::vector<char> reducing_;   // [bucket] a reduce-scatter is posted and has not arrived
   std::vector<char> gathering_;  // [bucket] the same of an all-gather
-  std::vector<char> undrained_;  // [bucket] its buffer may still be being sent
   std::exception_ptr error_;
   DearStats stats_;
   std::atomic<int> gathering_count_{0};  // lets a module's pre-hook pass without the lock

@@ -109,6 +109,7 @@ void ExchangeThread::run(ExchangeTask& task) {
   RECORD_FUNCTION(rangeName(task.kind), std::vector<c10::IValue>{});
   const auto start = Clock::now();
   if (!task.begun) {
+    drainAll();  // it may use the buffer of what has just been sent
     begin(task);
   }
   task.operation->finish([&] { beginNext(task.kind); });
@@ -119,7 +120,7 @@ void ExchangeThread::run(ExchangeTask& task) {
   busy_ms_[static_cast<int>(task.kind)] += std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
-// An all-gather reuses the buffers of the reduce-scatters before it, which must have left: no look ahead there.
+// An exchange of the other kind may use buffers that are still being sent: no look ahead there.
 void ExchangeThread::beginNext(ExchangeTask::Kind current) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -135,9 +136,6 @@ void ExchangeThread::beginNext(ExchangeTask::Kind current) {
 void ExchangeThread::drainAll() {
   while (!sending_.empty()) {
     sending_.front()->operation->drain();
-    if (sending_.front()->drained) {
-      sending_.front()->drained();
-    }
     sending_.pop_front();
   }
 }

@@ -24,9 +24,8 @@ struct ExchangeTask {
   enum class Kind { kReduceScatter, kAllGather };
   Kind kind;
   std::unique_ptr<ShardExchange::Operation> operation;
-  std::function<void()> before;   // right before it begins; may be empty
+  std::function<void()> before;   // right before it begins: fills the buffer, which nobody sends from any more
   std::function<void()> arrived;  // the result is there
-  std::function<void()> drained;  // the buffer may be overwritten
   bool begun = false;
 };
 

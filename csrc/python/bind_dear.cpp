@@ -55,9 +55,10 @@ c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& buck
 
 std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group,
                                              c10d::Reducer& reducer, std::vector<at::Tensor> parameters,
-                                             std::vector<std::string> names, std::optional<double> bucket_mb) {
+                                             std::vector<std::string> names, bool unused_allowed,
+                                             std::optional<double> bucket_mb) {
   std::shared_ptr<DearSynchronizer> synchronizer(
-      new DearSynchronizer(group, std::move(parameters), std::move(names), bucket_mb), DeleteWithoutGil());
+      new DearSynchronizer(group, std::move(parameters), std::move(names), unused_allowed, bucket_mb), DeleteWithoutGil());
   reducer.register_comm_hook(std::make_unique<DearGradientHook>(synchronizer));
   return synchronizer;
 }
@@ -115,7 +116,7 @@ void bindDear(py::module_& module) {
       .def("stats", [](const DearSynchronizer& self) { return toDict(self.stats()); });
 
   module.def("attach_dear", &attachDear, py::arg("group"), py::arg("reducer"), py::arg("parameters"), py::arg("names"),
-             py::arg("bucket_mb") = std::nullopt, NoGil());
+             py::arg("unused_allowed"), py::arg("bucket_mb") = std::nullopt, NoGil());
 }
 
 }  // namespace torchext

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -123,13 +124,14 @@ class Pair:
         bucket_mb: float | str = 0.001,
         fallback: bool = False,
         form: str = "sharded",
+        timeout: float = 30,
         **ddp: Any,
     ) -> None:
         self.rank, self.size = rank.rank, rank.size
         self.dtype = next(model.parameters()).dtype
         self.module, self.twin = model, copy.deepcopy(model)
         options = torchext.DeAROptions(bucket_mb=bucket_mb, allreduce_fallback=fallback, form=form)
-        self.group = dist.new_group(backend="dear", pg_options=options)
+        self.group = dist.new_group(backend="dear", timeout=timedelta(seconds=timeout), pg_options=options)
         self.ddp = DistributedDataParallel(model, process_group=self.group, **ddp)
         self.optimizer, self.plain = optimizer(model.parameters()), optimizer(self.twin.parameters())
         self.sync = torchext.attach(self.ddp, self.optimizer)

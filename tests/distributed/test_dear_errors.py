@@ -1,0 +1,269 @@
+"""What "dear" refuses, with which words; what happens when ranks disagree, or one of them dies."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Rank, elapsed_error, launch, run_ranks
+from sharded import Branches, Pair, adamw, made, mlp, sgd
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+DEATH_LIMIT = 5.0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"form": "split"}, r'form must be one of sharded, replicated; got "split"'),
+        ({"bucket_mb": "big"}, r'bucket_mb must be "auto" or in \[0.001, 4096\] MiB, got "big"'),
+        ({"bucket_mb": 0}, r"bucket_mb must be .* got 0"),
+        ({"bucket_mb": 5000}, r"bucket_mb must be .* got 5000"),
+        ({"bucket_mb": -1.0}, r"bucket_mb must be .* got -1"),
+        ({"bucket_mb": float("nan")}, r"bucket_mb must be .* got nan"),
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        torchext.DeAROptions(**options)
+
+
+class Rotating(torch.optim.Optimizer):
+    """Needs whole gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+
+class Marked(torch.optim.SGD):
+    elementwise = True
+
+
+def body_refused(rank: Rank) -> bool:
+    rank.init("dear")
+    model = made(mlp)
+    ddp = DistributedDataParallel(model)
+    refused = {
+        "LBFGS is not known to step every element": torch.optim.LBFGS(model.parameters()),
+        r"Rotating.*form='replicated'.*Rotating.elementwise = True": Rotating(model.parameters()),
+    }
+    for text, optimizer in refused.items():
+        with pytest.raises(TypeError, match=text):
+            torchext.attach(ddp, optimizer)
+    for bucket_mb in (0, -3, "small", 1e9):
+        with pytest.raises(ValueError, match=r"bucket_mb must be 'auto' or in \[0.001, 4096\], got"):
+            torchext.attach(ddp, adamw(model.parameters()), bucket_mb=bucket_mb)
+    with pytest.raises(ValueError, match="does not own 2 of the model's trainable parameters"):
+        torchext.attach(ddp, adamw(list(model.parameters())[2:]))
+    sync = torchext.attach(ddp, Marked(model.parameters(), lr=0.1), bucket_mb=1)
+    with pytest.raises(RuntimeError, match="attached already"):
+        torchext.attach(ddp, adamw(model.parameters()))
+    sync.detach()
+    with pytest.raises(RuntimeError, match="after detach"):
+        sync.synchronize()
+    return True
+
+
+def test_what_attach_refuses() -> None:
+    assert run_ranks(body_refused, 2) == [True, True]
+
+
+def body_disagree(rank: Rank, what: str) -> tuple[str, str, float]:
+    rank.init("dear")
+    model = nn.Linear(4, 4 + (rank.rank if what == "shape" else 0))
+    if what == "frozen" and rank.rank == 1:
+        model.bias.requires_grad_(False)
+    # DDP itself compares shapes: each rank wraps its model in a group of its own.
+    alone = [dist.new_group([one], backend="gloo") for one in range(rank.size)][rank.rank]
+    ddp = DistributedDataParallel(model, process_group=alone)
+    options = torchext.DeAROptions(bucket_mb=1 + rank.rank if what == "bucket_mb" else 1)
+    group = dist.new_group(backend="dear", timeout=timedelta(seconds=20), pg_options=options)
+    backend = torchext.backend_of(group)
+    parameters = list(model.parameters())
+    names = [name + (str(rank.rank) if what == "names" else "") for name, _ in model.named_parameters()]
+    return elapsed_error(lambda: torchext._C.attach_dear(backend, ddp.reducer, parameters, names, False))
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("shape", "number of parameter elements is 20 on rank 0 and 25 on rank 1"),
+        ("bucket_mb", "bucket_mb (millionths) is 1000000 on rank 0 and 2000000 on rank 1"),
+        ("frozen", "names, strides and requires_grad of parameters (hash)"),
+        ("names", "names, strides and requires_grad of parameters (hash)"),
+    ],
+)
+def test_ranks_that_attach_something_else(what: str, text: str) -> None:
+    for kind, message, seconds in run_ranks(body_disagree, 3, what):
+        assert kind == "DistBackendError" and text in message, (kind, message)
+        assert seconds < 10
+
+
+def body_misuse(rank: Rank, misuse: Callable[[Pair], None]) -> tuple[str, str, float]:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd).run(2)
+    return elapsed_error(lambda: misuse(pair))
+
+
+def clip_by_torch(pair: Pair) -> None:
+    pair.losses()[0].backward()
+    nn.utils.clip_grad_norm_(pair.module.parameters(), 1e-3)
+    pair.optimizer.step()
+
+
+def add_parameters(pair: Pair) -> None:
+    pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    pair.step()
+
+
+def move_memory(pair: Pair) -> None:
+    pair.sync.wait()
+    pair.module[0].weight.data = pair.module[0].weight.data.clone()
+    pair.step()
+
+
+def step_inside_averaged(pair: Pair) -> None:
+    with pair.sync.averaged():
+        pair.step()
+
+
+def assign_a_gradient(pair: Pair) -> None:
+    pair.optimizer.param_groups[0]["params"][0].grad = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "kind", "text"),
+    [
+        (clip_by_torch, "RuntimeError", "was changed after the backward pass.*sync.clip_grad_norm_"),
+        (add_parameters, "ValueError", "given a parameter after torchext.attach"),
+        (move_memory, "RuntimeError", "0.weight has been given other memory"),
+        (step_inside_averaged, "RuntimeError", r"optimizer.step\(\) inside averaged"),
+        (assign_a_gradient, "RuntimeError", "change it in place"),
+    ],
+)
+def test_misuse(misuse: Callable[[Pair], None], kind: str, text: str) -> None:
+    import re
+
+    for got, message, seconds in run_ranks(body_misuse, 2, misuse):
+        assert got == kind and re.search(text, message), (got, message)
+        assert seconds < 10
+
+
+def body_gradients_on_some_ranks(rank: Rank) -> tuple[str, str, float]:
+    rank.init("dear")
+    pair = Pair(rank, made(Branches), sgd, bucket_mb=0.001)
+    pair.module.choice = rank.rank
+
+    def train() -> None:
+        pair.losses()[0].backward()
+        pair.optimizer.step()
+
+    return elapsed_error(train)
+
+
+def test_gradients_on_some_ranks_only() -> None:
+    """Without find_unused_parameters: the rank that lacks one says so, the others hear it; nobody hangs."""
+    for kind, message, seconds in run_ranks(body_gradients_on_some_ranks, 2):
+        assert kind == "DistBackendError", (kind, message)
+        assert "no gradient for" in message and "find_unused_parameters=True" in message, message
+        assert seconds < 10
+
+
+def body_state_on_rank_0(rank: Rank) -> tuple[str, str, float] | None:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw, timeout=5).run(2)
+    if rank.rank > 0:
+        rank.pause()
+        return None
+    return elapsed_error(pair.optimizer.state_dict)
+
+
+def test_optimizer_state_on_rank_0_alone_is_an_error_that_says_why() -> None:
+    with launch(body_state_on_rank_0, 3) as ranks:
+        outcome = ranks.outcomes([0], deadline=40)[0]
+        assert outcome.ok, outcome.trace
+        kind, message, seconds = outcome.value
+        assert "state_dict() is collective" in message, (kind, message)
+        assert seconds < 20
+        ranks.proceed([1, 2])
+
+
+def body_training(rank: Rank, timeout: float = 60) -> Any:
+    rank.init("dear", timeout=timeout)
+    pair = Pair(rank, made(mlp), sgd, timeout=timeout)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            pair.step()
+
+    train(5)
+    dist.barrier()
+    rank.report("ready")
+    error = elapsed_error(lambda: train(1_000_000))
+    later = elapsed_error(pair.sync.synchronize)
+    start = time.monotonic()
+    with contextlib.suppress(dist.DistBackendError):
+        pair.sync.detach()
+    return error, later, time.monotonic() - start
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_sigkill_in_training(victim: int) -> None:
+    with launch(body_training, 4) as ranks:
+        ranks.expect("ready")
+        time.sleep(0.3)
+        ranks.kill(victim)
+        start = time.monotonic()
+        for outcome in ranks.outcomes(deadline=20):
+            assert outcome.ok, outcome.trace
+            (kind, text, _), later, detach_seconds = outcome.value
+            assert kind == "DistBackendError", (kind, text)
+            assert f"rank {victim} died" in text and "dear" in text, text
+            assert later[0] == "DistBackendError" and later[2] < 1 and detach_seconds < 1, later
+        assert time.monotonic() - start < DEATH_LIMIT
+    for rank, process in enumerate(ranks.processes):
+        assert process.exitcode == (-signal.SIGKILL if rank == victim else 0), (rank, process.exitcode)
+
+
+def test_sigstop_in_training_honours_the_timeout() -> None:
+    timeout = 3
+    with launch(body_training, 3, timeout) as ranks:
+        ranks.expect("ready")
+        time.sleep(0.3)
+        ranks.kill(1, signal.SIGSTOP)
+        start = time.monotonic()
+        for outcome in ranks.outcomes([0, 2], deadline=30):
+            assert outcome.ok, outcome.trace
+            kind, text, _ = outcome.value[0]
+            assert kind == "DistBackendError" and "dear" in text, (kind, text)
+        assert time.monotonic() - start < 2 * timeout + DEATH_LIMIT
+        ranks.kill(1, signal.SIGKILL)
+
+
+def body_exit(rank: Rank, how: str) -> int:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd).run(3)
+    if how == "detach":
+        pair.sync.detach()
+    if how != "nothing":
+        dist.destroy_process_group()
+        dist.destroy_process_group() if dist.is_initialized() else None
+    return pair.steps
+
+
+@pytest.mark.parametrize("how", ["detach", "destroy", "nothing"])
+def test_the_end_of_training(how: str) -> None:
+    start = time.monotonic()
+    assert run_ranks(body_exit, 3, how) == [3, 3, 3]
+    assert time.monotonic() - start < 30
