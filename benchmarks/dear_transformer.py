@@ -147,7 +147,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--timed", type=int, default=40, help="the last of them, that are timed")
     parsed = parser.parse_args()
     if parsed.quick:
-        parsed.repeats, parsed.steps, parsed.timed = 1, 40, 10
+        parsed.repeats, parsed.steps, parsed.timed = 1, 20, 6
     if not 0 < parsed.timed < parsed.steps:
         parser.error("--timed must be at least 1 and less than --steps")
     return parsed
