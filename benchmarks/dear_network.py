@@ -33,6 +33,7 @@ WORKLOAD = {"layers": 20, "parameter_bytes": 40_000_000, "forward_ms": 100.0, "b
 TARGET_DEFAULT = 1.40
 TARGET_BEST = 1.22
 TARGET_BOUND = 0.95
+BOUND_ERROR = 0.02  # of the measured rate, and of the emulated compute
 
 
 def arguments() -> argparse.Namespace:
@@ -51,9 +52,12 @@ def arguments() -> argparse.Namespace:
 
 
 def against_bounds(figures: Mapping[str, list[float]], rates: list[float], hosts: int) -> dict[str, Any]:
-    """Returns the bounds of the slowest measured link, and what share of its bound each contender reached."""
+    """Returns the bounds, and what share of its bound each contender reached.
+
+    All links have one limit, and a busy machine measures too little, never too much: the highest rate counts.
+    """
     forward, backward = float(WORKLOAD["forward_ms"]), float(WORKLOAD["backward_ms"])
-    half = bounds.reduce_scatter_ms(hosts, float(WORKLOAD["parameter_bytes"]), min(rates))
+    half = bounds.reduce_scatter_ms(hosts, float(WORKLOAD["parameter_bytes"]), max(rates))
     dear = bounds.dear_step_ms(forward, backward, half)
     ddp = bounds.ddp_step_ms(forward, backward, half)
     shares = {
@@ -81,7 +85,7 @@ def verdicts(figures: Mapping[str, list[float]], best_ddp: str | None, bound: di
                 found[f"{name} over {over}"] = {**ratio.as_json(), "target": target, "met": met}
                 print(f"{name} over {over}: x {ratio}, asked {target:g}: {'met' if met else 'MISSED'}")
         if bound is not None:
-            met = share >= TARGET_BOUND
+            met = TARGET_BOUND <= share <= 1 + BOUND_ERROR  # nothing is faster than its bound
             found[f"{name} of the bound"] = {"median": share, "target": TARGET_BOUND, "met": met}
             print(f"{name} of the bound: {share:.3f}, asked {TARGET_BOUND:g}: {'met' if met else 'MISSED'}")
     return found
@@ -97,6 +101,8 @@ def main() -> None:
         rates = [lab.measure_rate(0, host) for host in range(1, args.hosts)] if lab.emulated and args.hosts > 1 else []
         network["measured_gbit_s"] = [rate / 1e9 for rate in rates]
         print(f"network: {network}", flush=True)
+        if rates and min(rates) < (1 - BOUND_ERROR) * max(rates):
+            print("NOTICE: the measured rates differ: this machine is busy, and its figures are not to be quoted")
 
         def train(contenders: list[str], repeats: int, spans: dict[str, float]) -> list[Any]:
             seconds = sum(spans.values()) + 45
