@@ -48,12 +48,13 @@ def require_averages(stats: Mapping[str, Any] | None) -> None:
     nor accuracy shows that nothing was exchanged. A group of one is no average, hence a quarter and not all steps.
 
     Args:
-        stats: what ``sync.stats()`` said at the end; None for plain DDP, where there is nothing to check.
+        stats: what ``sync.stats()`` said at the end; None for plain DDP, and without ``averages`` for dear, which train as
+            one: there is nothing to check.
 
     Raises:
         RuntimeError: fewer averages than a quarter of the steps.
     """
-    if stats is not None and stats["averages"] * 4 < stats["steps"]:
+    if stats is not None and "averages" in stats and stats["averages"] * 4 < stats["steps"]:
         raise RuntimeError(
             f"only {stats['averages']} averages in {stats['steps']} steps (consensus distance "
             f"{stats['consensus_distance']:.3g}): the workers trained on their own, so time and accuracy mean nothing"

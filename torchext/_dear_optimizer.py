@@ -58,7 +58,7 @@ class SteppedParameter(nn.Parameter):
         self.held_by, self.position = held_by, position
         return self
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> torch.Tensor | None:
         """The averaged gradient; None where no rank has one."""
         return self.held_by.gradient(self.position, caller=sys._getframe(1).f_code)
@@ -73,8 +73,8 @@ class SteppedParameter(nn.Parameter):
 class DearOptimizer:
     """Turns an optimizer over to SteppedParameters, and back.
 
-    Param groups stay the objects that they are, so schedulers go on; ``state_dict()`` is that of the plain optimizer (in
-    the sharded form collective), and ``load_state_dict()`` takes one.
+    Param groups stay the objects that they are, so schedulers go on; ``state_dict()`` is that of the plain optimizer
+    (in the sharded form collective), and ``load_state_dict()`` takes one.
 
     Args:
         core: The C++ synchronizer.
@@ -265,14 +265,14 @@ class DearOptimizer:
         for dtype, entries in pieces.items():
             sizes = [-(-self._parameters[position].numel() // self._world) for position, _, _ in entries]
             own = torch.zeros(sum(sizes), dtype=dtype)
-            for (_, _, value), place in zip(entries, own.split(sizes), strict=True):
+            for (_, _, value), place in zip(entries, torch.split(own, sizes), strict=True):
                 place[: value.numel()] = value
             everyone = torch.empty(self._world * own.numel(), dtype=dtype)
             dist.all_gather_into_tensor(everyone, own, group=self._group)
-            split = everyone.view(self._world, -1).split(sizes, dim=1)
+            split = torch.split(everyone.view(self._world, -1), sizes, dim=1)
             for (position, key, _), parts in zip(entries, split, strict=True):
-                parameter = self._parameters[position]
-                whole = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                like = self._parameters[position]
+                whole = torch.empty_like(like, dtype=dtype, requires_grad=False)
                 whole.as_strided((whole.numel(),), (1,)).copy_(parts.reshape(-1)[: whole.numel()])
                 full[position][key] = whole
         return full
@@ -287,7 +287,9 @@ class DearOptimizer:
         full = self._gathered()
         order = [p for group in self._optimizer.param_groups for p in group["params"]]
         state = {
-            index: full[p.position] if isinstance(p, SteppedParameter) and p.position in full else state_dict["state"][index]
+            index: full[p.position]
+            if isinstance(p, SteppedParameter) and p.position in full
+            else state_dict["state"][index]
             for index, p in enumerate(order)
             if index in state_dict["state"]
         }
@@ -301,9 +303,7 @@ class DearOptimizer:
         state = dict(state_dict["state"])
         for index, parameter in enumerate(order):
             if isinstance(parameter, SteppedParameter) and index in state:
-                state[index] = {
-                    key: self._slice(key, value, parameter.position) for key, value in state[index].items()
-                }
+                state[index] = {key: self._slice(key, value, parameter.position) for key, value in state[index].items()}
         return {**state_dict, "state": state}
 
 
@@ -314,5 +314,3 @@ def _is_slice(value: Any, parameter: SteppedParameter) -> bool:
 def _like(state: Any) -> Any:
     """An empty mapping of the kind that optimizers use."""
     return type(state)(state.default_factory) if hasattr(state, "default_factory") else type(state)()
-
-

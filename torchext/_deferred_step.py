@@ -13,7 +13,10 @@ from torchext._dear_optimizer import ELEMENTWISE, SteppedParameter
 __all__ = ["DeferredStep"]
 
 # Optimizers that step each parameter by itself; others step all of them at once, when the first one is needed.
-_ONE_BY_ONE = (*ELEMENTWISE, *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)))
+_ONE_BY_ONE = (
+    *ELEMENTWISE,
+    *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
+)
 
 
 class DeferredStep:
@@ -75,7 +78,10 @@ class DeferredStep:
             for group in optimizer.param_groups
         ]
         self._left = {
-            p.position: p for group in optimizer.param_groups for p in group["params"] if isinstance(p, SteppedParameter)
+            p.position: p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if isinstance(p, SteppedParameter)
         }
         return loss
 

@@ -107,9 +107,13 @@ def _attach_prague(
 
 
 def _attach_dear(
-    backend: _C.ProcessGroupDear, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, bucket_mb: float | None
+    backend: _C.ProcessGroupDear,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    bucket_mb: float | None,
 ) -> Synchronizer:
-    check_stepped(optimizer, backend.options.form)
+    options: Any = backend.options  # declared as those of any backend
+    check_stepped(optimizer, options.form)
     named = list(ddp.module.named_parameters())
     for name, parameter in named:
         if parameter.device.type != "cpu":

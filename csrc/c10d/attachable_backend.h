@@ -1,7 +1,7 @@
 // AttachableBackend: a DelegatingBackend that models can be attached to (torchext.attach).
 //
-// What an attached model's synchronizer (csrc/ddp) needs of its group, whatever the algorithm: transports over the inner
-// groups, tags of its own, and a word before the group ends. Subclasses add their options and extra collectives.
+// What an attached model's synchronizer (csrc/ddp) needs of its group, whatever the algorithm: transports over the
+// inner groups, tags of its own, and a word before the group ends. Subclasses add their options and extra collectives.
 //
 // Threads: everything from any thread.
 #pragma once

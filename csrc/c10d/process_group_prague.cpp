@@ -45,13 +45,14 @@ void ProcessGroupPrague::Options::validate() const {
   TORCH_CHECK_VALUE(group_size != 1,
                     "PragueOptions.group_size must be 0 or at least 2, got 1 (a group of one averages "
                     "nothing)");
-  checkChoice("PragueOptions.generator", generator, {"random", "division", "inter-intra", "smart", "static", "ready-set"});
+  checkChoice("PragueOptions.generator", generator,
+              {"random", "division", "inter-intra", "smart", "static", "ready-set"});
   checkChoice("PragueOptions.order", order, {"atc", "cta"});
   checkRange("PragueOptions.slowdown_threshold", slowdown_threshold, -1, kMost,
-                           "iterations behind; 0 filters nobody, -1 is the default");
+             "iterations behind; 0 filters nobody, -1 is the default");
   checkRange("PragueOptions.sync_period", sync_period, 1, kMost, "average after every n-th optimizer step");
   checkRange("PragueOptions.sync_every", sync_every, -1, kMost,
-                           "every n-th division is one of all workers; 0: never; -1: the generator's default");
+             "every n-th division is one of all workers; 0: never; -1: the generator's default");
   checkRange("PragueOptions.seed", seed, 0, INT64_MAX, "the same on all ranks");
 }
 

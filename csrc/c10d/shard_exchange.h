@@ -1,11 +1,11 @@
 // ShardExchange: reduce-scatter and all-gather of a buffer of equal chunks, one a rank, by point-to-point.
 //
 // Algorithm: pairwise exchange. In round k = 1 .. n - 1 rank r sends to r + k and receives from r - k: in a
-// reduce-scatter the chunk that the receiver owns, in an all-gather its own. A rank moves (n - 1) / n of the buffer each
-// way, as in a ring, but nothing depends on anything that arrived before: one latency instead of n - 1, and a chunk is
-// added up where it ends, in a fixed order (own, r - 1, r - 2, ...), so results repeat bit by bit.
-// Chunks are cut into segments. A few messages are sent ahead, then one for each that has arrived, which bounds what the
-// queues of the network and this rank's scratch memory have to hold.
+// reduce-scatter the chunk that the receiver owns, in an all-gather its own. A rank moves (n - 1) / n of the buffer
+// each way, as in a ring, but nothing depends on anything that arrived before: one latency instead of n - 1, and a
+// chunk is added up where it ends, in a fixed order (own, r - 1, r - 2, ...), so results repeat bit by bit. Chunks are
+// cut into segments. A few messages are sent ahead, then one for each that has arrived, which bounds what the queues of
+// the network and this rank's scratch memory have to hold.
 //
 // Operations run in two halves, so that the link is not idle between two of them: begin() posts the first segments,
 // finish() blocks. Begin the next operation when the current one says that all its messages are posted.
@@ -80,7 +80,7 @@ class ShardExchange {
     std::size_t segments_;
     int tag_;
     const char* name_;
-    std::vector<PointToPoint::WorkPtr> receives_;                // [message % ahead_]
+    std::vector<PointToPoint::WorkPtr> receives_;               // [message % ahead_]
     std::vector<std::pair<PointToPoint::WorkPtr, int>> sends_;  // with their destinations
   };
 

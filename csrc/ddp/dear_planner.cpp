@@ -112,8 +112,8 @@ void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
   if (!fixed_) {
     plan_.bucket_bytes = bytesOf(tuner_.propose());
   }
-  const bool hopeless = fallback_ && tuner_.state().trials.size() >= kPatientTrials &&
-                        best_seconds_ > kHopeless * allreduce_seconds_;
+  const bool hopeless =
+      fallback_ && tuner_.state().trials.size() >= kPatientTrials && best_seconds_ > kHopeless * allreduce_seconds_;
   if (fixed_ || tuner_.done() || hopeless) {
     phase_ = Phase::kDecided;
     plan_.allreduce = fallback_ && allreduce_seconds_ <= best_seconds_;
@@ -130,8 +130,8 @@ void DearPlanner::announce() const {
                  << plan_.bucket_bytes / kMebibyte << " MiB and " << 1e3 * allreduce_seconds_
                  << " ms with plain all-reduce, which is used from now on";
   } else {
-    LOG(INFO) << "dear: buckets of " << plan_.bucket_bytes / kMebibyte << " MiB, " << 1e3 * best_seconds_ << " ms a step"
-              << (fallback_ ? c10::str(" (plain all-reduce: ", 1e3 * allreduce_seconds_, " ms)") : "");
+    LOG(INFO) << "dear: buckets of " << plan_.bucket_bytes / kMebibyte << " MiB, " << 1e3 * best_seconds_
+              << " ms a step" << (fallback_ ? c10::str(" (plain all-reduce: ", 1e3 * allreduce_seconds_, " ms)") : "");
   }
 }
 

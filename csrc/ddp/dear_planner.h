@@ -52,7 +52,7 @@ class DearPlanner {
   ProcessGroupDear& group_;
   const std::vector<std::int64_t> tensors_;
   const bool fallback_;
-  const bool fixed_;            // the bucket size is the user's
+  const bool fixed_;           // the bucket size is the user's
   core::BayesianTuner tuner_;  // reported to on rank 0 alone
   DearPlan plan_;
   Phase phase_ = Phase::kWarmUp;

@@ -44,8 +44,7 @@ std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); 
 }  // namespace
 
 DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
-                                   std::vector<std::string> names, bool unused_allowed,
-                                   std::optional<double> bucket_mb)
+                                   std::vector<std::string> names, bool unused_allowed, std::optional<double> bucket_mb)
     : group_(std::move(group)),
       parameters_(std::move(parameters)),
       names_(std::move(names)),
@@ -280,11 +279,11 @@ void DearSynchronizer::checkVersions() const {
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& gradient = parameters_[i].grad();
-    TORCH_CHECK(!gradient.defined() || versions_[i].first != gradient.data_ptr() ||
-                    versions_[i].second == gradient._version(),
-                "dear: the gradient of ", names_[i],
-                " was changed after the backward pass, when it was on its way already, so the change would be lost; "
-                "clip with sync.clip_grad_norm_(), and change others through optimizer.param_groups");
+    TORCH_CHECK(
+        !gradient.defined() || versions_[i].first != gradient.data_ptr() || versions_[i].second == gradient._version(),
+        "dear: the gradient of ", names_[i],
+        " was changed after the backward pass, when it was on its way already, so the change would be lost; "
+        "clip with sync.clip_grad_norm_(), and change others through optimizer.param_groups");
   }
 }
 

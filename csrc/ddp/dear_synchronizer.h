@@ -12,15 +12,16 @@
 //   step       the optimizer holds SteppedParameters (torchext/_stepped.py), whose .grad is gradient(i): it waits for
 //              the bucket. afterStep() queues the all-gathers, in the order of the forward pass.
 //   forward    waitTensors() in front of each module waits for its buckets. Replicated: then Python steps them.
-// While DearPlanner says so the model trains as plain DDP instead (allreduce()), and the optimizer holds the parameters.
+// While DearPlanner says so the model trains as plain DDP instead (allreduce()), and the optimizer holds the
+// parameters.
 //
 // Gradients: the parameters' own .grad stay local. A parameter that got no gradient travels as zeros with a mark; one
 // that no rank has a gradient for has none (the optimizer skips it), as in single-process training.
 // Gradient accumulation: only a backward pass whose forward ran outside no_sync() exchanges anything; then .grad holds
 // the sum of all micro-batches.
 //
-// Threads: the training thread, autograd's (gradientReady, bucketReady, backwardEnds) and exchange_'s. A bucket's buffer
-// is exchange_'s; between reduce-scatter and all-gather the training thread has its own chunk.
+// Threads: the training thread, autograd's (gradientReady, bucketReady, backwardEnds) and exchange_'s. A bucket's
+// buffer is exchange_'s; between reduce-scatter and all-gather the training thread has its own chunk.
 #pragma once
 
 #include <atomic>
@@ -49,17 +50,17 @@ namespace torchext {
 // Since attach; times in milliseconds.
 struct DearStats {
   std::int64_t steps = 0;
-  bool allreduce = false;            // trains as plain DDP at the moment
-  bool decided = false;              // the search for the best plan is over
-  double exposed_rs_ms = 0;          // the training thread waited for a reduce-scatter,
-  double exposed_ag_ms = 0;          //   for an all-gather
-  double rs_ms = 0;                  // reduce-scatters were under way,
-  double ag_ms = 0;                  //   all-gathers
-  double allreduce_step_ms = 0;      // median step of plain DDP when it was measured; 0: never
+  bool allreduce = false;        // trains as plain DDP at the moment
+  bool decided = false;          // the search for the best plan is over
+  double exposed_rs_ms = 0;      // the training thread waited for a reduce-scatter,
+  double exposed_ag_ms = 0;      //   for an all-gather
+  double rs_ms = 0;              // reduce-scatters were under way,
+  double ag_ms = 0;              //   all-gathers
+  double allreduce_step_ms = 0;  // median step of plain DDP when it was measured; 0: never
   std::int64_t bytes_sent = 0;
   std::int64_t staging_bytes = 0;
-  std::size_t bucket_bytes = 0;      // limit of a bucket
-  std::vector<std::int64_t> buckets; // bytes of each, in the order of the backward pass
+  std::size_t bucket_bytes = 0;          // limit of a bucket
+  std::vector<std::int64_t> buckets;     // bytes of each, in the order of the backward pass
   std::vector<core::TunerTrial> trials;  // of rank 0; elsewhere empty
 };
 
@@ -80,7 +81,8 @@ class DearSynchronizer : public Synchronizer {
   // Whether the model trains as plain DDP. Changes in afterStep() only.
   bool allreduce() const { return planner_.plan().allreduce; }
   bool replicated() const { return replicated_; }
-  // What the optimizer steps, sharing memory with the parameter: this rank's slice (1-D, in memory order), or all of it.
+  // What the optimizer steps, sharing memory with the parameter: this rank's slice (1-D, in memory order), or all of
+  // it.
   at::Tensor stepped(std::size_t parameter) const;
   // Its averaged gradient: waits for it; none when there is none to step with. Sharded: a view of the staging buffer,
   // valid until afterStep(). Replicated: gathers all gradients first if that has not begun; valid until the next
@@ -134,20 +136,20 @@ class DearSynchronizer : public Synchronizer {
   std::vector<std::size_t> gather_order_;  // of buckets
 
   // A backward pass; autograd's thread, between them the training thread.
-  bool armed_ = false;     // the next one exchanges
-  bool started_ = false;   // gradients of it have come,
-  bool complete_ = false;  //   and all: every bucket has been posted, gradient() may wait for them
+  bool armed_ = false;                 // the next one exchanges
+  bool started_ = false;               // gradients of it have come,
+  bool complete_ = false;              //   and all: every bucket has been posted, gradient() may wait for them
   std::vector<at::Tensor> gradients_;  // [parameter] that have come and are not posted yet
   std::vector<char> seen_;             // [parameter]
   // Replicated form:
-  bool gathered_ = false;               // the last pass' gradients are being gathered, or there,
-  bool stepping_ = false;               //   and optimizer.step() has been called
-  std::vector<at::Tensor> whole_;       // [parameter] gathered gradients; undefined: none
+  bool gathered_ = false;             // the last pass' gradients are being gathered, or there,
+  bool stepping_ = false;             //   and optimizer.step() has been called
+  std::vector<at::Tensor> whole_;     // [parameter] gathered gradients; undefined: none
   std::vector<std::size_t> missing_;  // [bucket] gradients that have not come
   std::size_t next_bucket_ = 0;       // the first that has not been posted
   std::vector<std::int64_t> gradient_order_;
   std::vector<std::int64_t> forward_order_;
-  std::vector<char> waited_;  // [parameter] since the all-gathers were posted
+  std::vector<char> waited_;                                    // [parameter] since the all-gathers were posted
   std::vector<std::pair<const void*, std::int64_t>> versions_;  // [parameter] of .grad after the backward pass
   std::int64_t steps_ = 0;
   bool detached_ = false;

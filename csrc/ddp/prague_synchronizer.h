@@ -90,7 +90,7 @@ class PragueSynchronizer : public AveragingSynchronizer {
   const std::int64_t period_;
   FlatBuckets parameters_;
   FlatBuckets buffers_;
-  std::vector<std::int64_t> bucket_of_;  // [tensor], parameters then buffers
+  std::vector<std::int64_t> bucket_of_;     // [tensor], parameters then buffers
   std::vector<at::Tensor> watched_;         // the model's own tensors,
   std::vector<const void*> addresses_;      //   and where the buckets think they live
   std::vector<at::Tensor> buffers_before_;  // cta: what was packed of the buffers

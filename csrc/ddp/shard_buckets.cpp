@@ -71,7 +71,8 @@ ShardBuckets::ShardBuckets(const std::vector<at::Tensor>& parameters, const std:
     core::ShardLayout layout(std::move(elements), like.element_size(), world_size);
     // Zeros: the padding travels, too.
     at::Tensor buffer = at::zeros({static_cast<std::int64_t>(layout.bufferElements())}, like.options());
-    buckets_.push_back({std::move(tensors), std::move(layout), std::move(buffer), at::ones({1}, like.options()), bytes});
+    buckets_.push_back(
+        {std::move(tensors), std::move(layout), std::move(buffer), at::ones({1}, like.options()), bytes});
   }
 }
 

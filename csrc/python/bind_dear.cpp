@@ -1,5 +1,5 @@
-// Bindings of the "dear" backend: options, process group, synchronizer. No logic; every call that may block releases the
-// GIL.
+// Bindings of the "dear" backend: options, process group, synchronizer. No logic; every call that may block releases
+// the GIL.
 #include "python/bind_c10d.h"
 #include "python/bind_synchronizer.h"
 
@@ -37,10 +37,9 @@ double bucketMebibytes(const BucketSize& size) {
 }
 
 std::string describe(const Options& o) {
-  return c10::str("DeAROptions(form='", o.form, "', bucket_mb=",
-                  o.bucket_mb == 0 ? std::string("'auto'") : c10::str(o.bucket_mb),
-                  ", allreduce_fallback=", o.allreduce_fallback ? "True" : "False",
-                  ", timeout=", o.timeout.count() / 1000.0, "s)");
+  return c10::str(
+      "DeAROptions(form='", o.form, "', bucket_mb=", o.bucket_mb == 0 ? std::string("'auto'") : c10::str(o.bucket_mb),
+      ", allreduce_fallback=", o.allreduce_fallback ? "True" : "False", ", timeout=", o.timeout.count() / 1000.0, "s)");
 }
 
 c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
@@ -53,12 +52,12 @@ c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& buck
   return options;
 }
 
-std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group,
-                                             c10d::Reducer& reducer, std::vector<at::Tensor> parameters,
-                                             std::vector<std::string> names, bool unused_allowed,
-                                             std::optional<double> bucket_mb) {
+std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group, c10d::Reducer& reducer,
+                                             std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                                             bool unused_allowed, std::optional<double> bucket_mb) {
   std::shared_ptr<DearSynchronizer> synchronizer(
-      new DearSynchronizer(group, std::move(parameters), std::move(names), unused_allowed, bucket_mb), DeleteWithoutGil());
+      new DearSynchronizer(group, std::move(parameters), std::move(names), unused_allowed, bucket_mb),
+      DeleteWithoutGil());
   reducer.register_comm_hook(std::make_unique<DearGradientHook>(synchronizer));
   return synchronizer;
 }
@@ -93,8 +92,7 @@ py::dict toDict(const DearStats& stats) {
 void bindDear(py::module_& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "DeAROptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("form") = "sharded", py::arg("bucket_mb") = "auto",
-           py::arg("allreduce_fallback") = true,
-           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+           py::arg("allreduce_fallback") = true, py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("form", &Options::form)
       .def_property_readonly("bucket_mb", &bucketSize)
       .def_readonly("allreduce_fallback", &Options::allreduce_fallback)

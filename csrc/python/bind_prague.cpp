@@ -41,9 +41,9 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
   return options;
 }
 
-std::shared_ptr<AveragingSynchronizer> attachPrague(const c10::intrusive_ptr<ProcessGroupPrague>& group, c10d::Reducer& reducer,
-                                           const std::vector<at::Tensor>& parameters,
-                                           const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
+std::shared_ptr<AveragingSynchronizer> attachPrague(const c10::intrusive_ptr<ProcessGroupPrague>& group,
+                                                    c10d::Reducer& reducer, const std::vector<at::Tensor>& parameters,
+                                                    const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
   std::shared_ptr<PragueSynchronizer> synchronizer(new PragueSynchronizer(group, parameters, buffers, bucket_bytes),
                                                    DeleteWithoutGil());
   reducer.register_comm_hook(std::make_unique<LocalGradientHook>(synchronizer));

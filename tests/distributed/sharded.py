@@ -184,8 +184,6 @@ def difference(one: nn.Module, other: nn.Module) -> float:
     )
 
 
-
-
 def in_form(rank: Rank, form: str, body: Callable[..., Any], *args: Any) -> Any:
     """Runs a body with every Pair in this form."""
     Pair.form = form

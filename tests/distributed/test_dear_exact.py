@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -168,3 +169,24 @@ def test_optimizers_that_need_whole_gradients(size: int) -> None:
         # Muon's iteration runs in bfloat16, where a difference in the last bit grows.
         assert max(value for name, value in worst.items() if name != "Muon") < 1e-5, str(worst)
         assert worst.get("Muon", 0) < 1e-2, str(worst)
+
+
+class Wide(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 30_001), torch.nn.Linear(30_001, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def body_segments(rank: Rank) -> float:
+    rank.init("dear")
+    sgd_plain = functools.partial(torch.optim.SGD, lr=0.01)
+    return max(Pair(rank, made(Wide), sgd_plain, bucket_mb=size).run(4).done() for size in (0.001, 2, 64))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_buckets_of_many_segments(size: int, form: str) -> None:
+    assert max(run_ranks(in_form, size, form, body_segments)) < 1e-5

@@ -54,7 +54,9 @@ def body_groups_and_schedules(rank: Rank) -> float:
     def two_groups(parameters: Any) -> torch.optim.Optimizer:
         parameters = list(parameters)
         return torch.optim.SGD(
-            [{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:], "weight_decay": 0.1}], lr=0.01, momentum=0.9
+            [{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:], "weight_decay": 0.1}],
+            lr=0.01,
+            momentum=0.9,
         )
 
     pair = Pair(rank, made(mlp), two_groups)
