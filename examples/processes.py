@@ -48,8 +48,8 @@ def require_averages(stats: Mapping[str, Any] | None) -> None:
     nor accuracy shows that nothing was exchanged. A group of one is no average, hence a quarter and not all steps.
 
     Args:
-        stats: what ``sync.stats()`` said at the end; None for plain DDP, and without ``averages`` for dear, which train as
-            one: there is nothing to check.
+        stats: what ``sync.stats()`` said at the end; None for plain DDP, and without ``averages`` for dear: their
+            workers cannot train on their own.
 
     Raises:
         RuntimeError: fewer averages than a quarter of the steps.

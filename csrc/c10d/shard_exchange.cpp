@@ -18,13 +18,15 @@ ShardExchange::Operation::Operation(ShardExchange& exchange, const at::Tensor& b
       buffer_(buffer),
       data_(static_cast<std::byte*>(buffer.data_ptr())),
       chunk_bytes_(buffer.nbytes() / static_cast<std::size_t>(exchange.transport_.size())),
+      ring_(chunk_bytes_ > exchange.tuning_.direct_chunk_bytes),
       tag_(exchange.tag_base_ + tag),
       name_(name) {
-  // Equal segments, of whole elements: a short one at the end would cost a message and hide nothing.
+  // Equal segments, of whole elements: a short one at the end would cost a message and hide nothing. In a ring at least
+  // two, so that one travels while the other is added.
   const std::size_t element = buffer.element_size();
   const std::size_t elements = std::max<std::size_t>(1, chunk_bytes_ / element);
   const std::size_t most = std::max<std::size_t>(1, exchange.tuning_.segment_bytes / element);
-  segment_bytes_ = divideUp(elements, divideUp(elements, most)) * element;
+  segment_bytes_ = divideUp(elements, std::max<std::size_t>(ring_ ? 2 : 1, divideUp(elements, most))) * element;
   segments_ = std::max<std::size_t>(1, divideUp(chunk_bytes_, segment_bytes_));
 }
 
@@ -32,13 +34,17 @@ std::size_t ShardExchange::Operation::bytes(std::size_t segment) const {
   return std::min(segment_bytes_, chunk_bytes_ - segment * segment_bytes_);
 }
 
-void ShardExchange::Operation::post(std::size_t message) {
+void ShardExchange::Operation::postReceive(std::size_t message) {
   const std::size_t part = segment(message);
   const std::size_t slot = message % ahead_;
-  const int from = exchange_.peer(-round(message));
-  const int to = exchange_.peer(round(message));
-  receives_[slot] = exchange_.transport_.recv(target(from, part, slot), bytes(part), from, tag_);
-  sends_.emplace_back(exchange_.transport_.send(source(to, part), bytes(part), to, tag_), to);
+  receives_[slot] = exchange_.transport_.recv(target(receivedChunk(round(message)), part, slot), bytes(part),
+                                              source(message), tag_);
+}
+
+void ShardExchange::Operation::postSend(std::size_t message) {
+  const std::size_t part = segment(message);
+  const int to = destination(message);
+  sends_.emplace_back(exchange_.transport_.send(at(sentChunk(round(message)), part), bytes(part), to, tag_), to);
   exchange_.bytes_sent_ += bytes(part);
 }
 
@@ -47,7 +53,11 @@ void ShardExchange::Operation::begin() {
   receives_.resize(ahead_);
   prepare();
   for (std::size_t message = 0; message < std::min(ahead_, messages()); ++message) {
-    post(message);
+    postReceive(message);
+  }
+  const std::size_t independent = ring_ ? segments_ : ahead_;
+  for (std::size_t message = 0; message < std::min(independent, messages()); ++message) {
+    postSend(message);
   }
 }
 
@@ -57,15 +67,22 @@ void ShardExchange::Operation::finish(const std::function<void()>& posted) {
     alone();
     return;
   }
+  // What may be sent once a message is there: in a ring that very message, in the next round.
+  const std::size_t lead = ring_ ? segments_ : ahead_;
+  const std::size_t all_posted = messages() - std::min({lead, ahead_, messages()});
   for (std::size_t message = 0; message < messages(); ++message) {
-    if (message + ahead_ == messages()) {
+    if (message == all_posted) {
       posted();
     }
     const std::size_t slot = message % ahead_;
-    exchange_.transport_.wait(receives_[slot], exchange_.peer(-round(message)), name_);
-    arrived(segment(message), slot, round(message) == exchange_.peers());
+    exchange_.transport_.wait(receives_[slot], source(message), name_);
+    arrived(receivedChunk(round(message)), segment(message), slot,
+            static_cast<std::size_t>(round(message)) + 1 == rounds());
+    if (message + lead < messages()) {
+      postSend(message + lead);
+    }
     if (message + ahead_ < messages()) {
-      post(message + ahead_);
+      postReceive(message + ahead_);
     }
   }
   receives_.clear();
@@ -87,17 +104,19 @@ class ShardExchange::ReduceScatter : public Operation {
         whole_(buffer) {}
 
  protected:
+  // Ring: a chunk starts behind its owner and ends there, after everybody has added to it.
+  int sentChunk(int round) const override { return before(ring() ? round + 1 : -(round + 1)); }
+  int receivedChunk(int round) const override { return ring() ? before(round + 2) : self(); }
   void prepare() override { scratch_ = exchange_.scratch(); }
-  std::byte* target(int /*source*/, std::size_t /*segment*/, std::size_t slot) override {
+  std::byte* target(int /*chunk*/, std::size_t /*segment*/, std::size_t slot) override {
     return scratch_ + slot * exchange_.tuning_.segment_bytes;
   }
-  const std::byte* source(int destination, std::size_t segment) override { return at(destination, segment); }
-  void arrived(std::size_t segment, std::size_t slot, bool last_round) override {
+  void arrived(int chunk, std::size_t segment, std::size_t slot, bool last_round) override {
     const std::size_t count = bytes(segment) / math_.element_bytes;
     if (last_round) {
-      math_.add_scaled(at(self(), segment), target(0, segment, slot), count, scale_);
+      math_.add_scaled(at(chunk, segment), target(chunk, segment, slot), count, scale_);
     } else {
-      math_.add(at(self(), segment), target(0, segment, slot), count);
+      math_.add(at(chunk, segment), target(chunk, segment, slot), count);
     }
   }
   void alone() override {
@@ -119,8 +138,9 @@ class ShardExchange::AllGather : public Operation {
       : Operation(exchange, buffer, kAllGather, "all_gather") {}
 
  protected:
-  std::byte* target(int source, std::size_t segment, std::size_t /*slot*/) override { return at(source, segment); }
-  const std::byte* source(int /*destination*/, std::size_t segment) override { return at(self(), segment); }
+  int sentChunk(int round) const override { return ring() ? before(round) : self(); }
+  int receivedChunk(int round) const override { return before(round + 1); }
+  std::byte* target(int chunk, std::size_t segment, std::size_t /*slot*/) override { return at(chunk, segment); }
 };
 
 ShardExchange::ShardExchange(PointToPoint transport, int tag_base, ShardTuning tuning)

@@ -1,11 +1,12 @@
 // ShardExchange: reduce-scatter and all-gather of a buffer of equal chunks, one a rank, by point-to-point.
 //
-// Algorithm: pairwise exchange. In round k = 1 .. n - 1 rank r sends to r + k and receives from r - k: in a
-// reduce-scatter the chunk that the receiver owns, in an all-gather its own. A rank moves (n - 1) / n of the buffer
-// each way, as in a ring, but nothing depends on anything that arrived before: one latency instead of n - 1, and a
-// chunk is added up where it ends, in a fixed order (own, r - 1, r - 2, ...), so results repeat bit by bit. Chunks are
-// cut into segments. A few messages are sent ahead, then one for each that has arrived, which bounds what the queues of
-// the network and this rank's scratch memory have to hold.
+// Algorithm, chosen by size; a rank moves (n - 1) / n of the buffer each way in both:
+//   direct   small chunks: in round k = 1 .. n - 1 rank r sends to r + k and receives from r - k: in a reduce-scatter the
+//            chunk that the receiver owns, in an all-gather its own. One latency instead of n - 1.
+//   ring     large chunks, in segments: rank r only sends to r + 1, what came from r - 1 with its own added (or copied).
+//            One sender a link, so that no queue of the network overflows: with three senders a link at 1 Gb/s about one
+//            packet a training step was lost, and cost up to 90 ms.
+// Sums are formed in a fixed order, so results repeat bit by bit.
 //
 // Operations run in two halves, so that the link is not idle between two of them: begin() posts the first segments,
 // finish() blocks. Begin the next operation when the current one says that all its messages are posted.
@@ -29,11 +30,10 @@
 
 namespace torchext {
 
-// Measured on four hosts at 1 Gb/s: with half as much ahead the link runs dry now and then, longer segments wait for
-// each other.
 struct ShardTuning {
-  std::size_t segment_bytes = 1U << 18U;
-  std::size_t messages_ahead = 12;
+  std::size_t direct_chunk_bytes = 1U << 15U;  // the largest chunk that is exchanged directly
+  std::size_t segment_bytes = 1U << 18U;       // the largest message
+  std::size_t messages_ahead = 12;             // receives posted ahead, and sends where they depend on nothing
 };
 
 class ShardExchange {
@@ -48,36 +48,48 @@ class ShardExchange {
     void drain();
 
    protected:
-    // Both per chunk.
     Operation(ShardExchange& exchange, const at::Tensor& buffer, int tag, const char* name);
-    std::byte* at(int rank, std::size_t segment) const {
-      return data_ + static_cast<std::size_t>(rank) * chunk_bytes_ + segment * segment_bytes_;
+    int size() const { return exchange_.transport_.size(); }
+    int self() const { return exchange_.transport_.rank(); }
+    // The rank `distance` behind this one.
+    int before(int distance) const { return ((self() - distance) % size() + size()) % size(); }
+    bool ring() const { return ring_; }
+    std::byte* at(int chunk, std::size_t segment) const {
+      return data_ + static_cast<std::size_t>(chunk) * chunk_bytes_ + segment * segment_bytes_;
     }
     std::size_t bytes(std::size_t segment) const;
-    int self() const { return exchange_.transport_.rank(); }
 
+    // Which chunk is sent and received in a round (0 .. n - 2).
+    virtual int sentChunk(int round) const = 0;
+    virtual int receivedChunk(int round) const = 0;
     virtual void prepare() {}
-    // Of message number `slot` of those under way.
-    virtual std::byte* target(int source, std::size_t segment, std::size_t slot) = 0;
-    virtual const std::byte* source(int destination, std::size_t segment) = 0;
-    virtual void arrived(std::size_t /*segment*/, std::size_t /*slot*/, bool /*last_round*/) {}
+    // Where a message arrives; slot: its number among those under way.
+    virtual std::byte* target(int chunk, std::size_t segment, std::size_t slot) = 0;
+    virtual void arrived(int /*chunk*/, std::size_t /*segment*/, std::size_t /*slot*/, bool /*last_round*/) {}
     virtual void alone() {}
 
     ShardExchange& exchange_;
-    std::size_t ahead_ = 1;
 
    private:
-    std::size_t messages() const { return segments_ * static_cast<std::size_t>(exchange_.peers()); }
-    // All rounds of one segment, then the next segment: every link has all its senders all the time.
-    int round(std::size_t message) const { return 1 + static_cast<int>(message) % exchange_.peers(); }
-    std::size_t segment(std::size_t message) const { return message / static_cast<std::size_t>(exchange_.peers()); }
-    void post(std::size_t message);
+    // Messages are numbered: in a ring all segments of a round, then the next round; directly all rounds of a segment.
+    std::size_t rounds() const { return static_cast<std::size_t>(size() - 1); }
+    std::size_t messages() const { return segments_ * rounds(); }
+    int round(std::size_t message) const {
+      return static_cast<int>(ring_ ? message / segments_ : message % rounds());
+    }
+    std::size_t segment(std::size_t message) const { return ring_ ? message % segments_ : message / rounds(); }
+    int source(std::size_t message) const { return before(ring_ ? 1 : round(message) + 1); }
+    int destination(std::size_t message) const { return before(ring_ ? -1 : -(round(message) + 1)); }
+    void postReceive(std::size_t message);
+    void postSend(std::size_t message);
 
     at::Tensor buffer_;  // kept alive
     std::byte* data_;
     std::size_t chunk_bytes_;
+    bool ring_;
     std::size_t segment_bytes_;
     std::size_t segments_;
+    std::size_t ahead_ = 1;
     int tag_;
     const char* name_;
     std::vector<PointToPoint::WorkPtr> receives_;               // [message % ahead_]
@@ -89,7 +101,7 @@ class ShardExchange {
 
   // buffer: contiguous, on the CPU, its length a multiple of the world size; a reducible dtype. It must not be touched
   // until drain() has returned.
-  // Afterwards the own chunk is scale * sum of everybody's; the others are as they were.
+  // Afterwards the own chunk is scale * sum of everybody's; the others are undefined.
   std::unique_ptr<Operation> reduceScatter(const at::Tensor& buffer, double scale);
   // Afterwards every chunk is its owner's.
   std::unique_ptr<Operation> allGather(const at::Tensor& buffer);
@@ -99,8 +111,6 @@ class ShardExchange {
  private:
   class ReduceScatter;
   class AllGather;
-  int peer(int distance) const { return (transport_.rank() + distance + transport_.size()) % transport_.size(); }
-  int peers() const { return transport_.size() - 1; }
   std::byte* scratch();
 
   PointToPoint transport_;
