@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchext import _C
-from torchext.backends import backend_of
+from torchext._state_slices import StateSlices
 
 __all__ = ["ELEMENTWISE", "DearOptimizer", "SteppedParameter", "check_stepped"]
 
@@ -22,10 +21,6 @@ ELEMENTWISE = (
     *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD),
     torch.optim.Rprop,
 )
-# State that belongs to the whole parameter. Told from a slice by its shape, but for parameters without dimensions.
-_SCALARS = {"step", "eta", "mu", "mu_product"}
-# How long a rank waits for the others where scripts may forget them.
-_MEETING = timedelta(seconds=60)
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
 
@@ -95,13 +90,12 @@ class DearOptimizer:
         self._optimizer, self._group = optimizer, group
         self._parameters = list(parameters)
         self._position = {id(parameter): position for position, parameter in enumerate(parameters)}
-        self._world, self._rank = group.size(), group.rank()
-        self._whole = core.replicated
+        self._slices = None if core.replicated else StateSlices(self._parameters, group)
         self._held = False
         self._stepping = self._agreed = False
         self._handles = [
             optimizer.register_state_dict_post_hook(self._complete),
-            optimizer.register_load_state_dict_pre_hook(self._cut),
+            optimizer.register_load_state_dict_pre_hook(self._accept),
         ]
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
 
@@ -118,7 +112,7 @@ class DearOptimizer:
         """Gives the optimizer the parameters back, with their whole state. In the sharded form collective."""
         if not self._held:
             return
-        full = self._gathered()
+        full = self._whole_states()
         self._optimizer.state = _like(self._optimizer.state)
         for group in self._optimizer.param_groups:
             group["params"] = [
@@ -138,7 +132,7 @@ class DearOptimizer:
         """The averaged gradient of what is stepped of a parameter; waits for it."""
         if position in self.dropped:
             return None
-        if caller is _UNSCALE and not self._whole and not self._stepping and not self._agreed:
+        if caller is _UNSCALE and self._slices is not None and not self._stepping and not self._agreed:
             self._agreed = True
             self._agree_on_overflow()
         return self.core.gradient(position)
@@ -166,21 +160,11 @@ class DearOptimizer:
             yield from (parameter for parameter in group["params"] if isinstance(parameter, SteppedParameter))
 
     def sharded_state(self) -> dict[str, Any]:
-        """The state as DTensors, one dimension each, for torch.distributed.checkpoint; see Synchronizer."""
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import DTensor, Shard
-
-        mesh = DeviceMesh.from_group(self._group, "cpu")
-        state: dict[str, Any] = {}
-        for parameter in self.stepped():
-            whole = self._parameters[parameter.position].numel()
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                if not self._whole and _is_slice(value, parameter):
-                    value = DTensor.from_local(
-                        value, mesh, [Shard(0)], run_check=False, shape=torch.Size([whole]), stride=(1,)
-                    )
-                state[f"{parameter.position}.{key}"] = value
-        return state
+        """The state for torch.distributed.checkpoint; see Synchronizer."""
+        states = self._states()
+        if self._slices is not None:
+            return self._slices.distributed(states)
+        return {f"{position}.{key}": value for position, values in states.items() for key, value in values.items()}
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Takes the values of :meth:`sharded_state`."""
@@ -200,24 +184,10 @@ class DearOptimizer:
                 continue
             if set_to_none:
                 parameter.grad = None
-            elif self._whole:
+            elif self._slices is None:
                 parameter.grad = torch.zeros_like(parameter.grad)  # a step under way may still need the old one
             else:
                 parameter.grad.detach_().zero_()
-
-    def _meet(self) -> None:
-        """All ranks are here, or an error says who is not: a script may ask for the state on rank 0 alone."""
-        if self._world == 1:
-            return
-        backend = backend_of(self._group)
-        limit = min(backend.options._timeout, _MEETING)
-        try:
-            backend.monitored_barrier(limit, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"dear: optimizer.state_dict() is collective, and some rank did not call it within {limit.seconds} s; "
-                f"call it on every rank, and save it on one ({error})"
-            ) from error
 
     def _agree_on_overflow(self) -> None:
         """Every rank sees infinite or NaN gradients if one does: a GradScaler must skip a step on all or none."""
@@ -229,86 +199,58 @@ class DearOptimizer:
             gradients[0].view(-1)[0] = float("inf")
 
     def _replaced(self, parameter: torch.Tensor, state: Any) -> torch.Tensor:
-        """The slice of a parameter, with the slice of its state."""
+        """What is stepped of a parameter, with its part of the state."""
         position = self._position.get(id(parameter))
         if position is None or not parameter.requires_grad:
             return parameter
-        piece = SteppedParameter(self, position)
+        stepped = SteppedParameter(self, position)
         if parameter in state:
-            values = state[parameter]
-            self._optimizer.state[piece] = {key: self._slice(key, value, position) for key, value in values.items()}
-        return piece
+            self._optimizer.state[stepped] = self._cut(state[parameter], position)
+        return stepped
 
-    def _slice(self, key: str, value: Any, position: int) -> Any:
-        """This rank's slice of one value of a parameter's state."""
-        parameter = self._parameters[position]
-        if self._whole or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            return value
-        if key in _SCALARS and not value.dim():
-            return value
-        ordered = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-        each = -(-parameter.numel() // self._world)
-        return ordered.as_strided((parameter.numel(),), (1,))[each * self._rank : each * (self._rank + 1)].clone()
+    def _cut(self, values: Mapping[str, Any], position: int) -> dict[str, Any]:
+        return dict(values) if self._slices is None else self._slices.cut(values, position)
 
-    def _gathered(self) -> dict[int, dict[str, Any]]:
-        """The whole state, by position of the parameter. Collective."""
-        full: dict[int, dict[str, Any]] = {}
-        pieces: dict[torch.dtype, list[tuple[int, str, torch.Tensor]]] = {}
-        for parameter in self.stepped():
-            values = self._optimizer.state.get(parameter)
-            if values is None:
-                continue
-            full[parameter.position] = dict(values)
-            for key, value in values.items():
-                if not self._whole and _is_slice(value, parameter):
-                    pieces.setdefault(value.dtype, []).append((parameter.position, key, value))
-        for dtype, entries in pieces.items():
-            sizes = [-(-self._parameters[position].numel() // self._world) for position, _, _ in entries]
-            own = torch.zeros(sum(sizes), dtype=dtype)
-            for (_, _, value), place in zip(entries, torch.split(own, sizes), strict=True):
-                place[: value.numel()] = value
-            everyone = torch.empty(self._world * own.numel(), dtype=dtype)
-            dist.all_gather_into_tensor(everyone, own, group=self._group)
-            split = torch.split(everyone.view(self._world, -1), sizes, dim=1)
-            for (position, key, _), parts in zip(entries, split, strict=True):
-                like = self._parameters[position]
-                whole = torch.empty_like(like, dtype=dtype, requires_grad=False)
-                whole.as_strided((whole.numel(),), (1,)).copy_(parts.reshape(-1)[: whole.numel()])
-                full[position][key] = whole
-        return full
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """What the optimizer keeps of the parameters that it steps, by their positions."""
+        state = self._optimizer.state
+        return {parameter.position: dict(state[parameter]) for parameter in self.stepped() if parameter in state}
+
+    def _whole_states(self) -> dict[int, dict[str, Any]]:
+        """The same, whole. In the sharded form collective."""
+        return self._states() if self._slices is None else self._slices.whole(self._states())
 
     def _complete(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """After optimizer.state_dict(): slices become whole again."""
-        if not self._held:
+        if not self._held or self._slices is None:
             return None
         self.core.wait_all()
-        if not self._whole:
-            self._meet()
-        full = self._gathered()
-        order = [p for group in self._optimizer.param_groups for p in group["params"]]
-        state = {
-            index: full[p.position]
-            if isinstance(p, SteppedParameter) and p.position in full
-            else state_dict["state"][index]
-            for index, p in enumerate(order)
-            if index in state_dict["state"]
-        }
-        return {**state_dict, "state": state}
+        self._slices.meet()
+        return self._translated(state_dict, self._whole_states())
 
-    def _cut(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    def _accept(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Before optimizer.load_state_dict(): a whole state becomes this rank's slices."""
-        if not self._held:
+        if not self._held or self._slices is None:
             return None
-        order = [p for group in self._optimizer.param_groups for p in group["params"]]
+        given = state_dict["state"]
+        cut = {
+            parameter.position: self._cut(given[index], parameter.position)
+            for index, parameter in enumerate(self._order())
+            if index in given and isinstance(parameter, SteppedParameter)
+        }
+        return self._translated(state_dict, cut)
+
+    def _order(self) -> list[torch.Tensor]:
+        """By the numbers that a state_dict gives parameters."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _translated(self, state_dict: dict[str, Any], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """The state_dict with these states in the places of what the optimizer steps."""
         state = dict(state_dict["state"])
-        for index, parameter in enumerate(order):
-            if isinstance(parameter, SteppedParameter) and index in state:
-                state[index] = {key: self._slice(key, value, parameter.position) for key, value in state[index].items()}
+        for index, parameter in enumerate(self._order()):
+            if isinstance(parameter, SteppedParameter) and parameter.position in states:
+                state[index] = states[parameter.position]
         return {**state_dict, "state": state}
-
-
-def _is_slice(value: Any, parameter: SteppedParameter) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
 def _like(state: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -61,11 +61,11 @@ class FlushedMethod:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = self._module()
-        return types.MethodType(getattr(type(module), self._name), memo[id(module)])
+        return functools.partial(getattr(type(module), self._name), memo[id(module)])
 
     def __reduce__(self) -> Any:
         module = self._module()
-        return types.MethodType, (getattr(type(module), self._name), module)
+        return functools.partial, (getattr(type(module), self._name), module)
 
 
 class ForwardWaits:

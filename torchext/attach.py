@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._dear_optimizer import check_stepped
+from torchext._dear_synchronizer import DearSynchronizer
 from torchext.backends import backend_of
-from torchext.synchronizer import AveragingSynchronizer, DearSynchronizer, Synchronizer
+from torchext.synchronizer import AveragingSynchronizer, Synchronizer
 
 __all__ = ["attach"]
 

@@ -1,0 +1,177 @@
+// What DearSynchronizer sends: reduce-scatters as gradients come, all-gathers after the step.
+#include <algorithm>
+#include <utility>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include "ddp/dear_synchronizer.h"
+
+namespace torchext {
+namespace {
+
+std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
+
+}  // namespace
+
+void DearSynchronizer::expectBackward(bool exchanges) {
+  armed_ = exchanges && !detached_;
+  if (armed_ && buckets_ && started_) {
+    // Gradients that nobody has stepped with: this pass adds to the tensors that are being sent.
+    TORCH_CHECK(exchange_->waitIdle(group_->timeout()), "dear: exchanges did not end within the group's timeout");
+  }
+  started_ = started_ && !armed_;
+}
+
+void DearSynchronizer::beginBackward() {
+  started_ = true;
+  complete_ = gathered_ = stepping_ = false;
+  whole_.assign(parameters_.size(), at::Tensor());
+  next_bucket_ = 0;
+  gradient_order_.clear();
+  std::fill(gradients_.begin(), gradients_.end(), at::Tensor());
+  std::fill(seen_.begin(), seen_.end(), 0);
+  for (std::size_t b = 0; b < missing_.size(); ++b) {
+    missing_[b] = buckets_->tensorsOf(b).size();
+  }
+  if (buckets_) {
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { backwardEnds(); });
+  }
+}
+
+void DearSynchronizer::gradientReady(std::size_t parameter) {
+  if (!armed_) {
+    return;
+  }
+  if (!started_) {
+    beginBackward();
+  }
+  gradient_order_.push_back(static_cast<std::int64_t>(parameter));
+  if (!buckets_) {
+    return;
+  }
+  const std::size_t bucket = buckets_->bucketOf(parameter);
+  TORCH_CHECK(waited_[parameter], "dear: parameter ", names_[parameter],
+              " was used in a forward pass that did not wait for it (its module was not called, and had been in the "
+              "first forward pass); call sync.wait() before such a forward pass");
+  TORCH_CHECK(bucket >= next_bucket_, "dear: parameter ", names_[parameter],
+              " got its gradient twice in one backward pass, the first one is on its way already; use activation "
+              "checkpointing with use_reentrant=False");
+  gradients_[parameter] = parameters_[parameter].grad();
+  if (std::exchange(seen_[parameter], 1) == 0 && --missing_[bucket] == 0) {
+    postReady();
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DearSynchronizer::bucketReady(c10d::GradBucket& bucket) {
+  bucket.getBufferRef() /= group_->getSize();
+  std::vector<at::Tensor> tensors{bucket.getBufferRef()};
+  return group_->allreduce(tensors, c10d::AllreduceOptions())->getFuture();
+}
+
+// Called by autograd when everything else of the backward pass is over.
+void DearSynchronizer::backwardEnds() {
+  armed_ = false;
+  for (std::size_t b = next_bucket_; b < buckets_->size(); ++b) {
+    for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
+      const std::size_t parameter = index(tensor);
+      if (seen_[parameter] == 0) {
+        if (!unused_allowed_ && parameters_[parameter].requires_grad()) {
+          throwMissing();
+        }
+        gradients_[parameter] = parameters_[parameter].grad();  // of earlier micro-batches, or none
+      }
+    }
+    missing_[b] = 0;
+  }
+  postReady();
+  complete_ = true;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& gradient = parameters_[i].grad();
+    versions_[i] = {gradient.defined() ? gradient.data_ptr() : nullptr, gradient.defined() ? gradient._version() : 0};
+  }
+}
+
+void DearSynchronizer::postReady() {
+  while (next_bucket_ < missing_.size() && missing_[next_bucket_] == 0) {
+    postReduceScatter(next_bucket_++);
+  }
+}
+
+void DearSynchronizer::postReduceScatter(std::size_t bucket) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    reducing_[bucket] = 1;
+  }
+  std::vector<std::pair<std::size_t, at::Tensor>> gradients;
+  for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
+    gradients.emplace_back(index(tensor), std::move(gradients_[index(tensor)]));
+  }
+  exchange_->post({ExchangeTask::Kind::kReduceScatter,
+                   transfers_->reduceScatter(buckets_->buffer(bucket), 1.0 / group_->getSize()),
+                   [this, gradients = std::move(gradients)] {
+                     for (const auto& [parameter, gradient] : gradients) {
+                       buckets_->packGradient(parameter, gradient);
+                     }
+                   },
+                   [this, bucket] {
+                     {
+                       std::lock_guard<std::mutex> lock(mutex_);
+                       reducing_[bucket] = 0;
+                     }
+                     changed_.notify_all();
+                   }});
+}
+
+void DearSynchronizer::expectGathers() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::fill(gathering_.begin(), gathering_.end(), 1);
+  gathering_count_ = static_cast<int>(gathering_.size());
+}
+
+void DearSynchronizer::gatherArrived(std::size_t bucket) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    gathering_[bucket] = 0;
+    --gathering_count_;
+  }
+  changed_.notify_all();
+}
+
+void DearSynchronizer::postParameterGathers() {
+  expectGathers();
+  for (const std::size_t bucket : gather_order_) {
+    exchange_->post({ExchangeTask::Kind::kAllGather, transfers_->allGather(buckets_->buffer(bucket)),
+                     [this, bucket] { buckets_->packParameters(bucket); },
+                     [this, bucket] {
+                       buckets_->unpackParameters(bucket);
+                       gatherArrived(bucket);
+                     }});
+  }
+}
+
+// The own slices are in the staging buffers already. What is gathered takes the place of the local gradients.
+void DearSynchronizer::postGradientGathers() {
+  gathered_ = true;
+  expectGathers();
+  for (const std::size_t bucket : gather_order_) {
+    std::vector<std::pair<std::size_t, at::Tensor>> targets;
+    for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
+      targets.emplace_back(index(tensor), parameters_[index(tensor)].grad());
+    }
+    exchange_->post({ExchangeTask::Kind::kAllGather, transfers_->allGather(buckets_->buffer(bucket)), [] {},
+                     [this, bucket, targets = std::move(targets)] {
+                       for (const auto& [parameter, local] : targets) {
+                         if (buckets_->hasGradient(parameter)) {
+                           const at::Tensor& like = parameters_[parameter];
+                           const bool usable = local.defined() && sameMemoryOrder(local, like);
+                           whole_[parameter] = usable ? local : at::empty_like(like);
+                           buckets_->unpackGradient(parameter, whole_[parameter]);
+                         }
+                       }
+                       gatherArrived(bucket);
+                     }});
+  }
+}
+
+}  // namespace torchext

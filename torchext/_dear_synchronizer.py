@@ -1,0 +1,176 @@
+"""The synchronizer of a model that is trained by "dear"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchext import _C
+from torchext._dear_optimizer import DearOptimizer
+from torchext._deferred_step import DeferredStep
+from torchext._forward_waits import FlushedMethod
+from torchext.synchronizer import Synchronizer
+
+__all__ = ["DearSynchronizer"]
+
+
+class DearSynchronizer(Synchronizer):
+    """Decoupled all-reduce: gradients are reduced under the backward pass, and gathered under the next forward pass.
+
+    The model trains as with plain DDP. Parameters are complete whenever they may be read: in forward passes, in
+    ``state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of the model, after ``synchronize()`` and ``wait()``.
+    Their own ``.grad`` is this worker's; the averaged ones are in ``optimizer.param_groups``.
+
+    Sharded form: every worker steps its slice of every parameter, and gathers the others'; ``optimizer.state_dict()``
+    is collective, and that of the plain optimizer. Replicated form: every worker steps every parameter, right before it
+    is needed.
+    """
+
+    _core: _C.DearSynchronizer
+
+    def __init__(
+        self,
+        core: _C.DearSynchronizer,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        super().__init__(core, ddp, optimizer, parameters)
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        self._held = DearOptimizer(core, optimizer, parameters, ddp.process_group)
+        self._deferred: DeferredStep | None = None
+        self._synced = True  # the last forward pass was not inside no_sync()
+        self._static_recorded = False
+        self._handles += [
+            ddp.register_forward_pre_hook(self._enter_forward),
+            ddp.register_forward_hook(self._leave_forward, always_call=True),
+            optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
+            *(FlushedMethod(ddp.module, name, self.wait) for name in ("train", "named_parameters")),
+        ]
+        self._follow()
+
+    def wait(self) -> None:  # inherited
+        self._core.wait_all()
+        if self._deferred is not None:
+            self._deferred.finish()
+
+    def synchronize(self) -> None:  # inherited
+        super().synchronize()
+        self.wait()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # inherited
+        self._check_attached("clip_grad_norm_")
+        if self._core.allreduce:
+            return super().clip_grad_norm_(max_norm, norm_type)
+        if self._core.gathered:
+            return torch.nn.utils.clip_grad_norm_(list(self._held.stepped()), max_norm, norm_type)
+        own = (self._core.own_gradient(stepped.position) for stepped in self._held.stepped())
+        gradients = [gradient for gradient in own if gradient is not None and len(gradient)]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(torch.float32)
+        infinite = norm_type == float("inf")
+        norm = norm if infinite else norm**norm_type
+        dist.all_reduce(norm, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self._ddp.process_group)
+        norm = norm if infinite else norm ** (1.0 / norm_type)
+        scale = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        for gradient in gradients:
+            gradient.mul_(scale)
+        return norm
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state without gathering it, for ``torch.distributed.checkpoint``, at any world size.
+
+        In the sharded form each worker's slices are DTensors with one dimension (the parameter's elements in memory
+        order), under ``"<number of the parameter>.<name of the state>"``. Load with :meth:`load_optimizer_state_dict`.
+        """
+        self._check_attached("optimizer_state_dict")
+        self.wait()
+        return self._held.sharded_state()
+
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result."""
+        self._check_attached("load_optimizer_state_dict")
+        self.wait()
+        self._held.load_sharded_state(state)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and milliseconds since attach.
+
+        ``mode`` is ``"dear"`` or ``"allreduce"`` (plain DDP), ``decided`` whether it stays so. ``exposed_rs_ms`` and
+        ``exposed_ag_ms`` are what training waited for reduce-scatters and all-gathers, ``rs_ms`` and ``ag_ms`` how long
+        these took. ``bucket_mb`` is the limit of a bucket, ``buckets`` the bytes of each in the order of the backward
+        pass, ``staging_bytes`` their memory, ``tuner`` the trials (on rank 0), ``allreduce_step_ms`` a step of plain
+        DDP when it was measured.
+        """
+        return self._core.stats()
+
+    def detach(self) -> None:
+        """Gives the optimizer its parameters and whole state back; the model goes on as plain DDP. Safe twice."""
+        if not self._detached:
+            self.wait()
+            self._release()
+            self._held.remove()
+        super().detach()
+
+    def _enter_forward(self, *_: Any) -> None:
+        """Keeps DDP's reducer out of the coming backward pass, but not its buffers from being broadcast."""
+        ddp = self._ddp
+        if not torch.is_grad_enabled():
+            return
+        self._synced, before = ddp.require_backward_grad_sync, self._synced
+        self._core.expect_backward(self._synced)
+        if not self._core.allreduce:
+            ddp.require_backward_grad_sync = False
+            ddp.require_forward_param_sync = before
+            # With a static graph DDP would record the first backward pass, which it does not see.
+            self._static_recorded, ddp._static_graph_delay_allreduce_enqueued = _static_recorded(ddp), True
+
+    def _leave_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not self._core.allreduce:
+            self._ddp.require_backward_grad_sync = self._synced
+            self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
+            if self._deferred is not None:
+                self._deferred.finish()  # with parameters that this forward pass did not use
+
+    def _before_step(self, *_: Any) -> None:
+        super()._before_step()
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise ValueError(
+                "dear: a parameter that was frozen at torchext.attach requires a gradient now, which DDP does not "
+                "reduce; unfreeze before the model is wrapped (frozen later and unfrozen again works)"
+            )
+        self._held.before_step()
+
+    def _after_step(self, *_: Any) -> None:
+        super()._after_step()
+        self._held.after_step()
+        self._follow()
+
+    def _wait_tensors(self, positions: list[int]) -> None:
+        self._core.wait_tensors(positions)
+        if self._deferred is not None:
+            self._deferred.apply(positions)
+
+    def _follow(self) -> None:
+        """Gives the optimizer what it is to step, as the C++ side's plan wants it."""
+        if self._core.allreduce:
+            self.wait()
+            self._release()
+            return
+        self._held.hold()
+        if self._core.replicated and self._deferred is None:
+            self._deferred = DeferredStep(self._optimizer)
+
+    def _release(self) -> None:
+        if self._deferred is not None:
+            self._deferred.remove()
+            self._deferred = None
+        self._held.release()
+
+
+def _static_recorded(ddp: DistributedDataParallel) -> bool:
+    return bool(getattr(ddp, "_static_graph_delay_allreduce_enqueued", False))
