@@ -159,6 +159,7 @@ class _NoWaits:
     """What the hooks of a copied model are bound to: a ForwardWaits that never waits."""
 
     _called = None
+    _enter = _note = _learn = _Nothing()
 
     def _in_training(self) -> bool:
         return True
