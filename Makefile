@@ -44,10 +44,11 @@ matrix:  ## builds and tests also against torch 2.11, in a copy of the tree; the
 	@$(MAKE) --no-print-directory install
 	@$(RUN) tools/run_tests.py slow
 
-sanitize: deps  ## the multi-process tests of prague with the thread sanitizer in the extension (10 minutes)
+sanitize: deps  ## the multi-process tests of attached models with the thread sanitizer in the extension (20 minutes)
 	@bash tools/sanitize.sh thread "$(DEPS)/bin/python" tests/distributed/test_partial_all_reduce.py \
 	  tests/distributed/test_attach.py tests/distributed/test_attach_exact.py tests/distributed/test_attach_features.py \
-	  tests/distributed/test_lifecycle.py
+	  tests/distributed/test_lifecycle.py tests/distributed/test_dear_exact.py \
+	  tests/distributed/test_dear_features.py tests/distributed/test_dear_errors.py
 
 install: deps
 	@bash tools/install.sh "$(DEPS)" "$(VENV)"

@@ -121,6 +121,11 @@ class DearSynchronizer(Synchronizer):
         ddp = self._ddp
         if not torch.is_grad_enabled():
             return
+        if ddp._join_config.enable:
+            raise RuntimeError(
+                "dear: DistributedDataParallel.join() is not supported: a rank that has no more inputs would have to "
+                "answer exchanges that DDP does not see; give all ranks as many (DistributedSampler does)"
+            )
         self._synced, before = ddp.require_backward_grad_sync, self._synced
         self._core.expect_backward(self._synced)
         if not self._core.allreduce:

@@ -116,6 +116,13 @@ def _attach_dear(
     options: Any = backend.options  # declared as those of any backend
     check_stepped(optimizer, options.form)
     named = list(ddp.module.named_parameters())
+    own = {id(parameter) for _, parameter in named}
+    others = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
+    if others:
+        raise ValueError(
+            f"torchext.attach: the optimizer owns {others} parameters that are not the model's, whose gradients dear "
+            "would not average; give them an optimizer of their own"
+        )
     for name, parameter in named:
         if parameter.device.type != "cpu":
             raise TypeError(f"torchext.attach: dear trains models on the CPU so far; {name!r} is on {parameter.device}")

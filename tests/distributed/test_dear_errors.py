@@ -66,6 +66,8 @@ def body_refused(rank: Rank) -> bool:
             torchext.attach(ddp, adamw(model.parameters()), bucket_mb=bucket_mb)
     with pytest.raises(ValueError, match="does not own 2 of the model's trainable parameters"):
         torchext.attach(ddp, adamw(list(model.parameters())[2:]))
+    with pytest.raises(ValueError, match="owns 1 parameters that are not the model's"):
+        torchext.attach(ddp, adamw([*model.parameters(), nn.Parameter(torch.zeros(2))]))
     sync = torchext.attach(ddp, Marked(model.parameters(), lr=0.1), bucket_mb=1)
     with pytest.raises(RuntimeError, match="attached already"):
         torchext.attach(ddp, adamw(model.parameters()))
@@ -142,9 +144,15 @@ def assign_a_gradient(pair: Pair) -> None:
     pair.optimizer.param_groups[0]["params"][0].grad = torch.zeros(1)
 
 
+def train_in_join(pair: Pair) -> None:
+    with pair.ddp.join():
+        pair.step()
+
+
 @pytest.mark.parametrize(
     ("misuse", "kind", "text"),
     [
+        (train_in_join, "RuntimeError", r"join\(\) is not supported"),
         (clip_by_torch, "RuntimeError", "was changed after the backward pass.*sync.clip_grad_norm_"),
         (add_parameters, "ValueError", "given a parameter after torchext.attach"),
         (move_memory, "RuntimeError", "0.weight has been given other memory"),
