@@ -37,8 +37,8 @@ std::size_t ShardExchange::Operation::bytes(std::size_t segment) const {
 void ShardExchange::Operation::postReceive(std::size_t message) {
   const std::size_t part = segment(message);
   const std::size_t slot = message % ahead_;
-  receives_[slot] = exchange_.transport_.recv(target(receivedChunk(round(message)), part, slot), bytes(part),
-                                              source(message), tag_);
+  receives_[slot] =
+      exchange_.transport_.recv(target(receivedChunk(round(message)), part, slot), bytes(part), source(message), tag_);
 }
 
 void ShardExchange::Operation::postSend(std::size_t message) {

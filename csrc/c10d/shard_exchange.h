@@ -1,11 +1,13 @@
 // ShardExchange: reduce-scatter and all-gather of a buffer of equal chunks, one a rank, by point-to-point.
 //
 // Algorithm, chosen by size; a rank moves (n - 1) / n of the buffer each way in both:
-//   direct   small chunks: in round k = 1 .. n - 1 rank r sends to r + k and receives from r - k: in a reduce-scatter the
+//   direct   small chunks: in round k = 1 .. n - 1 rank r sends to r + k and receives from r - k: in a reduce-scatter
+//   the
 //            chunk that the receiver owns, in an all-gather its own. One latency instead of n - 1.
-//   ring     large chunks, in segments: rank r only sends to r + 1, what came from r - 1 with its own added (or copied).
-//            One sender a link, so that no queue of the network overflows: with three senders a link at 1 Gb/s about one
-//            packet a training step was lost, and cost up to 90 ms.
+//   ring     large chunks, in segments: rank r only sends to r + 1, what came from r - 1 with its own added (or
+//   copied).
+//            One sender a link, so that no queue of the network overflows: with three senders a link at 1 Gb/s about
+//            one packet a training step was lost, and cost up to 90 ms.
 // Sums are formed in a fixed order, so results repeat bit by bit.
 //
 // Operations run in two halves, so that the link is not idle between two of them: begin() posts the first segments,
@@ -74,9 +76,7 @@ class ShardExchange {
     // Messages are numbered: in a ring all segments of a round, then the next round; directly all rounds of a segment.
     std::size_t rounds() const { return static_cast<std::size_t>(size() - 1); }
     std::size_t messages() const { return segments_ * rounds(); }
-    int round(std::size_t message) const {
-      return static_cast<int>(ring_ ? message / segments_ : message % rounds());
-    }
+    int round(std::size_t message) const { return static_cast<int>(ring_ ? message / segments_ : message % rounds()); }
     std::size_t segment(std::size_t message) const { return ring_ ? message % segments_ : message / rounds(); }
     int source(std::size_t message) const { return before(ring_ ? 1 : round(message) + 1); }
     int destination(std::size_t message) const { return before(ring_ ? -1 : -(round(message) + 1)); }
