@@ -178,7 +178,7 @@ def main() -> None:
     for _ in range(args.repeats):
         for text in cli.names(args.contenders):
             settings = {"contender": text, "bytes": size}
-            results = launch("dear_memory:ranks", ranks=args.ranks, settings=settings, deadline_s=240)
+            results = launch("dear_memory:ranks", ranks=args.ranks, settings=settings, deadline_s=900)
             name = results[0]["name"]
             checks.update(results[0]["checks"])
             figures.setdefault(name, []).append(max(result["own"] for result in results) / size)

@@ -28,6 +28,7 @@ class ProcessGroupDear : public AttachableBackend {
 
     // Throws c10::ValueError with the option's name, its value and the allowed range.
     void validate() const;
+    // NOLINTNEXTLINE(modernize-use-override): the options of torch 2.11 have none to override.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
   };
 

@@ -53,32 +53,32 @@ std::int64_t hashHost() {
 std::int64_t agreementHash(const std::string& text) { return hash(kFnvBasis, text); }
 
 std::vector<int> agreeOnAttach(AttachableBackend& group, const std::vector<at::Tensor>& parameters,
-                               const std::vector<at::Tensor>& buffers, const AgreementFields& more) {
-  AgreementFields fields{
+                               const std::vector<at::Tensor>& buffers, const AgreementFields& fields) {
+  AgreementFields compared{
       {"number of parameter tensors", static_cast<std::int64_t>(parameters.size())},
       {"number of parameter elements", numel(parameters)},
       {"parameter shapes and dtypes (hash)", hashTensors(parameters)},
       {"number of buffer elements", numel(buffers)},
       {"buffer shapes and dtypes (hash)", hashTensors(buffers)},
   };
-  fields.insert(fields.end(), more.begin(), more.end());
-  const auto width = static_cast<std::int64_t>(fields.size()) + 1;
+  compared.insert(compared.end(), fields.begin(), fields.end());
+  const auto width = static_cast<std::int64_t>(compared.size()) + 1;
   at::Tensor own = at::empty({width}, at::kLong);
-  for (std::size_t i = 0; i < fields.size(); ++i) {
-    own[static_cast<std::int64_t>(i)] = fields[i].second;
+  for (std::size_t i = 0; i < compared.size(); ++i) {
+    own[static_cast<std::int64_t>(i)] = compared[i].second;
   }
   own[width - 1] = hashHost();
   at::Tensor all = at::empty({group.getSize() * width}, at::kLong);
   group._allgather_base(all, own, c10d::AllgatherOptions())->wait();
   const auto rows = all.view({group.getSize(), width});
   for (std::int64_t rank = 1; rank < group.getSize(); ++rank) {
-    for (std::size_t i = 0; i < fields.size(); ++i) {
+    for (std::size_t i = 0; i < compared.size(); ++i) {
       const auto field = static_cast<std::int64_t>(i);
       const auto expected = rows[0][field].item<std::int64_t>();
       const auto got = rows[rank][field].item<std::int64_t>();
       if (expected != got) {
         C10_THROW_ERROR(DistBackendError,
-                        c10::str("torchext.attach: ", fields[i].first, " is ", expected, " on rank 0 and ", got,
+                        c10::str("torchext.attach: ", compared[i].first, " is ", expected, " on rank 0 and ", got,
                                  " on rank ", rank, "; all ranks must attach the same model with the same options"));
       }
     }

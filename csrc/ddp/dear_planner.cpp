@@ -127,11 +127,12 @@ void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
 void DearPlanner::announce() const {
   if (plan_.allreduce) {
     LOG(WARNING) << "dear: nothing to hide here: a step takes " << 1e3 * best_seconds_ << " ms with buckets of "
-                 << plan_.bucket_bytes / kMebibyte << " MiB and " << 1e3 * allreduce_seconds_
+                 << static_cast<double>(plan_.bucket_bytes) / kMebibyte << " MiB and " << 1e3 * allreduce_seconds_
                  << " ms with plain all-reduce, which is used from now on";
   } else {
-    LOG(INFO) << "dear: buckets of " << plan_.bucket_bytes / kMebibyte << " MiB, " << 1e3 * best_seconds_
-              << " ms a step" << (fallback_ ? c10::str(" (plain all-reduce: ", 1e3 * allreduce_seconds_, " ms)") : "");
+    LOG(INFO) << "dear: buckets of " << static_cast<double>(plan_.bucket_bytes) / kMebibyte << " MiB, "
+              << 1e3 * best_seconds_ << " ms a step"
+              << (fallback_ ? c10::str(" (plain all-reduce: ", 1e3 * allreduce_seconds_, " ms)") : "");
   }
 }
 

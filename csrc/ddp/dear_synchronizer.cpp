@@ -73,7 +73,7 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
 }
 
-DearSynchronizer::~DearSynchronizer() { leave(std::chrono::seconds(2)); }
+DearSynchronizer::~DearSynchronizer() { DearSynchronizer::leave(std::chrono::seconds(2)); }
 
 void DearSynchronizer::rebuild() {
   const DearPlan& plan = planner_.plan();

@@ -143,29 +143,29 @@ void ShardBuckets::unpackGradient(std::size_t tensor, const at::Tensor& target) 
   }
 }
 
-void ShardBuckets::packParameters(std::size_t index) {
-  const Bucket& bucket = buckets_[index];
-  const std::size_t size = bucket.buffer.element_size();
-  for (std::size_t i = 0; i < bucket.tensors.size(); ++i) {
-    const at::Tensor& parameter = parameters_[static_cast<std::size_t>(bucket.tensors[i])];
-    const core::Span slice = bucket.layout.slice(static_cast<int>(i), rank_);
+void ShardBuckets::packParameters(std::size_t bucket) {
+  const Bucket& chosen = buckets_[bucket];
+  const std::size_t size = chosen.buffer.element_size();
+  for (std::size_t i = 0; i < chosen.tensors.size(); ++i) {
+    const at::Tensor& parameter = parameters_[static_cast<std::size_t>(chosen.tensors[i])];
+    const core::Span slice = chosen.layout.slice(static_cast<int>(i), rank_);
     if (slice.count > 0) {
-      std::memcpy(bytesAt(bucket.buffer, bucket.layout.position(static_cast<int>(i), rank_)),
+      std::memcpy(bytesAt(chosen.buffer, chosen.layout.position(static_cast<int>(i), rank_)),
                   bytesAt(parameter, slice.begin), slice.count * size);
     }
   }
 }
 
-void ShardBuckets::unpackParameters(std::size_t index) {
-  const Bucket& bucket = buckets_[index];
-  const std::size_t size = bucket.buffer.element_size();
-  for (std::size_t i = 0; i < bucket.tensors.size(); ++i) {
-    const at::Tensor& parameter = parameters_[static_cast<std::size_t>(bucket.tensors[i])];
+void ShardBuckets::unpackParameters(std::size_t bucket) {
+  const Bucket& chosen = buckets_[bucket];
+  const std::size_t size = chosen.buffer.element_size();
+  for (std::size_t i = 0; i < chosen.tensors.size(); ++i) {
+    const at::Tensor& parameter = parameters_[static_cast<std::size_t>(chosen.tensors[i])];
     for (int rank = 0; rank < world_size_; ++rank) {
-      const core::Span slice = bucket.layout.slice(static_cast<int>(i), rank);
+      const core::Span slice = chosen.layout.slice(static_cast<int>(i), rank);
       if (rank != rank_ && slice.count > 0) {
         std::memcpy(bytesAt(parameter, slice.begin),
-                    bytesAt(bucket.buffer, bucket.layout.position(static_cast<int>(i), rank)), slice.count * size);
+                    bytesAt(chosen.buffer, chosen.layout.position(static_cast<int>(i), rank)), slice.count * size);
       }
     }
     // Autograd must notice a graph that has saved the old values.
