@@ -48,7 +48,9 @@ void bindC10d(py::module_& module) {
                                         reason.data(), static_cast<Py_ssize_t>(reason.size()), "replace")));
       });
 
-  py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>>(module, "AttachableBackend");
+  // Nothing of its own to call; the systems derive from it.
+  const py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>> attachable(
+      module, "AttachableBackend");
 
   module.def("leave_all", &DelegatingBackend::leaveAll, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }

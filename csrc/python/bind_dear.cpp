@@ -37,9 +37,10 @@ double bucketMebibytes(const BucketSize& size) {
 }
 
 std::string describe(const Options& o) {
-  return c10::str(
-      "DeAROptions(form='", o.form, "', bucket_mb=", o.bucket_mb == 0 ? std::string("'auto'") : c10::str(o.bucket_mb),
-      ", allreduce_fallback=", o.allreduce_fallback ? "True" : "False", ", timeout=", o.timeout.count() / 1000.0, "s)");
+  return c10::str("DeAROptions(form='", o.form,
+                  "', bucket_mb=", o.bucket_mb == 0 ? std::string("'auto'") : c10::str(o.bucket_mb),
+                  ", allreduce_fallback=", o.allreduce_fallback ? "True" : "False",
+                  ", timeout=", static_cast<double>(o.timeout.count()) / 1000.0, "s)");
 }
 
 c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
