@@ -101,3 +101,8 @@ if __name__ == "__main__":
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # no destructors: one that waits for a peer would keep the launcher from seeing the failure
+    # Nor here: models outlive the groups that they were trained in, and torch at times terminates a process that ends
+    # while a thread of such a group still runs.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -85,7 +85,7 @@ def body_refused(rank: Rank) -> bool:
     with pytest.raises(ValueError, match=r"does not own 2 of the model's trainable parameters \(1\.weight, 1\.bias\)"):
         torchext.attach(ddp, sgd(model[0]))
     for bucket_mb in (0, -1, 5000, float("nan")):
-        with pytest.raises(ValueError, match=f"bucket_mb must be in .*, got {bucket_mb}"):
+        with pytest.raises(ValueError, match=f"bucket_mb must be .auto. or in .*, got {bucket_mb}"):
             torchext.attach(ddp, sgd(ddp), bucket_mb=bucket_mb)
     gloo = dist.new_group(backend="gloo")
     ordinary = DistributedDataParallel(nn.Linear(4, 1), process_group=gloo)
