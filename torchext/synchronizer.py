@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torchext._forward_waits import ForwardWaits
 __all__ = ["AveragingSynchronizer", "Synchronizer"]
 
 
-class Synchronizer:
+class Synchronizer(abc.ABC):
     """Keeps an attached model in step with the other workers; made by :func:`torchext.attach`.
 
     ``synchronize``, ``averaged`` and ``detach`` are collective: every rank calls them, in the same order.
@@ -79,9 +80,9 @@ class Synchronizer:
         self._check_attached("clip_grad_norm_")
         return torch.nn.utils.clip_grad_norm_(self._ddp.module.parameters(), max_norm, norm_type)
 
+    @abc.abstractmethod
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach; what they are depends on the backend."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's position, for checkpoints."""
@@ -104,7 +105,7 @@ class Synchronizer:
     def _enter_average(self) -> None:
         self.synchronize()
 
-    def _leave_average(self) -> None:
+    def _leave_average(self) -> None:  # noqa: B027  # nothing to restore where replicas do not differ
         pass
 
     def _check_attached(self, what: str) -> None:
