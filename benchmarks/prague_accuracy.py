@@ -43,47 +43,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lab.digits import Variant, equal_samples, spread
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from processes import require_averages, run, started, torchrun, wait_all  # noqa: E402
+from processes import require_averages, started, wait_all  # noqa: E402
 from train_digits import TORCHEXT_BACKENDS, DigitsNet, Pace, evaluate, load_data  # noqa: E402
 
 COLOURS = {"gloo": "tab:grey", "prague": "tab:blue"}
 TIMEOUT = datetime.timedelta(seconds=120)
-
-
-# --- (a) equal samples -------------------------------------------------------------------------------------------
-
-
-def equal_samples(args: argparse.Namespace) -> dict[str, Any]:
-    """Final test accuracies of every backend and seed."""
-    accuracies: dict[str, list[float]] = {backend: [] for backend in args.backends}
-    samples: set[int] = set()
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(args.seeds):
-            for backend in args.backends:
-                log_file = Path(folder) / f"{backend}-{seed}.json"
-                output_file = log_file.with_suffix(".txt")
-                script_arguments = [f"--backend={backend}", f"--seed={seed}", f"--epochs={args.epochs}"]
-                command = torchrun(
-                    args.workers, ROOT / "examples/train_digits.py", *script_arguments, f"--log-file={log_file}"
-                )
-                with output_file.open("w") as output:
-                    status = run(command, deadline=args.deadline, env={"OMP_NUM_THREADS": "1"}, output=output)
-                if status != 0:
-                    raise SystemExit(f"{output_file.read_text()}\n{backend}, seed {seed}: exit status {status}")
-                log = json.loads(log_file.read_text())
-                require_averages(log["stats"])
-                accuracies[backend].append(log["accuracy"])
-                samples.add(log["steps"][-1]["samples"])
-                print(f"equal samples  {backend:<8} seed {seed}  accuracy {log['accuracy']:.2%}", flush=True)
-    if len(samples) != 1:
-        raise SystemExit(f"the runs did not see the same number of samples: {sorted(samples)}")
-    return {"workers": args.workers, "epochs": args.epochs, "samples": samples.pop(), "accuracies": accuracies}
 
 
 # --- (b) time to accuracy ----------------------------------------------------------------------------------------
@@ -244,13 +215,7 @@ def verdicts(part_a: dict[str, Any], part_b: dict[str, Any], backends: list[str]
     """The summary: means, spreads and, with both backends measured, the two answers."""
     summary: dict[str, Any] = {"accuracy": {}, "seconds_to_target": {}}
     for backend in backends:
-        values = part_a["accuracies"][backend]
-        summary["accuracy"][backend] = {
-            "mean": statistics.mean(values),
-            "standard_deviation": statistics.stdev(values) if len(values) > 1 else 0.0,
-            "lowest": min(values),
-            "highest": max(values),
-        }
+        summary["accuracy"][backend] = spread(part_a["accuracies"][backend])
         times = [run["seconds_to_target"] for run in part_b["runs"] if run["backend"] == backend]
         reached = [value for value in times if value is not None]
         summary["seconds_to_target"][backend] = {
@@ -260,8 +225,8 @@ def verdicts(part_a: dict[str, Any], part_b: dict[str, Any], backends: list[str]
         }
     if {"gloo", "prague"} <= set(backends):
         ddp, prague = summary["accuracy"]["gloo"], summary["accuracy"]["prague"]
-        spread = max(ddp["standard_deviation"], prague["standard_deviation"])
-        summary["prague_within_spread"] = abs(prague["mean"] - ddp["mean"]) <= spread
+        widest = max(ddp["standard_deviation"], prague["standard_deviation"])
+        summary["prague_within_spread"] = abs(prague["mean"] - ddp["mean"]) <= widest
         slow, fast = (summary["seconds_to_target"][name]["median"] for name in ("gloo", "prague"))
         summary["speedup"] = slow / fast if slow and fast else None
         summary["at_least_3x"] = bool(summary["speedup"] and summary["speedup"] >= 3.0)
@@ -314,7 +279,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Prague against DDP: accuracy, and time to accuracy with a straggler.")
     add = parser.add_argument
     add("--quick", action="store_true", help="few seeds and samples: that it runs, not what it says")
-    add("--backends", nargs="+", default=["gloo", *TORCHEXT_BACKENDS], metavar="NAME")
+    add("--backends", nargs="+", default=["gloo", "prague"], metavar="NAME")
     add("--workers", type=int, default=4, help="default: %(default)s")
     add("--seeds", type=int, default=5, help="of (a); default: %(default)s")
     add("--epochs", type=int, default=20, help="of (a); default: %(default)s")
@@ -347,7 +312,13 @@ def main() -> None:
         # Before minutes of baseline runs, not after them.
         import torchext  # noqa: F401
     results: dict[str, Any] = {"environment": environment(), "quick": args.quick}
-    results["equal_samples"] = equal_samples(args)
+    results["equal_samples"] = equal_samples(
+        [Variant(backend) for backend in args.backends],
+        seeds=args.seeds,
+        workers=args.workers,
+        epochs=args.epochs,
+        deadline_s=args.deadline,
+    )
     results["time_to_accuracy"] = time_to_accuracy(args)
     results["summary"] = verdicts(results["equal_samples"], results["time_to_accuracy"], args.backends)
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,19 @@ check_torch()  # a module built for another torch would crash, not fail
 from torchext import ops  # noqa: E402
 from torchext.attach import attach  # noqa: E402
 from torchext.backends import backend_of, register  # noqa: E402
-from torchext.options import DeAROptions, PragueOptions  # noqa: E402
+from torchext.options import DeAROptions, DSSyncOptions, PragueOptions  # noqa: E402
 from torchext.synchronizer import Synchronizer  # noqa: E402
 
-__all__ = ["DeAROptions", "PragueOptions", "Synchronizer", "__version__", "attach", "backend_of", "ops", "register"]
+__all__ = [
+    "DSSyncOptions",
+    "DeAROptions",
+    "PragueOptions",
+    "Synchronizer",
+    "__version__",
+    "attach",
+    "backend_of",
+    "ops",
+    "register",
+]
 
 register()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext._dear_optimizer import check_stepped
 from torchext._dear_synchronizer import DearSynchronizer
-from torchext.backends import backend_of
+from torchext.backends import BACKENDS, backend_of
 from torchext.synchronizer import AveragingSynchronizer, Synchronizer
 
 __all__ = ["attach"]
@@ -57,15 +57,15 @@ def attach(
     """Attaches a DDP model to the algorithm of its process group's backend. Collective.
 
     Installs a C++ communication hook in DDP's reducer, hooks around ``optimizer.step`` and in front of the modules that
-    wait for their parameters. With ``prague``, gradients and optimizer state stay local, and ``broadcast_buffers`` is
-    turned off: floating-point buffers are averaged with the parameters. With ``dear``, the optimizer gets a slice of
-    every parameter, and training goes on exactly as with plain DDP.
+    wait for their parameters. With ``prague`` and ``dssync``, gradients and optimizer state stay local, and
+    ``broadcast_buffers`` is turned off: floating-point buffers are averaged with the parameters. With ``dear``, the
+    optimizer gets a slice of every parameter, and training goes on exactly as with plain DDP.
 
     Args:
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
         optimizer: Steps all of the model's trainable parameters.
         bucket_mb: Size of a bucket in MiB: more overlap with smaller ones, but short messages cost more than few long
-            ones. ``"auto"``: with ``prague`` 4, with ``dear`` what the group's options say.
+            ones. ``"auto"``: with ``prague`` and ``dssync`` 4, with ``dear`` what the group's options say.
 
     Raises:
         RuntimeError: Before ``init_process_group``, or attached twice.
@@ -77,22 +77,25 @@ def attach(
         raise ValueError(f"torchext.attach: bucket_mb must be 'auto' or in [0.001, 4096], got {bucket_mb!r}")
     backend = backend_of(ddp_model.process_group)
     synchronizer: Synchronizer
-    if isinstance(backend, _C.ProcessGroupPrague):
-        synchronizer = _attach_prague(backend, ddp_model, optimizer, 4.0 if bucket_mb == "auto" else bucket_mb)
+    if isinstance(backend, (_C.ProcessGroupPrague, _C.ProcessGroupDSSync)):
+        synchronizer = _attach_group(backend, ddp_model, optimizer, 4.0 if bucket_mb == "auto" else bucket_mb)
     elif isinstance(backend, _C.ProcessGroupDear):
         synchronizer = _attach_dear(backend, ddp_model, optimizer, None if bucket_mb == "auto" else bucket_mb)
     else:
         raise ValueError(
             f"torchext.attach: the model's process group uses backend {backend.name()!r}, which trains as plain DDP; "
-            "initialize with init_process_group('prague') or 'dear'"
+            f"initialize with one of {', '.join(map(repr, sorted(BACKENDS)))}"
         )
     ddp_model._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
     _leave_at_exit(synchronizer._core)
     return synchronizer
 
 
-def _attach_prague(
-    backend: _C.ProcessGroupPrague, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, bucket_mb: float
+def _attach_group(
+    backend: _C.ProcessGroupPrague | _C.ProcessGroupDSSync,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    bucket_mb: float,
 ) -> Synchronizer:
     for name, module in ddp.module.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
@@ -102,7 +105,11 @@ def _attach_prague(
             )
     parameters = list(ddp.module.parameters())
     buffers = [buffer for buffer in ddp.module.buffers() if buffer.is_floating_point()]
-    core = _C.attach_prague(backend, ddp.reducer, parameters, buffers, int(bucket_mb * _MEBIBYTE))
+    bucket_bytes = int(bucket_mb * _MEBIBYTE)
+    if isinstance(backend, _C.ProcessGroupPrague):
+        core = _C.attach_prague(backend, ddp.reducer, parameters, buffers, bucket_bytes)
+    else:
+        core = _C.attach_dssync(backend, ddp.reducer, parameters, buffers, bucket_bytes)
     ddp.broadcast_buffers = False
     return AveragingSynchronizer(core, ddp, optimizer, [*parameters, *buffers])
 

@@ -42,6 +42,7 @@ class BackendClass:
 
 BACKENDS: dict[str, BackendClass] = {
     "dear": BackendClass(options=_C.DeAROptions, create=_C.ProcessGroupDear),
+    "dssync": BackendClass(options=_C.DSSyncOptions, create=_C.ProcessGroupDSSync),
     "prague": BackendClass(options=_C.PragueOptions, create=_C.ProcessGroupPrague),
 }
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchext._C import DeAROptions, PragueOptions
+from torchext._C import DeAROptions, DSSyncOptions, PragueOptions
 
-__all__ = ["DeAROptions", "PragueOptions"]
+__all__ = ["DSSyncOptions", "DeAROptions", "PragueOptions"]

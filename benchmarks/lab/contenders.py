@@ -8,6 +8,7 @@ A contender is named by a text; one small class per way holds the lines that its
 | ``zero``, ``zero:4`` | DDP and ``ZeroRedundancyOptimizer`` |
 | ``fsdp2``, ``fsdp2:4`` | ``fully_shard(reshard_after_forward=False)``: each layer, or groups of about 4 MiB |
 | ``dear:sharded/auto`` | the backend of that name with ``form="sharded"``, ``bucket_mb="auto"`` (or a number) |
+| ``dssync:grid/atc`` | the backend of that name with ``schedule="grid"``, ``order="atc"`` |
 | ``prague:smart/atc`` | the backend of that name with ``generator="smart"``, ``order="atc"`` |
 
 ZeRO's ``overlap_with_ddp`` is missing on purpose: torch refuses it on gloo, where it may hang (pytorch issue 62300).
@@ -26,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 MakeOptimizer = functools.partial[Any]
 
-_OPTIONS_CLASSES = {"prague": "PragueOptions", "dear": "DeAROptions"}
+_OPTIONS_CLASSES = {"prague": "PragueOptions", "dear": "DeAROptions", "dssync": "DSSyncOptions"}
+_VARIANT = {"prague": "generator", "dssync": "schedule"}  # which option the text names before the order
 _MEBIBYTE = 1 << 20
 
 
@@ -183,6 +185,15 @@ class Contender:
         return self.backend != "prague"
 
     @property
+    def most_ahead(self) -> int:
+        """The most steps that a worker in lockstep can have ended when another one has only entered the next.
+
+        An all-reduce lets nobody get ahead; DeAR leaves half of its communication to the next forward; averages in
+        groups hold only those of one group together, and need a round of the schedule for each step to everybody else.
+        """
+        return 8 if self.backend == "dssync" else 2
+
+    @property
     def tunes(self) -> bool:
         """Whether it changes its own settings while it trains, and needs time for that before it is measured.
 
@@ -226,8 +237,8 @@ def contender(text: str, **options: Any) -> Contender:
         raise ValueError(f"contenders: {text!r} is none of {sorted([*_OVER_GLOO, *_OPTIONS_CLASSES])}")
     if variant:
         first, _, second = variant.partition("/")
-        if way == "prague":
-            options = {**options, "generator": first, "order": second or "atc"}
+        if way in _VARIANT:
+            options = {**options, _VARIANT[way]: first, "order": second or "atc"}
         else:
             options = {**options, "form": first, "bucket_mb": "auto" if second in ("", "auto") else float(second)}
     return Contender(name, way, options, TorchextTraining)

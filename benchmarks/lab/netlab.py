@@ -250,6 +250,19 @@ class NetLab:
                     process.kill()
                     process.wait()
 
+    def uplink_bytes(self) -> int:
+        """Returns the bytes that have crossed the links between switches so far, headers included, both ways."""
+        if not self.emulated:
+            return 0
+        done = subprocess.run(
+            ["ip", "-n", self._namespace("switch"), "-s", "-j", "link", "show", "type", "veth"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        ends = [link for link in json.loads(done.stdout) if link["ifname"].startswith(("up", "down"))]
+        return sum(int(link["stats64"]["tx"]["bytes"]) for link in ends)
+
     def describe(self) -> dict[str, Any]:
         """Returns the lab's settings, for a results file."""
         if not self.emulated:

@@ -175,6 +175,22 @@ class Report:
         print(self._lines(row), flush=True)
         return row
 
+    def keep(self, path: Path) -> None:
+        """Takes over the cases of an earlier results file that this report has not measured anew, in their order."""
+        measured = {case.name: case for case in self.cases}
+        self.cases = []
+        for old in json.loads(path.read_text())["cases"]:
+            again = measured.pop(old["case"], None)
+            if again is not None:
+                self.cases.append(again)
+                continue
+            spreads = {
+                key: {name: Spread(tuple(of["values"])) for name, of in old[key].items()}
+                for key in ("figures", "ratios")
+            }
+            self.cases.append(Case(old["case"], **spreads, target=old["target"], notes=old["notes"]))
+        self.cases.extend(measured.values())
+
     def _lines(self, case: Case) -> str:
         lines = []
         for contender, spread in case.figures.items():

@@ -122,9 +122,10 @@ def run_window(
         check_steps: Number of steps of the check; fewer where a step takes seconds.
 
     Returns:
-        ``steps`` inside the window (with fractions), ``step_ms``, ``cpu_ms`` of processor a step, ``drift`` of the
-        emulated compute as a share, ``error`` of the parameters after the run, ``stats`` of the synchronizer, and
-        ``stats_before`` the warm-up, which tell whether it was still tuning inside the window.
+        ``steps`` inside the window (with fractions), ``window`` by ``time.monotonic()``, ``step_ms``, ``cpu_ms`` of
+        processor a step, ``drift`` of the emulated compute as a share, ``error`` of the parameters after the run,
+        ``stats`` of the synchronizer, and ``stats_before`` the warm-up, which tell whether it was still tuning inside
+        the window.
     """
     with rank.process_group(contender.backend, contender.pg_options()):
         run = Run(rank, contender, workload, stragglers)
@@ -155,6 +156,7 @@ def run_window(
     steps = progress(completions, end) - progress(completions, begin)
     return {
         "steps": steps,
+        "window": (begin, end),
         "step_ms": window_s / steps * 1e3,
         "longest_ms": max(after - before for before, after in itertools.pairwise(completions)) * 1e3,
         "median_ms": statistics.median(after - before for before, after in itertools.pairwise(completions)) * 1e3,
@@ -179,12 +181,11 @@ def _train_until(run: Run, end: float, completions: list[float], *, early: Calla
             if completions[-1] > end:
                 return
             continue
-        # In lockstep all must take the same number of steps. When rank 0 ends step i, nobody can end i+2 before rank 0
-        # enters i+1 (DeAR leaves half of a step's communication to the next forward; after any step of DDP it would
-        # be i+1): a stop after i+2, written before that, is seen by everybody in time.
+        # In lockstep all must take the same number of steps. When rank 0 ends step i, nobody has ended i + most_ahead:
+        # a stop there, written now, is seen by everybody in time.
         done = run.steps - first
         if board.stop_step == 0 and board.rank == 0 and (completions[-1] > end or early()):
-            board.stop_step = done + 2
+            board.stop_step = done + run.contender.most_ahead
         elif board.stop_step == done:
             break
     board.barrier()  # all have left the loop

@@ -35,6 +35,17 @@ class AttachableBackend : public DelegatingBackend {
   void removeShutdownCallback(std::uint64_t id);
 
  protected:
+  // The options of a child that split() makes: the parent's, with what torch decides taken from `given`.
+  template <class Own>
+  static c10::intrusive_ptr<Own> childOptions(const Own& parent, const Options& given) {
+    auto own = c10::make_intrusive<Own>(parent);
+    own->timeout = given.timeout;
+    own->group_name = given.group_name;
+    own->group_desc = given.group_desc;
+    own->global_ranks_in_group = given.global_ranks_in_group;
+    return own;
+  }
+
   void onShutdown() override;  // overriders call it first
   void beforeCollective() override;
 

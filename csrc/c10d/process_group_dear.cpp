@@ -21,11 +21,7 @@ ProcessGroupDear::~ProcessGroupDear() { ProcessGroupDear::shutdown(); }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupDear::createChild(int rank, int size, InnerBackends inner,
                                                                 c10::intrusive_ptr<c10d::Backend::Options> options) {
-  auto own = c10::make_intrusive<Options>(*dear_options_);
-  own->timeout = options->timeout;
-  own->group_name = options->group_name;
-  own->group_desc = options->group_desc;
-  own->global_ranks_in_group = options->global_ranks_in_group;
+  auto own = childOptions(*dear_options_, *options);
   return c10::make_intrusive<ProcessGroupDear>(rank, size, std::move(inner), std::move(own));
 }
 

@@ -168,11 +168,7 @@ void ProcessGroupPrague::onShutdown() {
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupPrague::createChild(int rank, int size, InnerBackends inner,
                                                                   c10::intrusive_ptr<c10d::Backend::Options> options) {
-  auto own = c10::make_intrusive<Options>(*prague_options_);
-  own->timeout = options->timeout;
-  own->group_name = options->group_name;
-  own->group_desc = options->group_desc;
-  own->global_ranks_in_group = options->global_ranks_in_group;
+  auto own = childOptions(*prague_options_, *options);
   // A parent's group size may not fit a smaller child.
   own->group_size = std::min<std::int64_t>(own->group_size, size);
   if (own->group_size < 2) {

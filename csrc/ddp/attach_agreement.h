@@ -13,7 +13,7 @@
 namespace torchext {
 
 // What a synchronizer adds to the tensors: the name for the message, and a value that must be the same on all ranks.
-using AgreementFields = std::vector<std::pair<const char*, std::int64_t>>;
+using AgreementFields = std::vector<std::pair<std::string, std::int64_t>>;
 // A text as such a value.
 std::int64_t agreementHash(const std::string& text);
 

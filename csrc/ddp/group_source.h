@@ -1,29 +1,35 @@
-// GroupSource: where a worker's next group comes from - the generator's service, or the static schedule.
+// GroupSource: where a worker's next group comes from - prague's generator, or a schedule that every worker computes.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "c10d/generator_service.h"
-#include "c10d/process_group_prague.h"
+#include "core/generator_messages.h"
 
 namespace torchext {
+
+using core::AssignedGroup;
 
 class GroupSource {
  public:
   virtual ~GroupSource() = default;
 
+  // Every worker computes its groups from the round: nobody is asked, and all must run the same rounds.
+  virtual bool scheduled() const { return false; }
   virtual void ask() = 0;  // may be called early and more than once
-  virtual AssignedGroup next(std::int64_t step) = 0;
+  virtual AssignedGroup next(std::int64_t round) = 0;
   virtual void finished(const AssignedGroup& group) = 0;
   // Afterwards nobody counts on this worker until it asks again; `run` for each group that still did.
-  virtual void pause(std::int64_t step, const std::function<void(const AssignedGroup&)>& run) = 0;
+  virtual void pause(const std::function<void(const AssignedGroup&)>& run) = 0;
   virtual void stop(const std::string& reason) = 0;
 };
 
-// host_of[rank]: dense host index. tag_base: two tags on the control group, the same on all ranks.
-std::unique_ptr<GroupSource> makeGroupSource(ProcessGroupPrague& group, const std::vector<int>& host_of, int tag_base);
+// The sorted members of this worker's group in each round; the same function of (rank, round) on every rank.
+using Schedule = std::function<std::vector<int>(std::int64_t round)>;
+// Nobody is asked and nothing promised: every worker runs each round's group as it comes.
+std::unique_ptr<GroupSource> makeScheduledSource(Schedule schedule);
 
 }  // namespace torchext

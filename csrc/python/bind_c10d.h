@@ -9,5 +9,6 @@ void bindC10d(py::module_& module);
 void bindSynchronizer(py::module_& module);  // before the systems
 void bindPrague(py::module_& module);
 void bindDear(py::module_& module);
+void bindDSSync(py::module_& module);
 
 }  // namespace torchext

@@ -7,11 +7,9 @@
 #include <pybind11/stl.h>
 
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "c10d/process_group_prague.h"
-#include "ddp/local_gradient_hook.h"
-#include "ddp/prague_synchronizer.h"
+#include "ddp/prague_training.h"
 
 namespace torchext {
 namespace {
@@ -41,15 +39,6 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
   return options;
 }
 
-std::shared_ptr<AveragingSynchronizer> attachPrague(const c10::intrusive_ptr<ProcessGroupPrague>& group,
-                                                    c10d::Reducer& reducer, const std::vector<at::Tensor>& parameters,
-                                                    const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
-  std::shared_ptr<PragueSynchronizer> synchronizer(new PragueSynchronizer(group, parameters, buffers, bucket_bytes),
-                                                   DeleteWithoutGil());
-  reducer.register_comm_hook(std::make_unique<LocalGradientHook>(synchronizer));
-  return synchronizer;
-}
-
 }  // namespace
 
 void bindPrague(py::module_& module) {
@@ -76,8 +65,14 @@ void bindPrague(py::module_& module) {
            py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), NoGil())
       .def("partial_all_reduce", &ProcessGroupPrague::partialAllReduce, py::arg("tensor"), py::arg("members"), NoGil());
 
-  module.def("attach_prague", &attachPrague, py::arg("group"), py::arg("reducer"), py::arg("parameters"),
-             py::arg("buffers"), py::arg("bucket_bytes"), NoGil());
+  module.def(
+      "attach_prague",
+      [](const c10::intrusive_ptr<ProcessGroupPrague>& group, c10d::Reducer& reducer,
+         const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
+        return attachGroup(pragueTraining(group), reducer, parameters, buffers, bucket_bytes);
+      },
+      py::arg("group"), py::arg("reducer"), py::arg("parameters"), py::arg("buffers"), py::arg("bucket_bytes"),
+      NoGil());
 }
 
 }  // namespace torchext

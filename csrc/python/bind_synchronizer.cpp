@@ -1,11 +1,12 @@
 // What every attached model has: Synchronizer, AveragingSynchronizer.
-#include "python/bind_c10d.h"
+#include "python/bind_synchronizer.h"
 
-#include <memory>
+#include "python/bind_c10d.h"
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include "ddp/local_gradient_hook.h"
 #include "ddp/synchronizer.h"
 
 namespace torchext {
@@ -31,6 +32,15 @@ py::dict toDict(const AveragingStats& stats) {
 }
 
 }  // namespace
+
+std::shared_ptr<AveragingSynchronizer> attachGroup(GroupTraining training, c10d::Reducer& reducer,
+                                                   const std::vector<at::Tensor>& parameters,
+                                                   const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
+  std::shared_ptr<GroupSynchronizer> synchronizer(
+      new GroupSynchronizer(std::move(training), parameters, buffers, bucket_bytes), DeleteWithoutGil());
+  reducer.register_comm_hook(std::make_unique<LocalGradientHook>(synchronizer));
+  return synchronizer;
+}
 
 void bindSynchronizer(py::module_& module) {
   py::class_<Synchronizer, std::shared_ptr<Synchronizer>>(module, "Synchronizer")

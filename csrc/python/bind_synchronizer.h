@@ -1,7 +1,14 @@
 // For the bindings of every system that models are attached to.
 #pragma once
 
+#include <cstddef>
+#include <memory>
+#include <vector>
+
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include "ddp/group_synchronizer.h"
 
 namespace torchext {
 
@@ -18,5 +25,10 @@ struct DeleteWithoutGil {
     }
   }
 };
+
+// Collective, without the GIL: what prague and dssync make of torchext.attach().
+std::shared_ptr<AveragingSynchronizer> attachGroup(GroupTraining training, c10d::Reducer& reducer,
+                                                   const std::vector<at::Tensor>& parameters,
+                                                   const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes);
 
 }  // namespace torchext

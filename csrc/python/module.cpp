@@ -7,4 +7,5 @@ PYBIND11_MODULE(_C, module) {
   torchext::bindSynchronizer(module);
   torchext::bindPrague(module);
   torchext::bindDear(module);
+  torchext::bindDSSync(module);
 }

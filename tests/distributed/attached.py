@@ -16,8 +16,16 @@ import torchext
 ORDERS = ("atc", "cta")
 
 
+OPTIONS = {"prague": torchext.PragueOptions, "dssync": torchext.DSSyncOptions}
+
+
+def new_group(backend: str, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    """A group with options of its own; collective of the whole world."""
+    return dist.new_group(ranks, timeout=timedelta(seconds=30), backend=backend, pg_options=OPTIONS[backend](**options))
+
+
 def prague(**options: Any) -> dist.ProcessGroup:
-    return dist.new_group(backend="prague", timeout=timedelta(seconds=30), pg_options=torchext.PragueOptions(**options))
+    return new_group("prague", **options)
 
 
 def mlp() -> nn.Module:
@@ -58,11 +66,12 @@ class Trainer:
         lr: float = 0.1,
         ddp: dict[str, Any] | None = None,
         bucket_mb: float = 0.001,
+        backend: str = "prague",
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         self.rank = rank.rank
-        self.group = group if group is not None else prague(**options)
+        self.group = group if group is not None else new_group(backend, **options)
         self.module = model if model is not None else mlp()
         self.ddp = DistributedDataParallel(self.module, process_group=self.group, **(ddp or {}))
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=lr)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attached import OPTIONS
 from harness import Rank, elapsed_error, launch, run_script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,8 +22,9 @@ import torchext
 DEATH_LIMIT = 5.0
 
 
-def body_training(rank: Rank, options: dict[str, Any], timeout: float = 60) -> Any:
-    rank.init(timeout=timeout, pg_options=torchext.PragueOptions(timeout=timedelta(seconds=timeout), **options))
+def body_training(rank: Rank, backend: str, options: dict[str, Any], timeout: float = 60) -> Any:
+    pg_options = OPTIONS[backend](timeout=timedelta(seconds=timeout), **options)
+    rank.init(backend, timeout=timeout, pg_options=pg_options)
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1)))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -46,19 +48,22 @@ def body_training(rank: Rank, options: dict[str, Any], timeout: float = 60) -> A
 
 
 @pytest.mark.parametrize(
-    ("victim", "options"),
+    ("victim", "backend", "options"),
     [
-        (2, {}),
-        (0, {}),  # it hosts the generator
-        (3, {"order": "cta"}),
-        (1, {"generator": "static"}),
-        (0, {"generator": "ready-set", "order": "cta"}),
-        (0, {"generator": "random"}),
+        (2, "prague", {}),
+        (0, "prague", {}),  # it hosts the generator
+        (3, "prague", {"order": "cta"}),
+        (1, "prague", {"generator": "static"}),
+        (0, "prague", {"generator": "ready-set", "order": "cta"}),
+        (0, "prague", {"generator": "random"}),
+        (1, "dssync", {}),
+        (0, "dssync", {"schedule": "random", "order": "cta"}),
+        (3, "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),
     ],
     ids=str,
 )
-def test_sigkill_in_training(victim: int, options: dict[str, Any]) -> None:
-    with launch(body_training, 4, options) as ranks:
+def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any]) -> None:
+    with launch(body_training, 4, backend, options) as ranks:
         ranks.expect("ready")
         time.sleep(0.3)
         ranks.kill(victim)
@@ -67,7 +72,7 @@ def test_sigkill_in_training(victim: int, options: dict[str, Any]) -> None:
             assert outcome.ok, outcome.trace
             (kind, text, _), later, detach_seconds = outcome.value
             assert kind == "DistBackendError", (kind, text)
-            assert f"rank {victim} died" in text and "prague" in text, text
+            assert f"rank {victim} died" in text and backend in text, text
             assert later[0] == "DistBackendError" and f"rank {victim} died" in later[1], later
             assert later[2] < 1 and detach_seconds < 1
         assert time.monotonic() - start < DEATH_LIMIT
@@ -75,10 +80,14 @@ def test_sigkill_in_training(victim: int, options: dict[str, Any]) -> None:
         assert process.exitcode == (-signal.SIGKILL if rank == victim else 0), (rank, process.exitcode)
 
 
-@pytest.mark.parametrize("options", [{"generator": "static"}, {"order": "cta"}], ids=str)
-def test_sigstop_in_training_honours_the_timeout(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("prague", {"generator": "static"}), ("prague", {"order": "cta"}), ("dssync", {})],
+    ids=str,
+)
+def test_sigstop_in_training_honours_the_timeout(backend: str, options: dict[str, Any]) -> None:
     timeout = 3
-    with launch(body_training, 4, options, timeout) as ranks:
+    with launch(body_training, 4, backend, options, timeout) as ranks:
         ranks.expect("ready")
         time.sleep(0.3)
         ranks.kill(2, signal.SIGSTOP)
@@ -86,7 +95,7 @@ def test_sigstop_in_training_honours_the_timeout(options: dict[str, Any]) -> Non
         for outcome in ranks.outcomes([0, 1, 3], deadline=30):
             assert outcome.ok, outcome.trace
             (kind, text, _), later, _ = outcome.value
-            assert kind == "DistBackendError" and "prague" in text, (kind, text)
+            assert kind == "DistBackendError" and backend in text, (kind, text)
             assert later[0] == "DistBackendError" and later[2] < 1, later
         assert timeout - 1 < time.monotonic() - start < timeout + DEATH_LIMIT
         ranks.kill(2, signal.SIGCONT)

@@ -152,11 +152,11 @@ def check_profiler(rank: Rank) -> None:
             trainer.optimizer.step()
         trainer.sync.synchronize()
     count = {event.key: event.count for event in profile.key_averages() if event.key.startswith("torchext::")}
-    assert count["torchext::prague::wait_generator"] == 6, count
+    assert count["torchext::wait_generator"] == 6, count
     averages = trainer.sync.stats()["averages"]
-    assert count.get("torchext::prague::average", 0) >= averages - 1, (count, averages)
+    assert count.get("torchext::average", 0) >= averages - 1, (count, averages)
     assert count["torchext::wait_peers"] >= averages
-    assert count["torchext::prague::exact_average"] == 1
+    assert count["torchext::exact_average"] == 1
     trainer.sync.detach()
 
 

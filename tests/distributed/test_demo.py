@@ -25,7 +25,12 @@ DEADLINE = 180.0  # seconds for one run; it takes about 10 on an idle machine, m
 
 # What makes a run of the backend repeatable. Prague's generator answers in order of arrival, so that two runs with it
 # average in different groups; its static schedule depends on (rank, step) alone.
-REPEATABLE = {"gloo": [], "prague": ["--option=generator=static"], "dear": ["--option=allreduce_fallback=False"]}
+REPEATABLE = {
+    "gloo": [],
+    "prague": ["--option=generator=static"],
+    "dear": ["--option=allreduce_fallback=False"],
+    "dssync": [],
+}
 
 
 def skip_without_torchext() -> None:
@@ -35,7 +40,7 @@ def skip_without_torchext() -> None:
         pytest.skip("torchext is not installed")
 
 
-@pytest.fixture(params=["gloo", "prague", "dear"])
+@pytest.fixture(params=list(REPEATABLE))
 def backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name != "gloo":

@@ -1,8 +1,8 @@
-"""PyTorch's own distributed tests, under "gloo" and under "prague": whatever passes for gloo must pass for prague.
+"""PyTorch's own distributed tests, under "gloo" and under our names: whatever passes for gloo must pass for them.
 
 The tests are those of `torch.testing._internal.distributed.distributed_test`. Its decorators read the backend's name
 when the module is imported, and allow or skip by it. So the module is imported as for gloo, and every group that a test
-then creates as "gloo" is created as "prague" instead: one substitution, in `_new_process_group_helper`.
+then creates as "gloo" is created as "prague", say, instead: one substitution, in `_new_process_group_helper`.
 
 Upstream starts fresh processes for each test. Here three ranks run one test after the other, each with a process group
 of its own; after a failure or a hang they are replaced.
@@ -14,6 +14,7 @@ and rings of odd length. It takes a few minutes on two cores. UPSTREAM_SUITE_REP
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -23,11 +24,13 @@ from typing import Any
 import pytest
 from harness import Rank, launch
 
+from torchext.backends import BACKENDS
+
 WORLD_SIZE = 3
 # Seconds for one test. Far above what any takes, far below a job's limit.
 LIMIT = 60.0
 
-# gloo passes, prague need not. Each with its reason.
+# gloo passes, ours need not. Each with its reason.
 EXCEPTIONS: dict[str, str] = {
     "test_get_backend": "asserts that the group's backend has the name asked for, which the substitution changes",
     "test_ddp_logging_data_cpu": "DDP's logger knows built-in backends only and calls every other one 'custom'",
@@ -171,19 +174,25 @@ def is_ddp(name: str) -> bool:
     return "ddp" in name.lower() or "DistributedDataParallel" in name
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", ["collectives", "ddp"])
-def test_what_passes_for_gloo_passes_for_prague(part: str) -> None:
-    pytest.importorskip("expecttest")
-    pytest.importorskip("numpy")
+@functools.cache
+def passing_for_gloo(part: str) -> list[str]:
     with launch(names_body, 1) as ranks:
         names = ranks.values(120)[0]
     chosen = [name for name in names if is_ddp(name) == (part == "ddp") and name not in NOT_RUN]
-    gloo = run_suite("gloo", chosen)
-    passing = [name for name in chosen if gloo[name][0] == "ok"]
-    prague = run_suite("prague", passing)
-    broken = {name: prague[name] for name in passing if prague[name][0] != "ok" and name not in EXCEPTIONS}
+    results = run_suite("gloo", chosen)
+    return [name for name in chosen if results[name][0] == "ok"]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", ["collectives", "ddp"])
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_what_passes_for_gloo_passes_for_ours(backend: str, part: str) -> None:
+    pytest.importorskip("expecttest")
+    pytest.importorskip("numpy")
+    passing = passing_for_gloo(part)
+    results = run_suite(backend, passing)
+    broken = {name: results[name] for name in passing if results[name][0] != "ok" and name not in EXCEPTIONS}
     assert not broken, "\n".join(f"{name}: {result}" for name, result in broken.items())
-    needless = [name for name in EXCEPTIONS if prague.get(name, ("",))[0] == "ok"]
+    needless = [name for name in EXCEPTIONS if results.get(name, ("",))[0] == "ok"]
     assert not needless, f"these pass and need no exception: {needless}"
     assert len(passing) >= (5 if part == "ddp" else 60)  # an empty selection would prove nothing

@@ -50,6 +50,10 @@ def test_contenders_of_torchext() -> None:
     assert fixed.tunes  # whether a plain all-reduce is faster
     assert fixed.without_fallback().options == {**fixed.options, "allreduce_fallback": False}
     assert prague.without_fallback() == prague
+    shuffled = contenders.contender("dssync:topology/cta", group_size=2)
+    assert shuffled.options == {"group_size": 2, "schedule": "topology", "order": "cta"}
+    assert shuffled.lockstep
+    assert shuffled.most_ahead > fixed.most_ahead == 2
 
 
 @pytest.mark.parametrize("text", ["", "dpp", "ddp:big", "zero:overlap"])
@@ -248,6 +252,14 @@ def test_a_map_is_drawn_with_holes(tmp_path: Path) -> None:
 
     report.write(tmp_path, picture=picture)
     assert (tmp_path / "name.png").stat().st_size > 1000
+
+    again = results.Report("name", script="python x.py", unit="1/s", reference="a")
+    for case in ("3gbit, 1 MB", "no limit, 2 MB"):
+        again.add(case, {"a": [1.0], "b": [5.0]}, checks={"a": good, "b": good})
+    again.keep(tmp_path / "name.json")
+    assert [case.name for case in again.cases] == ["1gbit, 1 MB", "no limit, 2 MB", "3gbit, 1 MB"]
+    assert [case.ratios["b"].median for case in again.cases] == [1.75, 5.0, 5.0]
+    assert again.cases[0].figures["a"].values == (1.0, 2.0)
 
 
 @needs_namespaces

@@ -1,11 +1,11 @@
-// The averages of PragueSynchronizer: rounds, deferred averages, and the exact one.
+// The averages of GroupSynchronizer: rounds, deferred averages, and the exact one.
 #include <cmath>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 
-#include "ddp/prague_synchronizer.h"
+#include "ddp/group_synchronizer.h"
 
 namespace torchext {
 namespace {
@@ -21,12 +21,12 @@ std::uint64_t callId(const AssignedGroup& group, std::size_t bucket) { return gr
 
 }  // namespace
 
-void PragueSynchronizer::averageTask(std::int64_t round) {
+void GroupSynchronizer::averageTask(std::int64_t round) {
   at::NoGradGuard no_grad;
   try {
     AssignedGroup group;
     {
-      RECORD_FUNCTION("torchext::prague::wait_generator", std::vector<c10::IValue>{});
+      RECORD_FUNCTION("torchext::wait_generator", std::vector<c10::IValue>{});
       const auto start = Clock::now();
       group = source_->next(round);
       std::lock_guard<std::mutex> lock(mutex_);
@@ -43,12 +43,12 @@ void PragueSynchronizer::averageTask(std::int64_t round) {
   }
 }
 
-void PragueSynchronizer::averageNow(const AssignedGroup& group) {
+void GroupSynchronizer::averageNow(const AssignedGroup& group) {
   const auto members = static_cast<std::int64_t>(group.members.size());
   if (members < 2) {
     return;
   }
-  RECORD_FUNCTION("torchext::prague::average", std::vector<c10::IValue>{});
+  RECORD_FUNCTION("torchext::average", std::vector<c10::IValue>{});
   for (std::size_t i = 0; i < bucketCount(); ++i) {
     reduceBucket(i, group);
   }
@@ -61,7 +61,7 @@ void PragueSynchronizer::averageNow(const AssignedGroup& group) {
   }
 }
 
-void PragueSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& group) {
+void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& group) {
   const FlatBucket& current = bucket(index);
   const bool buffer = index >= parameters_.size();
   const auto start = Clock::now();
@@ -86,12 +86,12 @@ void PragueSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gr
   stats_.transfer_ms += std::chrono::duration<double, std::milli>(reduced - packed).count() - peer_ms;
 }
 
-void PragueSynchronizer::applyPending() {
+void GroupSynchronizer::applyPending() {
   const double scale = std::exchange(apply_scale_, 0.0);
   if (scale == 0.0) {
     return;
   }
-  RECORD_FUNCTION("torchext::prague::apply", std::vector<c10::IValue>{});
+  RECORD_FUNCTION("torchext::apply", std::vector<c10::IValue>{});
   at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     parameters_[i].unpack(scale);
@@ -105,17 +105,17 @@ void PragueSynchronizer::applyPending() {
   }
 }
 
-void PragueSynchronizer::keepPromises() {
-  if (detached_ || failed_) {
+void GroupSynchronizer::keepPromises() {
+  if (detached_ || failed_ || source_->scheduled()) {
     return;
   }
   runOnThread([this] {
     deferPending();
-    source_->pause(steps_ / period_, [this](const AssignedGroup& group) { averageDeferred(group); });
+    source_->pause([this](const AssignedGroup& group) { averageDeferred(group); });
   });
 }
 
-void PragueSynchronizer::averageDeferred(const AssignedGroup& group) {
+void GroupSynchronizer::averageDeferred(const AssignedGroup& group) {
   const auto members = static_cast<std::int64_t>(group.members.size());
   if (members < 2) {
     return;
@@ -138,7 +138,7 @@ void PragueSynchronizer::averageDeferred(const AssignedGroup& group) {
 }
 
 // cta: the average that waits for the next step lives in the buckets, which a deferred one is about to use.
-void PragueSynchronizer::deferPending() {
+void GroupSynchronizer::deferPending() {
   const double scale = std::exchange(apply_scale_, 0.0);
   if (scale == 0.0) {
     return;
@@ -156,7 +156,7 @@ void PragueSynchronizer::deferPending() {
   }
 }
 
-void PragueSynchronizer::applyDeferred() {
+void GroupSynchronizer::applyDeferred() {
   if (deferred_.empty()) {
     return;
   }
@@ -172,7 +172,7 @@ void PragueSynchronizer::applyDeferred() {
 }
 
 // cta: what a forward will change while its average is on its way.
-void PragueSynchronizer::snapshotBuffers() {
+void GroupSynchronizer::snapshotBuffers() {
   buffers_before_.clear();
   for (std::size_t i = 0; i < buffers_.size(); ++i) {
     buffers_[i].pack();
@@ -180,8 +180,8 @@ void PragueSynchronizer::snapshotBuffers() {
   }
 }
 
-void PragueSynchronizer::pause() {
-  source_->pause(steps_ / period_, [this](const AssignedGroup& group) {
+void GroupSynchronizer::pause() {
+  source_->pause([this](const AssignedGroup& group) {
     if (combine_then_adapt_) {
       snapshotBuffers();
     }
@@ -190,8 +190,9 @@ void PragueSynchronizer::pause() {
   });
 }
 
-void PragueSynchronizer::synchronize() {
+void GroupSynchronizer::synchronize() {
   Promises::keepAll();
+  catchUp();
   beforeStep();
   runOnThread([this] {
     pause();
@@ -199,8 +200,8 @@ void PragueSynchronizer::synchronize() {
   });
 }
 
-void PragueSynchronizer::exactAverage() {
-  RECORD_FUNCTION("torchext::prague::exact_average", std::vector<c10::IValue>{});
+void GroupSynchronizer::exactAverage() {
+  RECORD_FUNCTION("torchext::exact_average", std::vector<c10::IValue>{});
   const InternalCollective internal;
   double distance = 0.0;
   double norm = 0.0;
@@ -221,9 +222,10 @@ void PragueSynchronizer::exactAverage() {
   stats_.consensus_distance = norm > 0 ? std::sqrt(distance / norm) : 0.0;
 }
 
-void PragueSynchronizer::enterAverage() {
-  TORCH_CHECK(local_values_.empty(), "prague: averaged() inside averaged()");
+void GroupSynchronizer::enterAverage() {
+  TORCH_CHECK(local_values_.empty(), group_->getBackendName(), ": averaged() inside averaged()");
   Promises::keepAll();
+  catchUp();
   beforeStep();
   std::vector<at::Tensor> local;
   runOnThread([&] {
@@ -237,7 +239,7 @@ void PragueSynchronizer::enterAverage() {
   local_values_ = std::move(local);
 }
 
-void PragueSynchronizer::leaveAverage() {
+void GroupSynchronizer::leaveAverage() {
   at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < local_values_.size(); ++i) {
     bucket(i).wire.copy_(local_values_[i]);

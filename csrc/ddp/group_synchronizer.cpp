@@ -1,4 +1,4 @@
-#include "ddp/prague_synchronizer.h"
+#include "ddp/group_synchronizer.h"
 
 #include <algorithm>
 #include <utility>
@@ -7,8 +7,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/Logging.h>
-
-#include "ddp/attach_agreement.h"
 
 namespace torchext {
 namespace {
@@ -28,28 +26,13 @@ std::vector<at::Tensor> concatenate(std::vector<at::Tensor> first, const std::ve
   return first;
 }
 
-AgreementFields agreementFields(const ProcessGroupPrague& group, std::size_t bucket_bytes) {
-  const auto& options = group.pragueOptions();
-  return {
-      {"bucket bytes", static_cast<std::int64_t>(bucket_bytes)},
-      {"PragueOptions.group_size", options.groupSizeFor(group.getSize())},
-      {"PragueOptions.generator (hash)", agreementHash(options.generator)},
-      {"PragueOptions.order (hash)", agreementHash(options.order)},
-      {"PragueOptions.slowdown_threshold", options.slowdownThresholdFor()},
-      {"PragueOptions.sync_period", options.sync_period},
-      {"PragueOptions.sync_every", options.sync_every},
-      {"PragueOptions.seed", options.seed},
-  };
-}
-
 }  // namespace
 
-PragueSynchronizer::PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> group,
-                                       const std::vector<at::Tensor>& parameters,
-                                       const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes)
-    : group_(std::move(group)),
-      combine_then_adapt_(group_->pragueOptions().order == "cta"),
-      period_(group_->pragueOptions().sync_period),
+GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<at::Tensor>& parameters,
+                                     const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes)
+    : group_(std::move(training.group)),
+      combine_then_adapt_(training.combine_then_adapt),
+      period_(training.period),
       parameters_(parameters, bucket_bytes),
       buffers_(buffers, bucket_bytes),
       bucket_of_(parameters_.bucketOf()),
@@ -60,26 +43,27 @@ PragueSynchronizer::PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> gr
   }
   stats_.bucket_bytes = static_cast<std::int64_t>(parameters_.bytes() + buffers_.bytes());
   const int channel = group_->nextChannel();
-  const std::vector<int> host_of = agreeOnAttach(*group_, parameters, buffers, agreementFields(*group_, bucket_bytes));
+  training.fields.insert(training.fields.begin(), {"bucket bytes", static_cast<std::int64_t>(bucket_bytes)});
+  const std::vector<int> host_of = agreeOnAttach(*group_, parameters, buffers, training.fields);
   partial_ = std::make_unique<SubsetAllreduce>(group_->dataTransport(), channel);
-  source_ = makeGroupSource(*group_, host_of, channel);
+  source_ = training.make_source(host_of, channel);
   for (const at::Tensor& tensor : watched_) {
     addresses_.push_back(tensor.data_ptr());
   }
-  thread_ = std::make_unique<TaskThread>("tx_prague_sync");
+  thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
   promises_ = Promises::add([this] { keepPromises(); });
   abort_callback_ = group_->addAbortCallback(
       [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->firstReason().second)); });
 }
 
-PragueSynchronizer::~PragueSynchronizer() { PragueSynchronizer::leave(std::chrono::seconds(2)); }
+GroupSynchronizer::~GroupSynchronizer() { GroupSynchronizer::leave(std::chrono::seconds(2)); }
 
-const FlatBucket& PragueSynchronizer::bucket(std::size_t index) const {
+const FlatBucket& GroupSynchronizer::bucket(std::size_t index) const {
   return index < parameters_.size() ? parameters_[index] : buffers_[index - parameters_.size()];
 }
 
-void PragueSynchronizer::gradientsReady() {
+void GroupSynchronizer::gradientsReady() {
   if (!combine_then_adapt_ && !detached_ && averagesAt(steps_ + 1)) {
     // Errors are the averaging thread's to report: it waits for the answer.
     try {
@@ -90,13 +74,13 @@ void PragueSynchronizer::gradientsReady() {
   }
 }
 
-void PragueSynchronizer::beforeStep() {
+void GroupSynchronizer::beforeStep() {
   waitAll();
   applyPending();
   applyDeferred();
 }
 
-void PragueSynchronizer::afterStep() {
+void GroupSynchronizer::afterStep() {
   waitAll();  // a step without its pre-hook: a closure that steps twice
   ++steps_;
   {
@@ -107,6 +91,10 @@ void PragueSynchronizer::afterStep() {
     return;
   }
   checkTensorsInPlace();
+  postRound(steps_ / period_ - 1);
+}
+
+void GroupSynchronizer::postRound(std::int64_t round) {
   if (combine_then_adapt_) {
     snapshotBuffers();
   }
@@ -115,14 +103,34 @@ void PragueSynchronizer::afterStep() {
     std::fill(pending_.begin(), pending_.end(), 1);
     pending_count_ = static_cast<int>(pending_.size());
   }
-  thread_->post([this, round = steps_ / period_ - 1, state = at::ThreadLocalState()] {
+  thread_->post([this, round, state = at::ThreadLocalState()] {
     at::ThreadLocalStateGuard inherited(state);
     averageTask(round);
   });
 }
 
+// Collective, on the training thread: the averaging threads of workers that are ahead wait for the others' rounds.
+void GroupSynchronizer::catchUp() {
+  if (!source_->scheduled() || group_->getSize() == 1) {
+    return;
+  }
+  std::vector<at::Tensor> furthest{at::full({1}, steps_, at::kLong)};
+  {
+    const InternalCollective internal;
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MAX;
+    group_->allreduce(furthest, options)->wait();
+  }
+  const auto end = furthest[0].item<std::int64_t>();
+  for (std::int64_t round = steps_ / period_; round < end / period_; ++round) {
+    beforeStep();
+    postRound(round);
+  }
+  steps_ = end;
+}
+
 template <class Ready>
-void PragueSynchronizer::waitUntil(const char* what, Ready ready) {
+void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!ready()) {
     RECORD_FUNCTION(what, std::vector<c10::IValue>{});
@@ -141,12 +149,12 @@ void PragueSynchronizer::waitUntil(const char* what, Ready ready) {
   }
 }
 
-void PragueSynchronizer::waitTensors(const std::vector<std::int64_t>& tensors) {
+void GroupSynchronizer::waitTensors(const std::vector<std::int64_t>& tensors) {
   // cta leaves the parameters alone until the next step.
   if ((pending_count_ == 0 || combine_then_adapt_) && !failed_) {
     return;
   }
-  waitUntil("torchext::prague::wait_average", [&] {
+  waitUntil("torchext::wait_average", [&] {
     return error_ || std::all_of(tensors.begin(), tensors.end(), [&](std::int64_t tensor) {
              const auto bucket = static_cast<std::size_t>(bucket_of_.at(static_cast<std::size_t>(tensor)));
              return pending_[bucket] == 0;
@@ -154,14 +162,14 @@ void PragueSynchronizer::waitTensors(const std::vector<std::int64_t>& tensors) {
   });
 }
 
-void PragueSynchronizer::waitAll() {
+void GroupSynchronizer::waitAll() {
   if (pending_count_ == 0 && !failed_) {
     return;
   }
-  waitUntil("torchext::prague::wait_average", [&] { return pending_count_ == 0 || error_; });
+  waitUntil("torchext::wait_average", [&] { return pending_count_ == 0 || error_; });
 }
 
-void PragueSynchronizer::release(std::size_t bucket) {
+void GroupSynchronizer::release(std::size_t bucket) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (pending_[bucket] == 0) {
@@ -173,7 +181,7 @@ void PragueSynchronizer::release(std::size_t bucket) {
   changed_.notify_all();
 }
 
-void PragueSynchronizer::fail(std::exception_ptr error) {
+void GroupSynchronizer::fail(std::exception_ptr error) {
   // A broken connection becomes the error that names who died.
   error = group_->health()->explain(error, OpInfo{.name = "training"});
   {
@@ -186,16 +194,16 @@ void PragueSynchronizer::fail(std::exception_ptr error) {
   changed_.notify_all();
 }
 
-void PragueSynchronizer::checkTensorsInPlace() const {
+void GroupSynchronizer::checkTensorsInPlace() const {
   for (std::size_t i = 0; i < watched_.size(); ++i) {
     TORCH_CHECK(
-        watched_[i].data_ptr() == addresses_[i], "prague: parameter or buffer ", i,
+        watched_[i].data_ptr() == addresses_[i], group_->getBackendName(), ": parameter or buffer ", i,
         " (in order of registration) has been given other memory since torchext.attach (model.to(), .data = ...); "
         "change a model before it is wrapped in DistributedDataParallel and attached");
   }
 }
 
-void PragueSynchronizer::runOnThread(const std::function<void()>& task) {
+void GroupSynchronizer::runOnThread(const std::function<void()>& task) {
   bool done = false;
   const bool posted = thread_->post([&, state = at::ThreadLocalState()] {
     at::ThreadLocalStateGuard inherited(state);
@@ -209,7 +217,7 @@ void PragueSynchronizer::runOnThread(const std::function<void()>& task) {
     done = true;
     changed_.notify_all();
   });
-  TORCH_CHECK(posted, "prague: this synchronizer has been detached");
+  TORCH_CHECK(posted, group_->getBackendName(), ": this synchronizer has been detached");
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [&] { return done; });
   if (error_) {
@@ -217,11 +225,12 @@ void PragueSynchronizer::runOnThread(const std::function<void()>& task) {
   }
 }
 
-void PragueSynchronizer::detach() {
+void GroupSynchronizer::detach() {
   if (detached_) {
     return;
   }
   Promises::keepAll();
+  catchUp();
   beforeStep();
   runOnThread([this] {
     pause();
@@ -231,7 +240,7 @@ void PragueSynchronizer::detach() {
   leave(std::chrono::milliseconds(0));
 }
 
-void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
+void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
   if (!thread_) {
     return;
   }
@@ -243,11 +252,11 @@ void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
         const InternalCollective internal;
         group_->barrier(c10d::BarrierOptions())->wait();
       } catch (const std::exception& error) {
-        LOG(INFO) << "prague: left without the others: " << error.what();
+        LOG(INFO) << group_->health()->label() << ": left without the others: " << error.what();
       }
     });
     if (!thread_->finish(limit)) {
-      LOG(WARNING) << "prague [rank " << group_->getRank() << "]: leaving while other workers still train; call "
+      LOG(WARNING) << group_->health()->label() << ": leaving while other workers still train; call "
                    << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
       group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
     }
@@ -265,7 +274,7 @@ void PragueSynchronizer::leave(std::chrono::milliseconds limit) {
   source_ = nullptr;
 }
 
-AveragingStats PragueSynchronizer::stats() const {
+AveragingStats GroupSynchronizer::stats() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return stats_;
 }

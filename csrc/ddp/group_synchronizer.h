@@ -1,4 +1,8 @@
-// PragueSynchronizer: trains an attached model with P-Reduce (Luo et al., ASPLOS 2020, sections 3 to 5).
+// GroupSynchronizer: trains an attached model by averaging it within a group of workers after each round of steps.
+//
+// Whose groups they are is a GroupSource's business: prague's generator (prague_training.h; P-Reduce, Luo et al.,
+// ASPLOS 2020, sections 3 to 5) or dssync's schedule (dssync_training.h; divide and shuffle, Wang et al., INFOCOM
+// 2022).
 //
 // Orders
 //   atc (adapt-then-combine)  After the optimizer's step the buckets are averaged on a thread of this object, in
@@ -15,9 +19,12 @@
 // group may be promised in which others wait for this worker (c10d/promises.h). keepPromises() serves it without
 // touching parameters that a forward or backward may be using: it sends what it has, and remembers the difference that
 // the average makes, to be added before the next step. Costs a copy of the parameters while such a difference waits.
-// Leaving: detach() keeps every promise made to other workers and waits for them. leave() is the same with a
-// limit, for exits without detach(): it runs from the group's shutdown.
-// Files: prague_synchronizer.cpp (hooks, waits, joining and leaving), prague_averaging.cpp (what the thread does).
+// With a schedule nothing is promised ahead: each round runs by itself once its step is taken. All workers must take
+// the same number of steps between two collective calls of the synchronizer, as DDP demands anyway; one that took fewer
+// (a gradient scaler skipped some) makes up for the rounds at the next such call. Leaving: detach() keeps every promise
+// made to other workers and waits for them. leave() is the same with a limit, for exits without detach(): it runs from
+// the group's shutdown. Files: group_synchronizer.cpp (hooks, waits, joining and leaving), group_averaging.cpp (what
+// the thread does).
 #pragma once
 
 #include <atomic>
@@ -29,23 +36,34 @@
 #include <mutex>
 #include <vector>
 
-#include "c10d/process_group_prague.h"
+#include "c10d/attachable_backend.h"
 #include "c10d/promises.h"
 #include "c10d/subset_allreduce.h"
 #include "c10d/task_thread.h"
+#include "ddp/attach_agreement.h"
 #include "ddp/flat_buckets.h"
 #include "ddp/group_source.h"
 #include "ddp/synchronizer.h"
 
 namespace torchext {
 
-class PragueSynchronizer : public AveragingSynchronizer {
+// What a system makes of a GroupSynchronizer.
+struct GroupTraining {
+  c10::intrusive_ptr<AttachableBackend> group = nullptr;
+  bool combine_then_adapt = false;  // cta; else atc
+  std::int64_t period = 1;          // steps of a round
+  AgreementFields fields = {};      // options that must be the same on all ranks
+  // Collective. host_of[rank]: dense host index. tag_base: two tags on the control group, the same on all ranks.
+  std::function<std::unique_ptr<GroupSource>(const std::vector<int>& host_of, int tag_base)> make_source = {};
+};
+
+class GroupSynchronizer : public AveragingSynchronizer {
  public:
   // Collective. parameters, buffers: the model's, in registration order; floating point; the same shapes on all ranks
   // (checked: c10::DistBackendError on every rank, naming the first rank that differs and the field).
-  PragueSynchronizer(c10::intrusive_ptr<ProcessGroupPrague> group, const std::vector<at::Tensor>& parameters,
-                     const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes);
-  ~PragueSynchronizer() override;
+  GroupSynchronizer(GroupTraining training, const std::vector<at::Tensor>& parameters,
+                    const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes);
+  ~GroupSynchronizer() override;
 
   void gradientsReady() override;
   void beforeStep() override;
@@ -65,6 +83,8 @@ class PragueSynchronizer : public AveragingSynchronizer {
 
  private:
   bool averagesAt(std::int64_t step) const { return group_->getSize() > 1 && step % period_ == 0; }
+  void postRound(std::int64_t round);
+  void catchUp();
   void averageTask(std::int64_t round);
   void averageNow(const AssignedGroup& group);
   void reduceBucket(std::size_t index, const AssignedGroup& group);
@@ -85,7 +105,7 @@ class PragueSynchronizer : public AveragingSynchronizer {
   const FlatBucket& bucket(std::size_t index) const;
   std::size_t bucketCount() const { return parameters_.size() + buffers_.size(); }
 
-  c10::intrusive_ptr<ProcessGroupPrague> group_;
+  c10::intrusive_ptr<AttachableBackend> group_;
   const bool combine_then_adapt_;
   const std::int64_t period_;
   FlatBuckets parameters_;

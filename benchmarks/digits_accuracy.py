@@ -1,0 +1,96 @@
+"""Do decentralized backends learn as well as plain DDP? Test accuracy on digits at equal samples, several seeds.
+
+examples/train_digits.py with the same model, settings and number of samples. A way to train is "within the spread" when
+its mean test accuracy is no further from DDP's than the larger of the two standard deviations over the seeds.
+prague_accuracy.py asks the same of prague, and how soon it gets there beside a slow worker.
+
+    python benchmarks/digits_accuracy.py             # all; 20 seconds a seed and way
+    python benchmarks/digits_accuracy.py --only dssync
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from lab.digits import Variant, equal_samples, spread
+from lab.machine import describe_machine
+from lab.results import RESULTS_FOLDER
+
+WAYS = [
+    Variant("gloo"),
+    Variant("dssync"),
+    Variant("dssync", ("order=cta",)),
+    Variant("dssync", ("schedule=random",)),
+    Variant("dssync", ("schedule=topology", "racks=[0,0,1,1]")),
+]
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, few epochs: that it runs, not what it says")
+    parser.add_argument("--only", default="", help="backends beside gloo, separated by commas; default: all")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--deadline", type=float, default=300.0, help="seconds a run may take")
+    parser.add_argument("--results", type=Path, default=RESULTS_FOLDER)
+    parsed = parser.parse_args()
+    if parsed.quick:
+        parsed.seeds, parsed.epochs = 1, 3
+    return parsed
+
+
+def summary(accuracies: dict[str, list[float]]) -> dict[str, Any]:
+    """Returns each way's spread, and whether it is within DDP's."""
+    spreads = {name: spread(values) for name, values in accuracies.items()}
+    ddp = spreads["gloo"]
+    result: dict[str, Any] = {}
+    for name, of_way in spreads.items():
+        allowed = max(ddp["standard_deviation"], of_way["standard_deviation"])
+        result[name] = {**of_way, "within_the_spread": abs(of_way["mean"] - ddp["mean"]) <= allowed}
+    return result
+
+
+def draw(accuracies: dict[str, list[float]], path: Path) -> None:
+    """Draws a dot a seed and a line at the mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 0.5 * len(accuracies) + 1.5), layout="constrained")
+    for row, values in enumerate(accuracies.values()):
+        colour = "tab:grey" if row == 0 else "tab:blue"
+        axes.plot(values, [row] * len(values), "o", alpha=0.6, color=colour)
+        axes.plot(sum(values) / len(values), row, "|", markersize=24, color=colour)
+    axes.set_yticks(range(len(accuracies)), list(accuracies))
+    axes.invert_yaxis()
+    axes.set(xlabel="test accuracy at equal samples, one dot a seed")
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Trains all ways and writes ``digits_accuracy.json`` and ``.png``."""
+    args = arguments()
+    chosen = {"gloo", *filter(None, args.only.split(","))} if args.only else {way.backend for way in WAYS}
+    ways = [way for way in WAYS if way.backend in chosen]
+    settings = {"seeds": args.seeds, "workers": args.workers, "epochs": args.epochs}
+    machine = describe_machine()
+    result = equal_samples(ways, **settings, deadline_s=args.deadline)
+    answers = summary(result["accuracies"])
+    for name, answer in answers.items():
+        verdict = "within" if answer["within_the_spread"] else "OUTSIDE"
+        print(f"{name:<44} {answer['mean']:.2%} +- {answer['standard_deviation']:.2%}  {verdict}", flush=True)
+    args.results.mkdir(parents=True, exist_ok=True)
+    path = args.results / "digits_accuracy.json"
+    content = {"script": "benchmarks/digits_accuracy.py", "machine": machine, **result, "summary": answers}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    draw(result["accuracies"], path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

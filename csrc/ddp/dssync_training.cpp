@@ -1,0 +1,71 @@
+#include "ddp/dssync_training.h"
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "core/shuffle_schedule.h"
+
+namespace torchext {
+namespace {
+
+std::int64_t bits(double value) {
+  std::int64_t result = 0;
+  std::memcpy(&result, &value, sizeof result);
+  return result;
+}
+
+AgreementFields agreementFields(const ProcessGroupDSSync& group) {
+  const auto& options = group.dssyncOptions();
+  AgreementFields fields{
+      {"DSSyncOptions.group_size", options.groupSizeFor(group.getSize())},
+      {"DSSyncOptions.schedule (hash)", agreementHash(options.schedule)},
+      {"DSSyncOptions.order (hash)", agreementHash(options.order)},
+      {"DSSyncOptions.sync_period", options.sync_period},
+      {"DSSyncOptions.seed", options.seed},
+      {"DSSyncOptions.host_bandwidth (bits)", bits(options.host_bandwidth)},
+      {"DSSyncOptions.uplink_bandwidth (bits)", bits(options.uplink_bandwidth)},
+      {"size of DSSyncOptions.racks", static_cast<std::int64_t>(options.racks.size())},
+  };
+  // As many on all ranks, whatever they were given: what is compared must have one shape.
+  for (std::int64_t rank = 0; rank < group.getSize(); ++rank) {
+    const auto entry = static_cast<std::size_t>(rank);
+    fields.emplace_back(c10::str("DSSyncOptions.racks[", rank, "]"),
+                        entry < options.racks.size() ? options.racks[entry] : -1);
+  }
+  return fields;
+}
+
+std::unique_ptr<GroupSource> makeSource(ProcessGroupDSSync& group, const std::vector<int>& host_of) {
+  const auto& options = group.dssyncOptions();
+  core::ShuffleOptions shuffle;
+  shuffle.world_size = group.getSize();
+  shuffle.group_size = static_cast<int>(options.groupSizeFor(group.getSize()));
+  shuffle.kind = core::parseShuffleKind(options.schedule);
+  shuffle.seed = static_cast<std::uint64_t>(options.seed);
+  shuffle.host_of = host_of;
+  if (shuffle.kind == core::ShuffleKind::kTopology) {
+    core::RackMap map = group.racks(host_of);
+    shuffle.host_of = std::move(map.host_of);
+    shuffle.rack_of = std::move(map.rack_of);
+    shuffle.host_bandwidth = map.host_bandwidth;
+    shuffle.uplink_bandwidth = std::move(map.uplink_bandwidth);
+  }
+  return makeScheduledSource([rank = group.getRank(), schedule = core::ShuffleSchedule(std::move(shuffle))](
+                                 std::int64_t round) { return schedule.groupOf(rank, round); });
+}
+
+}  // namespace
+
+GroupTraining dssyncTraining(const c10::intrusive_ptr<ProcessGroupDSSync>& group) {
+  const auto& options = group->dssyncOptions();
+  return {
+      .group = group,
+      .combine_then_adapt = options.order == "cta",
+      .period = options.sync_period,
+      .fields = agreementFields(*group),
+      .make_source = [raw = group.get()](const std::vector<int>& host_of, int) { return makeSource(*raw, host_of); },
+  };
+}
+
+}  // namespace torchext

@@ -1,0 +1,11 @@
+// How dssync fills a GroupSynchronizer: the groups of a ShuffleSchedule (core/shuffle_schedule.h), by optimizer step.
+#pragma once
+
+#include "c10d/process_group_dssync.h"
+#include "ddp/group_synchronizer.h"
+
+namespace torchext {
+
+GroupTraining dssyncTraining(const c10::intrusive_ptr<ProcessGroupDSSync>& group);
+
+}  // namespace torchext

@@ -1,0 +1,102 @@
+#include "ddp/prague_training.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "c10d/generator_service.h"
+#include "core/static_schedule.h"
+
+namespace torchext {
+namespace {
+
+class GeneratedSource : public GroupSource {
+ public:
+  GeneratedSource(ProcessGroupPrague& group, const core::GeneratorOptions& options, int tag_base)
+      : service_(group.getRank() == 0 ? std::make_shared<GeneratorService>(group.controlTransport(), tag_base, options)
+                                      : nullptr),
+        client_(group.controlTransport(), tag_base, service_, group.timeout()) {}
+
+  void ask() override {
+    paused_ = false;
+    client_.ask();
+    asked_ = true;
+  }
+  AssignedGroup next(std::int64_t) override {
+    asked_ = false;
+    paused_ = false;
+    return client_.awaitGroup();
+  }
+  void finished(const AssignedGroup& group) override { client_.finished(group.id); }
+  void pause(const std::function<void(const AssignedGroup&)>& run) override {
+    if (asked_) {
+      // Asked for a step that never came (a skipped optimizer step): the group is ours all the same.
+      const AssignedGroup group = next(0);
+      run(group);
+      finished(group);
+    }
+    if (!paused_) {
+      client_.pauseAndDrain(run);
+      paused_ = true;
+    }
+  }
+  void stop(const std::string& reason) override {
+    if (service_) {
+      service_->stop(reason);
+    }
+  }
+
+ private:
+  std::shared_ptr<GeneratorService> service_;
+  GeneratorClient client_;
+  std::atomic<bool> asked_{false};
+  std::atomic<bool> paused_{false};  // and nothing asked since
+};
+
+AgreementFields agreementFields(const ProcessGroupPrague& group) {
+  const auto& options = group.pragueOptions();
+  return {
+      {"PragueOptions.group_size", options.groupSizeFor(group.getSize())},
+      {"PragueOptions.generator (hash)", agreementHash(options.generator)},
+      {"PragueOptions.order (hash)", agreementHash(options.order)},
+      {"PragueOptions.slowdown_threshold", options.slowdownThresholdFor()},
+      {"PragueOptions.sync_period", options.sync_period},
+      {"PragueOptions.sync_every", options.sync_every},
+      {"PragueOptions.seed", options.seed},
+  };
+}
+
+std::unique_ptr<GroupSource> makeSource(ProcessGroupPrague& group, const std::vector<int>& host_of, int tag_base) {
+  const ProcessGroupPrague::Options& options = group.pragueOptions();
+  if (options.generator == "static" || group.getSize() == 1) {
+    return makeScheduledSource([rank = group.getRank(), size = group.getSize(), host_of](std::int64_t round) {
+      return core::staticGroup(rank, round, size, host_of);
+    });
+  }
+  core::GeneratorOptions generator;
+  generator.world_size = group.getSize();
+  generator.group_size = static_cast<int>(options.groupSizeFor(group.getSize()));
+  generator.kind = core::parseGeneratorKind(options.generator);
+  generator.host_of = host_of;
+  generator.slowdown_threshold = options.slowdownThresholdFor();
+  generator.sync_every = static_cast<std::uint64_t>(options.syncEveryFor());
+  generator.seed = static_cast<std::uint64_t>(options.seed);
+  return std::make_unique<GeneratedSource>(group, generator, tag_base);
+}
+
+}  // namespace
+
+GroupTraining pragueTraining(const c10::intrusive_ptr<ProcessGroupPrague>& group) {
+  const auto& options = group->pragueOptions();
+  return {
+      .group = group,
+      .combine_then_adapt = options.order == "cta",
+      .period = options.sync_period,
+      .fields = agreementFields(*group),
+      .make_source = [raw = group.get()](const std::vector<int>& host_of,
+                                         int tag_base) { return makeSource(*raw, host_of, tag_base); },
+  };
+}
+
+}  // namespace torchext

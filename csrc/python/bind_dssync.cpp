@@ -1,0 +1,98 @@
+// Bindings of the "dssync" backend: options, process group, synchronizer. No logic; every call that may block releases
+// the GIL.
+#include "python/bind_c10d.h"
+#include "python/bind_synchronizer.h"
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "c10d/process_group_dssync.h"
+#include "ddp/dssync_training.h"
+
+namespace torchext {
+namespace {
+
+using Options = ProcessGroupDSSync::Options;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+std::string describe(const Options& o) {
+  return c10::str("DSSyncOptions(group_size=", o.group_size, ", schedule='", o.schedule, "', order='", o.order,
+                  "', sync_period=", o.sync_period, ", seed=", o.seed, ", racks=[", c10::Join(", ", o.racks),
+                  "], host_bandwidth=", o.host_bandwidth, ", uplink_bandwidth=", o.uplink_bandwidth,
+                  ", timeout=", std::chrono::duration<double>(o.timeout).count(), "s)");
+}
+
+c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string schedule, std::string order,
+                                        std::int64_t sync_period, std::int64_t seed, std::vector<std::int64_t> racks,
+                                        double host_bandwidth, double uplink_bandwidth,
+                                        std::chrono::milliseconds timeout) {
+  auto options = c10::make_intrusive<Options>(timeout);
+  options->group_size = group_size;
+  options->schedule = std::move(schedule);
+  options->order = std::move(order);
+  options->sync_period = sync_period;
+  options->seed = seed;
+  options->racks = std::move(racks);
+  options->host_bandwidth = host_bandwidth;
+  options->uplink_bandwidth = uplink_bandwidth;
+  options->validate();
+  return options;
+}
+
+// None before a model is attached, and with schedules that do not ask.
+py::object topology(const ProcessGroupDSSync& group) {
+  const auto map = group.knownRacks();
+  if (!map) {
+    return py::none();
+  }
+  std::vector<int> racks;
+  for (const int host : map->host_of) {
+    racks.push_back(map->rack_of[static_cast<std::size_t>(host)]);
+  }
+  py::dict result;
+  result["racks"] = racks;
+  result["host_bandwidth"] = map->host_bandwidth;
+  result["uplink_bandwidth"] = map->uplink_bandwidth;
+  return result;
+}
+
+}  // namespace
+
+void bindDSSync(py::module_& module) {
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "DSSyncOptions")
+      .def(py::init(&makeOptions), py::kw_only(), py::arg("group_size") = 0, py::arg("schedule") = "grid",
+           py::arg("order") = "atc", py::arg("sync_period") = 1, py::arg("seed") = 0,
+           py::arg("racks") = std::vector<std::int64_t>(), py::arg("host_bandwidth") = 0.0,
+           py::arg("uplink_bandwidth") = 0.0, py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+      .def_readonly("group_size", &Options::group_size)
+      .def_readonly("schedule", &Options::schedule)
+      .def_readonly("order", &Options::order)
+      .def_readonly("sync_period", &Options::sync_period)
+      .def_readonly("seed", &Options::seed)
+      .def_readonly("racks", &Options::racks)
+      .def_readonly("host_bandwidth", &Options::host_bandwidth)
+      .def_readonly("uplink_bandwidth", &Options::uplink_bandwidth)
+      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
+      .def("__repr__", &describe);
+
+  py::class_<ProcessGroupDSSync, AttachableBackend, c10::intrusive_ptr<ProcessGroupDSSync>>(module,
+                                                                                            "ProcessGroupDSSync")
+      .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {
+             return c10::make_intrusive<ProcessGroupDSSync>(rank, size, inner, options);
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), NoGil())
+      .def_property_readonly("topology", &topology);
+
+  module.def(
+      "attach_dssync",
+      [](const c10::intrusive_ptr<ProcessGroupDSSync>& group, c10d::Reducer& reducer,
+         const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
+        return attachGroup(dssyncTraining(group), reducer, parameters, buffers, bucket_bytes);
+      },
+      py::arg("group"), py::arg("reducer"), py::arg("parameters"), py::arg("buffers"), py::arg("bucket_bytes"),
+      NoGil());
+}
+
+}  // namespace torchext
