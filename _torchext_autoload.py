@@ -15,7 +15,7 @@ import importlib
 import warnings
 from typing import Any
 
-BACKENDS: tuple[str, ...] = ("dear", "dssync", "prague")
+BACKENDS: tuple[str, ...] = ("dear", "dssync", "hop", "prague")
 DEVICES: tuple[str, ...] = ("cpu", "cuda")
 
 

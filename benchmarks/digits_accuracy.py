@@ -25,6 +25,9 @@ WAYS = [
     Variant("dssync", ("order=cta",)),
     Variant("dssync", ("schedule=random",)),
     Variant("dssync", ("schedule=topology", "racks=[0,0,1,1]")),
+    Variant("hop"),
+    Variant("hop", ("backup_workers=1", "max_iteration_gap=4")),
+    Variant("hop", ("staleness=5", "max_iteration_gap=8")),
 ]
 
 

@@ -5,8 +5,8 @@ to rack. One worker a host with 10 MB of parameters and emulated compute (100 ms
 all-reduce crosses the uplink in every iteration; dssync's topology schedule averages inside the racks most of the time,
 having measured at the start who is where. A second network, without racks, shows what is left where nothing is shared.
 
-Beside the speed: bytes that crossed the uplink an iteration, by the counters of its devices, and in each round of one
-cycle of the schedule.
+Beside the speed: bytes that crossed the uplink an iteration, by the counters of its devices, and in each of the first
+rounds of the schedule, which stay inside the racks.
 
 Needs root, iproute2 and util-linux; anywhere else it says so and runs over loopback, which answers another question.
 
@@ -35,6 +35,7 @@ from lab.training import Run, gradients_per_second, summarize
 WORKLOAD = {"layers": 20, "parameter_bytes": 10_000_000, "forward_ms": 100.0, "backward_ms": 200.0}
 RACKS_TARGET = 2.2
 UNIFORM_TARGET = 1.1
+IN_RACK_ROUNDS = 5  # before one crosses, where the uplink is 5 times slower than a host's link; or one more
 SAMPLE_S = 0.2
 QUIET_S = 0.6  # around a round whose bytes are counted: three samples
 
@@ -112,8 +113,8 @@ def rounds(rank: Rank) -> list[tuple[float, float]]:
 
 
 def uplink_by_round(lab: NetLab, settings: dict[str, Any]) -> list[float]:
-    """Returns the bytes on the uplink of each round of one cycle of the topology schedule."""
-    own = {"contender": "dssync:topology/atc", "rounds": 6, "options": settings["options"]}
+    """Returns the bytes on the uplink of each of the first rounds of the topology schedule."""
+    own = {"contender": "dssync:topology/atc", "rounds": IN_RACK_ROUNDS, "options": settings["options"]}
     own["workload"] = {**settings["workload"], "forward_ms": 1.0, "backward_ms": 1.0}
     with counting(lab) as counter:
         moments = launch("dssync_racks:rounds", ranks=lab.hosts, settings=own, deadline_s=120, lab=lab)[0]

@@ -1,6 +1,6 @@
 """Train a small network on scikit-learn's handwritten digits with DistributedDataParallel.
 
-An ordinary DDP script. ``--backend prague`` (or ``dear``, ``dssync``) changes two lines of it: the name given to
+An ordinary DDP script. ``--backend prague`` (or ``dear``, ``dssync``, ``hop``) changes two lines: the name given to
 ``init_process_group``, and ``sync = torchext.attach(model, optimizer)``. Evaluation then runs under
 ``sync.averaged()``, because the replicas of a decentralized backend differ between two averages.
 
@@ -34,7 +34,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 # torchext's backends and the class of their options. A new backend joins this script by one more entry.
-TORCHEXT_BACKENDS = {"prague": "PragueOptions", "dear": "DeAROptions", "dssync": "DSSyncOptions"}
+TORCHEXT_BACKENDS = {
+    "prague": "PragueOptions",
+    "dear": "DeAROptions",
+    "dssync": "DSSyncOptions",
+    "hop": "HopOptions",
+}
 
 
 class DigitsNet(nn.Module):

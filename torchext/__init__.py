@@ -12,12 +12,13 @@ check_torch()  # a module built for another torch would crash, not fail
 from torchext import ops  # noqa: E402
 from torchext.attach import attach  # noqa: E402
 from torchext.backends import backend_of, register  # noqa: E402
-from torchext.options import DeAROptions, DSSyncOptions, PragueOptions  # noqa: E402
+from torchext.options import DeAROptions, DSSyncOptions, HopOptions, PragueOptions  # noqa: E402
 from torchext.synchronizer import Synchronizer  # noqa: E402
 
 __all__ = [
     "DSSyncOptions",
     "DeAROptions",
+    "HopOptions",
     "PragueOptions",
     "Synchronizer",
     "__version__",

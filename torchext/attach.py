@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext._dear_optimizer import check_stepped
 from torchext._dear_synchronizer import DearSynchronizer
+from torchext._hop_synchronizer import HopSynchronizer
 from torchext.backends import BACKENDS, backend_of
 from torchext.synchronizer import AveragingSynchronizer, Synchronizer
 
@@ -57,7 +58,7 @@ def attach(
     """Attaches a DDP model to the algorithm of its process group's backend. Collective.
 
     Installs a C++ communication hook in DDP's reducer, hooks around ``optimizer.step`` and in front of the modules that
-    wait for their parameters. With ``prague`` and ``dssync``, gradients and optimizer state stay local, and
+    wait for their parameters. With all but ``dear``, gradients and optimizer state stay local, and
     ``broadcast_buffers`` is turned off: floating-point buffers are averaged with the parameters. With ``dear``, the
     optimizer gets a slice of every parameter, and training goes on exactly as with plain DDP.
 
@@ -65,7 +66,8 @@ def attach(
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
         optimizer: Steps all of the model's trainable parameters.
         bucket_mb: Size of a bucket in MiB: more overlap with smaller ones, but short messages cost more than few long
-            ones. ``"auto"``: with ``prague`` and ``dssync`` 4, with ``dear`` what the group's options say.
+            ones. ``"auto"``: with ``prague`` and ``dssync`` 4, with ``dear`` what the group's options say. ``hop``
+            sends whole models.
 
     Raises:
         RuntimeError: Before ``init_process_group``, or attached twice.
@@ -79,6 +81,8 @@ def attach(
     synchronizer: Synchronizer
     if isinstance(backend, (_C.ProcessGroupPrague, _C.ProcessGroupDSSync)):
         synchronizer = _attach_group(backend, ddp_model, optimizer, 4.0 if bucket_mb == "auto" else bucket_mb)
+    elif isinstance(backend, _C.ProcessGroupHop):
+        synchronizer = _attach_hop(backend, ddp_model, optimizer)
     elif isinstance(backend, _C.ProcessGroupDear):
         synchronizer = _attach_dear(backend, ddp_model, optimizer, None if bucket_mb == "auto" else bucket_mb)
     else:
@@ -97,14 +101,7 @@ def _attach_group(
     optimizer: torch.optim.Optimizer,
     bucket_mb: float,
 ) -> Synchronizer:
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise ValueError(
-                f"torchext.attach: {name!r} is a SyncBatchNorm, which needs all workers in every forward pass; "
-                "decentralized workers run at their own pace. Use BatchNorm: its statistics are averaged"
-            )
-    parameters = list(ddp.module.parameters())
-    buffers = [buffer for buffer in ddp.module.buffers() if buffer.is_floating_point()]
+    parameters, buffers = _averaged_tensors(ddp.module)
     bucket_bytes = int(bucket_mb * _MEBIBYTE)
     if isinstance(backend, _C.ProcessGroupPrague):
         core = _C.attach_prague(backend, ddp.reducer, parameters, buffers, bucket_bytes)
@@ -112,6 +109,27 @@ def _attach_group(
         core = _C.attach_dssync(backend, ddp.reducer, parameters, buffers, bucket_bytes)
     ddp.broadcast_buffers = False
     return AveragingSynchronizer(core, ddp, optimizer, [*parameters, *buffers])
+
+
+def _attach_hop(
+    backend: _C.ProcessGroupHop, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer
+) -> Synchronizer:
+    parameters, buffers = _averaged_tensors(ddp.module)
+    core = _C.attach_hop(backend, ddp.reducer, parameters, buffers)
+    ddp.broadcast_buffers = False
+    return HopSynchronizer(core, ddp, optimizer, [*parameters, *buffers])
+
+
+def _averaged_tensors(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The parameters and floating-point buffers of a model that decentralized workers average."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            raise ValueError(
+                f"torchext.attach: {name!r} is a SyncBatchNorm, which needs all workers in every forward pass; "
+                "decentralized workers run at their own pace. Use BatchNorm: its statistics are averaged"
+            )
+    parameters: list[torch.Tensor] = list(module.parameters())
+    return parameters, [buffer for buffer in module.buffers() if buffer.is_floating_point()]
 
 
 def _attach_dear(

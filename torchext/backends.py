@@ -43,6 +43,7 @@ class BackendClass:
 BACKENDS: dict[str, BackendClass] = {
     "dear": BackendClass(options=_C.DeAROptions, create=_C.ProcessGroupDear),
     "dssync": BackendClass(options=_C.DSSyncOptions, create=_C.ProcessGroupDSSync),
+    "hop": BackendClass(options=_C.HopOptions, create=_C.ProcessGroupHop),
     "prague": BackendClass(options=_C.PragueOptions, create=_C.ProcessGroupPrague),
 }
 

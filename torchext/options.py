@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchext._C import DeAROptions, DSSyncOptions, PragueOptions
+from torchext._C import DeAROptions, DSSyncOptions, HopOptions, PragueOptions
 
-__all__ = ["DSSyncOptions", "DeAROptions", "PragueOptions"]
+__all__ = ["DSSyncOptions", "DeAROptions", "HopOptions", "PragueOptions"]

@@ -10,6 +10,10 @@ A contender is named by a text; one small class per way holds the lines that its
 | ``dear:sharded/auto`` | the backend of that name with ``form="sharded"``, ``bucket_mb="auto"`` (or a number) |
 | ``dssync:grid/atc`` | the backend of that name with ``schedule="grid"``, ``order="atc"`` |
 | ``prague:smart/atc`` | the backend of that name with ``generator="smart"``, ``order="atc"`` |
+| ``hop``, ``hop:backup=1+max_ig=4`` | the backend of that name in standard mode, or with these options |
+
+Options of hop are separated by ``+`` or by commas (which separate contenders on a command line); short names:
+``max_ig`` is ``max_iteration_gap``, ``backup`` is ``backup_workers``.
 
 ZeRO's ``overlap_with_ddp`` is missing on purpose: torch refuses it on gloo, where it may hang (pytorch issue 62300).
 """
@@ -27,8 +31,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 MakeOptimizer = functools.partial[Any]
 
-_OPTIONS_CLASSES = {"prague": "PragueOptions", "dear": "DeAROptions", "dssync": "DSSyncOptions"}
+_OPTIONS_CLASSES = {
+    "prague": "PragueOptions",
+    "dear": "DeAROptions",
+    "dssync": "DSSyncOptions",
+    "hop": "HopOptions",
+}
 _VARIANT = {"prague": "generator", "dssync": "schedule"}  # which option the text names before the order
+_SHORT_NAMES = {"max_ig": "max_iteration_gap", "backup": "backup_workers"}
 _MEBIBYTE = 1 << 20
 
 
@@ -84,6 +94,10 @@ class Training:
         """Returns whether it has stopped to try out settings of its own."""
         return True
 
+    def iteration(self) -> int:
+        """Returns how many iterations are done, skipped ones included; 0 where that is the number of steps."""
+        return 0
+
     def detach(self) -> None:
         """Leaves the algorithm; collective."""
 
@@ -138,6 +152,9 @@ class TorchextTraining(Training):
         counters: dict[str, Any] = self.sync.stats()
         return counters
 
+    def iteration(self) -> int:
+        return int(getattr(self.sync, "iteration", 0))
+
     def decided(self) -> bool:
         return bool(self.sync.stats().get("decided", True))
 
@@ -182,7 +199,15 @@ class Contender:
     @property
     def lockstep(self) -> bool:
         """Whether all workers take every step together."""
-        return self.backend != "prague"
+        return self.backend not in ("prague", "hop")
+
+    @property
+    def keeps_the_mean(self) -> bool:
+        """Whether averaging leaves the mean of all replicas alone, while all take equally many steps.
+
+        Where late or old models are weighted anew the matrix of the weights is not doubly stochastic any more.
+        """
+        return not {"backup_workers", "staleness"} & set(self.options)
 
     @property
     def most_ahead(self) -> int:
@@ -239,6 +264,19 @@ def contender(text: str, **options: Any) -> Contender:
         first, _, second = variant.partition("/")
         if way in _VARIANT:
             options = {**options, _VARIANT[way]: first, "order": second or "atc"}
+        elif way == "hop":
+            options = {**options, **_settings(text, variant)}
         else:
             options = {**options, "form": first, "bucket_mb": "auto" if second in ("", "auto") else float(second)}
     return Contender(name, way, options, TorchextTraining)
+
+
+def _settings(text: str, variant: str) -> dict[str, Any]:
+    """Reads ``backup=1+max_ig=4``; what is no whole number stays a text."""
+    settings: dict[str, Any] = {}
+    for part in variant.replace(",", "+").split("+"):
+        name, equals, value = part.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"contenders: {text!r}: expected NAME=VALUE, got {part!r}")
+        settings[_SHORT_NAMES.get(name, name)] = int(value) if value.isdecimal() else value
+    return settings

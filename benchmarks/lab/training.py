@@ -73,9 +73,17 @@ class Run:
 
         Every mixing matrix is doubly stochastic: whatever was averaged with whom, the mean of all replicas is where
         plain gradient descent takes it: the start less the rate times the mean of each rank's (steps x gradient).
+        Where that does not hold (late models weighted anew, workers that stopped at different steps of hop) what is
+        left to compare is looser: all replicas are the same now, and have gone some way, but none further than the
+        worker with the most iterations and the largest gradient could have.
         """
         self.training.synchronize()
         world = self.rank.world_size
+        counts = torch.tensor([self.steps, -self.steps, self.training.iteration() or self.steps])
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        most, fewest, farthest = int(counts[0]), -int(counts[1]), int(counts[2])
+        if not self.contender.keeps_the_mean or (self.contender.backend == "hop" and most != fewest):
+            return self._loose_error(farthest)
         moved = torch.tensor([self.steps * (self.rank.rank + 1) / world], dtype=torch.float64)
         dist.all_reduce(moved)
         expected = -_LEARNING_RATE * moved.item() / world
@@ -83,6 +91,19 @@ class Run:
         errors = torch.tensor([worst / abs(expected)], dtype=torch.float64)
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
         return errors.item()
+
+    def _loose_error(self, iterations: int) -> float:
+        """Returns how far the replicas are from each other or outside of what is possible, relative to the latter."""
+        limit = -_LEARNING_RATE * iterations
+        values = torch.stack(
+            [weight.double().aminmax()[end] for weight in self.training.parameters() for end in (0, 1)]
+        )
+        lowest, highest = values.min(), values.max()
+        ends = torch.stack([-lowest, highest])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        apart = float(ends[1] + ends[0])
+        beyond = max(0.0, limit - float(lowest), float(highest) - 1e-3 * limit)
+        return max(apart, beyond) / abs(limit)
 
     def mixed(self) -> bool:
         """Tells whether any replica has taken in something of another: without that, there is nothing to time."""
@@ -157,6 +178,7 @@ def run_window(
     return {
         "steps": steps,
         "window": (begin, end),
+        "iterations": steps * _iterations_a_step(stats_before, stats),
         "step_ms": window_s / steps * 1e3,
         "longest_ms": max(after - before for before, after in itertools.pairwise(completions)) * 1e3,
         "median_ms": statistics.median(after - before for before, after in itertools.pairwise(completions)) * 1e3,
@@ -211,6 +233,22 @@ def ranks(rank: Rank) -> dict[str, Any]:
 
     runs = in_turn({which.name: functools.partial(measure, which) for which in contenders}, settings["repeats"])
     return {"checks": checks.done, "runs": runs}
+
+
+def _iterations_a_step(before: dict[str, Any] | None, after: dict[str, Any] | None) -> float:
+    """Returns 1, or more where a worker of hop skipped iterations."""
+    if not before or not after or "iteration" not in after or after["steps"] == before["steps"]:
+        return 1.0
+    return float((after["iteration"] - before["iteration"]) / (after["steps"] - before["steps"]))
+
+
+def fastest_per_second(results: Sequence[dict[str, Any]], window_s: float) -> dict[str, list[float]]:
+    """Returns, by contender, the iterations of the fastest rank in a second, one number a repeat."""
+    per_rank = [result["runs"] for result in results]
+    return {
+        name: [max(runs[name][repeat]["iterations"] for runs in per_rank) / window_s for repeat in range(len(first))]
+        for name, first in per_rank[0].items()
+    }
 
 
 def gradients_per_second(results: Sequence[dict[str, Any]], window_s: float) -> dict[str, list[float]]:

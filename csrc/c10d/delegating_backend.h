@@ -68,7 +68,8 @@ class DelegatingBackend : public CompatBackend {
   void checkUsable(const char* op) const { health_->checkUsable(op); }
   // Ends the group's use on every rank. rankOrMinus1: whom the reason is about. Only the first reason counts.
   void poison(int rank_or_minus1, const std::string& reason) { health_->poison(rank_or_minus1, reason); }
-  // Callbacks run once when the group fails or is aborted; at once if it has failed already. remove is safe in one.
+  // Callbacks run once when the group fails or is aborted; at once if it has failed already. remove waits for one that
+  // runs, and is safe in one.
   uint64_t addAbortCallback(std::function<void()> callback) { return health_->addAbortCallback(std::move(callback)); }
   void removeAbortCallback(uint64_t id) { health_->removeAbortCallback(id); }
   // Waits for a send or recv posted on an inner group so that poison() and abort() end the wait.

@@ -170,10 +170,6 @@ void GroupHealth::endPending(std::chrono::milliseconds grace) {
         remaining.push_back(std::move(rest));
       }
     }
-    for (auto& [id, callback] : callbacks_) {
-      remaining.push_back(std::move(callback));
-    }
-    callbacks_.clear();
     closer = std::exchange(closeConnections_, nullptr);
     if (closer) {
       closing_ = true;
@@ -182,6 +178,7 @@ void GroupHealth::endPending(std::chrono::milliseconds grace) {
   for (const auto& rest : remaining) {
     rest();
   }
+  runAbortCallbacks();
   if (!closer) {
     return;
   }
@@ -291,8 +288,27 @@ uint64_t GroupHealth::addAbortCallback(std::function<void()> callback) {
 }
 
 void GroupHealth::removeAbortCallback(uint64_t id) {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   callbacks_.remove_if([id](const auto& entry) { return entry.first == id; });
+  // What it captured goes with the caller.
+  changed_.wait(lock, [&] {
+    const auto found = runningCallbacks_.find(id);
+    return found == runningCallbacks_.end() || found->second == std::this_thread::get_id();
+  });
+}
+
+void GroupHealth::runAbortCallbacks() {
+  std::unique_lock lock(mutex_);
+  while (!callbacks_.empty()) {
+    const auto [id, callback] = std::move(callbacks_.front());
+    callbacks_.pop_front();
+    runningCallbacks_.emplace(id, std::this_thread::get_id());
+    lock.unlock();
+    callback();
+    lock.lock();
+    runningCallbacks_.erase(id);
+    changed_.notify_all();
+  }
 }
 
 }  // namespace torchext

@@ -23,9 +23,11 @@
 #include <exception>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include <c10/util/intrusive_ptr.h>
@@ -115,11 +117,13 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   // Callbacks that a failure or abort runs once, on the thread that found it. Returns an id for removal. Called at once
   // if the group has failed already.
   uint64_t addAbortCallback(std::function<void()> callback);
+  // Afterwards it does not run any more: waits for one that does, but not for itself.
   void removeAbortCallback(uint64_t id);
 
  private:
   bool setReason(int rank, const std::string& reason);
   void endPending(std::chrono::milliseconds grace);
+  void runAbortCallbacks();
   bool idle() const;  // with mutex_ held: nothing pending but background waits
   bool waitForVerdict(std::chrono::milliseconds limit);
 
@@ -141,6 +145,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   bool closing_ = false;  // closeConnections_ was taken and runs
   std::list<std::pair<uint64_t, std::function<void()>>> callbacks_;
   uint64_t nextCallback_ = 1;
+  std::map<uint64_t, std::thread::id> runningCallbacks_;
 };
 
 }  // namespace torchext

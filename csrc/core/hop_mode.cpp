@@ -15,7 +15,7 @@ void checkNotNegative(const char* name, int value) {
 
 }  // namespace
 
-void validateHopMode(const HopMode& mode, const CommunicationGraph& graph) {
+void validateHopMode(const HopMode& mode) {
   checkNotNegative("max_iteration_gap", mode.max_iteration_gap);
   checkNotNegative("backup_workers", mode.backup_workers);
   checkNotNegative("staleness", mode.staleness);
@@ -41,11 +41,6 @@ void validateHopMode(const HopMode& mode, const CommunicationGraph& graph) {
       throwInvalid("staleness", mode.staleness,
                    concat("0 with backup_workers = ", mode.backup_workers, ": choose one of the two"));
     }
-    const int fewest = graph.smallestInDegree();
-    if (mode.backup_workers >= fewest) {
-      throwInvalid("backup_workers", mode.backup_workers,
-                   concat("0..", fewest - 1, ": some rank has ", fewest, " in-neighbours, itself included"));
-    }
   }
   if (mode.skips()) {
     if (mode.max_jump < 2) {
@@ -63,6 +58,15 @@ void validateHopMode(const HopMode& mode, const CommunicationGraph& graph) {
     if (mode.jump_trigger < 1) {
       throwInvalid("jump_trigger", mode.jump_trigger, "1 or more");
     }
+  }
+}
+
+void validateHopMode(const HopMode& mode, const CommunicationGraph& graph) {
+  validateHopMode(mode);
+  const int fewest = graph.smallestInDegree();
+  if (mode.backup_workers >= fewest) {
+    throwInvalid("backup_workers", mode.backup_workers,
+                 concat("0..", fewest - 1, ": some rank has ", fewest, " in-neighbours, itself included"));
   }
 }
 

@@ -29,7 +29,8 @@ struct HopMode {
   bool skips() const { return max_jump > 0; }
 };
 
-// std::invalid_argument with the name, the value, and what to set instead.
+// std::invalid_argument with the name, the value, and what to set instead. The first checks what needs no graph.
+void validateHopMode(const HopMode& mode);
 void validateHopMode(const HopMode& mode, const CommunicationGraph& graph);
 
 // Largest Iter(i) - Iter(j) for one pair, from the two path lengths (section 4, theorems 1 and 2):

@@ -108,6 +108,14 @@ void UpdateQueue::enqueue(int sender, std::int64_t tag) {
   from.tags[turn(tag)] = tag < oldest() ? kEmpty : tag;
 }
 
+void UpdateQueue::leave(int sender) {
+  Sender& from = senders_[find(sender)];
+  if (from.arriving) {
+    throw std::logic_error(concat("update queue: rank ", sender, " left while its tag ", from.last, " is arriving"));
+  }
+  from.left = true;
+}
+
 void UpdateQueue::advance(std::int64_t iteration) {
   if (iteration < iteration_) {
     throw std::logic_error(concat("update queue: iteration ", iteration, " after ", iteration_));
@@ -132,6 +140,13 @@ std::int64_t UpdateQueue::candidate(const Sender& sender) const {
 int UpdateQueue::available() const {
   return static_cast<int>(std::count_if(senders_.begin(), senders_.end(),
                                         [this](const Sender& sender) { return candidate(sender) != kEmpty; }));
+}
+
+int UpdateQueue::required() const {
+  const auto absent = std::count_if(senders_.begin(), senders_.end(), [this](const Sender& sender) {
+    return sender.left && candidate(sender) == kEmpty;
+  });
+  return std::max(1, static_cast<int>(senders_.size()) - static_cast<int>(absent) - options_.backup_workers);
 }
 
 std::vector<Update> UpdateQueue::dequeue() {

@@ -18,6 +18,8 @@
 //   staleness s   the newest of each in-neighbour, tag >= k - s, taken again in the next iteration if nothing newer has
 //                 arrived by then; weights in proportion to tag - (k - s) + 1
 // Tags below k (staleness: below k - s) are stale: dropped when met, by admit, advance or dequeue.
+// A sender that has left is not waited for: what it sent before still counts, and where nothing of it is left its share
+// goes to the others.
 //
 // Threads: none; a caller with a receiver thread holds one lock around each call, but not while it moves or reads
 // bytes: that is what admit and release are for.
@@ -64,13 +66,18 @@ class UpdateQueue {
   // The admitted model has arrived. std::logic_error without an admit of this tag.
   void enqueue(int sender, std::int64_t tag);
 
+  // No model of the sender will come any more: it has finished training, or died. Harmless twice. std::logic_error
+  // while one is arriving.
+  void leave(int sender);
+
   // The worker is at `iteration`. std::logic_error when that is below iteration(), or while slots are being read.
   void advance(std::int64_t iteration);
 
   // Models that count for ready(): of tag k, or with staleness senders with a tag that is new enough.
   int available() const;
-  // Of these, how many dequeue needs: |N_in| - backup_workers.
-  int required() const { return static_cast<int>(senders_.size()) - options_.backup_workers; }
+  // Of these, how many dequeue needs: |N_in| - backup_workers, less the senders that have left and of which nothing
+  // counts any more; 1 or more.
+  int required() const;
   bool ready() const { return available() >= required(); }
   // In ascending order of senders. Their slots stay untouched until release. std::logic_error unless ready(), or when
   // the last ones were not released.
@@ -84,6 +91,7 @@ class UpdateQueue {
     std::int64_t last = -1;          // tag of the last admission
     bool arriving = false;           // `last` is admitted and not enqueued
     int reading = -1;                // slot of it that the worker reads
+    bool left = false;
   };
 
   std::size_t find(int sender) const;

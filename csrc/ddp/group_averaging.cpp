@@ -1,5 +1,4 @@
-// The averages of GroupSynchronizer: rounds, deferred averages, and the exact one.
-#include <cmath>
+// The averages of GroupSynchronizer: rounds, deferred ones, and the exact one of all replicas.
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -196,56 +195,26 @@ void GroupSynchronizer::synchronize() {
   beforeStep();
   runOnThread([this] {
     pause();
-    exactAverage();
+    noteDistance(average_.form());
   });
-}
-
-void GroupSynchronizer::exactAverage() {
-  RECORD_FUNCTION("torchext::exact_average", std::vector<c10::IValue>{});
-  const InternalCollective internal;
-  double distance = 0.0;
-  double norm = 0.0;
-  for (std::size_t i = 0; i < bucketCount(); ++i) {
-    const FlatBucket& current = bucket(i);
-    current.pack();
-    const at::Tensor local = current.wire.clone();
-    std::vector<at::Tensor> tensors{current.wire};
-    group_->allreduce(tensors, c10d::AllreduceOptions())->wait();
-    current.wire.div_(group_->getSize());
-    if (i < parameters_.size()) {
-      distance += std::pow(at::norm(local.sub_(current.wire).to(at::kDouble)).item<double>(), 2);
-      norm += std::pow(at::norm(current.wire.to(at::kDouble)).item<double>(), 2);
-    }
-    current.unpack(1.0);
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  stats_.consensus_distance = norm > 0 ? std::sqrt(distance / norm) : 0.0;
 }
 
 void GroupSynchronizer::enterAverage() {
-  TORCH_CHECK(local_values_.empty(), group_->getBackendName(), ": averaged() inside averaged()");
+  average_.checkNotEntered();
   Promises::keepAll();
   catchUp();
   beforeStep();
-  std::vector<at::Tensor> local;
-  runOnThread([&] {
+  runOnThread([this] {
     pause();
-    for (std::size_t i = 0; i < bucketCount(); ++i) {
-      bucket(i).pack();
-      local.push_back(bucket(i).wire.clone());
-    }
-    exactAverage();
+    noteDistance(average_.enter());
   });
-  local_values_ = std::move(local);
 }
 
-void GroupSynchronizer::leaveAverage() {
-  at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < local_values_.size(); ++i) {
-    bucket(i).wire.copy_(local_values_[i]);
-    bucket(i).unpack(1.0);
-  }
-  local_values_.clear();
+void GroupSynchronizer::leaveAverage() { average_.leave(); }
+
+void GroupSynchronizer::noteDistance(double distance) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stats_.consensus_distance = distance;
 }
 
 }  // namespace torchext

@@ -21,11 +21,6 @@ double milliseconds(Clock::time_point since) {
   return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
 }
 
-std::vector<at::Tensor> concatenate(std::vector<at::Tensor> first, const std::vector<at::Tensor>& second) {
-  first.insert(first.end(), second.begin(), second.end());
-  return first;
-}
-
 }  // namespace
 
 GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<at::Tensor>& parameters,
@@ -36,7 +31,8 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
       parameters_(parameters, bucket_bytes),
       buffers_(buffers, bucket_bytes),
       bucket_of_(parameters_.bucketOf()),
-      watched_(concatenate(parameters, buffers)),
+      tensors_(parameters, buffers),
+      average_(*group_, parameters_, buffers_),
       pending_(bucketCount(), 0) {
   for (const std::int64_t index : buffers_.bucketOf()) {
     bucket_of_.push_back(static_cast<std::int64_t>(parameters_.size()) + index);
@@ -47,9 +43,6 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   const std::vector<int> host_of = agreeOnAttach(*group_, parameters, buffers, training.fields);
   partial_ = std::make_unique<SubsetAllreduce>(group_->dataTransport(), channel);
   source_ = training.make_source(host_of, channel);
-  for (const at::Tensor& tensor : watched_) {
-    addresses_.push_back(tensor.data_ptr());
-  }
   thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
   promises_ = Promises::add([this] { keepPromises(); });
@@ -90,7 +83,7 @@ void GroupSynchronizer::afterStep() {
   if (detached_ || !averagesAt(steps_)) {
     return;
   }
-  checkTensorsInPlace();
+  tensors_.check(group_->getBackendName());
   postRound(steps_ / period_ - 1);
 }
 
@@ -192,15 +185,6 @@ void GroupSynchronizer::fail(std::exception_ptr error) {
     }
   }
   changed_.notify_all();
-}
-
-void GroupSynchronizer::checkTensorsInPlace() const {
-  for (std::size_t i = 0; i < watched_.size(); ++i) {
-    TORCH_CHECK(
-        watched_[i].data_ptr() == addresses_[i], group_->getBackendName(), ": parameter or buffer ", i,
-        " (in order of registration) has been given other memory since torchext.attach (model.to(), .data = ...); "
-        "change a model before it is wrapped in DistributedDataParallel and attached");
-  }
 }
 
 void GroupSynchronizer::runOnThread(const std::function<void()>& task) {

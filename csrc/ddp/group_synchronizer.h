@@ -43,7 +43,9 @@
 #include "ddp/attach_agreement.h"
 #include "ddp/flat_buckets.h"
 #include "ddp/group_source.h"
+#include "ddp/replica_average.h"
 #include "ddp/synchronizer.h"
+#include "ddp/tensors_in_place.h"
 
 namespace torchext {
 
@@ -93,11 +95,10 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void averageDeferred(const AssignedGroup& group);
   void deferPending();
   void applyDeferred();
-  void exactAverage();
+  void noteDistance(double distance);
   void pause();
   void release(std::size_t bucket);
   void fail(std::exception_ptr error);
-  void checkTensorsInPlace() const;
   void snapshotBuffers();
   template <class Ready>
   void waitUntil(const char* what, Ready ready);
@@ -110,12 +111,11 @@ class GroupSynchronizer : public AveragingSynchronizer {
   const std::int64_t period_;
   FlatBuckets parameters_;
   FlatBuckets buffers_;
-  std::vector<std::int64_t> bucket_of_;     // [tensor], parameters then buffers
-  std::vector<at::Tensor> watched_;         // the model's own tensors,
-  std::vector<const void*> addresses_;      //   and where the buckets think they live
+  std::vector<std::int64_t> bucket_of_;  // [tensor], parameters then buffers
+  TensorsInPlace tensors_;
   std::vector<at::Tensor> buffers_before_;  // cta: what was packed of the buffers
   std::vector<at::Tensor> deferred_;        // by bucket: to be added before the next step; empty: nothing
-  std::vector<at::Tensor> local_values_;    // between enterAverage() and leaveAverage()
+  ReplicaAverage average_;
   std::unique_ptr<SubsetAllreduce> partial_;
   std::unique_ptr<GroupSource> source_;
 

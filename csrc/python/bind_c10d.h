@@ -10,5 +10,6 @@ void bindSynchronizer(py::module_& module);  // before the systems
 void bindPrague(py::module_& module);
 void bindDear(py::module_& module);
 void bindDSSync(py::module_& module);
+void bindHop(py::module_& module);
 
 }  // namespace torchext

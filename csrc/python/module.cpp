@@ -8,4 +8,5 @@ PYBIND11_MODULE(_C, module) {
   torchext::bindPrague(module);
   torchext::bindDear(module);
   torchext::bindDSSync(module);
+  torchext::bindHop(module);
 }

@@ -202,11 +202,11 @@ def test_collective(body: Any, size: int) -> None:
 # ---- What the name promises ----
 
 
-def body_groups(rank: Rank) -> bool:
-    rank.init()
+def body_groups(rank: Rank, name: str) -> bool:
+    rank.init(name)
     me = rank.rank
-    assert dist.get_backend() == "prague"
-    for backend in ("prague", None, "gloo", "cpu:gloo,cuda:prague", "cpu:prague,cuda:prague"):
+    assert dist.get_backend() == name
+    for backend in (name, None, "gloo", f"cpu:gloo,cuda:{name}", f"cpu:{name},cuda:{name}"):
         group = dist.new_group([0, 2], backend=backend)
         if me in (0, 2):
             tensor = data(me)
@@ -220,12 +220,13 @@ def body_groups(rank: Rank) -> bool:
     return True
 
 
-def test_subgroups_and_meshes() -> None:
-    assert run_ranks(body_groups, 4) == [True] * 4
+@pytest.mark.parametrize("name", ["prague", "hop"])
+def test_subgroups_and_meshes(name: str) -> None:
+    assert run_ranks(body_groups, 4, name) == [True] * 4
 
 
-def body_split(rank: Rank) -> Any:
-    rank.init()
+def body_split(rank: Rank, name: str) -> Any:
+    rank.init(name)
     world = dist.group.WORLD
     child = world.split_group([0, 2]) if hasattr(world, "split_group") else None
     if rank.rank == 1 or child is None:
@@ -237,9 +238,10 @@ def body_split(rank: Rank) -> Any:
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="split_group of torch 2.11's own Gloo hangs at times")
-def test_split() -> None:
-    names = run_ranks(body_split, 3)
-    assert names in (["prague", None, "prague"], [None] * 3)
+@pytest.mark.parametrize("name", ["prague", "hop"])
+def test_split(name: str) -> None:
+    names = run_ranks(body_split, 3, name)
+    assert names in ([name, None, name], [None] * 3)
 
 
 def body_ddp(rank: Rank) -> bool:

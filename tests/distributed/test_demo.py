@@ -30,6 +30,7 @@ REPEATABLE = {
     "prague": ["--option=generator=static"],
     "dear": ["--option=allreduce_fallback=False"],
     "dssync": [],
+    "hop": [],
 }
 
 

@@ -147,20 +147,20 @@ def test_an_orderly_leave_raises_no_alarm() -> None:
     assert run_ranks(body_leaves_early, 4) == [True] * 4
 
 
-def body_cycles(rank: Rank, mode: str) -> Any:
+def body_cycles(rank: Rank, mode: str, name: str) -> Any:
     def cycle(i: int) -> None:
         if mode == "init":
-            rank.init(store=f"store{i}")
+            rank.init(name, store=f"store{i}")
             group = None
         else:
-            group = dist.new_group(backend="prague")
+            group = dist.new_group(backend=name)
         tensor = torch.ones(10)
         dist.all_reduce(tensor, group=group)
         assert tensor[0] == rank.size
         dist.destroy_process_group(group)
 
     if mode == "group":
-        rank.init()
+        rank.init(name)
     for i in range(3):
         cycle(i)
     before = thread_count(), descriptor_count()
@@ -170,9 +170,10 @@ def body_cycles(rank: Rank, mode: str) -> Any:
     return before, (thread_count(), descriptor_count())
 
 
+@pytest.mark.parametrize("name", ["prague", "hop"])
 @pytest.mark.parametrize("mode", ["init", "group"])
-def test_twenty_groups_leak_nothing(mode: str) -> None:
-    for before, after in run_ranks(body_cycles, 3, mode):
+def test_twenty_groups_leak_nothing(mode: str, name: str) -> None:
+    for before, after in run_ranks(body_cycles, 3, mode, name):
         # Python's collector may keep a handful of objects of the last cycle.
         assert after[0] <= before[0] + 2, (before, after)
         assert after[1] <= before[1] + 6, (before, after)

@@ -54,9 +54,13 @@ def test_contenders_of_torchext() -> None:
     assert shuffled.options == {"group_size": 2, "schedule": "topology", "order": "cta"}
     assert shuffled.lockstep
     assert shuffled.most_ahead > fixed.most_ahead == 2
+    hop = contenders.contender("hop:backup=1,max_ig=4+max_jump=10+order=serial")
+    assert hop.options == {"backup_workers": 1, "max_iteration_gap": 4, "max_jump": 10, "order": "serial"}
+    assert not hop.lockstep and not hop.tunes and not hop.keeps_the_mean
+    assert contenders.contender("hop").options == {} and contenders.contender("hop:max_ig=2").keeps_the_mean
 
 
-@pytest.mark.parametrize("text", ["", "dpp", "ddp:big", "zero:overlap"])
+@pytest.mark.parametrize("text", ["", "dpp", "ddp:big", "zero:overlap", "hop:backup", "hop:=1"])
 def test_bad_contenders(text: str) -> None:
     with pytest.raises(ValueError, match="contenders"):
         contenders.contender(text)

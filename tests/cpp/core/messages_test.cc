@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/generator_messages.h"
+#include "core/hop_messages.h"
 #include "core/random.h"
 #include "core/subset_header.h"
 #include "core/verdict.h"
@@ -95,6 +96,33 @@ Wire verdict() {
           }};
 }
 
+constexpr std::uint64_t kModelBytes = 1 << 20;
+constexpr std::uint64_t kDigest = 0x1234567890abcdef;
+
+HopMessage hopExample(HopMessage::Kind kind) {
+  HopMessage message;
+  message.kind = kind;
+  message.sender = kRank;
+  message.count = kind == HopMessage::kTokens ? 3 : 0;
+  message.session = 2;
+  message.tag = 41;
+  message.bytes = kind == HopMessage::kModel ? kModelBytes : 0;
+  message.digest = kDigest;
+  return message;
+}
+
+Wire hopMessage() {
+  return {"HopMessage", bytesOf(hopExample(HopMessage::kTokens)), [](std::span<const std::byte> bytes) {
+            const HopMessage parsed = parseHopMessage(bytes, kRank, kModelBytes, kDigest);
+            EXPECT_TRUE(parsed.kind >= HopMessage::kModel && parsed.kind <= HopMessage::kLeave);
+            EXPECT_EQ(parsed.sender, kRank);
+            EXPECT_GE(parsed.tag, 0);
+            EXPECT_EQ(parsed.bytes, parsed.kind == HopMessage::kModel ? kModelBytes : 0);
+            EXPECT_EQ(parsed.count > 0, parsed.kind == HopMessage::kTokens);
+            EXPECT_EQ(parsed.digest, kDigest);
+          }};
+}
+
 class Messages : public testing::TestWithParam<Wire (*)()> {
  protected:
   // Whether the bytes were a message; any exception but MalformedMessage fails the test.
@@ -163,7 +191,8 @@ TEST_P(Messages, AFewWrongBytesKeepTheRules) {
 
 std::string nameOf(const testing::TestParamInfo<Wire (*)()>& wire) { return wire.param().name; }
 
-INSTANTIATE_TEST_SUITE_P(All, Messages, testing::Values(subsetHeader, generatorMessage, delivery, verdict), nameOf);
+INSTANTIATE_TEST_SUITE_P(All, Messages, testing::Values(subsetHeader, generatorMessage, delivery, verdict, hopMessage),
+                         nameOf);
 
 TEST(Delivery, RulesOfItsMembers) {
   const auto parse = [](const AssignedGroup& group) { return parseDelivery(encodeDelivery(group), kWorld, kRank); };
@@ -192,6 +221,32 @@ TEST(SubsetHeader, AnErrorNamesTheSenderAndWhatCame) {
   header.rank = 1;
   EXPECT_THROW_MESSAGE(parseSubsetHeader(bytesOf(header), 2), MalformedMessage, "header from rank 2");
   EXPECT_THROW_MESSAGE(parseSubsetHeader(Bytes(39), 2), MalformedMessage, "39 bytes: expected 40");
+}
+
+TEST(HopMessage, EveryKindIsTakenAndItsRulesAreChecked) {
+  const auto parse = [](const HopMessage& message) {
+    return parseHopMessage(bytesOf(message), kRank, kModelBytes, kDigest);
+  };
+  for (const auto kind :
+       {HopMessage::kModel, HopMessage::kTokens, HopMessage::kAck, HopMessage::kPause, HopMessage::kLeave}) {
+    const HopMessage example = hopExample(kind);
+    const HopMessage parsed = parse(example);
+    EXPECT_EQ(parsed.kind, kind);
+    EXPECT_EQ(parsed.session, 2U);
+    EXPECT_EQ(parsed.tag, 41);
+    const auto broken = [&](auto change) {
+      HopMessage message = example;
+      change(message);
+      EXPECT_THROW_MESSAGE(parse(message), MalformedMessage, "message from rank 4");
+    };
+    broken([](HopMessage& message) { message.version = 2; });
+    broken([](HopMessage& message) { message.sender = 5; });
+    broken([](HopMessage& message) { message.count = message.count == 0 ? 1 : 0; });
+    broken([](HopMessage& message) { message.count = -1; });
+    broken([](HopMessage& message) { message.tag = -1; });
+    broken([](HopMessage& message) { message.bytes += 8; });
+    broken([](HopMessage& message) { message.digest ^= 1; });
+  }
 }
 
 }  // namespace

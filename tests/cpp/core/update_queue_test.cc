@@ -39,6 +39,57 @@ TEST(UpdateQueue, SlotsRotateAndDoNotOverlap) {
   EXPECT_EQ(*slots.rbegin(), 8);
 }
 
+TEST(UpdateQueue, NobodyWaitsForASenderThatHasLeft) {
+  UpdateQueue queue(threeSenders(2, 0, 0));
+  put(queue, 7, 0);
+  put(queue, 7, 1);
+  queue.leave(7);
+  queue.leave(7);
+  EXPECT_EQ(queue.required(), 3);  // of this iteration its model is there
+  put(queue, 2, 0);
+  put(queue, 5, 0);
+  EXPECT_EQ(queue.dequeue().size(), 3U);
+  queue.release();
+  EXPECT_EQ(queue.required(), 2);
+  queue.advance(1);
+  EXPECT_EQ(queue.required(), 3);
+  queue.advance(2);
+  EXPECT_EQ(queue.required(), 2);
+  put(queue, 2, 2);
+  EXPECT_FALSE(queue.ready());
+  put(queue, 5, 2);
+  const auto taken = queue.dequeue();
+  ASSERT_EQ(taken.size(), 2U);
+  EXPECT_DOUBLE_EQ(taken[0].weight, 0.5 / 0.75);
+  EXPECT_DOUBLE_EQ(taken[1].weight, 0.25 / 0.75);
+  queue.release();
+  ASSERT_EQ(queue.admit(5, 3), Admission::kStore);
+  EXPECT_THROW_MESSAGE(queue.leave(5), std::logic_error, "while its tag 3 is arriving");
+  EXPECT_THROW(queue.leave(3), std::out_of_range);
+}
+
+TEST(UpdateQueue, BackupAndStalenessWithSendersThatHaveLeft) {
+  UpdateQueue backup(threeSenders(1, 2, 0));
+  backup.leave(5);
+  backup.leave(7);
+  EXPECT_EQ(backup.required(), 1);  // never less: the own model
+  EXPECT_FALSE(backup.ready());
+  put(backup, 2, 0);
+  EXPECT_EQ(backup.dequeue().size(), 1U);
+
+  UpdateQueue stale(threeSenders(4, 0, 2));
+  put(stale, 7, 0);
+  stale.leave(7);
+  stale.advance(2);
+  put(stale, 2, 2);
+  put(stale, 5, 2);
+  EXPECT_EQ(stale.dequeue().size(), 3U);  // two iterations old
+  stale.release();
+  stale.advance(3);
+  EXPECT_EQ(stale.required(), 2);
+  EXPECT_EQ(stale.dequeue().size(), 2U);
+}
+
 TEST(UpdateQueue, StandardTakesTheTagOfAll) {
   UpdateQueue queue(threeSenders(1, 0, 0));
   put(queue, 2, 0);

@@ -1,5 +1,5 @@
-// sumInto and scaleInto against element-by-element references, for every type, odd sizes and unaligned starts; and the
-// two compilations of each loop (baseline, AVX2) against each other, bit for bit.
+// sumInto, scaleInto and weightedSum against element-by-element references, for every type, odd sizes and unaligned
+// starts; and the two compilations of each loop (baseline, AVX2) against each other, bit for bit.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -11,6 +11,7 @@
 
 #include "kernels/cpu/reduce.h"
 #include "kernels/cpu/scale.h"
+#include "kernels/cpu/weighted_sum.h"
 
 namespace torchext::cpu {
 namespace {
@@ -91,6 +92,44 @@ TYPED_TEST(ScaleInto, MultipliesElementByElementAndTouchesNothingElse) {
         const bool inside = i >= shift && i < shift + n;
         const TypeParam expected = inside ? E::store(E::load(source[i]) * scale) : before[i];
         ASSERT_TRUE(same_bits(scaled[i], expected)) << "n=" << n << " shift=" << shift << " i=" << i;
+      }
+    }
+  }
+}
+
+TYPED_TEST(ScaleInto, WeightedSumsAddInOrderAndTouchNothingElse) {
+  using E = Element<TypeParam>;
+  using Math = typename E::Math;
+  const std::vector<Math> all_weights{Math{0.25F}, Math{0.5F}, Math{-1}, Math{3}};
+  for (const std::size_t inputs : {1, 2, 4}) {
+    for (const std::size_t n : kSizes) {
+      for (const std::size_t shift : {0, 1, 3}) {
+        const auto before = make_many<TypeParam>(n + shift + 2, 5);
+        std::vector<std::vector<TypeParam>> sources;
+        std::vector<const TypeParam*> pointers;
+        for (std::size_t j = 0; j < inputs; ++j) {
+          sources.push_back(make_many<TypeParam>(n + shift, 10 + static_cast<unsigned>(j)));
+        }
+        auto summed = before;
+        for (std::size_t j = 0; j < inputs; ++j) {
+          // The last of several is the destination itself.
+          pointers.push_back((j > 0 && j + 1 == inputs ? summed.data() : sources[j].data()) + shift);
+        }
+        weightedSum<TypeParam>(summed.data() + shift, pointers, std::span(all_weights).first(inputs), n);
+        for (std::size_t i = 0; i < summed.size(); ++i) {
+          TypeParam expected = before[i];
+          if (i >= shift && i < shift + n) {
+            double sum = 0.0;
+            for (std::size_t j = 0; j < inputs; ++j) {
+              const auto& from = j > 0 && j + 1 == inputs ? before : sources[j];
+              sum += static_cast<double>(E::load(from[i])) * static_cast<double>(all_weights[j]);
+            }
+            expected = E::store(static_cast<Math>(sum));
+          }
+          ASSERT_NEAR(static_cast<double>(E::load(summed[i])), static_cast<double>(E::load(expected)),
+                      0.01 + 0.01 * std::abs(static_cast<double>(E::load(expected))))
+              << "n=" << n << " shift=" << shift << " i=" << i;
+        }
       }
     }
   }

@@ -1,0 +1,99 @@
+#include "ddp/hop_line.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/thread_name.h>
+
+#include "c10d/parse_message.h"
+
+namespace torchext {
+
+using core::HopMessage;
+
+HopLine::HopLine(AttachableBackend& group, HopLineOwner& owner, int peer, int tag)
+    : group_(group), owner_(owner), peer_(peer), tag_(tag), transport_(group.dataTransport()) {
+  receiver_ = std::thread([this] { run("tx_hop_recv", [this] { receiveAll(); }); });
+  sender_ = std::thread([this] { run("tx_hop_send", [this] { sendAll(); }); });
+}
+
+template <class Loop>
+void HopLine::run(const char* name, Loop loop) {
+  c10::setThreadName(name);
+  try {
+    loop();
+  } catch (...) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (stopped_) {
+        return;
+      }
+    }
+    owner_.failed(peer_, std::current_exception());
+  }
+}
+
+void HopLine::await(Wait which, const PointToPoint::WorkPtr& work, const char* what) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waiting_[which] = work;
+    if (stopped_) {
+      work->abort();
+    }
+  }
+  group_.waitPointToPoint(work, kNoTimeout, OpInfo{.name = what, .peer = peer_, .background = true});
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waiting_[which] = nullptr;
+}
+
+void HopLine::receiveAll() {
+  std::array<std::byte, sizeof(HopMessage)> bytes{};
+  while (true) {
+    // Gloo accepts a message that is too short: it must not be completed by the one before.
+    bytes.fill(std::byte{0});
+    await(kHeaderIn, transport_.recv(bytes.data(), bytes.size(), peer_, tag_), "hop message");
+    const HopMessage header =
+        parseMessage("hop", core::parseHopMessage, bytes, peer_, owner_.modelBytes(), owner_.digest());
+    if (header.kind == HopMessage::kModel) {
+      std::byte* to = owner_.destination(peer_, header);
+      if (to == nullptr) {
+        return;
+      }
+      await(kModelIn, transport_.recv(to, header.bytes, peer_, tag_ + 1), "hop model");
+    }
+    if (!owner_.received(peer_, header)) {
+      return;
+    }
+  }
+}
+
+void HopLine::sendAll() {
+  while (const auto out = owner_.next(peer_)) {
+    const auto header = transport_.send(&out->header, sizeof(out->header), peer_, tag_);
+    if (out->model != nullptr) {
+      const auto model = transport_.send(out->model, out->header.bytes, peer_, tag_ + 1);
+      await(kHeaderOut, header, "hop message");
+      await(kModelOut, model, "hop model");
+    } else {
+      await(kHeaderOut, header, "hop message");
+    }
+    owner_.sent(peer_, out->header);
+  }
+}
+
+void HopLine::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopped_ = true;
+    for (const auto& work : waiting_) {
+      if (work) {
+        work->abort();
+      }
+    }
+  }
+  for (std::thread* thread : {&receiver_, &sender_}) {
+    if (thread->joinable()) {
+      thread->join();
+    }
+  }
+}
+
+}  // namespace torchext

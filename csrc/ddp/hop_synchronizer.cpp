@@ -1,0 +1,273 @@
+#include "ddp/hop_synchronizer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include "c10d/promises.h"
+#include "ddp/attach_agreement.h"
+
+namespace torchext {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double milliseconds(Clock::time_point since) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
+}
+
+std::string textOf(const core::CommunicationGraph& graph) {
+  std::string text;
+  for (int rank = 0; rank < graph.size(); ++rank) {
+    text +=
+        c10::str(rank, ":", c10::Join(",", graph.inNeighbours(rank)), "=", c10::Join(",", graph.inWeights(rank)), ";");
+  }
+  return text;
+}
+
+AgreementFields agreementFields(const ProcessGroupHop::Options& options, const core::CommunicationGraph& graph) {
+  return {
+      {"the graph of HopOptions (hash)", agreementHash(textOf(graph))},
+      {"HopOptions.order (hash)", agreementHash(options.order)},
+      {"HopOptions.notify_ack", options.notify_ack ? 1 : 0},
+      {"HopOptions.max_iteration_gap", options.max_iteration_gap},
+      {"HopOptions.backup_workers", options.backup_workers},
+      {"HopOptions.staleness", options.staleness},
+      {"HopOptions.max_jump", options.max_jump},
+      {"HopOptions.jump_trigger", options.jump_trigger},
+  };
+}
+
+std::uint64_t digestOf(const std::vector<at::Tensor>& tensors) {
+  std::string text;
+  for (const at::Tensor& tensor : tensors) {
+    text += c10::str(tensor.sizes(), c10::toString(tensor.scalar_type()), ";");
+  }
+  return static_cast<std::uint64_t>(agreementHash(text));
+}
+
+}  // namespace
+
+HopSynchronizer::HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, const std::vector<at::Tensor>& parameters,
+                                 const std::vector<at::Tensor>& buffers)
+    : group_(std::move(group)),
+      graph_(group_->hopOptions().graphFor(group_->getSize())),
+      mode_(group_->hopOptions().mode()),
+      serial_(group_->hopOptions().order == "serial"),
+      model_(parameters, buffers),
+      tensors_(parameters, buffers),
+      replica_average_(*group_, model_.parameters(), model_.buffers()) {
+  const int channel = group_->nextChannel();
+  agreeOnAttach(*group_, parameters, buffers, agreementFields(group_->hopOptions(), graph_));
+  if (group_->getSize() > 1) {
+    mailbox_ = std::make_unique<HopMailbox>(group_, HopSetup{.graph = graph_,
+                                                             .mode = mode_,
+                                                             .model_bytes = model_.bytes(),
+                                                             .digest = digestOf(tensors_.tensors()),
+                                                             .channel = channel});
+  }
+  shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
+}
+
+HopSynchronizer::~HopSynchronizer() { HopSynchronizer::leave(std::chrono::seconds(2)); }
+
+// ---- An iteration ----
+
+void HopSynchronizer::publish(bool send) {
+  tensors_.check("hop");
+  std::byte* block = mailbox_->ownBlock(tag_);
+  const auto start = Clock::now();
+  model_.pack(block);
+  stats_.copy_ms += milliseconds(start);
+  mailbox_->publish(tag_, send);
+  own_block_ = block;
+}
+
+void HopSynchronizer::average(bool buffers_changed) {
+  const auto inputs = mailbox_->take();
+  {
+    RECORD_FUNCTION("torchext::hop::average", std::vector<c10::IValue>{});
+    const auto start = Clock::now();
+    model_.assign(inputs, buffers_changed ? own_block_ : nullptr);
+    stats_.copy_ms += milliseconds(start);
+  }
+  mailbox_->release();
+  own_block_ = nullptr;
+}
+
+void HopSynchronizer::beforeStep() {
+  waitAll();
+  if (!mailbox_ || serial_ || averaged_) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  if (own_block_ == nullptr) {
+    publish(true);
+  }
+  average(true);
+  averaged_ = true;
+}
+
+void HopSynchronizer::afterStep() {
+  const at::NoGradGuard no_grad;
+  if (mailbox_ && !serial_ && !averaged_) {
+    beforeStep();  // a step without its pre-hook
+  }
+  waitAll();  // serial: a closure that steps twice
+  ++iteration_;
+  ++stats_.steps;
+  if (!mailbox_) {
+    return;
+  }
+  if (serial_) {
+    publish(true);
+    exchanging_ = true;
+  } else {
+    averaged_ = false;
+    moveOn();
+    publish(true);
+  }
+}
+
+// Serial: the exchange that the last step began.
+void HopSynchronizer::finishIteration() {
+  const at::NoGradGuard no_grad;
+  average(false);
+  exchanging_ = false;
+  moveOn();
+}
+
+// To the next iteration, over some others if this worker is late.
+void HopSynchronizer::moveOn() {
+  const int jump = mode_.skips() ? core::plannedJump(mode_, mailbox_->lag()) : 1;
+  if (jump > 1) {
+    RECORD_FUNCTION("torchext::hop::skip", std::vector<c10::IValue>{});
+    tag_ += jump - 1;
+    iteration_ += jump - 1;
+    stats_.skipped += jump - 1;
+    mailbox_->enter(tag_);
+    publish(false);  // all who would receive it have passed
+    average(false);
+  }
+  mailbox_->enter(++tag_);
+}
+
+void HopSynchronizer::waitTensors(const std::vector<std::int64_t>& /*tensors*/) { waitAll(); }
+
+void HopSynchronizer::waitAll() {
+  if (mailbox_) {
+    mailbox_->checkUsable();
+    if (exchanging_) {
+      finishIteration();
+    }
+  }
+}
+
+// ---- Where all workers meet ----
+
+void HopSynchronizer::drainAll() {
+  TORCH_CHECK(!detached_, "hop: this synchronizer has been detached");
+  Promises::keepAll();
+  waitAll();
+  if (mailbox_) {
+    mailbox_->drain(false);
+  }
+  tag_ = 0;
+  own_block_ = nullptr;
+  averaged_ = false;
+}
+
+void HopSynchronizer::synchronize() {
+  const at::NoGradGuard no_grad;
+  drainAll();
+  stats_.consensus_distance = replica_average_.form();
+}
+
+void HopSynchronizer::enterAverage() {
+  replica_average_.checkNotEntered();
+  const at::NoGradGuard no_grad;
+  drainAll();
+  stats_.consensus_distance = replica_average_.enter();
+}
+
+void HopSynchronizer::leaveAverage() { replica_average_.leave(); }
+
+// ---- The end ----
+
+void HopSynchronizer::detach() {
+  if (detached_) {
+    return;
+  }
+  Promises::keepAll();
+  waitAll();
+  if (mailbox_) {
+    mailbox_->drain(true);
+  }
+  leave(std::chrono::milliseconds(0));
+}
+
+void HopSynchronizer::leave(std::chrono::milliseconds limit) {
+  group_->removeShutdownCallback(std::exchange(shutdown_callback_, 0));
+  const bool orderly = !std::exchange(detached_, true) && limit.count() > 0;
+  if (!mailbox_) {
+    return;
+  }
+  if (orderly) {
+    try {
+      if (!mailbox_->drain(true, limit)) {
+        LOG(WARNING) << "hop [rank " << group_->getRank() << "]: leaving while other workers still train; call "
+                     << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
+        group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
+      }
+    } catch (const std::exception& error) {
+      LOG(INFO) << "hop: left without the others: " << error.what();
+    }
+  }
+  mailbox_->stop();
+  last_stats_ = mailbox_->stats();
+  mailbox_ = nullptr;
+}
+
+// ---- Figures ----
+
+HopStats HopSynchronizer::hopStats() const {
+  HopStats result = mailbox_ ? mailbox_->stats() : last_stats_;
+  result.steps = stats_.steps;
+  result.skipped = stats_.skipped;
+  result.copy_ms = stats_.copy_ms;
+  result.consensus_distance = stats_.consensus_distance;
+  return result;
+}
+
+AveragingStats HopSynchronizer::stats() const {
+  const HopStats all = hopStats();
+  AveragingStats result;
+  result.steps = all.steps;
+  result.averages = all.averages;
+  result.group_sizes = all.group_sizes;
+  result.exposed_ms = all.model_wait_ms + all.token_wait_ms + all.send_wait_ms;
+  result.peer_wait_ms = all.model_wait_ms;
+  result.copy_ms = all.copy_ms;
+  result.bytes_sent = all.bytes_sent;
+  result.bucket_bytes = all.slot_bytes;
+  result.iteration_gap = all.gaps.empty() ? 0 : std::max<std::int64_t>(0, -all.gaps.begin()->first);
+  result.consensus_distance = all.consensus_distance;
+  return result;
+}
+
+int HopSynchronizer::gapBound() const {
+  const auto from_here = graph_.pathLengthsFrom(group_->getRank());
+  int bound = 0;
+  for (const int neighbour : graph_.inNeighbours(group_->getRank())) {
+    if (neighbour != group_->getRank()) {
+      bound = std::max(bound, core::iterationGapBound(mode_, 1, from_here[core::index(neighbour)]));
+    }
+  }
+  return bound;
+}
+
+}  // namespace torchext

@@ -1,0 +1,137 @@
+// Bindings of the "hop" backend: options, process group, synchronizer. No logic; every call that may block releases
+// the GIL.
+#include "python/bind_c10d.h"
+#include "python/bind_synchronizer.h"
+
+#include <optional>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include "c10d/process_group_hop.h"
+#include "ddp/hop_synchronizer.h"
+#include "ddp/local_gradient_hook.h"
+
+namespace torchext {
+namespace {
+
+using Options = ProcessGroupHop::Options;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using Neighbours = std::vector<std::vector<int>>;
+using Weights = std::vector<std::vector<double>>;
+
+std::string graphOf(const Options& o) {
+  if (!o.weights.empty()) {
+    return c10::str("weights of ", o.weights.size(), " ranks");
+  }
+  return o.neighbours.empty() ? c10::str("'", o.graph, "'") : c10::str("neighbours of ", o.neighbours.size(), " ranks");
+}
+
+std::string describe(const Options& o) {
+  return c10::str("HopOptions(graph=", graphOf(o), ", order='", o.order,
+                  "', notify_ack=", o.notify_ack ? "True" : "False", ", max_iteration_gap=", o.max_iteration_gap,
+                  ", backup_workers=", o.backup_workers, ", staleness=", o.staleness, ", max_jump=", o.max_jump,
+                  ", jump_trigger=", o.jump_trigger, ", timeout=", std::chrono::duration<double>(o.timeout).count(),
+                  "s)");
+}
+
+c10::intrusive_ptr<Options> makeOptions(std::string graph, std::optional<Neighbours> neighbours,
+                                        std::optional<Weights> weights, std::string order, bool notify_ack,
+                                        std::int64_t max_iteration_gap, std::int64_t backup_workers,
+                                        std::int64_t staleness, std::int64_t max_jump, std::int64_t jump_trigger,
+                                        std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(!neighbours || !neighbours->empty(), "HopOptions.neighbours must have a list a rank, got []");
+  TORCH_CHECK_VALUE(!weights || !weights->empty(), "HopOptions.weights must have a row a rank, got []");
+  auto options = c10::make_intrusive<Options>(timeout);
+  options->graph = std::move(graph);
+  options->neighbours = std::move(neighbours).value_or(Neighbours{});
+  options->weights = std::move(weights).value_or(Weights{});
+  options->order = std::move(order);
+  options->notify_ack = notify_ack;
+  options->max_iteration_gap = max_iteration_gap;
+  options->backup_workers = backup_workers;
+  options->staleness = staleness;
+  options->max_jump = max_jump;
+  options->jump_trigger = jump_trigger;
+  options->validate();
+  return options;
+}
+
+template <class Value>
+std::optional<Value> unlessEmpty(const Value& value) {
+  return value.empty() ? std::nullopt : std::optional<Value>(value);
+}
+
+std::shared_ptr<HopSynchronizer> attachHop(const c10::intrusive_ptr<ProcessGroupHop>& group, c10d::Reducer& reducer,
+                                           const std::vector<at::Tensor>& parameters,
+                                           const std::vector<at::Tensor>& buffers) {
+  std::shared_ptr<HopSynchronizer> synchronizer(new HopSynchronizer(group, parameters, buffers), DeleteWithoutGil());
+  reducer.register_comm_hook(std::make_unique<LocalGradientHook>(synchronizer));
+  return synchronizer;
+}
+
+py::dict toDict(const HopSynchronizer& synchronizer) {
+  const HopStats stats = synchronizer.hopStats();
+  py::dict result;
+  result["steps"] = stats.steps;
+  result["iteration"] = synchronizer.steps();
+  result["skipped"] = stats.skipped;
+  result["averages"] = stats.averages;
+  result["group_sizes"] = py::cast(stats.group_sizes);
+  result["gaps"] = py::cast(stats.gaps);
+  result["gap_bound"] = synchronizer.gapBound();
+  result["ages"] = py::cast(stats.ages);
+  result["tokens"] = py::cast(stats.tokens);
+  result["too_late"] = stats.too_late;
+  result["not_sent"] = stats.not_sent;
+  result["waits"] = stats.waits;
+  result["exposed_ms"] = stats.model_wait_ms + stats.token_wait_ms + stats.send_wait_ms;
+  result["model_wait_ms"] = stats.model_wait_ms;
+  result["token_wait_ms"] = stats.token_wait_ms;
+  result["send_wait_ms"] = stats.send_wait_ms;
+  result["copy_ms"] = stats.copy_ms;
+  result["bytes_sent"] = stats.bytes_sent;
+  result["slot_bytes"] = stats.slot_bytes;
+  result["consensus_distance"] = stats.consensus_distance;
+  return result;
+}
+
+}  // namespace
+
+void bindHop(py::module_& module) {
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "HopOptions")
+      .def(py::init(&makeOptions), py::kw_only(), py::arg("graph") = "ring-based", py::arg("neighbours") = std::nullopt,
+           py::arg("weights") = std::nullopt, py::arg("order") = "parallel", py::arg("notify_ack") = false,
+           py::arg("max_iteration_gap") = 0, py::arg("backup_workers") = 0, py::arg("staleness") = 0,
+           py::arg("max_jump") = 0, py::arg("jump_trigger") = 1,
+           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+      .def_readonly("graph", &Options::graph)
+      .def_property_readonly("neighbours", [](const Options& o) { return unlessEmpty(o.neighbours); })
+      .def_property_readonly("weights", [](const Options& o) { return unlessEmpty(o.weights); })
+      .def_readonly("order", &Options::order)
+      .def_readonly("notify_ack", &Options::notify_ack)
+      .def_readonly("max_iteration_gap", &Options::max_iteration_gap)
+      .def_readonly("backup_workers", &Options::backup_workers)
+      .def_readonly("staleness", &Options::staleness)
+      .def_readonly("max_jump", &Options::max_jump)
+      .def_readonly("jump_trigger", &Options::jump_trigger)
+      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
+      .def("__repr__", &describe);
+
+  py::class_<ProcessGroupHop, AttachableBackend, c10::intrusive_ptr<ProcessGroupHop>>(module, "ProcessGroupHop")
+      .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {
+             return c10::make_intrusive<ProcessGroupHop>(rank, size, inner, options);
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), NoGil());
+
+  py::class_<HopSynchronizer, AveragingSynchronizer, std::shared_ptr<HopSynchronizer>>(module, "HopSynchronizer")
+      .def("stats", &toDict);
+
+  module.def("attach_hop", &attachHop, py::arg("group"), py::arg("reducer"), py::arg("parameters"), py::arg("buffers"),
+             NoGil());
+}
+
+}  // namespace torchext
