@@ -48,7 +48,8 @@ sanitize: deps  ## the multi-process tests of attached models with the thread sa
 	@bash tools/sanitize.sh thread "$(DEPS)/bin/python" tests/distributed/test_partial_all_reduce.py \
 	  tests/distributed/test_attach.py tests/distributed/test_attach_exact.py tests/distributed/test_attach_features.py \
 	  tests/distributed/test_lifecycle.py tests/distributed/test_dear_exact.py \
-	  tests/distributed/test_dear_features.py tests/distributed/test_dear_errors.py
+	  tests/distributed/test_dear_features.py tests/distributed/test_dear_errors.py \
+	  tests/distributed/test_dssync.py tests/distributed/test_hop.py tests/distributed/test_hop_errors.py
 
 install: deps
 	@bash tools/install.sh "$(DEPS)" "$(VENV)"

@@ -21,7 +21,13 @@ from processes import installed, require_averages, run, torchrun
 
 TRAINING_SCRIPT = Path(__file__).with_name("train_digits.py")
 BACKENDS = ["gloo", "prague"]
-COLOURS = {"gloo": "tab:grey", "prague": "tab:blue"}
+COLOURS = {
+    "gloo": "tab:grey",
+    "prague": "tab:blue",
+    "dear": "tab:orange",
+    "dssync": "tab:green",
+    "hop": "tab:red",
+}
 
 
 def check_requirements(backends: list[str]) -> None:
