@@ -105,13 +105,23 @@ class Run:
         beyond = max(0.0, limit - float(lowest), float(highest) - 1e-3 * limit)
         return max(apart, beyond) / abs(limit)
 
-    def mixed(self) -> bool:
-        """Tells whether any replica has taken in something of another: without that, there is nothing to time."""
+    def taken_in(self) -> float:
+        """Returns how far this replica is from where its own gradients alone take it, relative to that way.
+
+        No collective: under hop workers that skip are not in one iteration, and those that wait for their models must
+        not wait in a collective of somebody else.
+        """
         self.training.settle()  # an average may still be under way; the next forward would have waited for it
         alone = -_LEARNING_RATE * self.steps * (self.rank.rank + 1) / self.rank.world_size
-        seen = torch.tensor([self._farthest(alone) / abs(alone)], dtype=torch.float64)
+        return self._farthest(alone) / abs(alone)
+
+    def check(self) -> float:
+        """Returns :meth:`error`, or infinity where no replica has taken in anything of another."""
+        taken_in = self.taken_in()
+        error = self.error()
+        seen = torch.tensor([taken_in], dtype=torch.float64)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-        return seen.item() > _TOLERANCE
+        return error if seen.item() > _TOLERANCE else float("inf")
 
     def _farthest(self, value: float) -> float:
         return max(float((weight.double() - value).abs().max()) for weight in self.training.parameters())
@@ -152,8 +162,7 @@ def run_window(
         run = Run(rank, contender, workload, stragglers)
         for _ in range(check_steps):  # a tuner would learn from steps that are not like those to come
             run.step(1.0 if contender.tunes else _CHECK_SPEED)
-        mixed = run.mixed()
-        checks.confirm(contender.name, run.error() if mixed else float("inf"), _TOLERANCE)
+        checks.confirm(contender.name, run.check(), _TOLERANCE)
         if tuning_s and contender.tunes:
             completions = [rank.board.barrier()]
             _train_until(run, completions[0] + tuning_s, completions, early=run.training.decided)
