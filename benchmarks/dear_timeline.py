@@ -46,7 +46,7 @@ def record(which: Contender, rank: Rank, checks: Checks, *, warmup: int) -> dict
         run.module.annotate()
         for _ in range(CHECK_STEPS):
             run.step()
-        checks.confirm(which.name, run.error() if run.mixed() else float("inf"), TOLERANCE)
+        checks.confirm(which.name, run.check(), TOLERANCE)
         for _ in range(warmup):
             run.step()
         checks.require(which.name)
