@@ -32,7 +32,6 @@ def _bars(axes: Any, names: Sequence[str], series: dict[str, list[Spread | None]
             axes.plot([x] * len(spread.values), spread.values, ".", color=colour, markersize=4)
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize="small")
 
 
 def title(report: Report) -> str:
@@ -72,6 +71,9 @@ def draw(report: Report, path: Path, *, log_scale: bool = False, extra: Callable
                 panels[1].hlines(case.target, x - 0.45, x + 0.45, colors="red", linestyles="dashed")
     if extra is not None:
         extra(panels[-1])
+    # Below the bars, not over them; colours are the same in both panels.
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
     figure.suptitle(title(report), fontsize="small")
     figure.savefig(path, dpi=110)
 
