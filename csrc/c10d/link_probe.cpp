@@ -144,6 +144,7 @@ core::RackMap measureRacks(AttachableBackend& group, const std::vector<int>& hos
     map.host_bandwidth = std::max(map.host_bandwidth, best(pairs[host]));
   }
   std::vector<int> of_racks;
+  of_racks.reserve(racks);
   for (const std::size_t host : fastest) {
     of_racks.push_back(first_of_host[host]);
   }

@@ -16,6 +16,7 @@ template <class Key>
 std::vector<int> dense(const std::vector<Key>& keys) {
   std::map<Key, int> number;
   std::vector<int> result;
+  result.reserve(keys.size());
   for (const Key& key : keys) {
     result.push_back(number.emplace(key, static_cast<int>(number.size())).first->second);
   }
@@ -53,6 +54,7 @@ RackMap rackMapOf(const std::vector<int>& host_of, const std::vector<std::int64_
     throwInvalid("size of racks", racks.size(), concat("the number of ranks = ", host_of.size()));
   }
   std::vector<std::pair<int, std::int64_t>> places;
+  places.reserve(racks.size());
   for (std::size_t rank = 0; rank < racks.size(); ++rank) {
     places.emplace_back(host_of[rank], racks[rank]);
   }
