@@ -24,6 +24,13 @@ def hop(timeout: float = 30.0, **options: Any) -> dist.ProcessGroup:
 
 def out_neighbours(graph: str, size: int) -> list[set[int]]:
     """Whom each rank sends to in a built-in graph, itself included; written down again from the paper."""
+    if graph == "double-ring":  # two ring-based graphs, joined rank by rank
+        half = size // 2
+        one = out_neighbours("ring-based", half)
+        return [
+            {rank, (rank + half) % size, *(place + rank // half * half for place in one[rank % half])}
+            for rank in range(size)
+        ]
     steps = {
         "ring": [1, -1],
         "ring-based": [1, -1, size // 2],

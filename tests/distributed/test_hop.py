@@ -29,7 +29,9 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def body_exact(rank: Rank) -> bool:
     rank.init("hop")
-    for graph in ("ring", "ring-based", "exponential", "full"):
+    for graph in ("ring", "ring-based", "exponential", "full", "double-ring"):
+        if graph == "double-ring" and rank.size % 2:
+            continue  # refused: test_hop_errors.py
         weights = uniform(out_neighbours(graph, rank.size))
         for order in ORDERS:
             trainer = Trainer(rank, graph=graph, order=order)
