@@ -216,7 +216,11 @@ def train(args: argparse.Namespace) -> float:
             accuracy = evaluate(model.module, test_set)
             weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
         mean_loss = loss_sum.item() / len(loader) / world_size
-        log["epochs"].append({"loss": mean_loss, "accuracy": accuracy, "seconds": seconds})
+        # How far apart the replicas were; plain DDP and dear hold one and the same model everywhere.
+        distance = sync.stats().get("consensus_distance") if sync else None
+        log["epochs"].append(
+            {"loss": mean_loss, "accuracy": accuracy, "seconds": seconds, "consensus_distance": distance}
+        )
         if rank == 0:
             print(
                 f"{args.backend}  epoch {epoch + 1:3}/{args.epochs}  loss {mean_loss:.4f}"

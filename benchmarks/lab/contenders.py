@@ -263,7 +263,7 @@ def contender(text: str, **options: Any) -> Contender:
     if variant:
         first, _, second = variant.partition("/")
         if way in _VARIANT:
-            options = {**options, _VARIANT[way]: first, "order": second or "atc"}
+            options = {**options, _VARIANT[way]: first, "order": second or "cta"}
         elif way == "hop":
             options = {**options, **_settings(text, variant)}
         else:

@@ -44,10 +44,12 @@ def equal_samples(
         deadline_s: Of a run.
 
     Returns:
-        ``accuracies`` of the exact average of all replicas, by variant and seed, with ``workers``, ``epochs`` and
-        ``samples``.
+        ``accuracies`` of the exact average of all replicas, by variant and seed; ``consensus_distances``, by variant,
+        seed and epoch, ``||x - mean|| / ||mean||`` of rank 0's replica (None where all hold one model); with
+        ``workers``, ``epochs`` and ``samples``.
     """
     accuracies: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    distances: dict[str, list[list[float | None]]] = {variant.name: [] for variant in variants}
     samples: set[int] = set()
     with tempfile.TemporaryDirectory() as folder:
         log_file, output_file = Path(folder) / "log.json", Path(folder) / "output.txt"
@@ -64,11 +66,18 @@ def equal_samples(
                 log = json.loads(log_file.read_text())
                 require_averages(log["stats"])
                 accuracies[variant.name].append(log["accuracy"])
+                distances[variant.name].append([epoch["consensus_distance"] for epoch in log["epochs"]])
                 samples.add(log["steps"][-1]["samples"])
                 print(f"equal samples  {variant.name:<32} seed {seed}  accuracy {log['accuracy']:.2%}", flush=True)
     if len(samples) != 1:
         raise SystemExit(f"the runs did not see the same number of samples: {sorted(samples)}")
-    return {"workers": workers, "epochs": epochs, "samples": samples.pop(), "accuracies": accuracies}
+    return {
+        "workers": workers,
+        "epochs": epochs,
+        "samples": samples.pop(),
+        "accuracies": accuracies,
+        "consensus_distances": distances,
+    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -29,7 +29,7 @@ class ProcessGroupDSSync : public AttachableBackend {
 
     std::int64_t group_size = 0;      // members a group aims for, 2..world size; 0: chosen by world size
     std::string schedule = "grid";    // grid | random | topology (core/shuffle_schedule.h)
-    std::string order = "atc";        // "atc": local step, then average; "cta": average while computing, then step
+    std::string order = "cta";        // "cta": average while computing, then step; "atc": local step, then average
     std::int64_t sync_period = 1;     // average after every n-th optimizer step, >= 1
     std::int64_t seed = 0;            // of "random"; the same on all ranks
     std::vector<std::int64_t> racks;  // "topology": the rack of each rank, any numbers; empty: measured when attaching

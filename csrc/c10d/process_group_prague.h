@@ -3,7 +3,7 @@
 //
 // Every ordinary collective is DelegatingBackend's: exact, over all ranks. What Prague adds is P-Reduce,
 // partialAllReduce(): an average over the members named in the call. Models are trained with it through
-// torchext.attach(), see csrc/ddp/prague_synchronizer.h.
+// torchext.attach(), see csrc/ddp/prague_training.h.
 //
 // Threads: partialAllReduce() checks its arguments on the caller's thread, then runs on one thread of this object, in
 // call order. Started on first use.
@@ -32,7 +32,7 @@ class ProcessGroupPrague : public AttachableBackend {
 
     std::int64_t group_size = 0;           // members of a group, 2..world size; 0: chosen by world size
     std::string generator = "smart";       // random | division | inter-intra | smart | static | ready-set
-    std::string order = "atc";             // "atc": local step, then average; "cta": average while computing, then step
+    std::string order = "cta";             // "cta": average while computing, then step; "atc": local step, then average
     std::int64_t slowdown_threshold = -1;  // iterations behind from which a worker is left out; 0: never; -1: default
     std::int64_t sync_period = 1;          // average after every n-th optimizer step, >= 1
     std::int64_t sync_every = -1;          // every n-th division is one of all workers; 0: never; -1: default

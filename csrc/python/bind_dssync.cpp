@@ -63,7 +63,7 @@ py::object topology(const ProcessGroupDSSync& group) {
 void bindDSSync(py::module_& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "DSSyncOptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("group_size") = 0, py::arg("schedule") = "grid",
-           py::arg("order") = "atc", py::arg("sync_period") = 1, py::arg("seed") = 0,
+           py::arg("order") = "cta", py::arg("sync_period") = 1, py::arg("seed") = 0,
            py::arg("racks") = std::vector<std::int64_t>(), py::arg("host_bandwidth") = 0.0,
            py::arg("uplink_bandwidth") = 0.0, py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("group_size", &Options::group_size)

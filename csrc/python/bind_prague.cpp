@@ -44,7 +44,7 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
 void bindPrague(py::module_& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "PragueOptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("group_size") = 0, py::arg("generator") = "smart",
-           py::arg("order") = "atc", py::arg("slowdown_threshold") = -1, py::arg("sync_period") = 1,
+           py::arg("order") = "cta", py::arg("slowdown_threshold") = -1, py::arg("sync_period") = 1,
            py::arg("sync_every") = -1, py::arg("seed") = 0,
            py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("group_size", &Options::group_size)

@@ -50,14 +50,14 @@ def body_training(rank: Rank, backend: str, options: dict[str, Any], timeout: fl
 @pytest.mark.parametrize(
     ("victim", "backend", "options"),
     [
-        (2, "prague", {}),
+        (2, "prague", {"order": "atc"}),
         (0, "prague", {}),  # it hosts the generator
-        (3, "prague", {"order": "cta"}),
+        (3, "prague", {}),
         (1, "prague", {"generator": "static"}),
-        (0, "prague", {"generator": "ready-set", "order": "cta"}),
+        (0, "prague", {"generator": "ready-set", "order": "atc"}),
         (0, "prague", {"generator": "random"}),
-        (1, "dssync", {}),
-        (0, "dssync", {"schedule": "random", "order": "cta"}),
+        (1, "dssync", {"order": "atc"}),
+        (0, "dssync", {"schedule": "random"}),
         (3, "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),
     ],
     ids=str,
@@ -82,7 +82,7 @@ def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any])
 
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [("prague", {"generator": "static"}), ("prague", {"order": "cta"}), ("dssync", {})],
+    [("prague", {"generator": "static", "order": "atc"}), ("prague", {}), ("dssync", {})],
     ids=str,
 )
 def test_sigstop_in_training_honours_the_timeout(backend: str, options: dict[str, Any]) -> None:

@@ -216,7 +216,7 @@ def check_other_models(rank: Rank) -> None:
 def check_several_models(rank: Rank) -> None:
     """Three models of one loop, two of them in one group: workers wait for different models of each other."""
     for generator in ("static", "smart", "random"):
-        models = [Trainer(rank, generator=generator), Trainer(rank, generator=generator, order="cta")]
+        models = [Trainer(rank, generator=generator, order="atc"), Trainer(rank, generator=generator)]
         models.append(Trainer(rank, group=models[0].group))
         for step in range(30):
             # Not in the same order everywhere: nothing orders the models of a process, once DDP has made its own

@@ -197,9 +197,8 @@ def body_schedules(rank: Rank) -> bool:
         equal_everywhere(trainer.module)
         trainer.sync.detach()
     # 1 / 0.2: five rounds inside the racks, then one of all four ranks.
-    trainer = Trainer(
-        rank, backend="dssync", schedule="topology", racks=racks, host_bandwidth=1.0, uplink_bandwidth=0.2
-    )
+    options = {"schedule": "topology", "racks": racks, "host_bandwidth": 1.0, "uplink_bandwidth": 0.2}
+    trainer = Trainer(rank, backend="dssync", order="atc", **options)
     assert torchext.backend_of(trainer.group).topology == {
         "racks": racks,
         "host_bandwidth": 1.0,
@@ -228,13 +227,13 @@ def test_every_schedule_trains() -> None:
 def body_resume(rank: Rank) -> bool:
     rank.init("dssync")
     expected = Replicas(4, "atc")
-    worker = Worker(rank, new_group("dssync"))
+    worker = Worker(rank, new_group("dssync", order="atc"))
     for _ in range(7):
         worker.step()
     saved = copy.deepcopy((worker.module.state_dict(), worker.optimizer.state_dict(), worker.sync.state_dict()))
     assert saved[2] == {"version": 1, "steps": 7}
     worker.sync.detach()
-    resumed = Worker(rank, new_group("dssync"))
+    resumed = Worker(rank, new_group("dssync", order="atc"))
     resumed.module.load_state_dict(saved[0])
     resumed.optimizer.load_state_dict(saved[1])
     resumed.sync.load_state_dict(saved[2])

@@ -39,7 +39,7 @@ def test_contenders_over_gloo(text: str, name: str, way: type[contenders.Trainin
 
 def test_contenders_of_torchext() -> None:
     prague = contenders.contender("prague:smart", group_size=3)
-    assert prague.options == {"group_size": 3, "generator": "smart", "order": "atc"}
+    assert prague.options == {"group_size": 3, "generator": "smart", "order": "cta"}
     assert not prague.lockstep
     auto = contenders.contender("dear:sharded", allreduce_fallback=False)
     assert auto.options == {"form": "sharded", "bucket_mb": "auto", "allreduce_fallback": False}
