@@ -54,8 +54,12 @@ def arguments() -> argparse.Namespace:
 
 def median_distances(of_seeds: list[list[float | None]]) -> list[float]:
     """Returns the median over the seeds for each epoch; empty where all workers hold one model."""
-    epochs = zip(*of_seeds, strict=True)
-    return [statistics.median(float(value) for value in epoch if value is not None) for epoch in epochs if all(epoch)]
+    medians = []
+    for epoch in zip(*of_seeds, strict=True):
+        values = [value for value in epoch if value is not None]
+        if values:
+            medians.append(statistics.median(values))
+    return medians
 
 
 def summary(accuracies: dict[str, list[float]], distances: dict[str, list[list[float | None]]]) -> dict[str, Any]:

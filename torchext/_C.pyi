@@ -1,6 +1,6 @@
 """Types of torchext._C; tests/packaging/test_stub.py compares them with the module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +58,7 @@ class DeAROptions(Backend.Options):
         form: str = "sharded",
         bucket_mb: float | str = "auto",
         allreduce_fallback: bool = True,
+        transport: str = "auto",
         timeout: timedelta = ...,
     ) -> None: ...
     def __copy__(self) -> DeAROptions: ...
@@ -67,6 +68,8 @@ class DeAROptions(Backend.Options):
     def bucket_mb(self) -> float | str: ...
     @property
     def allreduce_fallback(self) -> bool: ...
+    @property
+    def transport(self) -> str: ...
 
 class ProcessGroupDear(AttachableBackend):
     def __init__(self, rank: int, size: int, inner: InnerBackends, options: DeAROptions) -> None: ...
@@ -205,6 +208,7 @@ def attach_dear(
     names: Sequence[str],
     unused_allowed: bool,
     bucket_mb: float | None = None,
+    make_lane: Callable[[], ProcessGroupDear] | None = None,
 ) -> DearSynchronizer: ...
 def attach_dssync(
     group: ProcessGroupDSSync,

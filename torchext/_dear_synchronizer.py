@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,45 @@ from torchext import _C
 from torchext._dear_optimizer import DearOptimizer
 from torchext._deferred_step import DeferredStep
 from torchext._forward_waits import FlushedMethod
+from torchext.backends import backend_of
 from torchext.synchronizer import Synchronizer
 
-__all__ = ["DearSynchronizer"]
+__all__ = ["DearSynchronizer", "Lane"]
+
+
+class Lane:
+    """A group of the same ranks as a model's, for the collectives of its exchange thread and nothing else.
+
+    Their order among the user's own collectives would not be the same on all ranks; NCCL needs one order in a
+    communicator.
+    """
+
+    def __init__(self, beside: dist.ProcessGroup) -> None:
+        self._beside = beside
+        self._group: dist.ProcessGroup | None = None
+
+    def make(self) -> _C.ProcessGroupDear:
+        """Makes it; collective among its ranks only."""
+        options = backend_of(self._beside).options
+        group = dist.new_group(
+            dist.get_process_group_ranks(self._beside),
+            timeout=options._timeout,
+            backend="dear",
+            use_local_synchronization=True,
+            group_desc="torchext_dear_lane",
+        )
+        assert isinstance(group, dist.ProcessGroup)  # its ranks are those that call this
+        self._group = group
+        lane = backend_of(group)
+        assert isinstance(lane, _C.ProcessGroupDear)
+        return lane
+
+    def close(self) -> None:
+        """Ends it, unless all groups have been destroyed already. Safe twice."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # the group is not known any more
+                dist.destroy_process_group(group)
 
 
 class DearSynchronizer(Synchronizer):
@@ -39,8 +76,10 @@ class DearSynchronizer(Synchronizer):
         ddp: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
+        lane: Lane | None = None,
     ) -> None:
         super().__init__(core, ddp, optimizer, parameters)
+        self._lane = lane
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         self._held = DearOptimizer(core, optimizer, parameters, ddp.process_group)
         self._deferred: DeferredStep | None = None
@@ -103,8 +142,8 @@ class DearSynchronizer(Synchronizer):
         ``mode`` is ``"dear"`` or ``"allreduce"`` (plain DDP), ``decided`` whether it stays so. ``exposed_rs_ms`` and
         ``exposed_ag_ms`` are what training waited for reduce-scatters and all-gathers, ``rs_ms`` and ``ag_ms`` how long
         these took. ``bucket_mb`` is the limit of a bucket, ``buckets`` the bytes of each in the order of the backward
-        pass, ``staging_bytes`` their memory, ``tuner`` the trials (on rank 0), ``allreduce_step_ms`` a step of plain
-        DDP when it was measured.
+        pass, ``staging_bytes`` their memory, ``tuner`` the trials (on rank 0; ``noise``: relative standard deviation of
+        ``step_ms``), ``allreduce_step_ms`` a step of plain DDP when it was measured.
         """
         return self._core.stats()
 
@@ -115,6 +154,8 @@ class DearSynchronizer(Synchronizer):
             self._release()
             self._held.remove()
         super().detach()
+        if self._lane is not None:
+            self._lane.close()
 
     def _enter_forward(self, *_: Any) -> None:
         """Keeps DDP's reducer out of the coming backward pass, but not its buffers from being broadcast."""

@@ -65,7 +65,7 @@ class StateSlices:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
-        mesh = DeviceMesh.from_group(self._group, "cpu")
+        mesh = DeviceMesh.from_group(self._group, self._parameters[0].device.type)
         result: dict[str, Any] = {}
         for position, values in states.items():
             shape = torch.Size([self._parameters[position].numel()])

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._dear_optimizer import check_stepped
-from torchext._dear_synchronizer import DearSynchronizer
+from torchext._dear_synchronizer import DearSynchronizer, Lane
 from torchext._hop_synchronizer import HopSynchronizer
 from torchext.backends import BACKENDS, backend_of
 from torchext.synchronizer import AveragingSynchronizer, Synchronizer
@@ -148,9 +148,13 @@ def _attach_dear(
             f"torchext.attach: the optimizer owns {others} parameters that are not the model's, whose gradients dear "
             "would not average; give them an optimizer of their own"
         )
+    device = named[0][1].device if named else torch.device("cpu")
     for name, parameter in named:
-        if parameter.device.type != "cpu":
-            raise TypeError(f"torchext.attach: dear trains models on the CPU so far; {name!r} is on {parameter.device}")
+        if parameter.device != device:
+            raise TypeError(
+                f"torchext.attach: parameter {name!r} is on {parameter.device} and {named[0][0]!r} on {device}; dear "
+                "trains a model on one device"
+            )
         if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
             raise TypeError(
                 f"torchext.attach: parameter {name!r} has strides {tuple(parameter.stride())} for shape "
@@ -159,8 +163,10 @@ def _attach_dear(
     names = [name for name, _ in named]
     parameters = [parameter for _, parameter in named]
     unused_allowed = ddp.find_unused_parameters or ddp.static_graph
-    core = _C.attach_dear(backend, ddp.reducer, parameters, names, unused_allowed, bucket_mb)
-    return DearSynchronizer(core, ddp, optimizer, parameters)
+    lane = Lane(ddp.process_group) if device.type != "cpu" or options.transport == "collectives" else None
+    make_lane = None if lane is None else lane.make
+    core = _C.attach_dear(backend, ddp.reducer, parameters, names, unused_allowed, bucket_mb, make_lane)
+    return DearSynchronizer(core, ddp, optimizer, parameters, lane)
 
 
 def _leave_at_exit(core: _C.Synchronizer) -> None:

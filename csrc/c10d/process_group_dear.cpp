@@ -8,6 +8,7 @@ namespace torchext {
 
 void ProcessGroupDear::Options::validate() const {
   checkChoice("DeAROptions.form", form, {"sharded", "replicated"});
+  checkChoice("DeAROptions.transport", transport, {"auto", "collectives"});
   TORCH_CHECK_VALUE(bucket_mb == 0 || (bucket_mb >= 0.001 && bucket_mb <= 4096),
                     "DeAROptions.bucket_mb must be \"auto\" or in [0.001, 4096] MiB, got ", bucket_mb);
 }

@@ -25,6 +25,8 @@ class ProcessGroupDear : public AttachableBackend {
                                      // "replicated": gradients are gathered, every rank steps everything
     double bucket_mb = 0;            // MiB of a bucket, 0.001..4096; 0: tuned while training
     bool allreduce_fallback = true;  // train as plain DDP where that is measured to be faster
+    std::string transport = "auto";  // "auto": on the CPU by point-to-point, on CUDA by NCCL's collectives;
+                                     // "collectives": on the CPU by Gloo's, too
 
     // Throws c10::ValueError with the option's name, its value and the allowed range.
     void validate() const;

@@ -155,12 +155,12 @@ std::byte* ShardExchange::scratch() {
   return scratch_[turn_].get();
 }
 
-std::unique_ptr<ShardExchange::Operation> ShardExchange::reduceScatter(const at::Tensor& buffer, double scale) {
+std::unique_ptr<ShardOperation> ShardExchange::reduceScatter(const at::Tensor& buffer, double scale) {
   TORCH_INTERNAL_ASSERT(buffer.is_contiguous() && buffer.device().is_cpu() && buffer.numel() % transport_.size() == 0);
   return std::make_unique<ReduceScatter>(*this, buffer, scale);
 }
 
-std::unique_ptr<ShardExchange::Operation> ShardExchange::allGather(const at::Tensor& buffer) {
+std::unique_ptr<ShardOperation> ShardExchange::allGather(const at::Tensor& buffer) {
   TORCH_INTERNAL_ASSERT(buffer.is_contiguous() && buffer.device().is_cpu() && buffer.numel() % transport_.size() == 0);
   return std::make_unique<AllGather>(*this, buffer);
 }

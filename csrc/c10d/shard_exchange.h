@@ -10,12 +10,8 @@
 //            one packet a training step was lost, and cost up to 90 ms.
 // Sums are formed in a fixed order, so results repeat bit by bit.
 //
-// Operations run in two halves, so that the link is not idle between two of them: begin() posts the first segments,
-// finish() blocks. Begin the next operation when the current one says that all its messages are posted.
-//
 // Memory: reduce-scatters keep a few segments for what arrives, all-gathers nothing.
 // Mismatch: the ranks must agree on the order and sizes of operations (csrc/ddp agrees on its plans).
-// Threads: one; the object and its operations belong to the thread that uses them. Never holds the GIL.
 #pragma once
 
 #include <cstddef>
@@ -25,10 +21,9 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/ATen.h>
-
 #include "c10d/point_to_point.h"
 #include "c10d/reduction.h"
+#include "c10d/shard_transport.h"
 
 namespace torchext {
 
@@ -38,16 +33,13 @@ struct ShardTuning {
   std::size_t messages_ahead = 12;             // receives posted ahead, and sends where they depend on nothing
 };
 
-class ShardExchange {
+class ShardExchange : public ShardTransport {
  public:
-  class Operation {
+  class Operation : public ShardOperation {
    public:
-    virtual ~Operation() = default;
-    void begin();
-    // Blocks until the result is there. `posted` is called once, when every message has been posted.
-    void finish(const std::function<void()>& posted);
-    // Blocks until all that was sent may be overwritten.
-    void drain();
+    void begin() override;
+    void finish(const std::function<void()>& posted) override;
+    void drain() override;
 
    protected:
     Operation(ShardExchange& exchange, const at::Tensor& buffer, int tag, const char* name);
@@ -99,14 +91,10 @@ class ShardExchange {
   // tag_base and tag_base + 1 are this object's tags on the backend.
   ShardExchange(PointToPoint transport, int tag_base, ShardTuning tuning = {});
 
-  // buffer: contiguous, on the CPU, its length a multiple of the world size; a reducible dtype. It must not be touched
-  // until drain() has returned.
-  // Afterwards the own chunk is scale * sum of everybody's; the others are undefined.
-  std::unique_ptr<Operation> reduceScatter(const at::Tensor& buffer, double scale);
-  // Afterwards every chunk is its owner's.
-  std::unique_ptr<Operation> allGather(const at::Tensor& buffer);
-
-  std::uint64_t bytesSent() const { return bytes_sent_; }
+  // buffer: on the CPU; a reducible dtype.
+  std::unique_ptr<ShardOperation> reduceScatter(const at::Tensor& buffer, double scale) override;
+  std::unique_ptr<ShardOperation> allGather(const at::Tensor& buffer) override;
+  std::uint64_t bytesSent() const override { return bytes_sent_; }
 
  private:
   class ReduceScatter;

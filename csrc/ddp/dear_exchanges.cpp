@@ -103,17 +103,14 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
     std::lock_guard<std::mutex> lock(mutex_);
     reducing_[bucket] = 1;
   }
-  std::vector<std::pair<std::size_t, at::Tensor>> gradients;
+  std::vector<at::Tensor> gradients;
   for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
-    gradients.emplace_back(index(tensor), std::move(gradients_[index(tensor)]));
+    gradients.push_back(std::move(gradients_[index(tensor)]));
   }
   exchange_->post({ExchangeTask::Kind::kReduceScatter,
                    transfers_->reduceScatter(buckets_->buffer(bucket), 1.0 / group_->getSize()),
-                   [this, gradients = std::move(gradients)] {
-                     for (const auto& [parameter, gradient] : gradients) {
-                       buckets_->packGradient(parameter, gradient);
-                     }
-                   },
+                   [this, bucket, gradients = std::move(gradients)] { buckets_->packGradients(bucket, gradients); },
+                   [this, bucket] { buckets_->readMarks(bucket); },
                    [this, bucket] {
                      {
                        std::lock_guard<std::mutex> lock(mutex_);
@@ -143,10 +140,8 @@ void DearSynchronizer::postParameterGathers() {
   for (const std::size_t bucket : gather_order_) {
     exchange_->post({ExchangeTask::Kind::kAllGather, transfers_->allGather(buckets_->buffer(bucket)),
                      [this, bucket] { buckets_->packParameters(bucket); },
-                     [this, bucket] {
-                       buckets_->unpackParameters(bucket);
-                       gatherArrived(bucket);
-                     }});
+                     [this, bucket] { buckets_->unpackParameters(bucket); },
+                     [this, bucket] { gatherArrived(bucket); }});
   }
 }
 
@@ -155,23 +150,28 @@ void DearSynchronizer::postGradientGathers() {
   gathered_ = true;
   expectGathers();
   for (const std::size_t bucket : gather_order_) {
-    std::vector<std::pair<std::size_t, at::Tensor>> targets;
+    std::vector<at::Tensor> locals;
     for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
-      targets.emplace_back(index(tensor), parameters_[index(tensor)].grad());
+      locals.push_back(parameters_[index(tensor)].grad());
     }
-    exchange_->post({ExchangeTask::Kind::kAllGather, transfers_->allGather(buckets_->buffer(bucket)), [] {},
-                     [this, bucket, targets = std::move(targets)] {
-                       for (const auto& [parameter, local] : targets) {
-                         if (buckets_->hasGradient(parameter)) {
-                           const at::Tensor& like = parameters_[parameter];
-                           const bool usable = local.defined() && sameMemoryOrder(local, like);
-                           whole_[parameter] = usable ? local : at::empty_like(like);
-                           buckets_->unpackGradient(parameter, whole_[parameter]);
-                         }
-                       }
-                       gatherArrived(bucket);
-                     }});
+    exchange_->post({ExchangeTask::Kind::kAllGather, transfers_->allGather(buckets_->buffer(bucket)), nullptr,
+                     [this, bucket, locals = std::move(locals)] { takeWhole(bucket, locals); },
+                     [this, bucket] { gatherArrived(bucket); }});
   }
+}
+
+// locals: of the bucket's tensors, undefined where this rank has none.
+void DearSynchronizer::takeWhole(std::size_t bucket, const std::vector<at::Tensor>& locals) {
+  std::vector<at::Tensor> targets(locals.size());
+  for (std::size_t i = 0; i < locals.size(); ++i) {
+    const std::size_t parameter = index(buckets_->tensorsOf(bucket)[i]);
+    if (buckets_->hasGradient(parameter)) {
+      const at::Tensor& like = parameters_[parameter];
+      const bool usable = locals[i].defined() && sameMemoryOrder(locals[i], like);
+      targets[i] = whole_[parameter] = usable ? locals[i] : at::empty_like(like);
+    }
+  }
+  buckets_->unpackGradients(bucket, targets);
 }
 
 }  // namespace torchext

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -22,6 +23,9 @@ constexpr int kWindowSteps = 10;
 // After so many trials a search that is that far behind all-reduce is given up.
 constexpr std::size_t kPatientTrials = 4;
 constexpr double kHopeless = 1.1;
+// No further apart than this the two are measured in turn, in so many windows each.
+constexpr double kClose = 1.15;
+constexpr std::size_t kConfirmations = 2;
 
 core::BayesianTunerOptions tunerOptions(std::size_t model_bytes) {
   auto tuning = core::BayesianTunerOptions::forModel(std::max<std::size_t>(1, model_bytes));
@@ -33,6 +37,10 @@ core::BayesianTunerOptions tunerOptions(std::size_t model_bytes) {
 double median(std::vector<double> values) {
   std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
   return values[values.size() / 2];
+}
+
+double mean(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
 // Each of `all` once: first those that were seen, in that order, then the others (unused in that step) in their own.
@@ -101,27 +109,54 @@ void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
     phase_ = fallback_ ? Phase::kAllreduce : fixed_ ? Phase::kDecided : Phase::kTuning;
     return;
   }
-  const double measured = median({window_.begin() + 1, window_.end()});
-  if (phase_ == Phase::kAllreduce) {
-    allreduce_seconds_ = measured;
+  if (phase_ == Phase::kConfirming) {
+    confirm();
+  } else if (phase_ == Phase::kTuning) {
+    tune();
+  } else {
+    allreduce_seconds_ = median({window_.begin() + 1, window_.end()});
     plan_.allreduce = false;
     phase_ = Phase::kTuning;
-    return;
   }
-  best_seconds_ = fixed_ ? measured : tuner_.best()->step_seconds;
+}
+
+void DearPlanner::tune() {
+  best_seconds_ = fixed_ ? median({window_.begin() + 1, window_.end()}) : tuner_.best()->step_seconds;
   if (!fixed_) {
     plan_.bucket_bytes = bytesOf(tuner_.propose());
   }
   const bool hopeless =
       fallback_ && tuner_.state().trials.size() >= kPatientTrials && best_seconds_ > kHopeless * allreduce_seconds_;
-  if (fixed_ || tuner_.done() || hopeless) {
-    phase_ = Phase::kDecided;
-    plan_.allreduce = fallback_ && allreduce_seconds_ <= best_seconds_;
-    if (!fixed_) {
-      plan_.bucket_bytes = bytesOf(tuner_.best()->bucket_mb);
-    }
-    announce();
+  if (!fixed_ && !tuner_.done() && !hopeless) {
+    return;
   }
+  if (!fixed_) {
+    plan_.bucket_bytes = bytesOf(tuner_.best()->bucket_mb);
+  }
+  const double ratio = fallback_ ? allreduce_seconds_ / best_seconds_ : kClose;
+  if (ratio > 1 / kClose && ratio < kClose) {
+    phase_ = Phase::kConfirming;
+    plan_.allreduce = true;
+  } else {
+    settle();
+  }
+}
+
+void DearPlanner::confirm() {
+  std::vector<double>& seconds = confirmed_[plan_.allreduce ? 1 : 0];
+  seconds.insert(seconds.end(), window_.begin() + 1, window_.end());
+  plan_.allreduce = !plan_.allreduce;
+  if (confirmed_[0].size() == kConfirmations * kWindowSteps) {  // the second of the two
+    best_seconds_ = mean(confirmed_[0]);
+    allreduce_seconds_ = mean(confirmed_[1]);
+    settle();
+  }
+}
+
+void DearPlanner::settle() {
+  phase_ = Phase::kDecided;
+  plan_.allreduce = fallback_ && allreduce_seconds_ <= best_seconds_;
+  announce();
 }
 
 void DearPlanner::announce() const {

@@ -3,6 +3,8 @@
 // Course of a training run, in steps since attach (every rank counts alike, so that all know when a decision is due):
 //   trial of all-reduce     where that may be fallen back on: plain DDP, measured for one window
 //   trials of bucket sizes  windows of a BayesianTuner, or a single one where the user has set the size
+//   both in turn            where the best size and all-reduce are close: the first window of all-reduce was early, the
+//                           best of many trials is a lucky one, and one median does not show rare stalls
 //   for good                the best of them
 // With the first decision the observed orders of gradients and of forward waits replace the assumed ones.
 //
@@ -44,8 +46,11 @@ class DearPlanner {
   double allreduceSeconds() const { return allreduce_seconds_; }
 
  private:
-  enum class Phase : std::int64_t { kWarmUp, kAllreduce, kTuning, kDecided };
+  enum class Phase : std::int64_t { kWarmUp, kAllreduce, kTuning, kConfirming, kDecided };
   void decide(const std::vector<std::int64_t>& gradient_order, const std::vector<std::int64_t>& forward_order);
+  void tune();
+  void confirm();
+  void settle();
   void share();
   void announce() const;
 
@@ -59,6 +64,7 @@ class DearPlanner {
   std::vector<double> window_;  // seconds of the phase's steps
   double allreduce_seconds_ = 0;
   double best_seconds_ = 0;
+  std::vector<double> confirmed_[2];  // [all-reduce?] seconds of the steps of kConfirming
   std::optional<std::chrono::steady_clock::time_point> last_step_;
 };
 

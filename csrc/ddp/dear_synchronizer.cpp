@@ -5,10 +5,13 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
 #include "c10d/promises.h"
+#include "c10d/shard_collectives.h"
+#include "c10d/shard_exchange.h"
 #include "ddp/attach_agreement.h"
 
 namespace torchext {
@@ -43,7 +46,8 @@ std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); 
 }  // namespace
 
 DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
-                                   std::vector<std::string> names, bool unused_allowed, std::optional<double> bucket_mb)
+                                   std::vector<std::string> names, bool unused_allowed, std::optional<double> bucket_mb,
+                                   const MakeLane& make_lane)
     : group_(std::move(group)),
       parameters_(std::move(parameters)),
       names_(std::move(names)),
@@ -61,13 +65,24 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
     layout += c10::str(names_[i], parameters_[i].requires_grad(), parameters_[i].strides(), ";");
     addresses_.push_back(parameters_[i].data_ptr());
   }
+  const c10::Device device = parameters_.empty() ? c10::Device(c10::kCPU) : parameters_.front().device();
   agreeOnAttach(*group_, parameters_, {},
-                {{"names, strides and requires_grad of parameters (hash)", agreementHash(layout)},
+                {{"type of device", static_cast<std::int64_t>(device.type())},
+                 {"DeAROptions.transport (collectives: 1)", make_lane ? 1 : 0},
+                 {"names, strides and requires_grad of parameters (hash)", agreementHash(layout)},
                  {"DeAROptions.form (hash)", agreementHash(options.form)},
                  {"bucket_mb (millionths)", std::llround(bucket_mb.value_or(options.bucket_mb) * 1e6)},
                  {"DeAROptions.allreduce_fallback", options.allreduce_fallback ? 1 : 0}});
-  transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), group_->nextChannel());
-  exchange_ = std::make_unique<ExchangeThread>([this](const std::exception_ptr& error) { fail(error); });
+  const int channel = group_->nextChannel();
+  if (make_lane) {
+    lane_ = make_lane();
+    transfers_ = std::make_unique<ShardCollectives>(lane_);
+    abort_callback_ =
+        group_->addAbortCallback([lane = lane_] { lane->abortWithReason("its parent group has failed"); });
+  } else {
+    transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), channel);
+  }
+  exchange_ = std::make_unique<ExchangeThread>(device, [this](const std::exception_ptr& error) { fail(error); });
   rebuild();
   hooks_ = std::make_unique<GradientHooks>(parameters_, [this](std::size_t i) { gradientReady(i); });
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
@@ -134,7 +149,11 @@ std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
     std::lock_guard<std::mutex> lock(mutex_);
     stats_.exposed_ag_ms += waited;
   }
-  return whole_[parameter].defined() ? std::optional(whole_[parameter]) : std::nullopt;
+  const at::Tensor& whole = whole_[parameter];
+  if (whole.defined() && !whole.device().is_cpu()) {  // may be of the exchange thread's stream, and is used on this one
+    whole.record_stream(c10::impl::VirtualGuardImpl(whole.device().type()).getStream(whole.device()));
+  }
+  return whole.defined() ? std::optional(whole) : std::nullopt;
 }
 
 void DearSynchronizer::throwMissing() {
@@ -287,6 +306,9 @@ void DearSynchronizer::leave(std::chrono::milliseconds limit) {
   detached_ = true;
   hooks_->remove();
   group_->removeShutdownCallback(shutdown_callback_);
+  if (lane_) {
+    group_->removeAbortCallback(abort_callback_);
+  }
   exchange_->discard();
   std::lock_guard<std::mutex> lock(mutex_);
   stats_.rs_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kReduceScatter);
@@ -295,6 +317,7 @@ void DearSynchronizer::leave(std::chrono::milliseconds limit) {
   exchange_ = nullptr;
   // Holds an inner group, which must end with the process group.
   transfers_ = nullptr;
+  lane_ = nullptr;
   buckets_ = nullptr;
 }
 

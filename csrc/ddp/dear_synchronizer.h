@@ -38,7 +38,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "c10d/process_group_dear.h"
-#include "c10d/shard_exchange.h"
+#include "c10d/shard_transport.h"
 #include "ddp/dear_planner.h"
 #include "ddp/exchange_thread.h"
 #include "ddp/gradient_hooks.h"
@@ -66,11 +66,16 @@ struct DearStats {
 
 class DearSynchronizer : public Synchronizer {
  public:
-  // Collective. parameters: the model's, in registration order; floating point, dense, on the CPU; the same shapes and
-  // names on all ranks (checked). names: for messages. unused_allowed: a backward pass need not reach every parameter
-  // (DDP's find_unused_parameters). bucket_mb: instead of the options'.
+  using MakeLane = std::function<c10::intrusive_ptr<ProcessGroupDear>()>;
+
+  // Collective. parameters: the model's, in registration order; floating point, dense, on one device; the same shapes
+  // and names on all ranks (checked). names: for messages. unused_allowed: a backward pass need not reach every
+  // parameter (DDP's find_unused_parameters). bucket_mb: instead of the options'. make_lane: makes a group of the same
+  // ranks, whose collectives carry the exchanges and that nobody else uses; called when all ranks are known to want
+  // one. None: point-to-point on `group`, on the CPU only.
   DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
-                   std::vector<std::string> names, bool unused_allowed, std::optional<double> bucket_mb);
+                   std::vector<std::string> names, bool unused_allowed, std::optional<double> bucket_mb,
+                   const MakeLane& make_lane = {});
   ~DearSynchronizer() override;
 
   // The last forward pass ran outside (true) or inside (false) no_sync().
@@ -119,6 +124,7 @@ class DearSynchronizer : public Synchronizer {
   void postParameterGathers();
   void expectGathers();
   void gatherArrived(std::size_t bucket);
+  void takeWhole(std::size_t bucket, const std::vector<at::Tensor>& locals);
   void rebuild();
   void fail(std::exception_ptr error);
   template <class Ready>
@@ -131,7 +137,8 @@ class DearSynchronizer : public Synchronizer {
   const bool unused_allowed_;
   std::vector<const void*> addresses_;
   DearPlanner planner_;
-  std::unique_ptr<ShardExchange> transfers_;
+  c10::intrusive_ptr<ProcessGroupDear> lane_;
+  std::unique_ptr<ShardTransport> transfers_;
   std::unique_ptr<ShardBuckets> buckets_;
   std::vector<std::size_t> gather_order_;  // of buckets
 
@@ -164,6 +171,7 @@ class DearSynchronizer : public Synchronizer {
   std::atomic<bool> failed_{false};
 
   std::uint64_t shutdown_callback_ = 0;
+  std::uint64_t abort_callback_ = 0;
   std::unique_ptr<GradientHooks> hooks_;
   std::unique_ptr<ExchangeThread> exchange_;  // last: ends before what it uses
 };

@@ -17,10 +17,11 @@ const char* rangeName(ExchangeTask::Kind kind) {
 
 }  // namespace
 
-ExchangeThread::ExchangeThread(std::function<void(std::exception_ptr)> on_error)
-    : on_error_(std::move(on_error)), thread_([this] { loop(); }) {}
+ExchangeThread::ExchangeThread(c10::Device device, std::function<void(std::exception_ptr)> on_error)
+    : stream_(device), on_error_(std::move(on_error)), thread_([this] { loop(); }) {}
 
 void ExchangeThread::post(ExchangeTask task) {
+  task.posted = stream_.mark();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_ || failed_) {
@@ -56,6 +57,7 @@ double ExchangeThread::busyMilliseconds(ExchangeTask::Kind kind) const {
 void ExchangeThread::loop() {
   c10::setThreadName("tx_exchange");
   at::NoGradGuard no_grad;
+  const c10::OptionalStreamGuard on_stream = stream_.enter();
   while (std::unique_ptr<ExchangeTask> task = next()) {
     try {
       run(*task);
@@ -98,6 +100,7 @@ bool ExchangeThread::queueEmpty() const {
 }
 
 void ExchangeThread::begin(ExchangeTask& task) {
+  stream_.after(task.posted);
   if (task.before) {
     task.before();
   }
@@ -113,6 +116,10 @@ void ExchangeThread::run(ExchangeTask& task) {
     begin(task);
   }
   task.operation->finish([&] { beginNext(task.kind); });
+  if (task.unpack) {
+    task.unpack();
+  }
+  stream_.synchronize();
   task.arrived();
   // What was sent before this exchange has most likely left by now.
   drainAll();

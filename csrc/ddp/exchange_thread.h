@@ -2,6 +2,8 @@
 //
 // While one exchange waits for its last bytes the next is begun already, so that the link does not run dry between two
 // buckets. All ranks must post the same exchanges in the same order.
+// With CUDA tensors an exchange begins after what the poster had queued on its stream, and what it gives is there, on
+// the device, when `arrived` is called.
 //
 // Threads: post() from any; everything else of a task runs on the thread of this object.
 #pragma once
@@ -16,23 +18,26 @@
 #include <mutex>
 #include <thread>
 
-#include "c10d/shard_exchange.h"
+#include "c10d/shard_transport.h"
+#include "ddp/side_stream.h"
 
 namespace torchext {
 
 struct ExchangeTask {
   enum class Kind { kReduceScatter, kAllGather };
   Kind kind;
-  std::unique_ptr<ShardExchange::Operation> operation;
+  std::unique_ptr<ShardOperation> operation;
   std::function<void()> before;   // right before it begins: fills the buffer, which nobody sends from any more
-  std::function<void()> arrived;  // the result is there
+  std::function<void()> unpack;   // takes what has come out of the buffer; may be none
+  std::function<void()> arrived;  // all of it is done
+  SideStream::Mark posted = nullptr;
   bool begun = false;
 };
 
 class ExchangeThread {
  public:
   // on_error: an exchange failed; it and all that follow are dropped. Called once, on the thread.
-  explicit ExchangeThread(std::function<void(std::exception_ptr)> on_error);
+  ExchangeThread(c10::Device device, std::function<void(std::exception_ptr)> on_error);
   ~ExchangeThread() { discard(); }
   ExchangeThread(const ExchangeThread&) = delete;
   ExchangeThread& operator=(const ExchangeThread&) = delete;
@@ -51,10 +56,11 @@ class ExchangeThread {
   std::unique_ptr<ExchangeTask> next();
   bool queueEmpty() const;
   void run(ExchangeTask& task);
-  static void begin(ExchangeTask& task);
+  void begin(ExchangeTask& task);
   void beginNext(ExchangeTask::Kind current);
   void drainAll();
 
+  const SideStream stream_;
   const std::function<void(std::exception_ptr)> on_error_;
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;

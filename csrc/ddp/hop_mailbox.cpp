@@ -1,11 +1,11 @@
-// What the training thread does with its mailbox. The lines' side: hop_mailbox_lines.cpp.
+// What the training thread does with its mailbox in an iteration. Between iterations: hop_mailbox_session.cpp. The
+// lines' side: hop_mailbox_lines.cpp.
 #include "ddp/hop_mailbox.h"
 
 #include <algorithm>
 #include <limits>
 #include <utility>
 
-#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/util/StringUtil.h>
 
@@ -15,68 +15,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using core::HopMessage;
 
-at::Tensor memoryFor(int models, std::size_t bytes) {
-  return at::empty({static_cast<std::int64_t>(models) * static_cast<std::int64_t>(bytes)}, at::kByte);
-}
-
 }  // namespace
-
-HopMailbox::HopMailbox(c10::intrusive_ptr<AttachableBackend> group, HopSetup setup)
-    : group_(std::move(group)),
-      setup_(std::move(setup)),
-      rank_(group_->getRank()),
-      max_ahead_(core::largestLead(setup_.mode, setup_.graph)),
-      memory_(
-          memoryFor((max_ahead_ + 1) * static_cast<int>(setup_.graph.inNeighbours(rank_).size()), setup_.model_bytes)),
-      sending_(static_cast<std::size_t>(max_ahead_) + 1, 0) {
-  for (const int peer : setup_.graph.inNeighbours(rank_)) {
-    if (peer != rank_) {
-      neighbours_[peer].sends = true;
-    }
-  }
-  for (const int peer : setup_.graph.outNeighbours(rank_)) {
-    if (peer != rank_) {
-      neighbours_[peer].receives = true;
-    }
-  }
-  stats_.slot_bytes = static_cast<std::int64_t>(memory_.nbytes());
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    beginSession();
-  }
-  abort_callback_ = group_->addAbortCallback([this] {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    fail(group_->health()->failureOf({.name = "training"}));
-  });
-  for (auto& [peer, neighbour] : neighbours_) {
-    neighbour.line = std::make_unique<HopLine>(*group_, static_cast<HopLineOwner&>(*this), peer, setup_.channel);
-  }
-}
-
-HopMailbox::~HopMailbox() { HopMailbox::stop(); }
-
-void HopMailbox::beginSession() {
-  queue_ = std::make_unique<core::UpdateQueue>(core::UpdateQueueOptions{.senders = setup_.graph.inNeighbours(rank_),
-                                                                        .weights = setup_.graph.inWeights(rank_),
-                                                                        .max_ahead = max_ahead_,
-                                                                        .backup_workers = setup_.mode.backup_workers,
-                                                                        .staleness = setup_.mode.staleness});
-  iteration_ = 0;
-  draining_ = false;
-  for (auto& [peer, neighbour] : neighbours_) {
-    neighbour.acked = neighbour.newest = -1;
-    neighbour.left = neighbour.farewell_sent = false;
-    if (setup_.mode.hasTokens() && neighbour.receives) {
-      // The capacity of the paper is that along a path on which nobody has left. It bounds no memory: as large as can
-      // be, and the identity is checked instead.
-      neighbour.tokens.emplace(setup_.mode.max_iteration_gap,
-                               std::numeric_limits<int>::max() / setup_.mode.max_iteration_gap - 1);
-    }
-    if (neighbour.gone) {
-      leftBy(peer, neighbour, true);
-    }
-  }
-}
 
 std::byte* HopMailbox::block(int slot) const {
   return static_cast<std::byte*>(memory_.mutable_data_ptr()) + static_cast<std::size_t>(slot) * setup_.model_bytes;
@@ -91,17 +30,6 @@ HopMessage HopMailbox::header(HopMessage::Kind kind, std::int64_t tag) const {
   message.bytes = kind == HopMessage::kModel ? setup_.model_bytes : 0;
   message.digest = setup_.digest;
   return message;
-}
-
-template <class Which>
-std::string HopMailbox::ranks(Which which) const {
-  std::vector<int> found;
-  for (const auto& [peer, neighbour] : neighbours_) {
-    if (which(neighbour)) {
-      found.push_back(peer);
-    }
-  }
-  return c10::str(found.size() == 1 ? "rank " : "ranks ", c10::Join(", ", found));
 }
 
 template <class Ready, class Missing>
@@ -236,7 +164,11 @@ void HopMailbox::enter(std::int64_t tag) {
   slots_free_.notify_all();
   for (const auto& [peer, from] : neighbours_) {
     if (from.sends && !from.left) {
-      ++stats_.gaps[tag - std::max(from.newest, from.tokens ? tag + from.tokens->lag() : 0)];
+      const std::int64_t gap = tag - std::max(from.newest, from.tokens ? tag + from.tokens->lag() : 0);
+      ++stats_.gaps[gap];
+      TORCH_INTERNAL_ASSERT(!debug_ || gap <= from.gap_bound.value_or(gap), "hop: rank ", rank_, " enters iteration ",
+                            tag, ", ", gap, " ahead of rank ", peer, "; at most ", *from.gap_bound,
+                            " can be with the chosen mode");
     }
   }
   if (setup_.mode.hasTokens()) {
@@ -248,80 +180,6 @@ void HopMailbox::enter(std::int64_t tag) {
       }
     }
   }
-}
-
-bool HopMailbox::drain(bool finally, std::optional<std::chrono::milliseconds> limit) {
-  RECORD_FUNCTION("torchext::hop::drain", std::vector<c10::IValue>{});
-  std::unique_lock<std::mutex> lock(mutex_);
-  draining_ = true;
-  for (auto& [peer, neighbour] : neighbours_) {
-    neighbour.farewell = finally ? HopMessage::kLeave : HopMessage::kPause;
-    neighbour.to_send.notify_one();
-  }
-  slots_free_.notify_all();
-  const auto here = [](const auto& entry) { return entry.second.left && entry.second.farewell_sent; };
-  const auto all_here = [&] { return std::all_of(neighbours_.begin(), neighbours_.end(), here); };
-  const auto deadline = Clock::now() + limit.value_or(std::chrono::milliseconds(0));
-  while (!error_ && !all_here()) {
-    const std::uint64_t before = progress_;
-    const auto timeout = group_->timeout();
-    if (limit) {
-      if (!changed_.wait_until(lock, deadline, [&] { return error_ || all_here(); })) {
-        return false;
-      }
-    } else if (!changed_.wait_for(lock, timeout, [&] { return error_ || all_here() || progress_ != before; })) {
-      const auto text =
-          c10::str("rank ", rank_, " waited ", timeout.count(), " ms in synchronize, averaged or detach for ",
-                   ranks([](const Neighbour& peer) { return !peer.left; }), ", which trained no further");
-      lock.unlock();
-      group_->poison(rank_, text);
-      lock.lock();
-      fail(group_->health()->failureOf({.name = "training"}));
-    }
-  }
-  if (error_) {
-    std::rethrow_exception(error_);
-  }
-  if (!finally) {
-    ++session_;
-    beginSession();
-  }
-  return true;
-}
-
-void HopMailbox::stop() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
-    slots_free_.notify_all();
-    for (auto& [peer, neighbour] : neighbours_) {
-      neighbour.to_send.notify_all();
-    }
-  }
-  group_->removeAbortCallback(abort_callback_);
-  for (auto& [peer, neighbour] : neighbours_) {
-    if (neighbour.line) {
-      neighbour.line->stop();
-    }
-  }
-}
-
-void HopMailbox::checkUsable() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (error_) {
-    std::rethrow_exception(error_);
-  }
-}
-
-HopStats HopMailbox::stats() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  HopStats result = stats_;
-  for (const auto& [peer, owner] : neighbours_) {
-    if (owner.tokens && !owner.tokens->released()) {
-      result.tokens[peer] = owner.tokens->size();
-    }
-  }
-  return result;
 }
 
 }  // namespace torchext

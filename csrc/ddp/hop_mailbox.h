@@ -17,7 +17,8 @@
 //   iterations do not wait for each other on the way, and nothing is under way when all have come.
 // Errors
 //   Waits of the training thread have the group's timeout, and the error names the neighbours that were waited for.
-//   The identity size = max_iteration_gap + Iter(owner) - Iter(consumer) is checked with every token that arrives.
+//   The identity size = max_iteration_gap + Iter(owner) - Iter(consumer) is checked with every token that arrives; in
+//   debug mode (TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL) the mode's bound on the gap with every iteration as well.
 //
 // Call order, at iteration k: ownBlock(k), [fill it], publish(k) -> take(), [read], release() -> enter(k + 1).
 // Threads: the functions of the first part are the training thread's; stats() may come from any.
@@ -82,8 +83,9 @@ class HopMailbox final : private HopLineOwner {
 
  private:
   struct Neighbour {
-    bool sends = false;     // an in-neighbour: its models come, tokens and acknowledgements go
-    bool receives = false;  // an out-neighbour
+    bool sends = false;            // an in-neighbour: its models come, tokens and acknowledgements go
+    bool receives = false;         // an out-neighbour
+    std::optional<int> gap_bound;  // of an in-neighbour: that can be asserted from its messages
     std::optional<core::TokenQueue> tokens;
     std::int64_t acked = -1;              // its last acknowledgement
     std::int64_t newest = -1;             // tag of its last model
@@ -120,13 +122,13 @@ class HopMailbox final : private HopLineOwner {
   int& sending(std::int64_t tag) { return sending_[static_cast<std::size_t>(tag % (max_ahead_ + 1))]; }
   template <class Ready, class Missing>
   void waitUntil(std::unique_lock<std::mutex>& lock, const char* range, double& spent_ms, Ready ready, Missing missing);
-  template <class Which>
-  std::string ranks(Which which) const;
+  std::string ranks(const std::function<bool(const Neighbour&)>& which) const;
 
   const c10::intrusive_ptr<AttachableBackend> group_;
   const HopSetup setup_;
   const int rank_;
   const int max_ahead_;
+  const bool debug_;
   const at::Tensor memory_;
 
   mutable std::mutex mutex_;             // guards what follows

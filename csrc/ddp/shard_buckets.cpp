@@ -1,20 +1,18 @@
 #include "ddp/shard_buckets.h"
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <utility>
 
 #include <c10/util/Exception.h>
 
 #include "core/bucket_plan.h"
+#include "ddp/slice_copier.h"
 
 namespace torchext {
 namespace {
 
-std::byte* bytesAt(const at::Tensor& tensor, std::size_t element) {
-  return static_cast<std::byte*>(tensor.data_ptr()) + element * tensor.element_size();
-}
+std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 
 }  // namespace
 
@@ -71,8 +69,9 @@ ShardBuckets::ShardBuckets(const std::vector<at::Tensor>& parameters, const std:
     core::ShardLayout layout(std::move(elements), like.element_size(), world_size);
     // Zeros: the padding travels, too.
     at::Tensor buffer = at::zeros({static_cast<std::int64_t>(layout.bufferElements())}, like.options());
-    buckets_.push_back(
-        {std::move(tensors), std::move(layout), std::move(buffer), at::ones({1}, like.options()), bytes});
+    std::vector<char> marked(tensors.size(), 0);
+    buckets_.push_back({std::move(tensors), std::move(layout), std::move(buffer), at::ones({1}, like.options()), bytes,
+                        std::move(marked)});
   }
 }
 
@@ -84,92 +83,104 @@ std::size_t ShardBuckets::stagingBytes() const {
   return total;
 }
 
-void ShardBuckets::packGradient(std::size_t tensor, const at::Tensor& gradient) {
-  const Bucket& bucket = buckets_[place_[tensor].bucket];
-  const int index = place_[tensor].index;
-  const std::size_t size = bucket.buffer.element_size();
-  at::Tensor source;
-  if (gradient.defined()) {
-    TORCH_CHECK_TYPE(gradient.layout() == at::kStrided, "dear: parameter ", tensor,
-                     " (in order of registration) has a ", gradient.layout(),
-                     " gradient; make it dense (nn.Embedding(sparse=False))");
-    const at::Tensor& parameter = parameters_[tensor];
-    source = sameMemoryOrder(gradient, parameter) ? gradient : at::empty_like(parameter).copy_(gradient);
+void ShardBuckets::packGradients(std::size_t bucket, const std::vector<at::Tensor>& gradients) {
+  const Bucket& chosen = buckets_[bucket];
+  SliceCopier copier(chosen.buffer);
+  for (std::size_t i = 0; i < chosen.tensors.size(); ++i) {
+    const int place = static_cast<int>(i);
+    at::Tensor source = gradients[i];
+    if (source.defined()) {
+      TORCH_CHECK_TYPE(source.layout() == at::kStrided, "dear: parameter ", chosen.tensors[i],
+                       " (in order of registration) has a ", source.layout(),
+                       " gradient; make it dense (nn.Embedding(sparse=False))");
+      const at::Tensor& parameter = parameters_[index(chosen.tensors[i])];
+      if (!sameMemoryOrder(source, parameter)) {
+        source = at::empty_like(parameter).copy_(source);
+      }
+    }
+    for (int rank = 0; rank < world_size_; ++rank) {
+      const core::Span slice = chosen.layout.slice(place, rank);
+      const std::size_t target = chosen.layout.position(place, rank);
+      const std::size_t mark = chosen.layout.markPosition(place, rank);
+      if (source.defined()) {
+        copier.copy(chosen.buffer, target, source, slice.begin, slice.count);
+        copier.copy(chosen.buffer, mark, chosen.one, 0, 1);
+      } else {
+        copier.zero(chosen.buffer, target, slice.count);
+        copier.zero(chosen.buffer, mark, 1);
+      }
+    }
   }
-  const std::byte* mark = source.defined() ? bytesAt(bucket.one, 0) : nullptr;
-  for (int rank = 0; rank < world_size_; ++rank) {
-    const core::Span slice = bucket.layout.slice(index, rank);
-    std::byte* target = bytesAt(bucket.buffer, bucket.layout.position(index, rank));
-    if (slice.count == 0) {
-      // nothing of it is that rank's
-    } else if (source.defined()) {
-      std::memcpy(target, bytesAt(source, slice.begin), slice.count * size);
-    } else {
-      std::memset(target, 0, slice.count * size);
-    }
-    std::byte* marked = bytesAt(bucket.buffer, bucket.layout.markPosition(index, rank));
-    if (mark != nullptr) {
-      std::memcpy(marked, mark, size);
-    } else {
-      std::memset(marked, 0, size);
-    }
+  copier.flush();
+}
+
+void ShardBuckets::readMarks(std::size_t bucket) {
+  Bucket& chosen = buckets_[bucket];
+  const auto count = static_cast<std::int64_t>(chosen.tensors.size());
+  const auto first = static_cast<std::int64_t>(chosen.layout.markPosition(0, rank_));
+  const at::Tensor sums = chosen.buffer.narrow(0, first, count).cpu();
+  const auto* bytes = static_cast<const std::byte*>(sums.const_data_ptr());
+  const std::size_t size = sums.element_size();
+  for (std::size_t i = 0; i < chosen.tensors.size(); ++i) {
+    // A sum of zeros is all bits zero.
+    chosen.marked[i] =
+        std::any_of(bytes + i * size, bytes + (i + 1) * size, [](std::byte b) { return b != std::byte{0}; });
   }
 }
 
 bool ShardBuckets::hasGradient(std::size_t tensor) const {
-  const Bucket& bucket = buckets_[place_[tensor].bucket];
-  const std::byte* mark = bytesAt(bucket.buffer, bucket.layout.markPosition(place_[tensor].index, rank_));
-  // A sum of zeros is all bits zero.
-  return std::any_of(mark, mark + bucket.buffer.element_size(), [](std::byte byte) { return byte != std::byte{0}; });
+  const Place& place = place_[tensor];
+  return buckets_[place.bucket].marked[index(place.index)] != 0;
 }
 
 at::Tensor ShardBuckets::gradient(std::size_t tensor) const {
   const Bucket& bucket = buckets_[place_[tensor].bucket];
-  const int index = place_[tensor].index;
-  return bucket.buffer.narrow(0, static_cast<std::int64_t>(bucket.layout.position(index, rank_)),
-                              static_cast<std::int64_t>(bucket.layout.slice(index, rank_).count));
+  const int place = place_[tensor].index;
+  return bucket.buffer.narrow(0, static_cast<std::int64_t>(bucket.layout.position(place, rank_)),
+                              static_cast<std::int64_t>(bucket.layout.slice(place, rank_).count));
 }
 
-void ShardBuckets::unpackGradient(std::size_t tensor, const at::Tensor& target) const {
-  const Bucket& bucket = buckets_[place_[tensor].bucket];
-  const int index = place_[tensor].index;
-  const std::size_t size = bucket.buffer.element_size();
-  for (int rank = 0; rank < world_size_; ++rank) {
-    const core::Span slice = bucket.layout.slice(index, rank);
-    if (slice.count > 0) {
-      std::memcpy(bytesAt(target, slice.begin), bytesAt(bucket.buffer, bucket.layout.position(index, rank)),
-                  slice.count * size);
+void ShardBuckets::unpackGradients(std::size_t bucket, const std::vector<at::Tensor>& targets) const {
+  const Bucket& chosen = buckets_[bucket];
+  SliceCopier copier(chosen.buffer);
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    for (int rank = 0; targets[i].defined() && rank < world_size_; ++rank) {
+      const core::Span slice = chosen.layout.slice(static_cast<int>(i), rank);
+      copier.copy(targets[i], slice.begin, chosen.buffer, chosen.layout.position(static_cast<int>(i), rank),
+                  slice.count);
     }
   }
+  copier.flush();
 }
 
 void ShardBuckets::packParameters(std::size_t bucket) {
   const Bucket& chosen = buckets_[bucket];
-  const std::size_t size = chosen.buffer.element_size();
+  SliceCopier copier(chosen.buffer);
   for (std::size_t i = 0; i < chosen.tensors.size(); ++i) {
-    const at::Tensor& parameter = parameters_[static_cast<std::size_t>(chosen.tensors[i])];
     const core::Span slice = chosen.layout.slice(static_cast<int>(i), rank_);
-    if (slice.count > 0) {
-      std::memcpy(bytesAt(chosen.buffer, chosen.layout.position(static_cast<int>(i), rank_)),
-                  bytesAt(parameter, slice.begin), slice.count * size);
-    }
+    copier.copy(chosen.buffer, chosen.layout.position(static_cast<int>(i), rank_),
+                parameters_[index(chosen.tensors[i])], slice.begin, slice.count);
   }
+  copier.flush();
 }
 
 void ShardBuckets::unpackParameters(std::size_t bucket) {
   const Bucket& chosen = buckets_[bucket];
-  const std::size_t size = chosen.buffer.element_size();
+  SliceCopier copier(chosen.buffer);
   for (std::size_t i = 0; i < chosen.tensors.size(); ++i) {
-    const at::Tensor& parameter = parameters_[static_cast<std::size_t>(chosen.tensors[i])];
+    const at::Tensor& parameter = parameters_[index(chosen.tensors[i])];
     for (int rank = 0; rank < world_size_; ++rank) {
       const core::Span slice = chosen.layout.slice(static_cast<int>(i), rank);
-      if (rank != rank_ && slice.count > 0) {
-        std::memcpy(bytesAt(parameter, slice.begin),
-                    bytesAt(chosen.buffer, chosen.layout.position(static_cast<int>(i), rank)), slice.count * size);
+      if (rank != rank_) {
+        copier.copy(parameter, slice.begin, chosen.buffer, chosen.layout.position(static_cast<int>(i), rank),
+                    slice.count);
       }
     }
+  }
+  copier.flush();
+  for (const std::int64_t tensor : chosen.tensors) {
     // Autograd must notice a graph that has saved the old values.
-    parameter.unsafeGetTensorImpl()->bump_version();
+    parameters_[index(tensor)].unsafeGetTensorImpl()->bump_version();
   }
 }
 

@@ -26,8 +26,8 @@ bool sameMemoryOrder(const at::Tensor& gradient, const at::Tensor& parameter);
 
 class ShardBuckets {
  public:
-  // parameters: on the CPU, dense; those that need no gradient are in no bucket. order: positions in parameters in the
-  // order in which their gradients are expected; a bucket closes before it would exceed limit_bytes.
+  // parameters: on one device, dense; those that need no gradient are in no bucket. order: positions in parameters in
+  // the order in which their gradients are expected; a bucket closes before it would exceed limit_bytes.
   ShardBuckets(const std::vector<at::Tensor>& parameters, const std::vector<std::int64_t>& order,
                std::size_t limit_bytes, int rank, int world_size);
 
@@ -40,14 +40,17 @@ class ShardBuckets {
   std::size_t bytesOf(std::size_t bucket) const { return buckets_[bucket].bytes; }
   std::size_t stagingBytes() const;
 
-  // Undefined: this rank has none; zeros travel, and a mark that says so.
-  void packGradient(std::size_t tensor, const at::Tensor& gradient);
-  // After the reduce-scatter: whether any rank had a gradient; and the own slice of the sum, a view of the buffer.
+  // Gradients of tensorsOf(bucket). Undefined: this rank has none; zeros travel, and a mark that says so.
+  void packGradients(std::size_t bucket, const std::vector<at::Tensor>& gradients);
+  // Right after the reduce-scatter, on CUDA the one point that waits for the device.
+  void readMarks(std::size_t bucket);
+  // Then: whether any rank had a gradient; and the own slice of the sum, a view of the buffer.
   bool hasGradient(std::size_t tensor) const;
   at::Tensor gradient(std::size_t tensor) const;
 
-  // After an all-gather of the gradients: the whole of one, into a tensor like its parameter.
-  void unpackGradient(std::size_t tensor, const at::Tensor& target) const;
+  // After an all-gather of the gradients: the whole ones of tensorsOf(bucket), into tensors like their parameters;
+  // undefined: not wanted.
+  void unpackGradients(std::size_t bucket, const std::vector<at::Tensor>& targets) const;
 
   void packParameters(std::size_t bucket);
   void unpackParameters(std::size_t bucket);
@@ -60,6 +63,7 @@ class ShardBuckets {
     at::Tensor buffer;
     at::Tensor one;  // a mark
     std::size_t bytes;
+    std::vector<char> marked;  // [place in tensors] readMarks() found a gradient
   };
   struct Place {
     std::size_t bucket = kNone;

@@ -3,10 +3,12 @@
 #include "python/bind_c10d.h"
 #include "python/bind_synchronizer.h"
 
+#include <cmath>
 #include <optional>
 #include <variant>
 
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <torch/csrc/distributed/c10d/reducer.hpp>
@@ -39,25 +41,27 @@ double bucketMebibytes(const BucketSize& size) {
 std::string describe(const Options& o) {
   return c10::str("DeAROptions(form='", o.form,
                   "', bucket_mb=", o.bucket_mb == 0 ? std::string("'auto'") : c10::str(o.bucket_mb),
-                  ", allreduce_fallback=", o.allreduce_fallback ? "True" : "False",
-                  ", timeout=", static_cast<double>(o.timeout.count()) / 1000.0, "s)");
+                  ", allreduce_fallback=", o.allreduce_fallback ? "True" : "False", ", transport='", o.transport,
+                  "', timeout=", static_cast<double>(o.timeout.count()) / 1000.0, "s)");
 }
 
 c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
-                                        std::chrono::milliseconds timeout) {
+                                        std::string transport, std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
   options->form = std::move(form);
   options->bucket_mb = bucketMebibytes(bucket_mb);
   options->allreduce_fallback = allreduce_fallback;
+  options->transport = std::move(transport);
   options->validate();
   return options;
 }
 
 std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group, c10d::Reducer& reducer,
                                              std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                                             bool unused_allowed, std::optional<double> bucket_mb) {
+                                             bool unused_allowed, std::optional<double> bucket_mb,
+                                             const DearSynchronizer::MakeLane& make_lane) {
   std::shared_ptr<DearSynchronizer> synchronizer(
-      new DearSynchronizer(group, std::move(parameters), std::move(names), unused_allowed, bucket_mb),
+      new DearSynchronizer(group, std::move(parameters), std::move(names), unused_allowed, bucket_mb, make_lane),
       DeleteWithoutGil());
   reducer.register_comm_hook(std::make_unique<DearGradientHook>(synchronizer));
   return synchronizer;
@@ -82,6 +86,7 @@ py::dict toDict(const DearStats& stats) {
     py::dict entry;
     entry["bucket_mb"] = trial.bucket_mb;
     entry["step_ms"] = 1e3 * trial.step_seconds;
+    entry["noise"] = std::sqrt(trial.noise_variance);
     trials.append(entry);
   }
   result["tuner"] = trials;
@@ -93,10 +98,12 @@ py::dict toDict(const DearStats& stats) {
 void bindDear(py::module_& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "DeAROptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("form") = "sharded", py::arg("bucket_mb") = "auto",
-           py::arg("allreduce_fallback") = true, py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+           py::arg("allreduce_fallback") = true, py::arg("transport") = "auto",
+           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("form", &Options::form)
       .def_property_readonly("bucket_mb", &bucketSize)
       .def_readonly("allreduce_fallback", &Options::allreduce_fallback)
+      .def_readonly("transport", &Options::transport)
       .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
       .def("__repr__", &describe);
 
@@ -118,7 +125,8 @@ void bindDear(py::module_& module) {
       .def("stats", [](const DearSynchronizer& self) { return toDict(self.stats()); });
 
   module.def("attach_dear", &attachDear, py::arg("group"), py::arg("reducer"), py::arg("parameters"), py::arg("names"),
-             py::arg("unused_allowed"), py::arg("bucket_mb") = std::nullopt, NoGil());
+             py::arg("unused_allowed"), py::arg("bucket_mb") = std::nullopt,
+             py::arg("make_lane") = DearSynchronizer::MakeLane(), NoGil());
 }
 
 }  // namespace torchext

@@ -16,7 +16,12 @@ import torchext
 ORDERS = ("atc", "cta")
 
 
-OPTIONS = {"prague": torchext.PragueOptions, "dssync": torchext.DSSyncOptions}
+OPTIONS = {
+    "prague": torchext.PragueOptions,
+    "dssync": torchext.DSSyncOptions,
+    "hop": torchext.HopOptions,
+    "dear": torchext.DeAROptions,
+}
 
 
 def new_group(backend: str, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 
 FORMS = ["sharded", "replicated"]
+# As on CUDA, by the collectives of a group of their own.
+WAYS = [*FORMS, *(f"{form} over collectives" for form in FORMS)]
 ROWS = 4  # of every rank's batch
 
 
@@ -117,6 +119,7 @@ class Pair:
     """One model trained on all ranks, and its twin trained by this process alone, on the whole batch."""
 
     form = "sharded"
+    """Or one of WAYS."""
 
     def __init__(
         self,
@@ -133,11 +136,15 @@ class Pair:
         self.rank, self.size = rank.rank, rank.size
         self.dtype = next(model.parameters()).dtype
         self.module, self.twin = model, copy.deepcopy(model)
-        options = torchext.DeAROptions(bucket_mb=bucket_mb, allreduce_fallback=fallback, form=form or Pair.form)
+        form, _, transport = (form or Pair.form).partition(" over ")
+        options = torchext.DeAROptions(
+            bucket_mb=bucket_mb, allreduce_fallback=fallback, form=form, transport=transport or "auto"
+        )
         self.group = dist.new_group(backend="dear", timeout=timedelta(seconds=timeout), pg_options=options)
         self.ddp = DistributedDataParallel(model, process_group=self.group, **ddp)
         self.optimizer, self.plain = optimizer(model.parameters()), optimizer(self.twin.parameters())
         self.sync = torchext.attach(self.ddp, self.optimizer)
+        assert (self.sync._lane is not None) == bool(transport)
         self.steps = 0
 
     def losses(self, step: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,6 +192,6 @@ def difference(one: nn.Module, other: nn.Module) -> float:
 
 
 def in_form(rank: Rank, form: str, body: Callable[..., Any], *args: Any) -> Any:
-    """Runs a body with every Pair in this form."""
+    """Runs a body with every Pair in this form, or this one of WAYS."""
     Pair.form = form
     return body(rank, *args)

@@ -42,26 +42,38 @@ def body_training(rank: Rank, backend: str, options: dict[str, Any], timeout: fl
     error = elapsed_error(lambda: train(1_000_000))
     later = elapsed_error(sync.synchronize)
     start = time.monotonic()
-    with contextlib.suppress(dist.DistBackendError):  # its promises cannot be kept any more
+    with contextlib.suppress(
+        dist.DistBackendError
+    ):  # what it owes the others cannot be sent any more
         sync.detach()
     return error, later, time.monotonic() - start
 
 
-@pytest.mark.parametrize(
-    ("victim", "backend", "options"),
-    [
-        (2, "prague", {"order": "atc"}),
-        (0, "prague", {}),  # it hosts the generator
-        (3, "prague", {}),
-        (1, "prague", {"generator": "static"}),
-        (0, "prague", {"generator": "ready-set", "order": "atc"}),
-        (0, "prague", {"generator": "random"}),
-        (1, "dssync", {"order": "atc"}),
-        (0, "dssync", {"schedule": "random"}),
-        (3, "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),
-    ],
-    ids=str,
-)
+DEATHS: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "prague", {"order": "atc"}),
+    (0, "prague", {"order": "atc"}),  # it hosts the generator
+    (3, "prague", {}),
+    (1, "prague", {"generator": "static"}),
+    (0, "prague", {"generator": "ready-set", "order": "atc"}),
+    (0, "prague", {"generator": "random"}),
+    (1, "dssync", {"order": "atc"}),
+    (0, "dssync", {"schedule": "random"}),
+    (3, "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),
+    (2, "hop", {}),
+    (0, "hop", {"order": "serial"}),
+    (3, "hop", {"graph": "ring"}),  # its opposite has no line to it
+    (1, "hop", {"backup_workers": 1, "max_iteration_gap": 4}),
+    (1, "hop", {"staleness": 3, "max_iteration_gap": 4, "max_jump": 4}),
+    (2, "hop", {"notify_ack": True}),
+    (3, "hop", {"weights": [[0.6, 0.4, 0, 0], [0, 0.6, 0.4, 0], [0, 0, 0.6, 0.4], [0.4, 0, 0, 0.6]]}),
+    (0, "dear", {}),  # in the trial of all-reduce
+    (2, "dear", {"allreduce_fallback": False}),
+    (1, "dear", {"allreduce_fallback": False, "form": "replicated", "bucket_mb": 0.01}),
+    (1, "dear", {"allreduce_fallback": False, "transport": "collectives"}),
+]
+
+
+@pytest.mark.parametrize(("victim", "backend", "options"), DEATHS, ids=str)
 def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any]) -> None:
     with launch(body_training, 4, backend, options) as ranks:
         ranks.expect("ready")
@@ -82,11 +94,21 @@ def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any])
 
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [("prague", {"generator": "static", "order": "atc"}), ("prague", {}), ("dssync", {})],
+    [
+        ("prague", {"generator": "static", "order": "atc"}),
+        ("prague", {}),
+        ("dssync", {}),
+        ("hop", {}),
+        ("hop", {"order": "serial", "graph": "ring"}),
+        ("hop", {"backup_workers": 1, "max_iteration_gap": 4}),
+        ("dear", {"allreduce_fallback": False}),
+        ("dear", {"allreduce_fallback": False, "transport": "collectives"}),
+    ],
     ids=str,
 )
 def test_sigstop_in_training_honours_the_timeout(backend: str, options: dict[str, Any]) -> None:
     timeout = 3
+    texts = []
     with launch(body_training, 4, backend, options, timeout) as ranks:
         ranks.expect("ready")
         time.sleep(0.3)
@@ -97,8 +119,12 @@ def test_sigstop_in_training_honours_the_timeout(backend: str, options: dict[str
             (kind, text, _), later, _ = outcome.value
             assert kind == "DistBackendError" and backend in text, (kind, text)
             assert later[0] == "DistBackendError" and later[2] < 1, later
+            texts.append(text)
         assert timeout - 1 < time.monotonic() - start < timeout + DEATH_LIMIT
         ranks.kill(2, signal.SIGCONT)
+    if backend == "hop":
+        # The first to give up says what for. Who hears of it only when the first has closed its connections says that.
+        assert any("waited 3000 ms for" in text and "from rank" in text for text in texts), texts
 
 
 # ---- Scripts that end ----
@@ -110,9 +136,15 @@ SCRIPT = """
     import torch.distributed as dist
     import torchext
 
-    store, mode = sys.argv[1:]
+    store, mode, backend, order = sys.argv[1:]
     rank = int(os.environ["RANK"])
-    dist.init_process_group("prague", init_method="file://" + store, rank=rank, world_size=3)
+    options = {
+        "prague": lambda: torchext.PragueOptions(order=order),
+        "dssync": lambda: torchext.DSSyncOptions(order=order),
+        "hop": lambda: torchext.HopOptions(order=order),
+        "dear": lambda: torchext.DeAROptions(form=order, allreduce_fallback=False),
+    }[backend]()
+    dist.init_process_group(backend, init_method="file://" + store, rank=rank, world_size=3, pg_options=options)
     torch.manual_seed(0)
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -141,16 +173,29 @@ SCRIPT = """
 """
 
 
+# Of the options, what changes most at the end; for dear its form.
+WAYS = [
+    ("prague", "cta"),
+    ("prague", "atc"),
+    ("dssync", "cta"),
+    ("hop", "parallel"),
+    ("hop", "serial"),
+    ("dear", "sharded"),
+]
+
+
+@pytest.mark.parametrize(("backend", "order"), WAYS)
 @pytest.mark.parametrize("mode", ["nothing", "detach", "destroy", "averaged", "dropped"])
-def test_a_script_ends_cleanly(tmp_path: Path, mode: str) -> None:
-    for code, out, err, _ in run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), mode):
+def test_a_script_ends_cleanly(tmp_path: Path, mode: str, backend: str, order: str) -> None:
+    for code, out, err, _ in run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), mode, backend, order):
         assert code == 0, (code, err)
         assert out.endswith("end\n"), out
         assert "Traceback" not in err and "terminate called" not in err and "Error" not in err, err
 
 
-def test_an_exception_in_training_reaches_the_others(tmp_path: Path) -> None:
-    results = run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), "exception")
+@pytest.mark.parametrize(("backend", "order"), WAYS)
+def test_an_exception_in_training_reaches_the_others(tmp_path: Path, backend: str, order: str) -> None:
+    results = run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), "exception", backend, order)
     for rank, (code, _, err, _) in enumerate(results):
         assert code == 1, (code, err)
         assert "terminate called" not in err

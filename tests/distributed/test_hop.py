@@ -316,6 +316,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def body_slow(rank: Rank, options: dict[str, Any], order: str) -> dict[str, Any]:
+    dist.set_debug_level(dist.DebugLevel.INFO)  # workers assert the bound on the gap in every iteration
     rank.init("hop")
     trainer = Trainer(rank, order=order, lr=0.02, **options)
     start = time.monotonic()

@@ -1,18 +1,14 @@
-"""What "hop" refuses, with which words; what happens when ranks disagree, one of them dies, or their scripts end."""
+"""What "hop" refuses, with which words; what happens when ranks disagree."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, elapsed_error, launch, run_ranks, run_script
+from harness import Rank, elapsed_error, run_ranks
 from hop_reference import hop
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 
 DEADLINE = 10.0
-DEATH_LIMIT = 5.0
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -186,144 +181,3 @@ def test_tensors_given_other_memory() -> None:
     for kind, text, seconds in run_ranks(body_moved, 2):
         assert kind == "RuntimeError" and "parameter or buffer 0 " in text and "before it is wrapped" in text, text
         assert seconds < DEADLINE
-
-
-# ---- Deaths ----
-
-
-def body_training(rank: Rank, options: dict[str, Any], timeout: float = 60) -> Any:
-    rank.init("hop", timeout=timeout, pg_options=torchext.HopOptions(timeout=timedelta(seconds=timeout), **options))
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1)))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    sync = torchext.attach(ddp, optimizer)
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 64)).square().mean().backward()
-            optimizer.step()
-
-    train(5)
-    dist.barrier()
-    rank.report("ready")
-    error = elapsed_error(lambda: train(1_000_000))
-    later = elapsed_error(sync.synchronize)
-    start = time.monotonic()
-    with contextlib.suppress(dist.DistBackendError):  # its neighbours cannot be heard any more
-        sync.detach()
-    return error, later, time.monotonic() - start
-
-
-DEATHS: list[tuple[int, dict[str, Any]]] = [
-    (2, {}),
-    (0, {"order": "serial"}),
-    (3, {"graph": "ring"}),  # its opposite has no line to it
-    (1, {"backup_workers": 1, "max_iteration_gap": 4}),
-    (1, {"staleness": 3, "max_iteration_gap": 4, "max_jump": 4}),
-    (2, {"notify_ack": True}),
-    (3, {"weights": [[0.6, 0.4, 0, 0], [0, 0.6, 0.4, 0], [0, 0, 0.6, 0.4], [0.4, 0, 0, 0.6]]}),
-]
-
-
-@pytest.mark.parametrize(("victim", "options"), DEATHS, ids=str)
-def test_sigkill_in_training(victim: int, options: dict[str, Any]) -> None:
-    with launch(body_training, 4, options) as ranks:
-        ranks.expect("ready")
-        time.sleep(0.3)
-        ranks.kill(victim)
-        start = time.monotonic()
-        for outcome in ranks.outcomes(deadline=20):
-            assert outcome.ok, outcome.trace
-            (kind, text, _), later, detach_seconds = outcome.value
-            assert kind == "DistBackendError", (kind, text)
-            assert f"rank {victim} died" in text and "hop" in text, text
-            assert later[0] == "DistBackendError" and f"rank {victim} died" in later[1], later
-            assert later[2] < 1 and detach_seconds < 1
-        assert time.monotonic() - start < DEATH_LIMIT
-    for rank, process in enumerate(ranks.processes):
-        assert process.exitcode == (-signal.SIGKILL if rank == victim else 0), (rank, process.exitcode)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"order": "serial", "graph": "ring"}, {"backup_workers": 1, "max_iteration_gap": 4}],
-    ids=str,
-)
-def test_sigstop_in_training_honours_the_timeout(options: dict[str, Any]) -> None:
-    timeout = 3
-    with launch(body_training, 4, options, timeout) as ranks:
-        ranks.expect("ready")
-        time.sleep(0.3)
-        ranks.kill(2, signal.SIGSTOP)
-        start = time.monotonic()
-        texts = []
-        for outcome in ranks.outcomes([0, 1, 3], deadline=30):
-            assert outcome.ok, outcome.trace
-            (kind, text, _), later, _ = outcome.value
-            assert kind == "DistBackendError" and "hop" in text, (kind, text)
-            assert later[0] == "DistBackendError" and later[2] < 1, later
-            texts.append(text)
-        # The first to give up says what for. Who hears of it only when the first has closed its connections says that.
-        assert any("waited 3000 ms for" in text and "from rank" in text for text in texts), texts
-        assert timeout - 1 < time.monotonic() - start < timeout + DEATH_LIMIT
-        ranks.kill(2, signal.SIGCONT)
-
-
-# ---- Scripts that end ----
-
-SCRIPT = """
-    import os
-    import sys
-    import torch
-    import torch.distributed as dist
-    import torchext
-
-    store, mode, order = sys.argv[1:]
-    rank = int(os.environ["RANK"])
-    options = torchext.HopOptions(order=order)
-    dist.init_process_group("hop", init_method="file://" + store, rank=rank, world_size=3, pg_options=options)
-    torch.manual_seed(0)
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    sync = torchext.attach(ddp, optimizer)
-    for step in range(5):
-        optimizer.zero_grad()
-        ddp(torch.randn(8, 16)).square().mean().backward()
-        optimizer.step()
-    if mode == "detach":
-        sync.detach()
-    if mode == "destroy":
-        dist.destroy_process_group()
-    if mode == "averaged":
-        with sync.averaged() as module:
-            print(float(module.weight.detach().sum()))
-    if mode == "dropped":
-        del sync, ddp, optimizer
-    if mode == "exception" and rank == 1:
-        raise ValueError("on purpose")
-    if mode == "exception":
-        while True:
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 16)).square().mean().backward()
-            optimizer.step()
-    print("end")
-"""
-
-
-@pytest.mark.parametrize("order", ["parallel", "serial"])
-@pytest.mark.parametrize("mode", ["nothing", "detach", "destroy", "averaged", "dropped"])
-def test_a_script_ends_cleanly(tmp_path: Path, mode: str, order: str) -> None:
-    for code, out, err, _ in run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), mode, order):
-        assert code == 0, (code, err)
-        assert out.endswith("end\n"), out
-        assert "Traceback" not in err and "terminate called" not in err and "Error" not in err, err
-
-
-def test_an_exception_in_training_reaches_the_others(tmp_path: Path) -> None:
-    results = run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), "exception", "parallel")
-    for rank, (code, _, err, _) in enumerate(results):
-        assert code == 1, (code, err)
-        assert "terminate called" not in err
-        assert ("ValueError: on purpose" if rank == 1 else "rank 1") in err, err
-        assert rank == 1 or "DistBackendError" in err, err

@@ -1,0 +1,219 @@
+"""Does dear's tuner find the best bucket size on real links? Against a grid of 12 sizes, and against random search.
+
+Five settings of link rate, model size and compute, each on four hosts (lab/netlab.py) with the layers of
+dear_network.py. In each the tuner decides first, as it does in training; then its choice and the 12 sizes of the grid,
+log-spaced over the range that the tuner searches, are trained in turn, and compared by their step times. All without
+falling back to all-reduce.
+
+Random search gets as many trials as the tuner took, of sizes drawn log-uniformly over the same range. It is played
+many times over on what was measured: the true step time of a size is interpolated between those of the grid, a trial
+sees it with the noise that the tuner's windows had, and the size that looks best is taken.
+
+    python benchmarks/dear_tuner.py             # 12 minutes; root
+    python benchmarks/dear_tuner.py --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lab import cli
+from lab.contenders import Contender, contender
+from lab.launch import launch
+from lab.netlab import NetLab
+from lab.plot import title
+from lab.rank import Rank
+from lab.results import Checks, Report, Spread, in_turn
+from lab.stragglers import parse
+from lab.training import run_window
+
+HOSTS = 4
+GRID_SIZES = 12
+# Rate of the links, megabytes of parameters, milliseconds of forward; backward takes twice as long.
+SETTINGS = [("100mbit", 1, 30.0), ("300mbit", 4, 30.0), ("1gbit", 4, 15.0), ("1gbit", 10, 30.0), ("3gbit", 20, 20.0)]
+TARGET = 0.97
+MOST_TRIALS = 12
+RANDOM_SEARCHES = 2000
+LEAST_MB, MOST_MB, LEAST_RANGE = 1.0, 256.0, 32.0  # the tuner's range: core::BayesianTunerOptions::forModel
+MEBIBYTE = 1 << 20
+
+
+def grid(megabytes: float) -> list[float]:
+    """Returns the bucket sizes in MiB, ascending, from one end of the tuner's range to the other."""
+    most = min(MOST_MB, megabytes * 1e6 / MEBIBYTE)
+    least = min(LEAST_MB, most / LEAST_RANGE)
+    return [least * (most / least) ** (place / (GRID_SIZES - 1)) for place in range(GRID_SIZES)]
+
+
+def sized(mebibytes: float) -> Contender:
+    """Returns dear with that bucket size."""
+    return contender(f"dear:sharded/{mebibytes:.6g}", allreduce_fallback=False)
+
+
+def ranks(rank: Rank) -> dict[str, Any]:
+    """Rank function of one setting. ``rank.settings``: ``workload``, ``sizes``, ``repeats`` and three spans."""
+    settings = rank.settings
+    checks = Checks()
+    measure = functools.partial(
+        run_window,
+        rank,
+        workload=settings["workload"],
+        stragglers=parse("none", rank.world_size),
+        checks=checks,
+        warmup_s=settings["warmup_s"],
+    )
+    auto = contender("dear:sharded/auto", allreduce_fallback=False)
+    tuned = measure(auto, window_s=settings["window_s"], tuning_s=settings["tuning_s"])
+    tried = [sized(size) for size in [*settings["sizes"], tuned["stats"]["bucket_mb"]]]
+    measures = {
+        str(place): functools.partial(measure, which, window_s=settings["window_s"])
+        for place, which in enumerate(tried)
+    }
+    runs = in_turn(measures, settings["repeats"])
+    steps = {name: [run["step_ms"] for run in of_size] for name, of_size in runs.items()}
+    return {
+        "tuned": tuned["stats_before"],
+        "step_ms": steps,
+        "checks": {which.name: checks.done[which.name] for which in tried},
+    }
+
+
+def interpolated(sizes: Sequence[float], times: Sequence[float], size: float) -> float:
+    """Returns the step time of a size between those of the grid, linear in its logarithm."""
+    for place in range(1, len(sizes)):
+        if size <= sizes[place] or place == len(sizes) - 1:
+            part = math.log(size / sizes[place - 1]) / math.log(sizes[place] / sizes[place - 1])
+            return times[place - 1] + part * (times[place] - times[place - 1])
+    raise ValueError("dear_tuner: a grid of one size")
+
+
+def random_search(sizes: Sequence[float], times: Sequence[float], *, trials: int, noise: float) -> float:
+    """Returns the mean step time of the sizes that random searches end with.
+
+    Args:
+        sizes: Of the grid.
+        times: Measured there.
+        trials: Of each search.
+        noise: Standard deviation of a trial, relative.
+    """
+    draw = random.Random(0)
+    ends = []
+    for _ in range(RANDOM_SEARCHES):
+        drawn = [sizes[0] * (sizes[-1] / sizes[0]) ** draw.random() for _ in range(trials)]
+        true = [interpolated(sizes, times, size) for size in drawn]
+        seen = [time * math.exp(draw.gauss(0.0, noise)) for time in true]
+        ends.append(true[seen.index(min(seen))])
+    return statistics.mean(ends)
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = cli.parser(__doc__ or "", contenders="dear:sharded/auto", repeats=3)
+    parser.add_argument("--window", type=float, default=2.5, help="seconds that are counted, each size and repeat")
+    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="the first so many")
+    parsed = parser.parse_args()
+    if parsed.quick:
+        parsed.repeats, parsed.settings, parsed.window = 1, 1, 1.0
+    return parsed
+
+
+def picture(report: Report, path: Path) -> None:
+    """Draws, by setting, the step time over the bucket size, the tuner's choice, and where random search ends."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(report.cases), 3.8), layout="constrained")
+    for axes, case in zip(figure.subplots(1, len(report.cases), squeeze=False)[0], report.cases, strict=True):
+        found = case.notes["tuner"]
+        spreads = [Spread(tuple(values)) for values in found["grid_step_ms"]]
+        medians = [spread.median for spread in spreads]
+        below = [spread.median - min(spread.values) for spread in spreads]
+        above = [max(spread.values) - spread.median for spread in spreads]
+        axes.errorbar(found["grid_mb"], medians, yerr=[below, above], fmt="o-", color="grey", label="grid of 12")
+        axes.plot(found["chosen_mb"], case.figures["tuner"].median, "*", markersize=16, label="tuner's choice")
+        axes.axhline(found["random_step_ms"], color="C1", linestyle="--", label="random search, mean")
+        axes.set(xscale="log", xlabel="bucket size, MiB", title=f"{case.name}\n{found['trials']} trials")
+    figure.axes[0].set_ylabel("ms a step")
+    figure.axes[0].legend(fontsize="small")
+    figure.suptitle(title(report), fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Measures all settings and writes ``dear_tuner.json`` and ``.png``."""
+    args = arguments()
+    report = Report(
+        "dear_tuner",
+        script=cli.script_line(),
+        unit="ms a step",
+        reference="best of the grid",
+        higher_is_better=False,
+        conditions={"hosts": HOSTS, "window_s": args.window, "random_searches": RANDOM_SEARCHES},
+    )
+    over_best, random_over_best = [], []
+    for rate, megabytes, forward_ms in SETTINGS[: args.settings]:
+        workload = {
+            "layers": 20,
+            "parameter_bytes": megabytes * 1_000_000,
+            "forward_ms": forward_ms,
+            "backward_ms": 2 * forward_ms,
+            "growth": 15.0,
+        }
+        sizes = grid(megabytes)
+        spans = {"warmup_s": 0.3, "window_s": args.window, "tuning_s": 120.0}
+        settings = {"workload": workload, "sizes": sizes, "repeats": args.repeats, **spans}
+        with NetLab(HOSTS, rate=rate) as lab:
+            results = launch("dear_tuner:ranks", ranks=HOSTS, settings=settings, deadline_s=900, lab=lab)
+        result = results[0]
+        *of_grid, chosen = list(result["step_ms"].values())
+        medians = [statistics.median(values) for values in of_grid]
+        best = medians.index(min(medians))
+        trials = result["tuned"]["tuner"]
+        noise = statistics.median(trial["noise"] for trial in trials)
+        ends = random_search(sizes, medians, trials=len(trials), noise=noise)
+        names = list(result["checks"])
+        case = report.add(
+            f"{rate}, {megabytes} MB, {3 * forward_ms:g} ms",
+            {"best of the grid": of_grid[best], "tuner": chosen},
+            checks={"best of the grid": result["checks"][names[best]], "tuner": result["checks"][names[-1]]},
+            target=TARGET,
+            notes={
+                "tuner": {
+                    "decided": result["tuned"]["decided"],
+                    "trials": len(trials),
+                    "history": trials,
+                    "chosen_mb": result["tuned"]["bucket_mb"],
+                    "grid_mb": sizes,
+                    "grid_step_ms": of_grid,
+                    "random_step_ms": ends,
+                    "noise": noise,
+                },
+            },
+        )
+        over_best.append(case.figures["tuner"].median / medians[best])
+        random_over_best.append(ends / medians[best])
+        print(
+            f"  {len(trials)} trials, decided: {result['tuned']['decided']}; step time over the grid's best: "
+            f"tuner {over_best[-1]:.3f}, random search {random_over_best[-1]:.3f}",
+            flush=True,
+        )
+    report.conditions["verdict"] = {
+        "tuner_over_best": over_best,
+        "random_over_best": random_over_best,
+        "within_3_percent": max(over_best) <= 1 / TARGET,
+        "most_trials": max(case.notes["tuner"]["trials"] for case in report.cases),
+        "mean_of_tuner": statistics.mean(over_best),
+        "mean_of_random": statistics.mean(random_over_best),
+    }
+    print(report.conditions["verdict"])
+    report.write(args.results, picture=picture)
+
+
+if __name__ == "__main__":
+    main()
