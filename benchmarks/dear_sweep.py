@@ -44,7 +44,7 @@ SLOW_STEP_S = 1.0  # from here on nothing is tuned
 ONE_REPEAT_S = 0.5  # from here on tuning takes too long to do it twice
 DECIDING_STEPS = 195  # at most
 LONGEST_TUNING_S = 150.0
-USUAL_SHARE = 0.67  # of the longest tuning: a search ends when it does not get better
+USUAL_SHARE = 0.3  # of the longest tuning: a search ends when it does not get better
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def plan(megabytes: float, bits: float, hosts: int, *, repeats: int, scale: floa
     if step_s > SLOW_STEP_S:
         return Cell(megabytes, step_s, 1, 2, step_s, max(2.5 * step_s, 8.0 * scale), 0.0)
     repeats = repeats if step_s < ONE_REPEAT_S else 1
-    tuning_s = min(DECIDING_STEPS * step_s, LONGEST_TUNING_S)
+    # Ends when dear has decided. On fast links a step takes two or three times what its bytes would.
+    tuning_s = min(3 * DECIDING_STEPS * step_s, LONGEST_TUNING_S)
     # Fast links with large models keep both cores busy, and single steps differ by a tenth: eight or more.
     return Cell(megabytes, step_s, repeats, 4, 1.0 * scale, max(8 * step_s, 5.0 * scale), tuning_s)
 

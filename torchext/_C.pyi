@@ -203,7 +203,6 @@ def attach_hop(
 ) -> HopSynchronizer: ...
 def attach_dear(
     group: ProcessGroupDear,
-    reducer: Any,
     parameters: Sequence[Tensor],
     names: Sequence[str],
     unused_allowed: bool,

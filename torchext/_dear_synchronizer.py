@@ -162,6 +162,10 @@ class DearSynchronizer(Synchronizer):
         ddp = self._ddp
         if not torch.is_grad_enabled():
             return
+        if ddp._comm_hooks:
+            raise RuntimeError(
+                "dear: register_comm_hook on an attached model: gradients would pass by the communication hook"
+            )
         if ddp._join_config.enable:
             raise RuntimeError(
                 "dear: DistributedDataParallel.join() is not supported: a rank that has no more inputs would have to "

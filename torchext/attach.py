@@ -57,8 +57,8 @@ def attach(
 ) -> Synchronizer:
     """Attaches a DDP model to the algorithm of its process group's backend. Collective.
 
-    Installs a C++ communication hook in DDP's reducer, hooks around ``optimizer.step`` and in front of the modules that
-    wait for their parameters. With all but ``dear``, gradients and optimizer state stay local, and
+    Installs hooks around ``optimizer.step`` and in front of the modules that wait for their parameters. With all but
+    ``dear``, a C++ communication hook in DDP's reducer keeps gradients local, optimizer state stays local, and
     ``broadcast_buffers`` is turned off: floating-point buffers are averaged with the parameters. With ``dear``, the
     optimizer gets a slice of every parameter, and training goes on exactly as with plain DDP.
 
@@ -140,6 +140,11 @@ def _attach_dear(
 ) -> Synchronizer:
     options: Any = backend.options  # declared as those of any backend
     check_stepped(optimizer, options.form)
+    if ddp._comm_hooks:
+        raise ValueError(
+            "torchext.attach: the model has a communication hook (register_comm_hook), which dear would pass by; use "
+            "another backend with it, or leave it out"
+        )
     named = list(ddp.module.named_parameters())
     own = {id(parameter) for _, parameter in named}
     others = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
@@ -165,7 +170,7 @@ def _attach_dear(
     unused_allowed = ddp.find_unused_parameters or ddp.static_graph
     lane = Lane(ddp.process_group) if device.type != "cpu" or options.transport == "collectives" else None
     make_lane = None if lane is None else lane.make
-    core = _C.attach_dear(backend, ddp.reducer, parameters, names, unused_allowed, bucket_mb, make_lane)
+    core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, make_lane)
     return DearSynchronizer(core, ddp, optimizer, parameters, lane)
 
 

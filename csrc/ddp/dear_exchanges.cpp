@@ -63,12 +63,6 @@ void DearSynchronizer::gradientReady(std::size_t parameter) {
   }
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> DearSynchronizer::bucketReady(c10d::GradBucket& bucket) {
-  bucket.getBufferRef() /= group_->getSize();
-  std::vector<at::Tensor> tensors{bucket.getBufferRef()};
-  return group_->allreduce(tensors, c10d::AllreduceOptions())->getFuture();
-}
-
 // Called by autograd when everything else of the backward pass is over.
 void DearSynchronizer::backwardEnds() {
   armed_ = false;

@@ -12,15 +12,15 @@
 //   step       the optimizer holds SteppedParameters (torchext/_stepped.py), whose .grad is gradient(i): it waits for
 //              the bucket. afterStep() queues the all-gathers, in the order of the forward pass.
 //   forward    waitTensors() in front of each module waits for its buckets. Replicated: then Python steps them.
-// While DearPlanner says so the model trains as plain DDP instead (allreduce()), and the optimizer holds the
-// parameters.
+// While DearPlanner says so the model trains as plain DDP instead (allreduce()): its reducer is awake, and the
+// optimizer holds the parameters.
 //
 // Gradients: the parameters' own .grad stay local. A parameter that got no gradient travels as zeros with a mark; one
 // that no rank has a gradient for has none (the optimizer skips it), as in single-process training.
 // Gradient accumulation: only a backward pass whose forward ran outside no_sync() exchanges anything; then .grad holds
 // the sum of all micro-batches.
 //
-// Threads: the training thread, autograd's (gradientReady, bucketReady, backwardEnds) and exchange_'s. A bucket's
+// Threads: the training thread, autograd's (gradientReady, backwardEnds) and exchange_'s. A bucket's
 // buffer is exchange_'s; between reduce-scatter and all-gather the training thread has its own chunk.
 #pragma once
 
@@ -34,8 +34,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "c10d/process_group_dear.h"
 #include "c10d/shard_transport.h"
@@ -80,8 +78,6 @@ class DearSynchronizer : public Synchronizer {
 
   // The last forward pass ran outside (true) or inside (false) no_sync().
   void expectBackward(bool exchanges);
-  // DDP's communication hook, while the model trains as plain DDP.
-  c10::intrusive_ptr<c10::ivalue::Future> bucketReady(c10d::GradBucket& bucket);
 
   // Whether the model trains as plain DDP. Changes in afterStep() only.
   bool allreduce() const { return planner_.plan().allreduce; }
@@ -174,16 +170,6 @@ class DearSynchronizer : public Synchronizer {
   std::uint64_t abort_callback_ = 0;
   std::unique_ptr<GradientHooks> hooks_;
   std::unique_ptr<ExchangeThread> exchange_;  // last: ends before what it uses
-};
-
-// DDP's communication hook of an attached model.
-class DearGradientHook : public c10d::CppCommHookInterface<std::shared_ptr<DearSynchronizer>> {
- public:
-  explicit DearGradientHook(std::shared_ptr<DearSynchronizer> synchronizer)
-      : CppCommHookInterface(std::move(synchronizer)) {}
-  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return state_->bucketReady(bucket);
-  }
 };
 
 }  // namespace torchext

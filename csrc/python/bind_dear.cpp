@@ -11,8 +11,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include <torch/csrc/distributed/c10d/reducer.hpp>
-
 #include "c10d/process_group_dear.h"
 #include "ddp/dear_synchronizer.h"
 
@@ -56,14 +54,13 @@ c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& buck
   return options;
 }
 
-std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group, c10d::Reducer& reducer,
+std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group,
                                              std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                              bool unused_allowed, std::optional<double> bucket_mb,
                                              const DearSynchronizer::MakeLane& make_lane) {
   std::shared_ptr<DearSynchronizer> synchronizer(
       new DearSynchronizer(group, std::move(parameters), std::move(names), unused_allowed, bucket_mb, make_lane),
       DeleteWithoutGil());
-  reducer.register_comm_hook(std::make_unique<DearGradientHook>(synchronizer));
   return synchronizer;
 }
 
@@ -124,7 +121,7 @@ void bindDear(py::module_& module) {
       .def("clear_gradients", &DearSynchronizer::clearGradients, NoGil())
       .def("stats", [](const DearSynchronizer& self) { return toDict(self.stats()); });
 
-  module.def("attach_dear", &attachDear, py::arg("group"), py::arg("reducer"), py::arg("parameters"), py::arg("names"),
+  module.def("attach_dear", &attachDear, py::arg("group"), py::arg("parameters"), py::arg("names"),
              py::arg("unused_allowed"), py::arg("bucket_mb") = std::nullopt,
              py::arg("make_lane") = DearSynchronizer::MakeLane(), NoGil());
 }

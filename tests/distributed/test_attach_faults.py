@@ -42,9 +42,7 @@ def body_training(rank: Rank, backend: str, options: dict[str, Any], timeout: fl
     error = elapsed_error(lambda: train(1_000_000))
     later = elapsed_error(sync.synchronize)
     start = time.monotonic()
-    with contextlib.suppress(
-        dist.DistBackendError
-    ):  # what it owes the others cannot be sent any more
+    with contextlib.suppress(dist.DistBackendError):  # what it owes the others cannot be sent any more
         sync.detach()
     return error, later, time.monotonic() - start
 

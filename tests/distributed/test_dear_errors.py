@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness import Rank, elapsed_error, launch, run_ranks
 from sharded import Branches, Pair, adamw, made, mlp, sgd
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
@@ -64,9 +65,16 @@ def body_refused(rank: Rank) -> bool:
         torchext.attach(ddp, adamw(list(model.parameters())[2:]))
     with pytest.raises(ValueError, match="owns 1 parameters that are not the model's"):
         torchext.attach(ddp, adamw([*model.parameters(), nn.Parameter(torch.zeros(2))]))
+    hooked = DistributedDataParallel(made(mlp))
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(ValueError, match="has a communication hook"):
+        torchext.attach(hooked, adamw(hooked.parameters()))
     sync = torchext.attach(ddp, Marked(model.parameters(), lr=0.1), bucket_mb=1)
     with pytest.raises(RuntimeError, match="attached already"):
         torchext.attach(ddp, adamw(model.parameters()))
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(RuntimeError, match="communication hook"):
+        ddp(torch.zeros(1, 16))
     sync.detach()
     with pytest.raises(RuntimeError, match="after detach"):
         sync.synchronize()
@@ -82,18 +90,13 @@ def body_disagree(rank: Rank, what: str) -> tuple[str, str, float]:
     model = nn.Linear(4, 4 + (rank.rank if what == "shape" else 0))
     if what == "frozen" and rank.rank == 1:
         model.bias.requires_grad_(False)
-    # DDP itself compares shapes: each rank wraps its model in a group of its own.
-    alone = [dist.new_group([one], backend="gloo") for one in range(rank.size)][rank.rank]
-    ddp = DistributedDataParallel(model, process_group=alone)
     options = torchext.DeAROptions(bucket_mb=1 + rank.rank if what == "bucket_mb" else 1)
     group = dist.new_group(backend="dear", timeout=timedelta(seconds=20), pg_options=options)
     backend = torchext.backend_of(group)
     parameters = list(model.parameters())
     names = [name + (str(rank.rank) if what == "names" else "") for name, _ in model.named_parameters()]
     make_lane = (lambda: backend) if what == "transport" and rank.rank == 1 else None
-    return elapsed_error(
-        lambda: torchext._C.attach_dear(backend, ddp.reducer, parameters, names, False, make_lane=make_lane)
-    )
+    return elapsed_error(lambda: torchext._C.attach_dear(backend, parameters, names, False, make_lane=make_lane))
 
 
 @pytest.mark.parametrize(
