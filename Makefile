@@ -49,6 +49,7 @@ sanitize: deps  ## the multi-process tests of attached models with the thread sa
 	  tests/distributed/test_attach.py tests/distributed/test_attach_exact.py tests/distributed/test_attach_features.py \
 	  tests/distributed/test_lifecycle.py tests/distributed/test_dear_exact.py \
 	  tests/distributed/test_dear_features.py tests/distributed/test_dear_errors.py \
+	  tests/distributed/test_dear_planner.py tests/distributed/test_attach_faults.py \
 	  tests/distributed/test_dssync.py tests/distributed/test_hop.py tests/distributed/test_hop_errors.py
 
 install: deps

@@ -26,6 +26,10 @@ constexpr double kHopeless = 1.1;
 // No further apart than this the two are measured in turn, in so many windows each.
 constexpr double kClose = 1.15;
 constexpr std::size_t kConfirmations = 2;
+// A decision is looked at first after so many steps, then after twice as many each time; by the median of the last few,
+// which pauses between steps (an evaluation) do not move.
+constexpr std::int64_t kFirstLook = 100;
+constexpr std::int64_t kLookedAt = 50;
 
 core::BayesianTunerOptions tunerOptions(std::size_t model_bytes) {
   auto tuning = core::BayesianTunerOptions::forModel(std::max<std::size_t>(1, model_bytes));
@@ -78,10 +82,10 @@ bool DearPlanner::afterStep(const std::vector<std::int64_t>& gradient_order,
                             const std::vector<std::int64_t>& forward_order) {
   const auto now = Clock::now();
   const std::optional<Clock::time_point> before = std::exchange(last_step_, now);
-  if (phase_ == Phase::kDecided) {
-    return false;
-  }
   const double seconds = before ? std::max(1e-9, std::chrono::duration<double>(now - *before).count()) : 1.0;
+  if (phase_ == Phase::kDecided) {
+    return watch(seconds);
+  }
   // The other ranks count only: their own clocks must not decide when a decision is due.
   window_.push_back(seconds);
   if (phase_ == Phase::kTuning && !fixed_ && group_.getRank() == 0) {
@@ -135,11 +139,40 @@ void DearPlanner::tune() {
   }
   const double ratio = fallback_ ? allreduce_seconds_ / best_seconds_ : kClose;
   if (ratio > 1 / kClose && ratio < kClose) {
-    phase_ = Phase::kConfirming;
-    plan_.allreduce = true;
+    compareAgain();
   } else {
     settle();
   }
+}
+
+void DearPlanner::compareAgain() {
+  phase_ = Phase::kConfirming;
+  plan_.allreduce = true;
+  confirmed_[0].clear();
+  confirmed_[1].clear();
+}
+
+// True: plan() is new. The network, or the machine, may not be what it was when it was measured.
+bool DearPlanner::watch(double seconds) {
+  if (!fallback_ || plan_.allreduce) {
+    return false;
+  }
+  next_look_ = std::max(next_look_, kFirstLook);
+  if (++watched_ > next_look_ - kLookedAt) {
+    window_.push_back(seconds);
+  }
+  if (watched_ < next_look_) {
+    return false;
+  }
+  watched_ = 0;
+  next_look_ *= 2;
+  if (group_.getRank() == 0 && median(window_) > allreduce_seconds_) {
+    compareAgain();
+  }
+  share();
+  window_.clear();
+  last_step_ = Clock::now();
+  return plan_.allreduce;
 }
 
 void DearPlanner::confirm() {

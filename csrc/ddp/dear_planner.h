@@ -5,7 +5,8 @@
 //   trials of bucket sizes  windows of a BayesianTuner, or a single one where the user has set the size
 //   both in turn            where the best size and all-reduce are close: the first window of all-reduce was early, the
 //                           best of many trials is a lucky one, and one median does not show rare stalls
-//   for good                the best of them
+//   what was best           with it training goes on. After 100, 200, 400 ... further steps it is seen whether a step
+//                           takes longer now than all-reduce did: then both in turn once more
 // With the first decision the observed orders of gradients and of forward waits replace the assumed ones.
 //
 // Threads: the training thread.
@@ -51,6 +52,8 @@ class DearPlanner {
   void tune();
   void confirm();
   void settle();
+  void compareAgain();
+  bool watch(double seconds);
   void share();
   void announce() const;
 
@@ -65,6 +68,8 @@ class DearPlanner {
   double allreduce_seconds_ = 0;
   double best_seconds_ = 0;
   std::vector<double> confirmed_[2];  // [all-reduce?] seconds of the steps of kConfirming
+  std::int64_t watched_ = 0;          // steps since the decision or the last look at it,
+  std::int64_t next_look_ = 0;        //   after so many there is one
   std::optional<std::chrono::steady_clock::time_point> last_step_;
 };
 

@@ -1,0 +1,61 @@
+"""When "dear" trains as plain DDP, and when it does not: decisions made from measured steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from harness import Rank, run_ranks
+from sharded import Pair, made, mlp, sgd
+
+PAUSE = 0.01  # seconds; a step of these models takes one or two milliseconds
+
+
+def run_until_decided(pair: Pair, slow: str, *, most: int) -> dict[str, Any]:
+    """Steps that are longer while training in the mode `slow`; until there is a decision."""
+    for _ in range(most):
+        if pair.sync.stats()["mode"] == slow:
+            time.sleep(PAUSE)
+        pair.step()
+        if pair.sync.stats()["decided"]:
+            break
+    return pair.sync.stats()
+
+
+def body_slow(rank: Rank) -> None:
+    rank.init("dear")
+    for bucket_mb in (0.001, "auto"):
+        pair = Pair(rank, made(mlp), sgd, fallback=True, bucket_mb=bucket_mb)
+        stats = run_until_decided(pair, "allreduce", most=250)
+        assert (stats["mode"], stats["decided"]) == ("dear", True), stats
+        assert pair.done() < 1e-5
+        pair = Pair(rank, made(mlp), sgd, fallback=True, bucket_mb=bucket_mb)
+        stats = run_until_decided(pair, "dear", most=250)
+        assert (stats["mode"], stats["decided"]) == ("allreduce", True), stats
+        assert pair.done() < 1e-5
+
+
+def test_what_is_slower_is_not_chosen() -> None:
+    run_ranks(body_slow, 2, deadline=90)
+
+
+def body_slower_later(rank: Rank) -> None:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd, fallback=True)
+    stats = run_until_decided(pair, "allreduce", most=250)
+    assert stats["mode"] == "dear", stats
+    for _ in range(90):  # longer than an all-reduce took, but not long enough to be looked at
+        time.sleep(2 * PAUSE)
+        pair.step()
+    assert pair.sync.stats()["mode"] == "dear"
+    for _ in range(10):
+        time.sleep(2 * PAUSE)
+        pair.step()
+    assert pair.sync.stats()["mode"] == "allreduce", pair.sync.stats()
+    stats = run_until_decided(pair, "dear", most=60)
+    assert (stats["mode"], stats["decided"]) == ("allreduce", True), stats
+    assert pair.done() < 1e-4  # 200 steps and more
+
+
+def test_a_decision_that_does_not_hold_is_taken_back() -> None:
+    run_ranks(body_slower_later, 2, deadline=90)
