@@ -139,11 +139,11 @@ class DearSynchronizer(Synchronizer):
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach.
 
-        ``mode`` is ``"dear"`` or ``"allreduce"`` (plain DDP), ``decided`` whether the search is over. ``exposed_rs_ms`` and
-        ``exposed_ag_ms`` are what training waited for reduce-scatters and all-gathers, ``rs_ms`` and ``ag_ms`` how long
-        these took. ``bucket_mb`` is the limit of a bucket, ``buckets`` the bytes of each in the order of the backward
-        pass, ``staging_bytes`` their memory, ``tuner`` the trials (on rank 0; ``noise``: relative standard deviation of
-        ``step_ms``), ``allreduce_step_ms`` a step of plain DDP when it was measured.
+        ``mode`` is ``"dear"`` or ``"allreduce"`` (plain DDP), ``decided`` whether the search is over.
+        ``exposed_rs_ms`` and ``exposed_ag_ms`` are what training waited for reduce-scatters and all-gathers, ``rs_ms``
+        and ``ag_ms`` how long these took. ``bucket_mb`` is the limit of a bucket, ``buckets`` the bytes of each in the
+        order of the backward pass, ``staging_bytes`` their memory, ``tuner`` the trials (on rank 0; ``noise``: relative
+        standard deviation of ``step_ms``), ``allreduce_step_ms`` a step of plain DDP when it was measured.
         """
         return self._core.stats()
 
