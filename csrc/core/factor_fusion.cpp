@@ -1,0 +1,53 @@
+#include "core/factor_fusion.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+
+namespace torchext::core {
+
+std::vector<int> fuseFactors(const std::vector<FusionTask>& tasks, const AlphaBeta& cost) {
+  std::vector<int> ends;
+  double link_free = 0;
+  double ready = 0;
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    bytes += tasks[i].bytes;
+    ready = std::max(ready, tasks[i].ready);
+    const double start = std::max(ready, link_free);
+    const double end = start + cost.seconds(bytes);
+    if (i + 1 < tasks.size() && tasks[i + 1].lane == tasks[i].lane) {
+      const double next = std::max(ready, tasks[i + 1].ready);
+      if (next <= end && (next <= link_free || next - start < cost.alpha)) {
+        continue;
+      }
+    }
+    ends.push_back(static_cast<int>(i) + 1);
+    link_free = end;
+    bytes = 0;
+  }
+  return ends;
+}
+
+double fusedEnd(const std::vector<FusionTask>& tasks, const std::vector<int>& ends, const AlphaBeta& cost) {
+  double link_free = 0;
+  double ready = 0;
+  std::size_t next = 0;
+  for (const int end : ends) {
+    if (end <= static_cast<int>(next) || index(end) > tasks.size()) {
+      throwInvalid("end of a run", end, concat(next + 1, "..", tasks.size()));
+    }
+    std::size_t bytes = 0;
+    for (; next < index(end); ++next) {
+      bytes += tasks[next].bytes;
+      ready = std::max(ready, tasks[next].ready);
+    }
+    link_free = std::max(ready, link_free) + cost.seconds(bytes);
+  }
+  if (next != tasks.size()) {
+    throwInvalid("factors in runs", next, concat(tasks.size()));
+  }
+  return link_free;
+}
+
+}  // namespace torchext::core

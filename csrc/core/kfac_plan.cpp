@@ -1,0 +1,258 @@
+#include "core/kfac_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include "core/check.h"
+#include "core/enum_names.h"
+#include "core/factor_fusion.h"
+#include "core/placement.h"
+
+namespace torchext::core {
+namespace {
+
+constexpr EnumNames<KfacStrategy, 8> kStrategies{{
+    {KfacStrategy::kSpd, "spd"},
+    {KfacStrategy::kPad, "pad"},
+    {KfacStrategy::kCommOpt, "comm-opt"},
+    {KfacStrategy::kMemOpt, "mem-opt"},
+    {KfacStrategy::kHybrid, "hybrid"},
+    {KfacStrategy::kDp, "dp"},
+    {KfacStrategy::kDkfac, "d-kfac"},
+    {KfacStrategy::kAuto, "auto"},
+}};
+
+void checkInput(const KfacPlanInput& input) {
+  if (input.ranks < 1) {
+    throwInvalid("ranks", input.ranks, "1 or more");
+  }
+  if (input.steps_per_inverse < 1) {
+    throwInvalid("steps_per_inverse", input.steps_per_inverse, "1 or more");
+  }
+  if (!(input.worker_fraction > 0 && input.worker_fraction <= 1)) {
+    throwInvalid("worker_fraction", input.worker_fraction, "above 0, up to 1");
+  }
+  if (!input.ready.empty() && input.ready.size() != input.tasks.size()) {
+    throwInvalid("ready times", input.ready.size(), concat(input.tasks.size(), ", one a factor"));
+  }
+  for (const auto& task : input.tasks) {
+    checkIndex("layer", task.layer, static_cast<int>(input.gradient_bytes.size()));
+  }
+}
+
+std::vector<double> inversionCosts(const KfacPlanInput& input) {
+  std::vector<double> costs;
+  costs.reserve(input.tasks.size());
+  for (const auto& task : input.tasks) {
+    costs.push_back(input.costs.inverseSeconds(task));
+  }
+  return costs;
+}
+
+// SPD: inverting at all ranks where that costs no more than the broadcast it saves, else by load.
+void placeSpd(KfacPlan& plan, const KfacPlanInput& input) {
+  const auto costs = inversionCosts(input);
+  std::vector<double> placed_costs;
+  std::vector<std::size_t> placed;
+  for (std::size_t i = 0; i < costs.size(); ++i) {
+    plan.factors[i].everyone_inverts = costs[i] <= input.costs.broadcast.seconds(input.tasks[i].inverse_bytes);
+    if (!plan.factors[i].everyone_inverts) {
+      placed.push_back(i);
+      placed_costs.push_back(costs[i]);
+    }
+  }
+  const auto rank_of = balanceLoad(placed_costs, plan.ranks);
+  for (std::size_t i = 0; i < placed.size(); ++i) {
+    plan.factors[placed[i]].owner = rank_of[i];
+  }
+}
+
+void placePad(KfacPlan& plan, const KfacPlanInput& input) {
+  const auto rank_of = splitInOrder(inversionCosts(input), plan.ranks);
+  struct LayerSums {
+    bool one_owner = true;
+    int owner = -1;
+    std::size_t inverse_bytes = 0;
+  };
+  std::vector<LayerSums> layers(input.gradient_bytes.size());
+  for (std::size_t i = 0; i < input.tasks.size(); ++i) {
+    plan.factors[i] = {FactorExchange::kReduceToOwner, rank_of[i], false};
+    LayerSums& sums = layers[index(input.tasks[i].layer)];
+    sums.one_owner = sums.one_owner && (sums.owner < 0 || sums.owner == rank_of[i]);
+    sums.owner = rank_of[i];
+    sums.inverse_bytes += input.tasks[i].inverse_bytes;
+  }
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+    const double inverse_step =
+        input.costs.broadcast.seconds(layers[layer].inverse_bytes) / static_cast<double>(input.steps_per_inverse);
+    if (layers[layer].one_owner && input.costs.broadcast.seconds(input.gradient_bytes[layer]) < inverse_step) {
+      plan.workers[layer] = 1;
+      plan.layer_owner[layer] = layers[layer].owner;
+    }
+  }
+}
+
+// KAISA's placement: whole layers, by load.
+void placeLayers(KfacPlan& plan, const KfacPlanInput& input, int workers, FactorExchange exchange) {
+  const auto costs = inversionCosts(input);
+  std::vector<double> layer_costs(input.gradient_bytes.size(), 0.0);
+  for (std::size_t i = 0; i < costs.size(); ++i) {
+    layer_costs[index(input.tasks[i].layer)] += costs[i];
+  }
+  plan.layer_owner = balanceLoad(layer_costs, plan.ranks);
+  std::fill(plan.workers.begin(), plan.workers.end(), workers);
+  for (std::size_t i = 0; i < input.tasks.size(); ++i) {
+    plan.factors[i] = {exchange, plan.layer_owner[index(input.tasks[i].layer)], false};
+  }
+}
+
+void placeByStrategy(KfacPlan& plan, const KfacPlanInput& input) {
+  switch (plan.strategy) {
+    case KfacStrategy::kSpd:
+      return placeSpd(plan, input);
+    case KfacStrategy::kPad:
+      return placePad(plan, input);
+    case KfacStrategy::kCommOpt:
+      return placeLayers(plan, input, plan.ranks, FactorExchange::kAllReduce);
+    case KfacStrategy::kMemOpt:
+      return placeLayers(plan, input, 1, FactorExchange::kAllReduce);
+    case KfacStrategy::kHybrid: {
+      const auto workers = static_cast<int>(std::lround(input.worker_fraction * plan.ranks));
+      return placeLayers(plan, input, std::max(1, workers), FactorExchange::kAllReduce);
+    }
+    case KfacStrategy::kDp:
+      return placeLayers(plan, input, 1, FactorExchange::kOwnersOwn);
+    case KfacStrategy::kDkfac:
+    case KfacStrategy::kAuto:
+      return;  // the defaults: all-reduced, inverted and used everywhere
+  }
+}
+
+int laneOf(const FactorPlan& factor) { return factor.exchange == FactorExchange::kAllReduce ? -1 : factor.owner; }
+
+std::vector<FusionTask> fusionTasks(const KfacPlan& plan, const KfacPlanInput& input) {
+  std::vector<FusionTask> tasks;
+  tasks.reserve(input.tasks.size());
+  for (std::size_t i = 0; i < input.tasks.size(); ++i) {
+    tasks.push_back({input.tasks[i].factor_bytes, input.ready.empty() ? 0.0 : input.ready[i], laneOf(plan.factors[i])});
+  }
+  return tasks;
+}
+
+std::vector<int> cutLongRuns(const std::vector<FusionTask>& tasks, const std::vector<int>& ends, std::size_t limit) {
+  std::vector<int> cut;
+  std::size_t next = 0;
+  for (const int end : ends) {
+    std::size_t bytes = 0;
+    for (const std::size_t begin = next; next < index(end); ++next) {
+      if (limit > 0 && next > begin && bytes > 0 && bytes + tasks[next].bytes > limit) {
+        cut.push_back(static_cast<int>(next));
+        bytes = 0;
+      }
+      bytes += tasks[next].bytes;
+    }
+    cut.push_back(end);
+  }
+  return cut;
+}
+
+KfacPlan makePreset(KfacStrategy strategy, const KfacPlanInput& input) {
+  KfacPlan plan;
+  plan.strategy = strategy;
+  plan.ranks = input.ranks;
+  plan.factors.resize(input.tasks.size());
+  plan.workers.assign(input.gradient_bytes.size(), input.ranks);
+  plan.layer_owner.assign(input.gradient_bytes.size(), 0);
+  if (input.ranks > 1) {
+    placeByStrategy(plan, input);
+  }
+  const auto tasks = fusionTasks(plan, input);
+  if (strategy == KfacStrategy::kDkfac) {
+    for (std::size_t i = 0; i < tasks.size(); ++i) {
+      plan.fusion_ends.push_back(static_cast<int>(i) + 1);
+    }
+  } else {
+    plan.fusion_ends = cutLongRuns(tasks, fuseFactors(tasks, input.costs.all_reduce), input.max_run_bytes);
+  }
+  return plan;
+}
+
+}  // namespace
+
+KfacStrategy parseKfacStrategy(const std::string& name) { return parseEnum(kStrategies, "strategy", name); }
+const char* kfacStrategyName(KfacStrategy strategy) { return enumName(kStrategies, "strategy", strategy); }
+
+double KfacCosts::inverseSeconds(const FactorTask& task) const {
+  return task.diagonal ? 0.0 : static_cast<double>(task.count) * inversion.seconds(task.dim);
+}
+
+KfacPlan makeKfacPlan(KfacStrategy strategy, const KfacPlanInput& input) {
+  checkInput(input);
+  if (strategy != KfacStrategy::kAuto) {
+    return makePreset(strategy, input);
+  }
+  KfacPlan best = makePreset(KfacStrategy::kSpd, input);
+  double least = predictKfac(best, input).perStep(input.steps_per_inverse);
+  for (const auto other : {KfacStrategy::kPad, KfacStrategy::kCommOpt, KfacStrategy::kMemOpt, KfacStrategy::kHybrid}) {
+    KfacPlan plan = makePreset(other, input);
+    const double seconds = predictKfac(plan, input).perStep(input.steps_per_inverse);
+    if (seconds < least) {
+      least = seconds;
+      best = std::move(plan);
+    }
+  }
+  return best;
+}
+
+KfacPrediction predictKfac(const KfacPlan& plan, const KfacPlanInput& input) {
+  checkInput(input);
+  KfacPrediction result;
+  if (plan.ranks > 1) {
+    std::size_t next = 0;
+    for (const int end : plan.fusion_ends) {
+      const FactorExchange exchange = plan.factors.at(next).exchange;
+      std::size_t bytes = 0;
+      for (; next < index(end); ++next) {
+        bytes += input.tasks[next].factor_bytes;
+      }
+      if (exchange != FactorExchange::kOwnersOwn) {
+        result.exchange +=
+            (exchange == FactorExchange::kAllReduce ? input.costs.all_reduce : input.costs.broadcast).seconds(bytes);
+      }
+    }
+  }
+  std::vector<double> load(index(plan.ranks), 0.0);
+  // What travels by (owner, workers): inverses an update, gradients a step. Messages of one pair leave together.
+  std::map<std::pair<int, int>, std::size_t> inverses;
+  std::map<std::pair<int, int>, std::size_t> gradients;
+  for (std::size_t i = 0; i < input.tasks.size(); ++i) {
+    const FactorPlan& factor = plan.factors.at(i);
+    const double seconds = input.costs.inverseSeconds(input.tasks[i]);
+    if (factor.everyone_inverts) {
+      std::for_each(load.begin(), load.end(), [&](double& sum) { sum += seconds; });
+      continue;
+    }
+    load[index(factor.owner)] += seconds;
+    const int workers = plan.workers[index(input.tasks[i].layer)];
+    if (workers > 1) {
+      inverses[{factor.owner, workers}] += input.tasks[i].inverse_bytes;
+    }
+  }
+  for (std::size_t layer = 0; layer < input.gradient_bytes.size(); ++layer) {
+    if (plan.workers[layer] < plan.ranks) {
+      gradients[{plan.layer_owner[layer], plan.workers[layer]}] += input.gradient_bytes[layer];
+    }
+  }
+  result.invert = *std::max_element(load.begin(), load.end());
+  for (const auto& [route, bytes] : inverses) {
+    result.distribute += input.costs.broadcast.seconds(bytes);
+  }
+  for (const auto& [route, bytes] : gradients) {
+    result.gradients += input.costs.broadcast.seconds(bytes);
+  }
+  return result;
+}
+
+}  // namespace torchext::core

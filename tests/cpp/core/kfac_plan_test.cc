@@ -1,0 +1,164 @@
+#include "core/kfac_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <stdexcept>
+#include <vector>
+
+#include "core/check.h"
+#include "core/packed_triangle.h"
+#include "expect_throw.h"
+
+namespace torchext::core {
+namespace {
+
+constexpr KfacStrategy kAll[] = {KfacStrategy::kSpd,    KfacStrategy::kPad,    KfacStrategy::kCommOpt,
+                                 KfacStrategy::kMemOpt, KfacStrategy::kHybrid, KfacStrategy::kDp,
+                                 KfacStrategy::kDkfac,  KfacStrategy::kAuto};
+
+KfacPlanInput input(const std::vector<std::size_t>& dims, int ranks) {
+  KfacPlanInput made;
+  made.ranks = ranks;
+  made.costs = {{1e-4, 1e-9}, {1e-4, 0.5e-9}, {1e-6, 1e-10}};
+  for (std::size_t layer = 0; layer < dims.size(); ++layer) {
+    for (int side = 0; side < 2; ++side) {
+      const std::size_t bytes = 4 * packedSize(dims[layer]);
+      made.tasks.push_back({static_cast<int>(layer), dims[layer], 1, bytes, bytes, false});
+    }
+    made.gradient_bytes.push_back(4 * dims[layer] * dims[layer]);
+  }
+  return made;
+}
+
+TEST(KfacPlan, NamesGoBothWays) {
+  for (const auto strategy : kAll) {
+    EXPECT_EQ(parseKfacStrategy(kfacStrategyName(strategy)), strategy);
+  }
+  EXPECT_THROW_MESSAGE(parseKfacStrategy("kaisa"), std::invalid_argument, "strategy = \"kaisa\": allowed spd, pad");
+}
+
+TEST(KfacPlan, OneRankDoesEverythingItself) {
+  for (const auto strategy : kAll) {
+    const auto in = input({10, 20}, 1);
+    const KfacPlan plan = makeKfacPlan(strategy, in);
+    EXPECT_TRUE(std::all_of(plan.factors.begin(), plan.factors.end(), [](auto& f) { return f.everyone_inverts; }));
+    EXPECT_EQ(plan.workers, (std::vector<int>{1, 1}));
+    EXPECT_EQ(predictKfac(plan, in).exchange + predictKfac(plan, in).gradients, 0);
+  }
+}
+
+TEST(KfacPlan, SpdInvertsSmallFactorsEverywhereAndPlacesLargeOnes) {
+  const KfacPlan plan = makeKfacPlan(KfacStrategy::kSpd, input({16, 1000, 1000}, 4));
+  EXPECT_TRUE(plan.factors[0].everyone_inverts);  // 1.4 us against 100 us of a broadcast
+  std::set<int> owners;
+  for (std::size_t i = 2; i < 6; ++i) {
+    EXPECT_FALSE(plan.factors[i].everyone_inverts);
+    EXPECT_EQ(plan.factors[i].exchange, FactorExchange::kAllReduce);
+    owners.insert(plan.factors[i].owner);
+  }
+  EXPECT_EQ(owners.size(), 4U);  // four equal tasks on four ranks
+}
+
+TEST(KfacPlan, PadReducesToConsecutiveOwners) {
+  const KfacPlan plan = makeKfacPlan(KfacStrategy::kPad, input({100, 100, 100, 100}, 2));
+  for (std::size_t i = 0; i < 8; ++i) {
+    EXPECT_EQ(plan.factors[i].owner, i < 4 ? 0 : 1);
+    EXPECT_EQ(plan.factors[i].exchange, FactorExchange::kReduceToOwner);
+  }
+  EXPECT_EQ(plan.fusion_ends, (std::vector<int>{4, 8}));  // one reduce an owner
+}
+
+TEST(KfacPlan, PadSendsGradientsWhereInversesCostMore) {
+  auto in = input({500, 500}, 2);
+  in.steps_per_inverse = 1;
+  in.gradient_bytes = {1000, 4U << 20};
+  const KfacPlan every_step = makeKfacPlan(KfacStrategy::kPad, in);
+  EXPECT_EQ(every_step.workers, (std::vector<int>{1, 2}));
+  in.steps_per_inverse = 100;
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kPad, in).workers, (std::vector<int>{2, 2}));
+  EXPECT_GT(predictKfac(every_step, in).gradients, 0);
+}
+
+TEST(KfacPlan, KaisasFamilyDiffersInItsWorkers) {
+  auto in = input({100, 100, 100, 100}, 4);
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kCommOpt, in).workers[0], 4);
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kMemOpt, in).workers[0], 1);
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kHybrid, in).workers[0], 2);
+  in.worker_fraction = 0.01;
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kHybrid, in).workers[0], 1);
+  const KfacPlan dp = makeKfacPlan(KfacStrategy::kDp, in);
+  EXPECT_EQ(dp.factors[0].exchange, FactorExchange::kOwnersOwn);
+  EXPECT_EQ(predictKfac(dp, in).exchange, 0);
+}
+
+TEST(KfacPlan, EveryRankIsAWorkerOrServedByOne) {
+  for (int ranks = 1; ranks <= 7; ++ranks) {
+    for (int owner = 0; owner < ranks; ++owner) {
+      for (int count = 1; count <= ranks; ++count) {
+        int workers = 0;
+        for (int rank = 0; rank < ranks; ++rank) {
+          const bool worker = KfacPlan::isWorker(rank, owner, count, ranks);
+          workers += worker ? 1 : 0;
+          const int server = KfacPlan::serverOf(rank, owner, count, ranks);
+          ASSERT_TRUE(KfacPlan::isWorker(server, owner, count, ranks));
+          if (worker) {
+            ASSERT_EQ(server, rank);
+          }
+        }
+        ASSERT_EQ(workers, count);
+        ASSERT_TRUE(KfacPlan::isWorker(owner, owner, count, ranks));
+      }
+    }
+  }
+}
+
+TEST(KfacPlan, PlainDkfacFusesNothingAndCostsMore) {
+  const auto in = input({300, 300, 300, 300}, 4);
+  const KfacPlan plain = makeKfacPlan(KfacStrategy::kDkfac, in);
+  EXPECT_EQ(plain.fusion_ends.size(), 8U);
+  const double seconds = predictKfac(plain, in).perStep(10);
+  for (const auto strategy : kAll) {
+    EXPECT_LE(predictKfac(makeKfacPlan(strategy, in), in).exchange, predictKfac(plain, in).exchange);
+  }
+  EXPECT_LT(predictKfac(makeKfacPlan(KfacStrategy::kAuto, in), in).perStep(10), seconds);
+}
+
+TEST(KfacPlan, AutoIsTheCheapestExactPreset) {
+  for (const int steps : {1, 10, 100}) {
+    auto in = input({32, 64, 700, 1000, 10}, 4);
+    in.steps_per_inverse = steps;
+    const KfacPlan chosen = makeKfacPlan(KfacStrategy::kAuto, in);
+    EXPECT_NE(chosen.strategy, KfacStrategy::kDp);
+    for (const auto strategy :
+         {KfacStrategy::kSpd, KfacStrategy::kPad, KfacStrategy::kCommOpt, KfacStrategy::kMemOpt}) {
+      EXPECT_LE(predictKfac(chosen, in).perStep(steps), predictKfac(makeKfacPlan(strategy, in), in).perStep(steps));
+    }
+  }
+}
+
+TEST(KfacPlan, RunsKeepToTheLimit) {
+  auto in = input({100, 100, 100, 100}, 2);
+  in.max_run_bytes = 2 * in.tasks[0].factor_bytes;
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{2, 4, 6, 8}));
+  in.max_run_bytes = 1;
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends.size(), 8U);
+}
+
+TEST(KfacPlan, BadArguments) {
+  auto in = input({4}, 0);
+  EXPECT_THROW_MESSAGE(makeKfacPlan(KfacStrategy::kSpd, in), std::invalid_argument, "ranks = 0");
+  in = input({4}, 2);
+  in.worker_fraction = 0;
+  EXPECT_THROW_MESSAGE(makeKfacPlan(KfacStrategy::kSpd, in), std::invalid_argument, "worker_fraction = 0");
+  in = input({4}, 2);
+  in.ready = {1};
+  EXPECT_THROW_MESSAGE(makeKfacPlan(KfacStrategy::kSpd, in), std::invalid_argument, "ready times = 1");
+  in = input({4}, 2);
+  in.tasks[0].layer = 7;
+  EXPECT_THROW(makeKfacPlan(KfacStrategy::kSpd, in), std::out_of_range);
+}
+
+}  // namespace
+}  // namespace torchext::core
