@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, Work
+from torch._C._distributed_c10d import Backend, ProcessGroup, Work
 
 class InnerBackends:
     def __init__(self, *, cpu: Backend, cuda: Backend | None, control: Backend | None) -> None: ...
@@ -216,3 +216,63 @@ def attach_dssync(
     buffers: Sequence[Tensor],
     bucket_bytes: int,
 ) -> AveragingSynchronizer: ...
+
+class KfacOptions:
+    def __init__(
+        self,
+        *,
+        damping: float,
+        factor_decay: float,
+        martens_decay: bool,
+        kl_clip: float | None,
+        factor_update_steps: int,
+        inverse_update_steps: int,
+        method: str,
+        factor_scaling: str,
+        strategy: str,
+        worker_fraction: float,
+        exchange_always: bool,
+        max_run_mb: float,
+    ) -> None: ...
+
+class KfacLayer:
+    def __init__(
+        self,
+        *,
+        name: str,
+        kind: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        pad_before: Sequence[int],
+        pad_after: Sequence[int],
+        padding_mode: str,
+        groups: int,
+        reduce_sequence: bool,
+        padding_idx: int,
+    ) -> None: ...
+
+class KfacEngine:
+    def __init__(self, layers: Sequence[KfacLayer], options: KfacOptions, group: ProcessGroup | None) -> None: ...
+    def forward(self, layer: int, input: Tensor, output: Tensor) -> None: ...
+    def step(
+        self,
+        rates: Sequence[float],
+        others: Sequence[Tensor],
+        loss_scale: float,
+        gradient_scale: float,
+        found_inf: bool,
+    ) -> bool: ...
+    def discard(self) -> None: ...
+    damping: float
+    kl_clip: float | None
+    def plan(self) -> dict[str, Any]: ...
+    def stats(self) -> dict[str, Any]: ...
+    def state(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]: ...
+    def load(
+        self,
+        factors: Sequence[tuple[Tensor, Tensor | None, Tensor | None]],
+        steps: int,
+        factor_updates: int,
+    ) -> None: ...

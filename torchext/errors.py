@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BackendOptionsError", "NotABackendOfOursError"]
+__all__ = ["BackendOptionsError", "KFACStateError", "NoSupportedLayerError", "NotABackendOfOursError"]
 
 
 class BackendOptionsError(TypeError):
@@ -11,3 +11,11 @@ class BackendOptionsError(TypeError):
 
 class NotABackendOfOursError(ValueError):
     """A process group was given whose backend is not one of torchext."""
+
+
+class NoSupportedLayerError(ValueError):
+    """A model was given to K-FAC that has no layer it can precondition."""
+
+
+class KFACStateError(ValueError):
+    """A K-FAC state does not belong to this model or these options; nothing of it was loaded."""

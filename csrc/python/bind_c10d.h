@@ -11,5 +11,6 @@ void bindPrague(py::module_& module);
 void bindDear(py::module_& module);
 void bindDSSync(py::module_& module);
 void bindHop(py::module_& module);
+void bindKfac(py::module_& module);
 
 }  // namespace torchext

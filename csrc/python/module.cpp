@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, module) {
   torchext::bindDear(module);
   torchext::bindDSSync(module);
   torchext::bindHop(module);
+  torchext::bindKfac(module);
 }

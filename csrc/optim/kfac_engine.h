@@ -1,0 +1,172 @@
+// K-FAC: the engine behind torchext.optim, for one process or a group of ranks.
+//
+// The path of the data. A module's forward hook calls forward(layer, input, output), which only puts a C++ hook on the
+// output. When the backward pass has the gradient at that output, both factors' sums are made right there
+// (KfacStatistics), without Python, copies of inputs or synchronisation; a forward pass that is never differentiated
+// leaves no trace, and a checkpointed one is seen once. step() is called after the backward pass, when .grad holds the
+// gradient that all ranks share (DDP has averaged it). It takes the sums into the running averages, every
+// `inverse_update_steps` brings the ranks' averages together, inverts, distributes the inverses, and then replaces
+// every gradient by its direction V, scaled by the KL clip. The parameters themselves are stepped by the caller.
+//
+// When communication starts. Factors travel only in steps that make inverses (see KfacStatistics; `exchange_always`
+// does it in all, to compare). In such a step a factor that has had as many calls as in the steps before is packed by
+// the backward hook, and a run of factors (core/kfac_plan.h) leaves as soon as its last one is packed, while the
+// backward pass goes on; runs leave in the order of the plan on every rank, the rest of them in step(). They are waited
+// for in step(), run by run, and what has come is inverted while later runs travel. Inverses, and directions that only
+// some ranks compute, are started all together and waited for all together.
+//
+// Who owns what. Every rank owns the running averages of its own batches. The mean over ranks exists only in a step's
+// buffer. Inverses belong to the ranks that precondition with them.
+//
+// Not a number. If a gradient is not finite, step() returns false on every rank (the gradients are shared), forgets
+// the step's sums, and the caller must not step. Sums that overflow on one rank while gradients are finite are left out
+// there. Both are counted.
+//
+// Threads: hooks run in autograd's thread, everything else where the caller is; one lock. No call needs the GIL.
+// Errors: std::invalid_argument for an option; c10::DistBackendError if ranks disagree, at construction; errors of the
+// group as they come.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/kfac_plan.h"
+#include "optim/kfac_directions.h"
+#include "optim/kfac_exchange.h"
+#include "optim/kfac_statistics.h"
+
+namespace torchext {
+
+struct KfacOptions {
+  double damping = 0.003;                 // lambda, above 0
+  double decay = 0.95;                    // of the running averages, [0, 1)
+  bool martens_decay = false;             // min(1 - 1/k, decay) in the k-th update
+  std::optional<double> kl_clip = 0.001;  // kappa, above 0; none: no clip
+  int factor_update_steps = 1;            // 1 or more
+  int inverse_update_steps = 10;          // a multiple of factor_update_steps
+  InverseForm form = InverseForm::kInverse;
+  FactorScaling scaling = FactorScaling::kKfc;
+  std::string strategy = "spd";
+  double worker_fraction = 0.5;  // of hybrid, (0, 1]
+  bool exchange_always = false;  // exchange factors in every step that updates them
+  double max_run_mb = 25;        // of factors that travel together, MiB, above 0
+
+  void validate() const;
+};
+
+struct KfacStats {
+  std::int64_t steps = 0;
+  std::int64_t skipped = 0;  // not finite, on all ranks
+  std::int64_t factor_updates = 0;
+  std::int64_t inverse_updates = 0;
+  std::int64_t factors_left_out = 0;  // not finite on this rank alone
+  std::int64_t runs_overlapped = 0;   // left before step()
+  std::int64_t runs = 0;
+  double clip = 1;  // nu of the last step
+  InverseFailures failures;
+  ExchangeBytes bytes;
+  std::int64_t memory_bytes = 0;
+  // Seconds, summed.
+  double factor_seconds = 0;
+  double exchange_wait_seconds = 0;
+  double invert_seconds = 0;
+  double distribute_seconds = 0;
+  double precondition_seconds = 0;
+};
+
+// A factor in a checkpoint: the mean over ranks, and the inverse in use. Empty tensors: none.
+struct FactorState {
+  at::Tensor factor;  // packed triangles
+  at::Tensor matrix;
+  at::Tensor values;
+};
+
+class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
+ public:
+  // Collective if there is a group (null: a single process): checks that all ranks agree, and measures costs.
+  KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options, c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  void forward(int layer, const at::Tensor& input, const at::Tensor& output);
+  // rates: of each layer, for the clip. others: gradients of parameters outside the layers, checked too and scaled.
+  // loss_scale: what the loss was multiplied with; gradient_scale: multiplies the gradients first (1 / loss_scale if
+  // nobody has done so). found_inf: the caller knows already. Collective. False: skip this step.
+  bool step(const std::vector<double>& rates, const std::vector<at::Tensor>& others, double loss_scale,
+            double gradient_scale, bool found_inf);
+  // Forgets what a backward pass left that no step() used.
+  void discard();
+
+  const KfacOptions& options() const { return options_; }
+  void setDamping(double damping);
+  void setKlClip(std::optional<double> kl_clip);
+
+  const std::vector<KfacLayerSpec>& layers() const { return layers_; }
+  const std::vector<FactorSlot>& slots() const { return statistics_.slots(); }
+  const core::KfacPlan& plan() const { return plan_; }
+  const core::KfacCosts& costs() const { return input_.costs; }
+  core::KfacPrediction prediction() const { return core::predictKfac(plan_, input_); }
+  KfacStats stats() const;
+
+  // Collective. One entry a slot. load() takes what any world size saved; the caller has compared names and sizes.
+  std::vector<FactorState> state();
+  void load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates);
+
+ private:
+  using Lock = std::lock_guard<std::mutex>;
+  void makePlan();
+  void measureCosts();
+  void backward(int layer, const at::Tensor& input, const at::Tensor& gradient);
+  double currentDecay() const;
+  bool exchanging() const;
+  bool invertsHere(std::size_t slot) const;
+  bool worksOn(int layer) const;
+  void prepare(std::size_t slot, bool merged);
+  void startRuns(bool overlapped);
+  void drop();
+  void replanRuns();
+  void updateInverses();
+  std::vector<at::Tensor> traces();
+  void invert(std::size_t slot, const std::vector<at::Tensor>& traces);
+  at::Tensor meanFactor(std::size_t slot) const;
+  void packInverse(std::size_t slot);
+  void unpackInverse(std::size_t slot);
+  void distributeInverses();
+  void distributeDirections();
+  void route(const at::Tensor& slice, int owner, int workers, bool to_workers, std::vector<KfacExchange::Work>& works);
+
+  std::vector<KfacLayerSpec> layers_;
+  KfacOptions options_;
+  std::unique_ptr<KfacExchange> exchange_;  // null: one rank
+  int rank_ = 0;
+  int ranks_ = 1;
+  KfacStatistics statistics_;
+  core::KfacPlanInput input_;
+  core::KfacPlan plan_;
+  std::unique_ptr<KfacDirections> directions_;
+  std::vector<FactorInverse> inverses_;  // [slot]
+
+  at::Tensor payload_;                       // what is summed over ranks, laid out as the running averages
+  std::vector<bool> prepared_;               // [slot] packed for this step's exchange
+  std::size_t started_ = 0;                  // runs that have left
+  std::vector<KfacExchange::Work> works_;    // [run]
+  at::Tensor inverse_buffer_;                // inverses that travel, by owner
+  std::vector<std::int64_t> inverse_place_;  // [slot] in it, -1: does not travel
+
+  struct Calls {
+    int expected = -1;
+    bool stable = false;
+  };
+  std::vector<Calls> calls_;   // [layer]
+  std::vector<double> ready_;  // [slot] seconds from the first hook of a step
+  std::optional<double> pass_start_;
+  bool scaled_loss_ = false;
+  bool discarded_ = false;
+  KfacStats stats_;
+  mutable std::mutex mutex_;
+};
+
+}  // namespace torchext

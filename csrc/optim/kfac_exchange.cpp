@@ -1,0 +1,122 @@
+#include "optim/kfac_exchange.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace torchext {
+namespace {
+
+std::int64_t bytesOf(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
+
+template <class Call>
+double fastestSeconds(int repeats, const Call& call) {
+  double best = 1e9;
+  for (int i = 0; i < repeats; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    call();
+    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  return best;
+}
+
+}  // namespace
+
+KfacExchange::KfacExchange(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
+
+KfacExchange::Work KfacExchange::allReduce(at::Tensor slice) {
+  bytes_.all_reduce += bytesOf(slice);
+  std::vector<at::Tensor> tensors{std::move(slice)};
+  return group_->allreduce(tensors, c10d::AllreduceOptions());
+}
+
+KfacExchange::Work KfacExchange::reduce(at::Tensor slice, int root) {
+  bytes_.reduce += bytesOf(slice);
+  c10d::ReduceOptions options;
+  options.rootRank = root;
+  std::vector<at::Tensor> tensors{std::move(slice)};
+  return group_->reduce(tensors, options);
+}
+
+KfacExchange::Work KfacExchange::broadcast(at::Tensor slice, int root) {
+  bytes_.broadcast += bytesOf(slice);
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  std::vector<at::Tensor> tensors{std::move(slice)};
+  return group_->broadcast(tensors, options);
+}
+
+KfacExchange::Work KfacExchange::send(at::Tensor slice, int to, int tag) {
+  bytes_.sent += bytesOf(slice);
+  std::vector<at::Tensor> tensors{std::move(slice)};
+  return group_->send(tensors, to, tag);
+}
+
+KfacExchange::Work KfacExchange::receive(at::Tensor slice, int from, int tag) {
+  std::vector<at::Tensor> tensors{std::move(slice)};
+  return group_->recv(tensors, from, tag);
+}
+
+void KfacExchange::wait(std::vector<Work>& works) {
+  for (const Work& work : works) {
+    work->wait();
+  }
+  works.clear();
+}
+
+void KfacExchange::agree(const std::vector<std::string>& names, const std::vector<std::int64_t>& values) {
+  const auto width = static_cast<std::int64_t>(values.size());
+  std::vector<at::Tensor> own{at::empty({width}, at::kLong)};
+  std::copy(values.begin(), values.end(), own[0].mutable_data_ptr<std::int64_t>());
+  std::vector<std::vector<at::Tensor>> all(1);
+  for (int rank = 0; rank < size(); ++rank) {
+    all[0].push_back(at::empty({width}, at::kLong));
+  }
+  group_->allgather(all, own, c10d::AllgatherOptions())->wait();
+  for (int rank = 1; rank < size(); ++rank) {
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const std::int64_t expected = all[0][0].const_data_ptr<std::int64_t>()[i];
+      const std::int64_t got = all[0][static_cast<std::size_t>(rank)].const_data_ptr<std::int64_t>()[i];
+      if (expected != got) {
+        C10_THROW_ERROR(DistBackendError,
+                        c10::str("torchext.optim: ", names[i], " is ", expected, " on rank 0 and ", got, " on rank ",
+                                 rank, "; all ranks must pass the same model and the same options"));
+      }
+    }
+  }
+}
+
+void KfacExchange::measure(std::vector<core::CommSample>& all_reduce, std::vector<core::CommSample>& broadcast) {
+  constexpr int kRepeats = 3;
+  const ExchangeBytes counted = bytes_;
+  std::vector<double> seconds;
+  for (const std::int64_t elements : {1LL << 10, 1LL << 14, 1LL << 17, 1LL << 20}) {
+    const at::Tensor data = at::zeros({elements}, at::kFloat);
+    const auto bytes = static_cast<std::size_t>(bytesOf(data));
+    allReduce(data)->wait();  // connects
+    all_reduce.push_back({bytes, fastestSeconds(kRepeats, [&] { allReduce(data)->wait(); })});
+    // A broadcast's root is done when it has sent; there and back again takes twice its time everywhere.
+    const int last = size() - 1;
+    const auto there_and_back = [&] {
+      this->broadcast(data, 0)->wait();
+      this->broadcast(data, last)->wait();
+    };
+    broadcast.push_back({bytes, fastestSeconds(kRepeats, there_and_back) / 2});
+    seconds.insert(seconds.end(), {all_reduce.back().seconds, broadcast.back().seconds});
+  }
+  seconds = fromRankZero(seconds);
+  for (std::size_t i = 0; i < all_reduce.size(); ++i) {
+    all_reduce[i].seconds = std::max(seconds[2 * i], 1e-9);
+    broadcast[i].seconds = std::max(seconds[2 * i + 1], 1e-9);
+  }
+  bytes_ = counted;
+}
+
+std::vector<double> KfacExchange::fromRankZero(const std::vector<double>& values) {
+  const at::Tensor shared = at::empty({static_cast<std::int64_t>(values.size())}, at::kDouble);
+  auto* data = shared.mutable_data_ptr<double>();
+  std::copy(values.begin(), values.end(), data);
+  broadcast(shared, 0)->wait();
+  return {data, data + values.size()};
+}
+
+}  // namespace torchext

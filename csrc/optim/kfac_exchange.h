@@ -1,0 +1,61 @@
+// The collectives of K-FAC: slices of flat buffers over one c10d group, counted.
+//
+// The group belongs to K-FAC alone, so that its collectives never come between those of DDP; every rank must start them
+// in the same order. Nothing here waits but wait() and the measurements. A group of one rank needs no object of this
+// class. Threads: the caller's lock; the calls come without the GIL.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "core/kfac_costs.h"
+
+namespace torchext {
+
+// Bytes of the tensors this rank passed to collectives, by kind; of a broadcast and a reduce on every rank, of messages
+// on the sender.
+struct ExchangeBytes {
+  std::int64_t all_reduce = 0;
+  std::int64_t reduce = 0;
+  std::int64_t broadcast = 0;
+  std::int64_t sent = 0;
+};
+
+class KfacExchange {
+ public:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  explicit KfacExchange(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  int rank() const { return group_->getRank(); }
+  int size() const { return group_->getSize(); }
+
+  // Sums into `slice`, on all ranks or on `root` (elsewhere it is then undefined).
+  Work allReduce(at::Tensor slice);
+  Work reduce(at::Tensor slice, int root);
+  Work broadcast(at::Tensor slice, int root);
+  Work send(at::Tensor slice, int to, int tag);
+  Work receive(at::Tensor slice, int from, int tag);
+  static void wait(std::vector<Work>& works);
+
+  // Collective; throws c10::DistBackendError on every rank unless `values` are the same everywhere. names[i] says what
+  // values[i] is; both are of equal length on all ranks.
+  void agree(const std::vector<std::string>& names, const std::vector<std::int64_t>& values);
+  // Collective: a few timed all-reduces and broadcasts of 4 KiB to 4 MiB; the same samples on all ranks.
+  void measure(std::vector<core::CommSample>& all_reduce, std::vector<core::CommSample>& broadcast);
+  // Collective: rank 0's numbers, to all.
+  std::vector<double> fromRankZero(const std::vector<double>& values);
+
+  const ExchangeBytes& bytes() const { return bytes_; }
+  void resetBytes() { bytes_ = {}; }
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  ExchangeBytes bytes_;
+};
+
+}  // namespace torchext

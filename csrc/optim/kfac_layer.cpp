@@ -1,0 +1,169 @@
+#include "optim/kfac_layer.h"
+
+#include <algorithm>
+
+namespace torchext {
+namespace {
+
+using Kind = KfacLayerSpec::Kind;
+using Three = std::array<std::int64_t, 3>;
+
+template <class T>
+at::Tensor asType(const at::Tensor& tensor) {
+  return tensor.to(c10::CppTypeToScalarType<T>::value).contiguous();
+}
+
+// The last `values.size()` of three dimensions; those before it are `fill`.
+Three threeOf(at::IntArrayRef values, std::int64_t fill) {
+  Three result{fill, fill, fill};
+  std::copy(values.begin(), values.end(), result.end() - static_cast<std::ptrdiff_t>(values.size()));
+  return result;
+}
+
+std::int64_t productOf(const Three& values) { return values[0] * values[1] * values[2]; }
+
+struct Window {
+  Three size;  // of the input
+  Three kernel;
+  Three stride;
+  Three dilation;
+  Three before;
+  Three out;
+};
+
+// One row of patches: the input shifted by one place of the kernel, zeros outside. Runs along the last dimension.
+template <class T>
+void copyShifted(const T* image, const Window& w, const Three& place, T* row) {
+  for (std::int64_t d = 0; d < w.out[0]; ++d) {
+    const std::int64_t z = d * w.stride[0] + place[0] * w.dilation[0] - w.before[0];
+    for (std::int64_t h = 0; h < w.out[1]; ++h, row += w.out[2]) {
+      const std::int64_t y = h * w.stride[1] + place[1] * w.dilation[1] - w.before[1];
+      if (z < 0 || z >= w.size[0] || y < 0 || y >= w.size[1]) {
+        std::fill(row, row + w.out[2], T(0));
+        continue;
+      }
+      const T* line = image + (z * w.size[1] + y) * w.size[2];
+      const std::int64_t shift = place[2] * w.dilation[2] - w.before[2];
+      const std::int64_t stride = w.stride[2];
+      // x * stride + shift lies in [0, size) for x in [first, last).
+      const std::int64_t first = std::clamp<std::int64_t>((-shift + stride - 1) / stride, 0, w.out[2]);
+      const std::int64_t last =
+          w.size[2] - shift <= 0 ? first : std::clamp((w.size[2] - shift + stride - 1) / stride, first, w.out[2]);
+      std::fill(row, row + (shift < 0 ? first : 0), T(0));
+      const std::int64_t begin = shift < 0 ? first : 0;
+      for (std::int64_t x = begin; x < last; ++x) {
+        row[x] = line[x * stride + shift];
+      }
+      std::fill(row + std::max(begin, last), row + w.out[2], T(0));
+    }
+  }
+}
+
+template <class T>
+SampleMatrix<T> patches(const KfacLayerSpec& spec, const at::Tensor& given, Scratch& scratch) {
+  const auto spatial = static_cast<std::int64_t>(spec.stride.size());
+  at::Tensor input = asType<T>(given.dim() == spatial + 1 ? given.unsqueeze(0) : given);
+  Window w{};
+  w.before = threeOf(spec.pad_before, 0);
+  Three after = threeOf(spec.pad_after, 0);
+  if (spec.padding_mode != "constant") {
+    std::vector<std::int64_t> pads;  // last dimension first, as pad() wants them
+    for (std::size_t i = spec.stride.size(); i-- > 0;) {
+      pads.push_back(spec.pad_before[i]);
+      pads.push_back(spec.pad_after[i]);
+    }
+    input = at::pad(input, pads, spec.padding_mode).contiguous();
+    w.before = after = Three{0, 0, 0};
+  }
+  w.size = threeOf(input.sizes().slice(2), 1);
+  w.kernel = threeOf(spec.weight.sizes().slice(2), 1);
+  w.stride = threeOf(spec.stride, 1);
+  w.dilation = threeOf(spec.dilation, 1);
+  for (std::size_t i = 0; i < 3; ++i) {
+    w.out[i] = (w.size[i] + w.before[i] + after[i] - w.dilation[i] * (w.kernel[i] - 1) - 1) / w.stride[i] + 1;
+  }
+  const std::int64_t samples = input.size(0);
+  const std::int64_t channels = input.size(1);
+  const std::int64_t positions = productOf(w.out);
+  const std::int64_t image = productOf(w.size);
+  const std::int64_t places = productOf(w.kernel);
+  const std::int64_t dim = spec.inputDim();
+  const std::int64_t in_group = channels / spec.groups;
+  SampleMatrix<T> matrix{input, nullptr, true, dim, samples * positions, samples};
+  T* to = scratch.get<T>(spec.groups * dim * matrix.count);
+  matrix.data = to;
+  const T* from = input.const_data_ptr<T>();
+  for (std::int64_t group = 0; group < spec.groups; ++group) {
+    for (std::int64_t channel = group * in_group; channel < (group + 1) * in_group; ++channel) {
+      for (std::int64_t place = 0; place < places; ++place, to += matrix.count) {
+        const Three at{place / (w.kernel[1] * w.kernel[2]), place / w.kernel[2] % w.kernel[1], place % w.kernel[2]};
+        for (std::int64_t sample = 0; sample < samples; ++sample) {
+          copyShifted(from + (sample * channels + channel) * image, w, at, to + sample * positions);
+        }
+      }
+    }
+    if (spec.bias) {
+      std::fill(to, to + matrix.count, T(1));
+      to += matrix.count;
+    }
+  }
+  return matrix;
+}
+
+// [N, ..., dim] as [N * positions, dim], or with the positions averaged or summed.
+template <class T>
+SampleMatrix<T> rowsOf(const at::Tensor& tensor, bool reduce, bool mean) {
+  at::Tensor rows = asType<T>(tensor);
+  const std::int64_t dim = rows.size(-1);
+  const std::int64_t samples = rows.dim() > 1 ? rows.size(0) : 1;
+  if (reduce && rows.dim() > 2) {
+    rows = rows.reshape({samples, -1, dim});
+    rows = mean ? rows.mean(1) : rows.sum(1);
+  }
+  return {rows, rows.const_data_ptr<T>(), false, dim, dim == 0 ? 0 : rows.numel() / dim, samples};
+}
+
+}  // namespace
+
+std::int64_t KfacLayerSpec::outputs() const {
+  return kind == Kind::kEmbedding ? weight.size(1) : weight.size(0) / groups;
+}
+
+std::int64_t KfacLayerSpec::inputs() const {
+  return kind == Kind::kEmbedding ? weight.size(0) : weight.numel() / weight.size(0);
+}
+
+template <class T>
+SampleMatrix<T> inputMatrix(const KfacLayerSpec& spec, const at::Tensor& input, Scratch& scratch) {
+  return spec.kind == Kind::kConvolution ? patches<T>(spec, input, scratch)
+                                         : rowsOf<T>(input, spec.reduce_sequence, /*mean=*/true);
+}
+
+template <class T>
+SampleMatrix<T> gradientMatrix(const KfacLayerSpec& spec, const at::Tensor& gradient, Scratch& scratch) {
+  if (spec.kind != Kind::kConvolution) {
+    return rowsOf<T>(gradient, spec.reduce_sequence, /*mean=*/false);
+  }
+  const bool batched = gradient.dim() == static_cast<std::int64_t>(spec.stride.size()) + 2;
+  const at::Tensor images = asType<T>(batched ? gradient : gradient.unsqueeze(0));
+  const std::int64_t samples = images.size(0);
+  const std::int64_t channels = images.size(1);
+  const std::int64_t positions = samples == 0 ? 0 : images.numel() / (samples * channels);
+  SampleMatrix<T> matrix{images, nullptr, true, spec.outputs(), samples * positions, samples};
+  T* to = scratch.get<T>(channels * matrix.count);
+  matrix.data = to;
+  const T* from = images.const_data_ptr<T>();
+  for (std::int64_t channel = 0; channel < channels; ++channel) {
+    for (std::int64_t sample = 0; sample < samples; ++sample) {
+      to = std::copy_n(from + (sample * channels + channel) * positions, positions, to);
+    }
+  }
+  return matrix;
+}
+
+template SampleMatrix<float> inputMatrix<float>(const KfacLayerSpec&, const at::Tensor&, Scratch&);
+template SampleMatrix<double> inputMatrix<double>(const KfacLayerSpec&, const at::Tensor&, Scratch&);
+template SampleMatrix<float> gradientMatrix<float>(const KfacLayerSpec&, const at::Tensor&, Scratch&);
+template SampleMatrix<double> gradientMatrix<double>(const KfacLayerSpec&, const at::Tensor&, Scratch&);
+
+}  // namespace torchext

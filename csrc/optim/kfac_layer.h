@@ -1,0 +1,82 @@
+// One layer as K-FAC sees it: which matrix its inputs and output gradients form.
+//
+// A layer's weight W is [out, in] (a convolution's kernel flattened), with `groups` blocks along out; a bias is a
+// column more, by an input that is always 1. Every block has two factors,
+//   A = sum a a^T over samples and positions, a of length in (+ 1)      G = sum g g^T, g of length out / groups
+// and the sums are made from a matrix whose columns (or rows) are the a or the g. This file makes those matrices: for
+// Linear it is the tensor itself where it is contiguous, for convolutions the patches.
+//
+// Errors of shapes that no such layer can have had are c10::Error; nothing here is collective. One thread at a time a
+// Scratch.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+namespace torchext {
+
+struct KfacLayerSpec {
+  enum class Kind { kLinear, kConvolution, kEmbedding };
+
+  std::string name;  // in the model; in errors and in state
+  Kind kind = Kind::kLinear;
+  at::Tensor weight;               // the parameter itself: its .grad() is preconditioned
+  std::optional<at::Tensor> bias;  // only if it is trained
+  // Convolutions, one a spatial dimension; padding before and after it.
+  std::vector<std::int64_t> stride;
+  std::vector<std::int64_t> dilation;
+  std::vector<std::int64_t> pad_before;
+  std::vector<std::int64_t> pad_after;
+  std::string padding_mode = "constant";  // constant (zeros), reflect, replicate, circular
+  std::int64_t groups = 1;
+  // Linear on sequences [N, T, in]: one sample a position (expand), or inputs averaged and gradients summed (reduce).
+  bool reduce_sequence = false;
+  std::int64_t padding_idx = -1;  // Embedding; -1: none
+
+  std::int64_t outputs() const;  // of a group
+  std::int64_t inputs() const;   // of a group, without the 1
+  std::int64_t inputDim() const { return inputs() + (bias ? 1 : 0); }
+  bool diagonalInput() const { return kind == Kind::kEmbedding; }
+};
+
+// Memory that grows and stays: a fresh buffer of this size a step would be page faults.
+class Scratch {
+ public:
+  template <class T>
+  T* get(std::int64_t elements) {
+    const auto bytes = static_cast<std::size_t>(elements) * sizeof(T);
+    if (memory_.nbytes() < bytes) {
+      memory_ = at::empty({static_cast<std::int64_t>(bytes)}, at::kByte);
+    }
+    return static_cast<T*>(memory_.mutable_data_ptr());
+  }
+  std::size_t bytes() const { return memory_.nbytes(); }
+
+ private:
+  at::Tensor memory_ = at::empty({0}, at::kByte);
+};
+
+// A matrix of samples. By samples: [count, dim], `data` row after row. By dimension: [groups, dim, count].
+template <class T>
+struct SampleMatrix {
+  at::Tensor keeps;  // what owns `data`, where it is not the scratch memory
+  const T* data = nullptr;
+  bool by_dimension = false;
+  std::int64_t dim = 0;
+  std::int64_t count = 0;  // samples times positions
+  std::int64_t samples = 0;
+};
+
+// Of the layer's input [N, ...]. Patches include the row of ones where there is a bias; Linear's matrix does not.
+template <class T>
+SampleMatrix<T> inputMatrix(const KfacLayerSpec& spec, const at::Tensor& input, Scratch& scratch);
+// Of the gradient at its output.
+template <class T>
+SampleMatrix<T> gradientMatrix(const KfacLayerSpec& spec, const at::Tensor& gradient, Scratch& scratch);
+
+}  // namespace torchext

@@ -1,0 +1,92 @@
+#include "optim/matrix_product.h"
+
+#include <algorithm>
+#include <limits>
+
+#include <ATen/ATen.h>
+
+// NOLINTBEGIN(readability-identifier-naming): the names of BLAS
+extern "C" {
+__attribute__((weak)) void sgemm_(const char* transa, const char* transb, const int* m, const int* n, const int* k,
+                                  const float* alpha, const float* a, const int* lda, const float* b, const int* ldb,
+                                  const float* beta, float* c, const int* ldc);
+__attribute__((weak)) void dgemm_(const char* transa, const char* transb, const int* m, const int* n, const int* k,
+                                  const double* alpha, const double* a, const int* lda, const double* b, const int* ldb,
+                                  const double* beta, double* c, const int* ldc);
+}
+// NOLINTEND(readability-identifier-naming)
+
+namespace torchext {
+namespace {
+
+template <class T>
+auto blasGemm() {
+  if constexpr (std::is_same_v<T, float>) {
+    return &sgemm_;
+  } else {
+    return &dgemm_;
+  }
+}
+
+template <class T>
+at::Tensor stored(const T* data, bool transpose, std::int64_t rows, std::int64_t columns, std::int64_t stride) {
+  // from_blob takes no const data; nothing here writes to it.
+  const auto strides = transpose ? std::array<std::int64_t, 2>{1, stride} : std::array<std::int64_t, 2>{stride, 1};
+  return at::from_blob(const_cast<T*>(data), {rows, columns}, strides,  // NOLINT(cppcoreguidelines-pro-type-const-cast)
+                       at::TensorOptions(c10::CppTypeToScalarType<T>::value));
+}
+
+}  // namespace
+
+template <class T>
+void multiply(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, const T* a,
+              std::int64_t stride_a, const T* b, std::int64_t stride_b, T beta, T* c, std::int64_t stride_c) {
+  constexpr std::int64_t kLargest = std::numeric_limits<int>::max();
+  const auto gemm = blasGemm<T>();
+  if (gemm == nullptr || std::max({m, n, k, stride_a, stride_b, stride_c}) > kLargest) {
+    at::Tensor result = stored(c, false, m, n, stride_c);
+    result.copy_(
+        at::addmm(result, stored(a, transpose_a, m, k, stride_a), stored(b, transpose_b, k, n, stride_b), beta));
+    return;
+  }
+  if (m == 0 || n == 0) {
+    return;
+  }
+  // BLAS counts by columns: what it sees of a row-major matrix is the transpose, and the factors change places.
+  const char kind_a = transpose_a ? 'T' : 'N';
+  const char kind_b = transpose_b ? 'T' : 'N';
+  const auto narrow = [](std::int64_t value) { return static_cast<int>(std::max<std::int64_t>(value, 1)); };
+  const auto rows = static_cast<int>(m);
+  const auto columns = static_cast<int>(n);
+  const auto inner = static_cast<int>(k);
+  const int lda = narrow(stride_a);
+  const int ldb = narrow(stride_b);
+  const int ldc = narrow(stride_c);
+  const T one = 1;
+  gemm(&kind_b, &kind_a, &columns, &rows, &inner, &one, b, &ldb, a, &lda, &beta, c, &ldc);
+}
+
+template <class T>
+void symmetricProduct(const T* data, std::int64_t data_stride, bool by_dimension, std::int64_t dim, std::int64_t count,
+                      T* out, std::int64_t stride) {
+  constexpr std::int64_t kPanel = 64;  // narrower ones cost GEMM more than they save
+  const std::int64_t panels = std::clamp<std::int64_t>(dim / kPanel, 1, 8);
+  for (std::int64_t panel = 0; panel < panels; ++panel) {
+    const std::int64_t begin = dim * panel / panels;
+    const std::int64_t end = dim * (panel + 1) / panels;
+    const T* first = data + begin * (by_dimension ? data_stride : 1);
+    multiply(!by_dimension, by_dimension, end - begin, dim - begin, count, first, data_stride, first, data_stride, T(0),
+             out + begin * stride + begin, stride);
+  }
+}
+
+template void multiply<float>(bool, bool, std::int64_t, std::int64_t, std::int64_t, const float*, std::int64_t,
+                              const float*, std::int64_t, float, float*, std::int64_t);
+template void multiply<double>(bool, bool, std::int64_t, std::int64_t, std::int64_t, const double*, std::int64_t,
+                               const double*, std::int64_t, double, double*, std::int64_t);
+template void symmetricProduct<float>(const float*, std::int64_t, bool, std::int64_t, std::int64_t, float*,
+                                      std::int64_t);
+template void symmetricProduct<double>(const double*, std::int64_t, bool, std::int64_t, std::int64_t, double*,
+                                       std::int64_t);
+
+}  // namespace torchext

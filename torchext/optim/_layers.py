@@ -1,0 +1,160 @@
+"""Which modules K-FAC takes, what the engine must know of them, and the hooks that hand tensors over."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchext import _C
+from torchext.errors import NoSupportedLayerError
+
+__all__ = ["Layer", "find_layers", "install_hooks"]
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A weight that is preconditioned, and the modules that use it (several where weights are tied)."""
+
+    name: str
+    modules: list[nn.Module]
+    spec: _C.KfacLayer
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+def find_layers(model: nn.Module, *, skip: Sequence[str], sequences: str) -> list[Layer]:
+    """The layers of ``model`` in the order of ``named_modules()``.
+
+    Args:
+        model: not wrapped by DDP.
+        skip: regular expressions; modules whose full name one of them matches are left to the plain gradient.
+        sequences: ``"expand"`` or ``"reduce"``.
+
+    Raises:
+        ValueError: a lazy module has not seen its first input.
+        NoSupportedLayerError: nothing is left.
+    """
+    inside = [name + "." for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        if any(nn.parameter.is_lazy(parameter) for parameter in module._parameters.values()):
+            raise ValueError(f"{name or 'the model'} is a lazy module without parameters; run one forward pass first")
+        weight = module._parameters.get("weight")
+        if weight is None or any(name.startswith(prefix) for prefix in inside):
+            continue  # MultiheadAttention reads its projections itself, without a call that could be seen
+        users.setdefault(id(weight), []).append((name, module))
+    found = []
+    for tied in users.values():
+        name, module = tied[0]
+        if all(_same_kind(module, other) for _, other in tied) and not any(
+            re.fullmatch(p, n) for p in skip for n, _ in tied
+        ):
+            layer = _layer(name, [user for _, user in tied], sequences)
+            found += [layer] if layer is not None else []
+    if not found:
+        raise NoSupportedLayerError(
+            "the model has no Linear, Conv1d/2d/3d or Embedding layer with a trained weight of its own"
+            + (f" that skip_layers={list(skip)} leaves" if skip else "")
+        )
+    return found
+
+
+def _same_kind(module: nn.Module, other: nn.Module) -> bool:
+    """Whether two users of one weight do the same with it."""
+    if type(module) is not type(other) or module._parameters.get("bias") is not other._parameters.get("bias"):
+        return False
+    return not isinstance(module, Convolution) or all(
+        getattr(module, name) == getattr(other, name)
+        for name in ("stride", "padding", "dilation", "groups", "padding_mode")
+    )
+
+
+def _layer(name: str, modules: list[nn.Module], sequences: str) -> Layer | None:
+    module = modules[0]
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    if weight is None or not weight.requires_grad or not weight.is_floating_point() or weight.numel() == 0:
+        return None
+    if bias is not None and not bias.requires_grad:
+        bias = None
+    what: dict[str, Any] = {
+        "kind": "linear",
+        "stride": [],
+        "dilation": [],
+        "pad_before": [],
+        "pad_after": [],
+        "padding_mode": "constant",
+        "groups": 1,
+        "reduce_sequence": sequences == "reduce",
+        "padding_idx": -1,
+    }
+    if isinstance(module, Convolution):
+        before, after = _padding(module)
+        what |= {
+            "kind": "convolution",
+            "stride": list(module.stride),
+            "dilation": list(module.dilation),
+            "pad_before": before,
+            "pad_after": after,
+            "padding_mode": {"zeros": "constant"}.get(module.padding_mode, module.padding_mode),
+            "groups": module.groups,
+        }
+    elif isinstance(module, nn.Embedding):
+        if module.sparse or module.max_norm is not None or module.scale_grad_by_freq:
+            return None
+        what |= {"kind": "embedding", "padding_idx": -1 if module.padding_idx is None else module.padding_idx}
+    elif not isinstance(module, nn.Linear):
+        return None
+    spec = _C.KfacLayer(name=name, weight=weight, bias=bias, **what)
+    return Layer(name, modules, spec, weight, bias)
+
+
+def _padding(module: Convolution) -> tuple[list[int], list[int]]:
+    """Zeros before and after each dimension, as torch places them (an odd total of "same" has one more behind)."""
+    if module.padding == "valid":
+        return [0] * len(module.kernel_size), [0] * len(module.kernel_size)
+    if module.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        return [total // 2 for total in totals], [total - total // 2 for total in totals]
+    both = [int(p) for p in module.padding]
+    return both, both
+
+
+class _NoHook:
+    """What a copy of a model has in place of our hook."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        pass
+
+
+class _ForwardHook:
+    """Hands input and output of its module to the engine; of no other module, and not of copies of it."""
+
+    def __init__(self, engine: _C.KfacEngine, index: int, module: nn.Module) -> None:
+        self._forward = engine.forward
+        self._index = index
+        self._module = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        return _NoHook, ()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        if module is self._module() and isinstance(output, Tensor):
+            self._forward(self._index, args[0] if args else kwargs["input"], output)
+
+
+def install_hooks(engine: _C.KfacEngine, layers: Sequence[Layer]) -> list[torch.utils.hooks.RemovableHandle]:
+    """Returns the handles that take the hooks away."""
+    return [
+        module.register_forward_hook(_ForwardHook(engine, index, module), with_kwargs=True)
+        for index, layer in enumerate(layers)
+        for module in layer.modules
+    ]

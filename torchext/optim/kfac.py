@@ -1,0 +1,192 @@
+"""SPDKFAC and PADKFAC: SGD with momentum along K-FAC's directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from torchext.errors import KFACStateError
+from torchext.optim._plan import KFACPlan
+from torchext.optim.preconditioner import KFACPreconditioner
+
+__all__ = ["KFAC", "PADKFAC", "SPDKFAC"]
+
+
+class KFAC(torch.optim.Optimizer):
+    """SGD with momentum along K-FAC's directions; a drop-in for :class:`torch.optim.SGD`.
+
+    Closures, parameter groups, schedulers and ``torch.amp.GradScaler`` work as with SGD. A batch with NaN or Inf
+    changes nothing, on all ranks alike, and is counted in ``stats()["skipped"]``. After ``step()`` gradients hold directions.
+
+    Args:
+        model: the module, or DDP around it.
+        params: parameters or groups to step; default: all of the model.
+        lr: the learning rate, 0 or more.
+        momentum: in [0, 1).
+        weight_decay: added to the direction times the parameter, 0 or more.
+        nesterov: Nesterov's momentum; needs ``momentum``.
+        strategy: as for :class:`~torchext.optim.KFACPreconditioner`, which takes all other arguments.
+        **kfac: see there.
+
+    Raises:
+        ValueError: a value out of its range, with name, value and range.
+    """
+
+    # GradScaler then hands over its scale (as grad_scale) and what it found (as found_inf) and leaves gradients alone.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float = 1e-2,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        strategy: str = "auto",
+        **kfac: Any,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        failure: Exception | None = None
+        try:
+            super().__init__(params if params is not None else list(model.parameters()), defaults)
+        except Exception as error:  # the other ranks wait to be told
+            failure = error
+        self.kfac = KFACPreconditioner(model, strategy=strategy, _failure=failure, **kfac)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the group's own values are checked."""
+        _check(**{name: param_group.get(name, value) for name, value in self.defaults.items()})
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step. Collective where there is more than one rank.
+
+        Args:
+            closure: computes the loss and its gradients, once.
+
+        Raises:
+            RuntimeError: a gradient scaler has unscaled the gradients already and was not given as ``grad_scaler``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None and grad_scale is None and self.kfac._grad_scaler is None:
+            raise RuntimeError(
+                "the GradScaler has unscaled the gradients before step(), so that its scale is no longer known here; "
+                "pass grad_scaler=scaler to the optimizer"
+            )
+        go_on = self.kfac.step(
+            self.param_groups,
+            loss_scale=None if grad_scale is None else float(grad_scale),
+            unscale=grad_scale is not None,
+            found_inf=found_inf is not None and float(found_inf) > 0,
+        )
+        if go_on:
+            for group in self.param_groups:
+                self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        momentum = group["momentum"]
+        buffers: list[Tensor] = []
+        for p in params if momentum != 0 else ():
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            buffers.append(state["momentum_buffer"])
+        # The keys are those of torch.optim.SGD, whose kernel this is.
+        torch._fused_sgd_(
+            params,
+            [p.grad for p in params],
+            buffers,
+            weight_decay=group["weight_decay"],
+            momentum=momentum,
+            lr=float(group["lr"]),
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+            is_first_step=False,
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; and what a step that never came has left of its factors is forgotten."""
+        self.kfac.discard()
+        super().zero_grad(set_to_none)
+
+    def plan(self) -> KFACPlan:
+        """See :meth:`KFACPreconditioner.plan`."""
+        return self.kfac.plan()
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`KFACPreconditioner.stats`."""
+        return self.kfac.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """SGD's state, and under ``"kfac"`` factors and inverses. Collective where there is more than one rank."""
+        return {**super().state_dict(), "kfac": self.kfac.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict()`` gave, at any world size.
+
+        Raises:
+            KFACStateError: it is no K-FAC state, or one of another model or method. Nothing was loaded.
+        """
+        state = dict(state_dict)
+        kfac = state.pop("kfac", None)
+        if kfac is None:
+            raise KFACStateError('the state has no "kfac": it is that of another optimizer')
+        self.kfac.check_state(kfac)
+        super().load_state_dict(state)
+        self.kfac.load_state_dict(kfac)
+
+
+def _check(*, lr: float, momentum: float, weight_decay: float, nesterov: bool) -> None:
+    rate = float(lr)
+    if not 0 <= rate < float("inf"):
+        raise ValueError(f"lr = {rate}: allowed 0 or more, finite")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum = {momentum}: allowed [0, 1)")
+    if not 0 <= weight_decay < float("inf"):
+        raise ValueError(f"weight_decay = {weight_decay}: allowed 0 or more, finite")
+    if nesterov and momentum == 0:
+        raise ValueError("nesterov = True: allowed with momentum above 0 only")
+
+
+class SPDKFAC(KFAC):
+    """SPD-KFAC (Shi et al., ICDCS 2021): :class:`KFAC` with all-reduced factors and load-balanced inverses.
+
+    Factors are all-reduced under the backward pass in runs fused by measured costs. Each is inverted by all ranks where
+    that is cheaper than a broadcast, else by the rank with the least to do.
+    """
+
+    def __init__(self, model: nn.Module, params: Iterable[Any] | None = None, **options: Any) -> None:
+        super().__init__(model, params, strategy="spd", **options)
+
+
+class PADKFAC(KFAC):
+    """PAD-KFAC (Zhang et al., INFOCOM 2023): :class:`KFAC` with factors reduced to the rank that inverts them.
+
+    Factors are split in order into blocks of equal inversion cost, one a rank, and fused inside a block. The owner
+    broadcasts inverses, or preconditioned gradients where those cost less.
+    """
+
+    def __init__(self, model: nn.Module, params: Iterable[Any] | None = None, **options: Any) -> None:
+        super().__init__(model, params, strategy="pad", **options)

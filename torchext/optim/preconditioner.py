@@ -1,0 +1,290 @@
+"""KFACPreconditioner: K-FAC in front of any optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchext import _C
+from torchext.errors import KFACStateError
+from torchext.optim._layers import find_layers, install_hooks
+from torchext.optim._plan import KFACPlan
+
+__all__ = ["KFACPreconditioner"]
+
+_VERSION = 1
+
+
+class KFACPreconditioner:
+    """Replaces gradients by K-FAC's directions ``G^-1 dW A^-1`` before an optimizer uses them.
+
+    One line in front of any optimizer of :mod:`torch.optim`::
+
+        KFACPreconditioner(model, optimizer, damping=0.003)
+
+    or, without ``optimizer``, ``preconditioner.step()`` between ``backward()`` and ``optimizer.step()``. After it
+    ``p.grad`` of the layers holds the direction.
+
+    Layers: Linear, Conv1d/2d/3d (any stride, padding, dilation, groups, padding mode), Embedding (diagonal A). All
+    other parameters keep their gradients, among them the projections of MultiheadAttention, weights that layers of different
+    kinds share, and frozen ones. The model's device is the CPU.
+
+    Conventions: a is a layer's input with a 1 appended for the bias, g the gradient of the *mean* loss at its output, N
+    the samples, T the positions of a convolution or a sequence. A = (1/N) sum a a^T, G = (N/T) sum g g^T (KFC,
+    Grosse & Martens 2016). Under gradient accumulation divide each loss by the number of micro-batches, as always; N is
+    then that of all of them. ``factor_scaling="kfac-pytorch"`` takes the scale of gpauloski/kfac-pytorch instead
+    (A smaller by T^3, G by N^2 T^2 for convolutions), so that a damping tuned there means the same here.
+
+    Distributed: under DDP, or whenever a process group is there, factors are averaged over ranks in a group of
+    K-FAC's own. Gradients must be the same on all ranks, as DDP makes them. All strategies but ``"dp"`` give the same
+    result as one process with the whole batch.
+
+    Args:
+        model: the module, or DDP around it. Keep its layers: later replacements are not seen.
+        optimizer: if given, its ``step()`` preconditions first.
+        damping: lambda, above 0. Attribute; may be changed at any time, on all ranks alike.
+        factor_decay: of the running averages, in [0, 1).
+        martens_decay: min(1 - 1/k, factor_decay) in the k-th update instead, so that early batches count fully.
+        factor_update_steps: steps from one update of the factors to the next, 1 or more.
+        inverse_update_steps: the same of the inverses; a multiple of ``factor_update_steps``.
+        kl_clip: kappa; directions are scaled by min(1, sqrt(kappa / |sum lr^2 <V, dW>|)). None: no clip. Attribute.
+        method: ``"inverse"``: by Cholesky, with factored Tikhonov damping; ``"eigen"``: damping lambda on the product.
+        strategy: who computes and sends what: ``"spd"``, ``"pad"``, ``"comm-opt"``, ``"mem-opt"``, ``"hybrid"``,
+            ``"dp"``, ``"d-kfac"`` or ``"auto"``, the cheapest exact one by measured costs.
+        worker_fraction: of the ranks that precondition a layer, above 0 up to 1; ``"hybrid"`` only.
+        sequences: Linear on [N, T, in]: ``"expand"``, every position counts, or ``"reduce"``, inputs are averaged and
+            gradients summed over them.
+        factor_scaling: ``"kfc"`` or ``"kfac-pytorch"``.
+        skip_layers: regular expressions for full names of modules to leave alone.
+        grad_scaler: the :class:`torch.amp.GradScaler` in use, if there is one. Its scale is taken out of G.
+        exchange_always: exchange factors in all steps that update them, not only where inverses are made. Same result.
+        max_run_mb: MiB of factors that travel together.
+        process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
+
+    Raises:
+        ValueError: a value out of its range, with name, value and range; a lazy module without parameters.
+        NoSupportedLayerError: no layer that K-FAC takes.
+        torch.distributed.DistBackendError: ranks passed different models or options.
+        RuntimeError: another rank could not build its part.
+        NotImplementedError: the model is on a GPU.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        damping: float = 0.003,
+        factor_decay: float = 0.95,
+        martens_decay: bool = False,
+        factor_update_steps: int = 1,
+        inverse_update_steps: int = 10,
+        kl_clip: float | None = 1e-3,
+        method: str = "inverse",
+        strategy: str = "auto",
+        worker_fraction: float = 0.5,
+        sequences: str = "expand",
+        factor_scaling: str = "kfc",
+        skip_layers: Sequence[str] = (),
+        grad_scaler: torch.amp.GradScaler | None = None,
+        exchange_always: bool = False,
+        max_run_mb: float = 25.0,
+        process_group: dist.ProcessGroup | None = None,
+        _failure: Exception | None = None,
+    ) -> None:
+        module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        group = _own_group(model, process_group)
+        failure = _failure
+        try:
+            if sequences not in ("expand", "reduce"):
+                raise ValueError(f'sequences = "{sequences}": allowed expand, reduce')
+            options = _C.KfacOptions(
+                damping=damping,
+                factor_decay=factor_decay,
+                martens_decay=martens_decay,
+                kl_clip=kl_clip,
+                factor_update_steps=factor_update_steps,
+                inverse_update_steps=inverse_update_steps,
+                method=method,
+                factor_scaling=factor_scaling,
+                strategy=strategy,
+                worker_fraction=worker_fraction,
+                exchange_always=exchange_always,
+                max_run_mb=max_run_mb,
+            )
+            self._layers = find_layers(module, skip=skip_layers, sequences=sequences)
+            for layer in self._layers:
+                if layer.weight.device.type != "cpu":
+                    raise NotImplementedError(f"{layer.name} is on {layer.weight.device}; K-FAC runs on the CPU so far")
+        except Exception as error:  # told to the other ranks first: they wait for this one
+            failure = failure or error
+        _agree_that_all_can(group, failure)
+        self._method = method
+        self._grad_scaler = grad_scaler
+        self._engine = _C.KfacEngine([layer.spec for layer in self._layers], options, group)
+        self._hooks = install_hooks(self._engine, self._layers)
+        self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
+        if optimizer is not None:
+            self._install(optimizer)
+
+    def _install(self, optimizer: torch.optim.Optimizer) -> None:
+        def before_step(used: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            if not self.step(used.param_groups):
+                for group in used.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None  # what every optimizer leaves alone
+
+        self._hooks.append(optimizer.register_step_pre_hook(before_step))
+
+    def step(
+        self,
+        param_groups: Iterable[Mapping[str, Any]] = (),
+        *,
+        lr: float = 1.0,
+        loss_scale: float | None = None,
+        unscale: bool = False,
+        found_inf: bool = False,
+    ) -> bool:
+        """Updates factors and inverses where they are due, and writes directions into ``.grad``. Collective.
+
+        Args:
+            param_groups: of the optimizer that follows: their ``lr`` is what the KL clip needs, and their other
+                gradients are checked too. Default: ``lr`` for every layer.
+            lr: the learning rate, without ``param_groups``.
+            loss_scale: what the loss was multiplied with; default: that of ``grad_scaler``, else 1.
+            unscale: gradients still have that factor, and lose it here.
+            found_inf: a gradient is known not to be finite.
+
+        Returns:
+            False if a gradient is not finite: nothing was changed, on no rank, and the optimizer must not step.
+        """
+        if loss_scale is None:
+            loss_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
+        rates: dict[int, float] = {}
+        others: list[Tensor] = []
+        grouped = list(param_groups)
+        for group in grouped:
+            rate = float(group["lr"])
+            for parameter in group["params"]:
+                if id(parameter) in self._own:
+                    rates[id(parameter)] = rate
+                elif parameter.grad is not None:
+                    others.append(parameter.grad)
+        of_layers = [rates.get(id(layer.weight), 0.0) if grouped else lr for layer in self._layers]
+        return self._engine.step(of_layers, others, loss_scale, 1.0 / loss_scale if unscale else 1.0, found_inf)
+
+    def discard(self) -> None:
+        """Forgets what backward passes have left since the last step (one that a gradient scaler skipped, say)."""
+        self._engine.discard()
+
+    def remove(self) -> None:
+        """Takes all hooks away; the model and the optimizer are then what they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def damping(self) -> float:
+        """Lambda; set it on all ranks alike."""
+        return self._engine.damping
+
+    @damping.setter
+    def damping(self, value: float) -> None:
+        self._engine.damping = value
+
+    @property
+    def kl_clip(self) -> float | None:
+        """Kappa, or None; set it on all ranks alike."""
+        return self._engine.kl_clip
+
+    @kl_clip.setter
+    def kl_clip(self, value: float | None) -> None:
+        self._engine.kl_clip = value
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the modules that are preconditioned."""
+        return [layer.name for layer in self._layers]
+
+    def plan(self) -> KFACPlan:
+        """Who computes and sends what, with fitted costs, predicted and measured times. Print it."""
+        return KFACPlan(self._engine.plan(), self.stats())
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, of this rank.
+
+        ``steps``, ``skipped`` (not finite, on all ranks), ``factors_left_out`` (overflowed on this rank alone),
+        ``factor_updates``, ``inverse_updates``, ``inverses_retried`` (in float64), ``inverses_kept`` (failed; the last
+        good one was used), ``clip`` (of the last step), ``runs`` and ``runs_overlapped`` (that left during a backward
+        pass), ``*_bytes`` of the tensors passed to collectives, ``memory_bytes`` of K-FAC's own buffers, ``*_seconds``.
+        """
+        return self._engine.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Factors (their mean over ranks) and inverses. Collective; the same on all ranks."""
+        stats = self.stats()
+        factors = self._engine.state()
+        return {
+            "version": _VERSION,
+            "method": self._method,
+            "layers": [(layer.name, list(layer.weight.shape), layer.bias is not None) for layer in self._layers],
+            "steps": stats["steps"],
+            "factor_updates": stats["factor_updates"],
+            "factors": factors,
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises :class:`torchext.errors.KFACStateError` if ``load_state_dict`` would."""
+        if state.get("version") != _VERSION:
+            raise KFACStateError(f"version = {state.get('version')!r}: this release reads {_VERSION}")
+        if state["method"] != self._method:
+            raise KFACStateError(f'the state was made with method="{state["method"]}", this one has "{self._method}"')
+        own = [(layer.name, list(layer.weight.shape), layer.bias is not None) for layer in self._layers]
+        saved = [(name, list(shape), bias) for name, shape, bias in state["layers"]]
+        for mine, theirs in zip(own, saved, strict=False):
+            if mine != theirs:
+                raise KFACStateError(f"the state is of another model: it has layer {theirs}, the model {mine}")
+        if len(own) != len(saved):
+            raise KFACStateError(f"the state is of another model: {len(saved)} layers, the model has {len(own)}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what ``state_dict()`` gave at any world size and under any strategy.
+
+        Raises:
+            KFACStateError: it is of another model or method; nothing was loaded.
+        """
+        self.check_state(state)
+        self._engine.load(state["factors"], state["steps"], state["factor_updates"])
+
+
+def _own_group(model: nn.Module, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A Gloo group for K-FAC alone over the same ranks, so that its collectives never mix with DDP's."""
+    if group is None and isinstance(model, DistributedDataParallel):
+        group = model.process_group
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    if len(ranks) < 2:
+        return None
+    some = len(ranks) < dist.get_world_size()
+    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=some)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+def _agree_that_all_can(group: dist.ProcessGroup | None, failure: Exception | None) -> None:
+    """Raises on every rank if one of them has failed."""
+    if group is not None:
+        failed = torch.tensor([failure is not None], dtype=torch.int32)
+        gathered = [torch.empty_like(failed) for _ in range(group.size())]
+        dist.all_gather(gathered, failed, group=group)
+        ranks = [rank for rank, flag in enumerate(gathered) if flag.item()]
+        if failure is None and ranks:
+            raise RuntimeError(f"torchext.optim: rank {ranks[0]} could not build its optimizer; its own error says why")
+    if failure is not None:
+        raise failure
