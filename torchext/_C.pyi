@@ -233,6 +233,7 @@ class KfacOptions:
         worker_fraction: float,
         exchange_always: bool,
         max_run_mb: float,
+        split_directions: bool | None,
     ) -> None: ...
 
 class KfacLayer:

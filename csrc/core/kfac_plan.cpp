@@ -37,6 +37,9 @@ void checkInput(const KfacPlanInput& input) {
   if (!input.ready.empty() && input.ready.size() != input.tasks.size()) {
     throwInvalid("ready times", input.ready.size(), concat(input.tasks.size(), ", one a factor"));
   }
+  if (!input.precondition.empty() && input.precondition.size() != input.gradient_bytes.size()) {
+    throwInvalid("precondition times", input.precondition.size(), concat(input.gradient_bytes.size(), ", one a layer"));
+  }
   for (const auto& task : input.tasks) {
     checkIndex("layer", task.layer, static_cast<int>(input.gradient_bytes.size()));
   }
@@ -132,6 +135,33 @@ void placeByStrategy(KfacPlan& plan, const KfacPlanInput& input) {
 
 int laneOf(const FactorPlan& factor) { return factor.exchange == FactorExchange::kAllReduce ? -1 : factor.owner; }
 
+// The seconds of preconditioning that all ranks do alike, and the bytes of its results.
+struct SharedDirections {
+  double seconds = 0;
+  std::size_t bytes = 0;
+};
+
+SharedDirections sharedDirections(const KfacPlan& plan, const KfacPlanInput& input) {
+  SharedDirections sums;
+  for (std::size_t layer = 0; layer < input.precondition.size(); ++layer) {
+    if (plan.workers[layer] == plan.ranks) {
+      sums.seconds += input.precondition[layer];
+      sums.bytes += input.gradient_bytes[layer];
+    }
+  }
+  return sums;
+}
+
+// Every rank broadcasts its share.
+double gatherSeconds(const SharedDirections& shared, const KfacPlanInput& input) {
+  return input.ranks * input.costs.broadcast.alpha + input.costs.broadcast.beta * static_cast<double>(shared.bytes);
+}
+
+bool splittingPays(const KfacPlan& plan, const KfacPlanInput& input) {
+  const SharedDirections shared = sharedDirections(plan, input);
+  return shared.seconds * (1 - 1.0 / plan.ranks) > gatherSeconds(shared, input);
+}
+
 std::vector<FusionTask> fusionTasks(const KfacPlan& plan, const KfacPlanInput& input) {
   std::vector<FusionTask> tasks;
   tasks.reserve(input.tasks.size());
@@ -167,6 +197,7 @@ KfacPlan makePreset(KfacStrategy strategy, const KfacPlanInput& input) {
   plan.layer_owner.assign(input.gradient_bytes.size(), 0);
   if (input.ranks > 1) {
     placeByStrategy(plan, input);
+    plan.split_directions = strategy != KfacStrategy::kDkfac && splittingPays(plan, input);
   }
   const auto tasks = fusionTasks(plan, input);
   if (strategy == KfacStrategy::kDkfac) {
@@ -246,6 +277,17 @@ KfacPrediction predictKfac(const KfacPlan& plan, const KfacPlanInput& input) {
     }
   }
   result.invert = *std::max_element(load.begin(), load.end());
+  const SharedDirections shared = sharedDirections(plan, input);
+  std::vector<double> directions(index(plan.ranks),
+                                 plan.split_directions ? shared.seconds / plan.ranks : shared.seconds);
+  for (std::size_t layer = 0; layer < input.precondition.size(); ++layer) {
+    for (int rank = 0; rank < plan.ranks && plan.workers[layer] < plan.ranks; ++rank) {
+      const bool works = KfacPlan::isWorker(rank, plan.layer_owner[layer], plan.workers[layer], plan.ranks);
+      directions[index(rank)] += works ? input.precondition[layer] : 0;
+    }
+  }
+  result.precondition = *std::max_element(directions.begin(), directions.end());
+  result.gradients = plan.split_directions ? gatherSeconds(shared, input) : 0;
   for (const auto& [route, bytes] : inverses) {
     result.distribute += input.costs.broadcast.seconds(bytes);
   }

@@ -69,6 +69,9 @@ struct KfacPlan {
   std::vector<int> workers;
   std::vector<int> layer_owner;  // [layer] of its factors, where workers is below ranks
   std::vector<int> fusion_ends;  // runs of tasks that travel together
+  // Where all ranks precondition, each computes a share of every direction's columns, and they are brought together:
+  // chosen where that costs less than computing all of it everywhere.
+  bool split_directions = false;
 
   // Whether `rank` preconditions what `owner` owns, where `count` ranks do: the owner and those after it.
   static bool isWorker(int rank, int owner, int count, int ranks) { return distance(rank, owner, ranks) < count; }
@@ -83,6 +86,7 @@ struct KfacPlanInput {
   std::vector<FactorTask> tasks;
   std::vector<std::size_t> gradient_bytes;  // [layer]
   std::vector<double> ready;                // [task] seconds; empty: all at once
+  std::vector<double> precondition;         // [layer] seconds on one rank; empty: as if it cost nothing
   KfacCosts costs;
   int ranks = 1;
   int steps_per_inverse = 10;     // steps from one update of the inverses to the next
@@ -93,14 +97,15 @@ struct KfacPlanInput {
 // The preset, or for kAuto that of spd, pad, comm-opt, mem-opt, hybrid with the least predictedSeconds.
 KfacPlan makeKfacPlan(KfacStrategy strategy, const KfacPlanInput& input);
 
-// Seconds of communication and inversion an iteration, nothing overlapped: what plans are compared by.
+// Seconds of communication, inversion and preconditioning, nothing overlapped: what plans are compared by.
 struct KfacPrediction {
-  double exchange = 0;    // of an update of the inverses
-  double invert = 0;      // the busiest rank's, of an update
-  double distribute = 0;  // inverses to the ranks that need them, of an update
-  double gradients = 0;   // preconditioned gradients, of a step
+  double exchange = 0;      // of an update of the inverses
+  double invert = 0;        // the busiest rank's, of an update
+  double distribute = 0;    // inverses to the ranks that need them, of an update
+  double precondition = 0;  // the busiest rank's, of a step
+  double gradients = 0;     // preconditioned gradients, of a step
   double perStep(int steps_per_inverse) const {
-    return (exchange + invert + distribute) / static_cast<double>(steps_per_inverse) + gradients;
+    return (exchange + invert + distribute) / static_cast<double>(steps_per_inverse) + precondition + gradients;
   }
 };
 KfacPrediction predictKfac(const KfacPlan& plan, const KfacPlanInput& input);

@@ -1,5 +1,6 @@
 #include "optim/kfac_directions.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -42,15 +43,42 @@ bool isFinite(const at::Tensor& tensor) {
 }
 
 KfacDirections::KfacDirections(const std::vector<KfacLayerSpec>& layers, at::ScalarType type,
-                               const std::vector<int>& order)
-    : layers_(layers), offsets_(layers.size(), 0), active_(layers.size(), false) {
+                               const std::vector<int>& order, std::vector<int> parts)
+    : layers_(layers), parts_(std::move(parts)), offsets_(layers.size(), 0), active_(layers.size(), false) {
   std::int64_t total = 0;
+  int most = 1;
+  places_.resize(layers.size());
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+    offsets_[layer] = total;
+    total += size(static_cast<int>(layer));
+    places_[layer].resize(static_cast<std::size_t>(parts_[layer]));
+    most = std::max(most, parts_[layer]);
+  }
+  std::int64_t place = 0;
+  const auto put = [&](int layer, int part) {
+    places_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(part)] = place;
+    place += rows(layer) * (column(layer, part + 1) - column(layer, part));
+  };
   for (const int layer : order) {
-    offsets_[static_cast<std::size_t>(layer)] = total;
-    total += size(layer);
+    if (this->parts(layer) == 1) {
+      put(layer, 0);
+    }
+  }
+  split_ends_.push_back(place);
+  for (int part = 0; part < most; ++part) {
+    for (const int layer : order) {
+      if (this->parts(layer) > 1) {
+        put(layer, part);
+      }
+    }
+    split_ends_.push_back(place);
   }
   gradients_ = at::zeros({total}, type);
   directions_ = at::zeros({total}, type);
+}
+
+bool KfacDirections::splits(const KfacLayerSpec& spec, InverseForm form) {
+  return form == InverseForm::kInverse && spec.kind != Kind::kEmbedding && spec.groups == 1;
 }
 
 std::int64_t KfacDirections::size(int layer) const {
@@ -58,8 +86,31 @@ std::int64_t KfacDirections::size(int layer) const {
   return spec.groups * spec.outputs() * spec.inputDim();
 }
 
+std::int64_t KfacDirections::rows(int layer) const {
+  const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
+  return spec.kind == Kind::kEmbedding ? spec.weight.size(0) : spec.groups * spec.outputs();
+}
+
+std::int64_t KfacDirections::column(int layer, int part) const {
+  return size(layer) / rows(layer) * part / parts(layer);
+}
+
+at::Tensor KfacDirections::matrix(int layer, int part) const {
+  const std::int64_t columns = column(layer, part + 1) - column(layer, part);
+  const std::int64_t place = places_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(part)];
+  return directions_.narrow(0, place, rows(layer) * columns).view({rows(layer), columns});
+}
+
 at::Tensor KfacDirections::slice(int layer) const {
-  return directions_.narrow(0, offsets_[static_cast<std::size_t>(layer)], size(layer));
+  return directions_.narrow(0, places_[static_cast<std::size_t>(layer)][0], size(layer));
+}
+
+at::Tensor KfacDirections::splitSlice(int part) const {
+  const auto number = static_cast<std::size_t>(part);
+  if (number + 1 >= split_ends_.size()) {
+    return directions_.narrow(0, 0, 0);
+  }
+  return directions_.narrow(0, split_ends_[number], split_ends_[number + 1] - split_ends_[number]);
 }
 
 bool KfacDirections::collect(double scale) {
@@ -99,26 +150,32 @@ bool KfacDirections::collectTyped(double scale) {
   return allFinite(gradients_.const_data_ptr<T>(), gradients_.numel());
 }
 
-void KfacDirections::precondition(int layer, const FactorInverse& inputs, const FactorInverse& outputs,
+void KfacDirections::precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
                                   InverseForm form, double damping) {
   if (gradients_.scalar_type() == at::kDouble) {
-    preconditionTyped<double>(layer, inputs, outputs, form, damping);
+    preconditionTyped<double>(layer, part, inputs, outputs, form, damping);
   } else {
-    preconditionTyped<float>(layer, inputs, outputs, form, damping);
+    preconditionTyped<float>(layer, part, inputs, outputs, form, damping);
   }
 }
 
 template <class T>
-void KfacDirections::preconditionTyped(int layer, const FactorInverse& inputs, const FactorInverse& outputs,
+void KfacDirections::preconditionTyped(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
                                        InverseForm form, double damping) {
   const auto number = static_cast<std::size_t>(layer);
   const KfacLayerSpec& spec = layers_[number];
   const std::int64_t out = spec.outputs();
   const std::int64_t in = spec.inputDim();
   const T* gradient = gradients_.const_data_ptr<T>() + offsets_[number];
-  T* direction = directions_.mutable_data_ptr<T>() + offsets_[number];
+  T* direction = directions_.mutable_data_ptr<T>() + places_[number][static_cast<std::size_t>(part)];
+  const std::int64_t begin = column(layer, part);
+  const std::int64_t columns = column(layer, part + 1) - begin;
   if (!active_[number] || !inputs.defined() || !outputs.defined()) {
-    std::copy(gradient, gradient + size(layer), direction);
+    const std::int64_t width = size(layer) / rows(layer);
+    for (std::int64_t row = 0; row < rows(layer); ++row) {
+      const T* from = gradient + row * width + begin;
+      std::copy(from, from + columns, direction + row * columns);
+    }
     return;
   }
   const auto lambda = static_cast<T>(damping);
@@ -148,8 +205,8 @@ void KfacDirections::preconditionTyped(int layer, const FactorInverse& inputs, c
   }
   for (std::int64_t group = 0; group < spec.groups; ++group) {
     if (form == InverseForm::kInverse) {
-      multiply(false, false, out, in, in, gradient, in, a, in, T(0), work, in);
-      multiply(false, false, out, in, out, g, out, work, in, T(0), direction, in);
+      multiply(false, false, out, columns, in, gradient, in, a + begin, in, T(0), work, columns);
+      multiply(false, false, out, columns, out, g, out, work, columns, T(0), direction, columns);
     } else {
       const T* g_values = outputs.values.const_data_ptr<T>() + group * out;
       const T* a_values = inputs.values.const_data_ptr<T>() + group * in;
@@ -173,12 +230,18 @@ void KfacDirections::preconditionTyped(int layer, const FactorInverse& inputs, c
 double KfacDirections::product(const std::vector<double>& rates) const {
   double sum = 0;
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    if (active_[layer]) {
-      const std::int64_t count = size(static_cast<int>(layer));
-      const double dot =
-          at::dot(gradients_.narrow(0, offsets_[layer], count), directions_.narrow(0, offsets_[layer], count))
-              .item<double>();
-      sum += rates[layer] * rates[layer] * dot;
+    if (!active_[layer]) {
+      continue;
+    }
+    const int number = static_cast<int>(layer);
+    const at::Tensor gradient =
+        gradients_.narrow(0, offsets_[layer], size(number)).view({rows(number), size(number) / rows(number)});
+    for (int part = 0; part < parts(number); ++part) {
+      const at::Tensor direction = matrix(number, part);
+      const at::Tensor same = gradient.narrow(1, column(number, part), direction.size(1));
+      const at::Tensor dot =
+          parts(number) == 1 ? at::dot(same.flatten(), direction.flatten()) : (same * direction).sum();
+      sum += rates[layer] * rates[layer] * dot.item<double>();
     }
   }
   return sum;
@@ -190,25 +253,28 @@ void KfacDirections::write(double factor) {
       continue;
     }
     const KfacLayerSpec& spec = layers_[layer];
-    const std::int64_t rows = spec.kind == Kind::kEmbedding ? spec.weight.size(0) : spec.groups * spec.outputs();
-    const at::Tensor direction = slice(static_cast<int>(layer));
-    const std::int64_t columns = direction.numel() / rows;
-    if (factor != 1) {
-      direction.mul_(factor);
+    const int number = static_cast<int>(layer);
+    const at::Tensor weight = spec.weight.mutable_grad();
+    const std::int64_t inputs = size(number) / rows(number) - (spec.bias ? 1 : 0);
+    // A weight of another memory layout takes its values through a contiguous one.
+    const at::Tensor flat = weight.is_contiguous() ? weight.view({rows(number), inputs})
+                                                   : at::empty({rows(number), inputs}, weight.options());
+    for (int part = 0; part < parts(number); ++part) {
+      at::Tensor direction = matrix(number, part);
+      if (factor != 1) {
+        direction.mul_(factor);
+      }
+      const std::int64_t begin = column(number, part);
+      const std::int64_t end = column(number, part + 1);
+      if (end > inputs) {
+        spec.bias->mutable_grad().copy_(direction.select(1, inputs - begin));
+        direction = direction.narrow(1, 0, inputs - begin);
+      }
+      flat.narrow(1, begin, direction.size(1)).copy_(direction);
     }
-    const at::Tensor matrix = direction.view({rows, columns});
-    at::Tensor weight = spec.weight.mutable_grad();
-    if (!spec.bias) {
-      weight.copy_(direction.view(weight.sizes()));
-      continue;
+    if (!weight.is_contiguous()) {
+      weight.copy_(flat.view(weight.sizes()));
     }
-    const at::Tensor inner = matrix.narrow(1, 0, columns - 1);
-    if (weight.is_contiguous()) {
-      weight.view({rows, columns - 1}).copy_(inner);
-    } else {
-      weight.copy_(inner.reshape(weight.sizes()));
-    }
-    spec.bias->mutable_grad().copy_(matrix.select(1, columns - 1));
   }
 }
 

@@ -103,12 +103,13 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
     exchange_->agree(
         {"the number of layers", "names and shapes of the layers (hash)", "factor_update_steps", "inverse_update_steps",
          "strategy (hash)", "method and scaling", "factor_decay (bits)", "damping (bits)", "worker_fraction (bits)",
-         "max_run_mb (bits)", "exchange_always and martens_decay"},
+         "max_run_mb (bits)", "exchange_always and martens_decay", "split_directions"},
         {static_cast<std::int64_t>(layers_.size()), hashOf(describeLayers(layers_)), options_.factor_update_steps,
          options_.inverse_update_steps, hashOf(options_.strategy),
          2 * static_cast<std::int64_t>(options_.form) + static_cast<std::int64_t>(options_.scaling),
          bits(options_.decay), bits(options_.damping), bits(options_.worker_fraction), bits(options_.max_run_mb),
-         2 * static_cast<std::int64_t>(options_.exchange_always) + static_cast<std::int64_t>(options_.martens_decay)});
+         2 * static_cast<std::int64_t>(options_.exchange_always) + static_cast<std::int64_t>(options_.martens_decay),
+         options_.split_directions ? static_cast<std::int64_t>(*options_.split_directions) : -1});
   }
   measureCosts();
   makePlan();
@@ -218,8 +219,15 @@ void KfacEngine::startRuns(bool overlapped) {
   }
 }
 
-// Lets what has left arrive, for nothing: other ranks do the same.
-void KfacEngine::drop() {
+// Ends a step without its sums. If runs have left on some rank, every rank sends all of them, for nothing: a collective
+// that one rank leaves out would be met by its next one.
+void KfacEngine::drop(bool runs_left) {
+  if (runs_left) {
+    for (std::size_t slot = 0; slot < prepared_.size(); ++slot) {
+      prepare(slot, /*merged=*/true);
+    }
+    startRuns(/*overlapped=*/false);
+  }
   for (const auto& work : works_) {
     if (work) {
       work->wait();
@@ -233,8 +241,9 @@ void KfacEngine::drop() {
 }
 
 void KfacEngine::discard() {
+  const at::NoGradGuard no_grad;
   const Lock lock(mutex_);
-  drop();
+  drop(started_ > 0);
 }
 
 bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Tensor>& others, double loss_scale,
@@ -248,7 +257,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     finite = finite && isFinite(other);
   }
   if (!finite) {
-    drop();
+    drop(exchanging());
     ++stats_.skipped;
     return false;
   }
@@ -275,7 +284,8 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       if (worksOn(static_cast<int>(layer))) {
         const auto first = 2 * (layers_.size() - 1 - layer);
-        directions_->precondition(static_cast<int>(layer), inverses_[first + 1], inverses_[first], options_.form,
+        const int part = directions_->parts(static_cast<int>(layer)) > 1 ? rank_ : 0;
+        directions_->precondition(static_cast<int>(layer), part, inverses_[first + 1], inverses_[first], options_.form,
                                   options_.damping);
       }
     }

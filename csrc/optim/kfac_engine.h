@@ -52,9 +52,10 @@ struct KfacOptions {
   InverseForm form = InverseForm::kInverse;
   FactorScaling scaling = FactorScaling::kKfc;
   std::string strategy = "spd";
-  double worker_fraction = 0.5;  // of hybrid, (0, 1]
-  bool exchange_always = false;  // exchange factors in every step that updates them
-  double max_run_mb = 25;        // of factors that travel together, MiB, above 0
+  double worker_fraction = 0.5;          // of hybrid, (0, 1]
+  bool exchange_always = false;          // exchange factors in every step that updates them
+  double max_run_mb = 25;                // of factors that travel together, MiB, above 0
+  std::optional<bool> split_directions;  // none: where that costs less by the measured costs
 
   void validate() const;
 };
@@ -126,7 +127,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool worksOn(int layer) const;
   void prepare(std::size_t slot, bool merged);
   void startRuns(bool overlapped);
-  void drop();
+  void drop(bool runs_left);
   void replanRuns();
   void updateInverses();
   std::vector<at::Tensor> traces();

@@ -117,6 +117,27 @@ void KfacEngine::measureCosts() {
     samples[i].seconds = std::max(seconds[i], 1e-9);
   }
   input_.costs.inversion = core::fitInversion(samples);
+
+  // What a product costs, by one of a common size; all ranks work at once, as they will.
+  constexpr std::int64_t kSize = 192;
+  const at::Tensor square = at::ones({kSize, kSize}, at::TensorOptions(statistics_.type()));
+  double product = std::numeric_limits<double>::infinity();
+  for (int repeat = 0; repeat < 4; ++repeat) {
+    const double start = now();
+    const at::Tensor result = at::mm(square, square);
+    product = std::min(product, now() - start);
+  }
+  product /= static_cast<double>(kSize * kSize * kSize);
+  if (exchange_) {
+    product = exchange_->fromRankZero({product}).front();
+  }
+  for (const KfacLayerSpec& spec : layers_) {
+    const auto out = static_cast<double>(spec.outputs());
+    const auto in = static_cast<double>(spec.inputDim());
+    const double diagonal = spec.diagonalInput() ? out * in : out * in * in;
+    const double form = options_.form == InverseForm::kEigen ? 2 : 1;
+    input_.precondition.push_back(form * static_cast<double>(spec.groups) * (out * out * in + diagonal) * product);
+  }
 }
 
 void KfacEngine::makePlan() {
@@ -135,6 +156,7 @@ void KfacEngine::makePlan() {
   input_.worker_fraction = options_.worker_fraction;
   input_.max_run_bytes = static_cast<std::size_t>(options_.max_run_mb * (1 << 20));
   plan_ = core::makeKfacPlan(core::parseKfacStrategy(options_.strategy), input_);
+  plan_.split_directions = options_.split_directions.value_or(plan_.split_directions) && ranks_ > 1;
 
   // Directions that few ranks compute lie together by owner, and so do inverses that travel.
   std::vector<int> order(layers_.size());
@@ -144,7 +166,14 @@ void KfacEngine::makePlan() {
     return plan_.workers[i] < ranks_ ? plan_.layer_owner[i] : ranks_;
   };
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return key(a) < key(b); });
-  directions_ = std::make_unique<KfacDirections>(layers_, statistics_.type(), order);
+  std::vector<int> parts(layers_.size(), 1);
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    if (plan_.split_directions && plan_.workers[layer] == ranks_ &&
+        KfacDirections::splits(layers_[layer], options_.form)) {
+      parts[layer] = ranks_;
+    }
+  }
+  directions_ = std::make_unique<KfacDirections>(layers_, statistics_.type(), order, parts);
   inverse_place_.assign(slots.size(), -1);
   std::int64_t elements = 0;
   for (int owner = 0; owner < ranks_; ++owner) {
@@ -400,6 +429,10 @@ void KfacEngine::distributeDirections() {
     if (slice.defined()) {
       route(slice, owner, workers, /*to_workers=*/false, works);
     }
+    const at::Tensor share = directions_->splitSlice(owner);
+    if (share.numel() > 0) {
+      works.push_back(exchange_->broadcast(share, owner));
+    }
   }
   KfacExchange::wait(works);
   stats_.distribute_seconds += now() - start;
@@ -457,7 +490,7 @@ std::vector<FactorState> KfacEngine::state() {
 void KfacEngine::load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates) {
   const at::NoGradGuard no_grad;
   const Lock lock(mutex_);
-  drop();
+  drop(started_ > 0);
   const auto& slots = statistics_.slots();
   TORCH_CHECK_VALUE(state.size() == slots.size(), "the state has ", state.size(), " factors, the model ", slots.size());
   for (std::size_t i = 0; i < slots.size(); ++i) {

@@ -69,8 +69,9 @@ void multiply(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n
 template <class T>
 void symmetricProduct(const T* data, std::int64_t data_stride, bool by_dimension, std::int64_t dim, std::int64_t count,
                       T* out, std::int64_t stride) {
-  constexpr std::int64_t kPanel = 64;  // narrower ones cost GEMM more than they save
-  const std::int64_t panels = std::clamp<std::int64_t>(dim / kPanel, 1, 8);
+  // Narrower panels cost GEMM more than they save; less so where the sums are long.
+  const std::int64_t panel_width = count >= 1024 ? 36 : 64;
+  const std::int64_t panels = std::clamp<std::int64_t>(dim / panel_width, 1, 8);
   for (std::int64_t panel = 0; panel < panels; ++panel) {
     const std::int64_t begin = dim * panel / panels;
     const std::int64_t end = dim * (panel + 1) / panels;

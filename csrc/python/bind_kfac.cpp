@@ -24,7 +24,7 @@ constexpr core::EnumNames<core::FactorExchange, 3> kExchanges{{{core::FactorExch
 KfacOptions makeOptions(double damping, double factor_decay, bool martens_decay, std::optional<double> kl_clip,
                         int factor_update_steps, int inverse_update_steps, const std::string& method,
                         const std::string& factor_scaling, std::string strategy, double worker_fraction,
-                        bool exchange_always, double max_run_mb) {
+                        bool exchange_always, double max_run_mb, std::optional<bool> split_directions) {
   KfacOptions options{damping,
                       factor_decay,
                       martens_decay,
@@ -36,7 +36,8 @@ KfacOptions makeOptions(double damping, double factor_decay, bool martens_decay,
                       std::move(strategy),
                       worker_fraction,
                       exchange_always,
-                      max_run_mb};
+                      max_run_mb,
+                      split_directions};
   options.validate();
   return options;
 }
@@ -109,7 +110,9 @@ py::dict planDict(const KfacEngine& engine) {
   result["predicted_exchange_seconds"] = predicted.exchange;
   result["predicted_invert_seconds"] = predicted.invert;
   result["predicted_distribute_seconds"] = predicted.distribute;
+  result["predicted_precondition_seconds"] = predicted.precondition;
   result["predicted_gradients_seconds"] = predicted.gradients;
+  result["split_directions"] = plan.split_directions;
   return result;
 }
 
@@ -143,7 +146,7 @@ void bindKfac(py::module_& module) {
       .def(py::init(&makeOptions), py::kw_only(), py::arg("damping"), py::arg("factor_decay"), py::arg("martens_decay"),
            py::arg("kl_clip").none(true), py::arg("factor_update_steps"), py::arg("inverse_update_steps"),
            py::arg("method"), py::arg("factor_scaling"), py::arg("strategy"), py::arg("worker_fraction"),
-           py::arg("exchange_always"), py::arg("max_run_mb"));
+           py::arg("exchange_always"), py::arg("max_run_mb"), py::arg("split_directions").none(true));
 
   py::class_<KfacLayerSpec>(module, "KfacLayer")
       .def(py::init(&makeLayer), py::kw_only(), py::arg("name"), py::arg("kind"), py::arg("weight"),

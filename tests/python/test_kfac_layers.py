@@ -89,7 +89,7 @@ def test_sequences(shape: tuple[int, ...]) -> None:
     reference = Reference([module], sequences="reduce")
     kfac = KFACPreconditioner(module, sequences="reduce", kl_clip=None, inverse_update_steps=1)
     batch = rand(*shape)()
-    output = module(batch if len(shape) > 1 else batch)
+    output = module(batch)
     (output.sin().sum() if len(shape) == 1 else loss_of(output)).backward()
     if len(shape) == 1:  # an input without a batch is a batch of one
         inputs, gradients = reference.seen[module][0]

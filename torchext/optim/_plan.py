@@ -29,6 +29,8 @@ class KFACPlan:
             used = "all" if factor["workers"] == plan["ranks"] else f"{factor['workers']} rank(s)"
             exchange = factor["exchange"] if plan["ranks"] > 1 else "-"
             lines.append(f"  {factor['layer']:<24} {dim:<12} {exchange:<12} {owner:<12} {used:<9} {factor['run']}")
+        if plan["split_directions"]:
+            lines.append("  directions are split by columns: every rank computes a share of each")
         updates, steps = max(self._stats["inverse_updates"], 1), max(self._stats["steps"], 1)
         rows = [
             ("exchange of factors", "predicted_exchange_seconds", self._stats["exchange_wait_seconds"] / updates),
@@ -39,7 +41,7 @@ class KFACPlan:
                 self._stats["distribute_seconds"] / updates,
             ),
             ("directions, a step", "predicted_gradients_seconds", None),
-            ("preconditioning, a step", None, self._stats["precondition_seconds"] / steps),
+            ("preconditioning, a step", "predicted_precondition_seconds", self._stats["precondition_seconds"] / steps),
         ]
         lines.append("  times in ms: predicted; measured here (waiting that is left after overlap)")
         for name, key, measured in rows:

@@ -19,7 +19,8 @@ class KFAC(torch.optim.Optimizer):
     """SGD with momentum along K-FAC's directions; a drop-in for :class:`torch.optim.SGD`.
 
     Closures, parameter groups, schedulers and ``torch.amp.GradScaler`` work as with SGD. A batch with NaN or Inf
-    changes nothing, on all ranks alike, and is counted in ``stats()["skipped"]``. After ``step()`` gradients hold directions.
+    changes nothing, on all ranks alike, and is counted in ``stats()["skipped"]``. After
+    ``step()`` gradients hold directions.
 
     Args:
         model: the module, or DDP around it.

@@ -31,8 +31,8 @@ class KFACPreconditioner:
     ``p.grad`` of the layers holds the direction.
 
     Layers: Linear, Conv1d/2d/3d (any stride, padding, dilation, groups, padding mode), Embedding (diagonal A). All
-    other parameters keep their gradients, among them the projections of MultiheadAttention, weights that layers of different
-    kinds share, and frozen ones. The model's device is the CPU.
+    other parameters keep their gradients, among them the projections of MultiheadAttention, weights that layers of
+    different kinds share, and frozen ones. The model's device is the CPU.
 
     Conventions: a is a layer's input with a 1 appended for the bias, g the gradient of the *mean* loss at its output, N
     the samples, T the positions of a convolution or a sequence. A = (1/N) sum a a^T, G = (N/T) sum g g^T (KFC,
@@ -64,6 +64,8 @@ class KFACPreconditioner:
         grad_scaler: the :class:`torch.amp.GradScaler` in use, if there is one. Its scale is taken out of G.
         exchange_always: exchange factors in all steps that update them, not only where inverses are made. Same result.
         max_run_mb: MiB of factors that travel together.
+        split_directions: each rank computes a share of every direction's columns, and sends it to the others, where
+            all would compute everything; ``"inverse"`` only. None: where that costs less. Same result.
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
 
     Raises:
@@ -94,6 +96,7 @@ class KFACPreconditioner:
         grad_scaler: torch.amp.GradScaler | None = None,
         exchange_always: bool = False,
         max_run_mb: float = 25.0,
+        split_directions: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         _failure: Exception | None = None,
     ) -> None:
@@ -116,6 +119,7 @@ class KFACPreconditioner:
                 worker_fraction=worker_fraction,
                 exchange_always=exchange_always,
                 max_run_mb=max_run_mb,
+                split_directions=split_directions,
             )
             self._layers = find_layers(module, skip=skip_layers, sequences=sequences)
             for layer in self._layers:

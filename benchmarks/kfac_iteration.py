@@ -1,0 +1,185 @@
+"""What does an iteration with K-FAC cost over SGD's? Every strategy, 2 processes over Gloo, real models and compute.
+
+Models: the digits MLP 64-256-256-10, a digits CNN (conv16-conv32-fc64-fc10), an MLP with 1024-wide layers, ResNet-20 on
+32 x 32 images; batch 64 a process (16 for ResNet-20). Factors in every step, inverses every 10 by default.
+`d-kfac` is the plain algorithm: every factor all-reduced in every step, every rank inverts everything. gpauloski's
+kfac-pytorch takes part if its package `kfac` can be imported (--contenders ...,kfac-pytorch).
+
+Checked before it is timed: after some steps each exact strategy holds the parameters of one process that trains on the
+whole batch; kfac-pytorch, whose scale is another, only that ranks agree. Bytes and memory of a rank are noted.
+
+    python benchmarks/kfac_iteration.py
+    python benchmarks/kfac_iteration.py --models mlp,cnn --inverses 1
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lab import cli
+from lab.kfac_models import MODELS, make_batch, make_model, make_optimizer
+from lab.launch import launch
+from lab.rank import Rank
+from lab.results import Checks, Report, in_turn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+CONTENDERS = "sgd,spd,pad,comm-opt,mem-opt,dp,auto,spd/eigen,d-kfac"
+# The ratio over SGD that the fastest strategy should reach, as speed.
+TARGETS = {"mlp": 1 / 1.5, "cnn": 1 / 1.7}
+CHECK_STEPS = 12
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double()
+
+
+class Training:
+    """One contender on one model."""
+
+    def __init__(self, rank: Rank, contender: str, model: str) -> None:
+        settings = rank.settings
+        self.name, self.contender = model, contender
+        self.check_steps = int(settings.get("check_steps", CHECK_STEPS))
+        self.cycle = int(settings.get("cycle", max(10, int(settings["inverses"]))))
+        self.rank, self.size, self.rows = rank.rank, rank.world_size, int(settings["rows"][model])
+        self.ddp = DistributedDataParallel(make_model(model))
+        self.options = {"lr": 1e-3, "factors": int(settings["factors"]), "inverses": int(settings["inverses"])}
+        self.optimizer = make_optimizer(contender, self.ddp, **self.options)
+        self.batch = make_batch(model, rank=self.rank, rows=self.rows)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.ddp(self.batch[0]), self.batch[1]).backward()
+        self.optimizer.step()
+
+    def error(self, alone: dict[str, torch.Tensor]) -> float:
+        """Relative distance to one process with the whole batch; between ranks where there is no such process."""
+        for _ in range(self.check_steps):
+            self.step()
+        own = flat(self.ddp.module)
+        if self.contender in ("dp", "kfac-pytorch") or self.name == "resnet20":
+            # Other factors; other scale; batch statistics of its own share of the batch.
+            all_ = [torch.empty_like(own) for _ in range(self.size)]
+            dist.all_gather(all_, own)
+            return float((all_[0] - all_[-1]).abs().max())
+        kind = "sgd" if self.contender == "sgd" else "eigen" if "/eigen" in self.contender else "inverse"
+        if kind not in alone:
+            groups = [dist.new_group([r]) for r in range(self.size)]
+            model = make_model(self.name)
+            contender = "sgd" if kind == "sgd" else f"spd/{kind}"
+            optimizer = make_optimizer(contender, model, **self.options, group=groups[self.rank])
+            parts = [make_batch(self.name, rank=r, rows=self.rows) for r in range(self.size)]
+            inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+            for _ in range(self.check_steps):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+            alone[kind] = flat(model)
+        start = flat(make_model(self.name))
+        return float((own - alone[kind]).abs().max() / (alone[kind] - start).abs().max())
+
+    def milliseconds(self, seconds: float) -> float:
+        """Of a step: whole cycles of the inverses, for some time. All ranks take as many."""
+        dist.barrier()
+        started, steps = time.perf_counter(), 0
+        while True:
+            for _ in range(self.cycle):
+                self.step()
+            steps += self.cycle
+            go_on = torch.tensor([time.perf_counter() - started < seconds], dtype=torch.int32)
+            dist.broadcast(go_on, 0)
+            if not go_on.item():
+                return (time.perf_counter() - started) / steps * 1e3
+
+    def counters(self) -> dict[str, Any]:
+        """Bytes passed to collectives a step, memory, where the time goes."""
+        stats = getattr(self.optimizer, "stats", dict)()
+        if not stats:
+            return {}
+        steps = max(1, stats["steps"])
+        sent = {key: stats[key] / steps for key in stats if key.endswith("_bytes") and key != "memory_bytes"}
+        times = {key.replace("_seconds", "_ms"): 1e3 * stats[key] / steps for key in stats if key.endswith("_seconds")}
+        return {
+            "bytes_a_step": sent,
+            "memory_bytes": stats["memory_bytes"],
+            **times,
+            "plan": str(self.optimizer.plan()),
+        }
+
+
+def ranks(rank: Rank) -> dict[str, Any]:
+    """Checks, then times, all contenders on one model after the other."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    with rank.process_group("gloo"):
+        for model in rank.settings["models"]:
+            checks, alone = Checks(), dict[str, torch.Tensor]()
+            trainings = {name: Training(rank, name, model) for name in rank.settings["contenders"]}
+            for name, training in trainings.items():
+                checks.confirm(name, training.error(alone), 0.02)
+            window = float(rank.settings["window_s"])
+            figures = in_turn(
+                {n: lambda t=t: t.milliseconds(window) for n, t in trainings.items()},  # noqa: B023
+                int(rank.settings["repeats"]),
+            )
+            found[model] = {
+                "figures": figures,
+                "checks": checks.done,
+                "counters": {name: training.counters() for name, training in trainings.items()},
+            }
+    return found
+
+
+def main() -> None:
+    """Runs the launch and writes the results."""
+    parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=7)
+    parser.add_argument("--models", default="mlp,cnn", help=f"of {', '.join(MODELS)}; default: mlp,cnn")
+    parser.add_argument("--factors", type=int, default=1, help="steps from one update of the factors to the next")
+    parser.add_argument("--inverses", type=int, default=10, help="steps from one update of the inverses to the next")
+    parser.add_argument("--window", type=float, default=0.6, help="seconds of each repeat")
+    parser.add_argument("--name", default="kfac_iteration", help="of the results")
+    args = parser.parse_args()
+    repeats, window = (1, 0.2) if args.quick else (args.repeats, args.window)
+    settings: dict[str, Any] = {
+        "models": cli.names(args.models),
+        "contenders": cli.names(args.contenders),
+        "repeats": repeats,
+        "window_s": window,
+        "factors": args.factors,
+        "inverses": args.inverses,
+        "rows": {name: 16 if name == "resnet20" else 64 for name in MODELS},
+    }
+    results = launch("kfac_iteration:ranks", ranks=2, settings=settings, deadline_s=900)
+    report = Report(
+        args.name,
+        script=cli.script_line(),
+        unit="ms/iteration",
+        reference="sgd",
+        higher_is_better=False,
+        conditions={**settings, "processes": 2, "threads": 1},
+    )
+    for model, found in results[0].items():
+        report.add(
+            model,
+            found["figures"],
+            checks=found["checks"],
+            target=TARGETS.get(model) if (args.factors, args.inverses) == (1, 10) else None,
+            notes={"counters": found["counters"]},
+        )
+        base = found["figures"].get("sgd")
+        for name, values in found["figures"].items():
+            counters = found["counters"][name]
+            ratio = f"{statistics.median(a / b for a, b in zip(values, base, strict=True)):.2f} x SGD" if base else ""
+            sent = sum(counters.get("bytes_a_step", {}).values())
+            memory = counters.get("memory_bytes", 0) / 1e6
+            print(f"{model:<10} {name:<14} {ratio:<12} {sent / 1e3:9.1f} kB/step  {memory:7.2f} MB")
+    report.write(args.results)
+
+
+if __name__ == "__main__":
+    main()

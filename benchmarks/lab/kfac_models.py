@@ -1,0 +1,131 @@
+"""Models, data and the ways to train that the K-FAC benchmarks compare."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CLASSES = 10
+
+
+class _Block(nn.Module):
+    """A basic block of ResNet-20 (He et al. 2016, for 32 x 32 images)."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.shortcut = nn.Identity() if inputs == width else nn.Conv2d(inputs, width, 1, stride, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.relu(self.body(images) + self.shortcut(images))
+
+
+def _resnet20() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    inputs = 16
+    for width, stride in ((16, 1), (32, 2), (64, 2)):
+        for block in range(3):
+            layers.append(_Block(inputs, width, stride if block == 0 else 1))
+            inputs = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, _CLASSES))
+
+
+def _mlp(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.ReLU(),
+        nn.Linear(64, _CLASSES),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: _mlp(64, 256, 256, _CLASSES), (64,)),
+    "cnn": (_cnn, (64,)),
+    "wide": (lambda: _mlp(256, 1024, 1024, 1024, _CLASSES), (256,)),
+    "wide8": (lambda: _mlp(*[1024] * 8, _CLASSES), (1024,)),
+    "resnet20": (_resnet20, (3, 32, 32)),
+}
+
+
+def make_model(name: str, *, seed: int = 0) -> nn.Module:
+    """Returns the model, the same on all ranks."""
+    torch.manual_seed(seed)
+    return MODELS[name][0]()
+
+
+def make_batch(name: str, *, rank: int, rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns noise of the model's input shape, and labels."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    inputs = torch.randn(rows, *MODELS[name][1], generator=generator)
+    return inputs, torch.randint(0, _CLASSES, (rows,), generator=generator)
+
+
+class Peer:
+    """gpauloski/kfac-pytorch in front of SGD, behind one optimizer's face."""
+
+    def __init__(self, model: nn.Module, *, lr: float, inverse_update_steps: int, factor_update_steps: int) -> None:
+        from kfac.preconditioner import KFACPreconditioner  # type: ignore[import-not-found]
+
+        self._sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        self._kfac = KFACPreconditioner(
+            model,
+            factor_update_steps=factor_update_steps,
+            inv_update_steps=inverse_update_steps,
+            lr=lr,
+            damping=0.003,
+        )
+
+    def zero_grad(self) -> None:
+        self._sgd.zero_grad()
+
+    def step(self) -> None:
+        self._kfac.step()
+        self._sgd.step()
+
+
+def make_optimizer(
+    contender: str, model: nn.Module, *, lr: float, factors: int, inverses: int, group: Any = None
+) -> Any:
+    """Returns ``sgd``, ``kfac-pytorch`` or K-FAC with the strategy (and ``/method``) of that name."""
+    if contender == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    if contender == "kfac-pytorch":
+        return Peer(model, lr=lr, factor_update_steps=factors, inverse_update_steps=inverses)
+    from torchext.optim import KFAC
+
+    strategy, _, method = contender.partition("/")
+    return KFAC(
+        model,
+        lr=lr,
+        strategy=strategy,
+        method=method or "inverse",
+        factor_update_steps=factors,
+        inverse_update_steps=inverses,
+        process_group=group,
+        # The plain algorithm sends what it has in every step.
+        exchange_always=strategy == "d-kfac",
+    )
