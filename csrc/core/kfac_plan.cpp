@@ -158,8 +158,11 @@ double gatherSeconds(const SharedDirections& shared, const KfacPlanInput& input)
 }
 
 bool splittingPays(const KfacPlan& plan, const KfacPlanInput& input) {
+  // Every step then waits for its slowest rank once more. On two ranks that shared a machine this made the exchange
+  // five times as long as in the measurement at start (benchmarks/kfac_iteration.py).
+  constexpr double kWaiting = 5;
   const SharedDirections shared = sharedDirections(plan, input);
-  return shared.seconds * (1 - 1.0 / plan.ranks) > gatherSeconds(shared, input);
+  return shared.seconds * (1 - 1.0 / plan.ranks) > kWaiting * gatherSeconds(shared, input);
 }
 
 std::vector<FusionTask> fusionTasks(const KfacPlan& plan, const KfacPlanInput& input) {
