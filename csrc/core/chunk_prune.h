@@ -1,0 +1,44 @@
+// Pruning: a selection of chunks carried out on index, utilities and addresses, and the list of what the pool must
+// copy.
+//
+// Chunks leave their slots, then the new ones of each row get theirs. A row that grows moves as a whole into a free run
+// where there is one, so that its chunks stay neighbours; else only the new chunks are placed. A pool that shrinks
+// first empties the slots beyond its new end.
+//
+// The pool itself is the caller's: copy every move from the pool as it was before pruning, then fill what was admitted.
+// A slot may be source of one move and target of another; none is the target of two.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "chunk_index.h"
+#include "chunk_selection.h"
+#include "chunk_utility.h"
+
+namespace torchext::core {
+
+struct ChunkMove {
+  std::int32_t from = 0;
+  std::int32_t to = 0;
+};
+
+struct ChunkAdmission {
+  std::int32_t key = 0;
+  std::int32_t slot = 0;
+};
+
+struct ChunkPrune {
+  std::vector<ChunkMove> moves;
+  std::vector<ChunkAdmission> admitted;  // by rising key
+  std::vector<ChunkCandidate> dropped;   // with the slots they had
+};
+
+// Every chunk that a selection chooses from: all residents, and the absent ones that have collected utility.
+std::vector<ChunkCandidate> chunkCandidates(const ChunkIndex& index, const ChunkUtility& utility);
+
+// std::invalid_argument for wrong limits or the identity layout, with nothing changed. limits.capacity is the number of
+// slots of the pool afterwards.
+ChunkPrune pruneChunks(ChunkIndex& index, ChunkUtility& utility, const SelectionLimits& limits);
+
+}  // namespace torchext::core

@@ -1,0 +1,192 @@
+// Selection and pruning against a plain sort and a plain map.
+#include "core/chunk_prune.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "core/random.h"
+#include "expect_throw.h"
+
+namespace torchext::core {
+namespace {
+
+std::vector<ChunkCandidate> randomCandidates(std::size_t n, Random& random, std::uint32_t distinct) {
+  std::vector<ChunkCandidate> candidates;
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto slot = random.below(3) == 0 ? static_cast<std::int32_t>(i) : -1;
+    candidates.push_back({static_cast<float>(1 + random.below(distinct)), static_cast<std::int32_t>(i), slot});
+  }
+  random.shuffle(candidates);
+  return candidates;
+}
+
+TEST(ChunkSelection, TheBandAroundTheThresholdIsExact) {
+  Random random(11);
+  for (const std::uint32_t distinct : {1U, 3U, 1U << 30U}) {  // all equal, many ties, none
+    for (const std::size_t n : {10U, 5000U, 40'000U}) {
+      const auto candidates = randomCandidates(n, random, distinct);
+      auto sorted = candidates;
+      std::sort(sorted.begin(), sorted.end(), isMoreUseful);
+      for (const std::size_t count : {std::size_t{0}, std::size_t{1}, n / 50, n / 2, n - 1, n, n + 5}) {
+        auto parted = candidates;
+        partitionMostUseful(parted, count);
+        std::set<std::int32_t> got;
+        std::set<std::int32_t> expected;
+        for (std::size_t i = 0; i < std::min(count, n); ++i) {
+          got.insert(parted[i].key);
+          expected.insert(sorted[i].key);
+        }
+        EXPECT_EQ(got, expected) << n << " " << count << " " << distinct;
+      }
+    }
+  }
+}
+
+TEST(ChunkSelection, DropsAndAddsArePaired) {
+  // Residents 0..3 with utilities 1..4 fill a pool of 4; absent 10 and 11 are better than three of them.
+  const std::vector<ChunkCandidate> candidates{{1, 0, 0}, {2, 1, 1}, {3, 2, 2}, {4, 3, 3}, {3.5F, 10}, {9, 11}};
+  const ChunkSelection all = selectChunks(candidates, {.capacity = 4, .max_swaps = 9});
+  ASSERT_EQ(all.dropped.size(), 2U);
+  EXPECT_EQ(all.dropped[0].key, 0);
+  EXPECT_EQ(all.dropped[1].key, 1);
+  ASSERT_EQ(all.admitted.size(), 2U);
+
+  const ChunkSelection one = selectChunks(candidates, {.capacity = 4, .max_swaps = 1});
+  ASSERT_EQ(one.admitted.size(), 1U);
+  EXPECT_EQ(one.admitted[0].key, 11);  // the best enters
+  EXPECT_EQ(one.dropped[0].key, 0);    // the worst leaves
+
+  const ChunkSelection none = selectChunks(candidates, {.capacity = 4, .max_swaps = 0});
+  EXPECT_TRUE(none.dropped.empty() && none.admitted.empty());
+
+  const ChunkSelection room = selectChunks(candidates, {.capacity = 5, .max_swaps = 0});
+  EXPECT_TRUE(room.dropped.empty());
+  EXPECT_EQ(room.admitted.size(), 1U);
+
+  const ChunkSelection shrunk = selectChunks(candidates, {.capacity = 2, .max_swaps = 0});
+  EXPECT_EQ(shrunk.dropped.size(), 2U);
+  EXPECT_TRUE(shrunk.admitted.empty());
+
+  const ChunkSelection sticky = selectChunks(candidates, {.capacity = 4, .max_swaps = 9, .hysteresis = 1});
+  ASSERT_EQ(sticky.admitted.size(), 1U);  // 3.5 does not beat 2 twice over: 4, 6, 8 and 9 stay
+  EXPECT_EQ(sticky.admitted[0].key, 11);
+  EXPECT_EQ(sticky.dropped[0].utility, 1.0F);
+}
+
+TEST(ChunkSelection, EqualsStay) {
+  const std::vector<ChunkCandidate> candidates{{1, 7}, {1, 9, 0}, {1, 8, 1}, {1, 3}};
+  const ChunkSelection result = selectChunks(candidates, {.capacity = 2, .max_swaps = 9});
+  EXPECT_TRUE(result.dropped.empty() && result.admitted.empty());
+}
+
+TEST(ChunkSelection, LimitsAreChecked) {
+  EXPECT_THROW_MESSAGE(selectChunks({}, {.capacity = -1}), std::invalid_argument, "capacity = -1");
+  EXPECT_THROW_MESSAGE(selectChunks({}, {.max_swaps = -2}), std::invalid_argument, "max_swaps = -2");
+  EXPECT_THROW_MESSAGE(selectChunks({}, {.hysteresis = -0.5F}), std::invalid_argument, "hysteresis = -0.5");
+}
+
+TEST(ChunkPrune, RowsStayTogetherWhereThereIsRoom) {
+  std::vector<std::int32_t> cells(4 * 4, ChunkIndex::kAbsent);
+  std::vector<float> values(16);
+  ChunkIndex index = ChunkIndex::direct(cells, 4, 4);
+  ChunkUtility utility = ChunkUtility::floats(values);
+  index.insert(0, 0);  // row 0, chunk 0
+  index.insert(4, 1);  // row 1 stands right behind it
+  values[0] = values[4] = 5;
+  values[2] = values[3] = 1;
+  const ChunkPrune plan = pruneChunks(index, utility, {.capacity = 8, .max_swaps = 8});
+  // Row 0 grows to three chunks: it moves into a run of three.
+  ASSERT_EQ(plan.moves.size(), 1U);
+  EXPECT_EQ(plan.moves[0].from, 0);
+  EXPECT_EQ(cells[2], cells[0] + 1);
+  EXPECT_EQ(cells[3], cells[0] + 2);
+  EXPECT_EQ(plan.moves[0].to, cells[0]);
+  EXPECT_EQ(plan.admitted.size(), 2U);
+}
+
+// A model that knows values: what each chunk holds must be what it held, whatever moved where.
+void fuzz(ChunkIndex index, ChunkUtility& utility, int capacity, std::uint64_t seed) {
+#ifdef TORCHEXT_SANITIZED
+  constexpr int kRounds = 60;
+#else
+  constexpr int kRounds = 1000;
+#endif
+  Random random(seed);
+  std::vector<std::int64_t> pool(static_cast<std::size_t>(capacity), -1);
+  std::map<std::int64_t, std::int64_t> held;
+  std::int64_t next_value = 0;
+  std::uint64_t step = 0;
+  const int widest = capacity;
+  for (int round = 0; round < kRounds; ++round) {
+    for (int i = 0; i < 200; ++i, ++step) {
+      // Popular keys change over time.
+      const auto keys = static_cast<std::uint32_t>(index.keys());
+      const std::int64_t key = (random.below(keys / 4) + static_cast<std::uint32_t>(round)) % keys;
+      utility.add(key, index.find(key), static_cast<float>(1 + random.below(100)), step);
+    }
+    capacity = widest - static_cast<int>(random.below(static_cast<std::uint32_t>(widest / 2)));
+    const auto swaps = static_cast<std::int64_t>(random.below(20));
+    const ChunkPrune plan = pruneChunks(index, utility, {.capacity = capacity, .max_swaps = swaps});
+    const std::vector<std::int64_t> before = pool;
+    std::set<std::int32_t> targets;
+    for (const ChunkMove& move : plan.moves) {
+      ASSERT_TRUE(targets.insert(move.to).second);
+      pool[static_cast<std::size_t>(move.to)] = before[static_cast<std::size_t>(move.from)];
+    }
+    for (const ChunkCandidate& chunk : plan.dropped) {
+      ASSERT_EQ(before[static_cast<std::size_t>(chunk.slot)], held.at(chunk.key));
+      held.erase(chunk.key);
+    }
+    for (const ChunkAdmission& chunk : plan.admitted) {
+      ASSERT_TRUE(targets.insert(chunk.slot).second);
+      ASSERT_TRUE(held.emplace(chunk.key, next_value).second);
+      pool[static_cast<std::size_t>(chunk.slot)] = next_value++;
+    }
+    ASSERT_LE(held.size(), static_cast<std::size_t>(capacity));  // never over budget
+    std::size_t residents = 0;
+    std::set<std::int32_t> used;
+    index.forEach([&](std::int64_t key, std::int32_t slot) {
+      ++residents;
+      ASSERT_LT(slot, capacity);
+      ASSERT_TRUE(used.insert(slot).second);
+      ASSERT_EQ(pool[static_cast<std::size_t>(slot)], held.at(key));
+    });
+    ASSERT_EQ(residents, held.size());
+  }
+  EXPECT_GT(next_value, kRounds / 4);
+}
+
+TEST(ChunkPruneFuzz, DirectWithFloats) {
+  std::vector<std::int32_t> cells(100 * 4, ChunkIndex::kAbsent);
+  std::vector<float> values(400);
+  ChunkUtility utility = ChunkUtility::floats(values);
+  fuzz(ChunkIndex::direct(cells, 100, 4), utility, 50, 1);
+}
+
+TEST(ChunkPruneFuzz, HashWithBytes) {
+  std::vector<std::int64_t> cells(ChunkIndex::cellsFor(50), ChunkIndex::kEmpty);
+  std::vector<std::uint8_t> codes(400);
+  ChunkUtility utility = ChunkUtility::bytes(codes);
+  fuzz(ChunkIndex::hashed(cells, 50, 8), utility, 50, 2);
+}
+
+TEST(ChunkPruneFuzz, HashWithASketch) {
+  std::vector<std::int64_t> cells(ChunkIndex::cellsFor(50), ChunkIndex::kEmpty);
+  std::vector<std::uint8_t> codes(50 + 40);
+  std::vector<std::int32_t> keys(40, -1);
+  ChunkUtility utility = ChunkUtility::sketch(codes, keys);
+  fuzz(ChunkIndex::hashed(cells, 50, 8), utility, 50, 3);
+}
+
+TEST(ChunkPrune, TheIdentityHasNothingToChoose) {
+  ChunkIndex index = ChunkIndex::identity(2, 2);
+  ChunkUtility utility = ChunkUtility::none();
+  EXPECT_THROW_MESSAGE(pruneChunks(index, utility, {.capacity = 4}), std::invalid_argument, "wholly resident");
+}
+
+}  // namespace
+}  // namespace torchext::core
