@@ -133,7 +133,8 @@ def _kernels_extension(root: Path, include_dirs: list[str], cxx: list[str]) -> E
     # -fopenmp makes at::parallel_for parallel. It is not passed to the linker: the calls bind to the OpenMP runtime
     # that torch itself has loaded, so that there is one thread pool, under torch.set_num_threads.
     flags = {"cxx": [*cxx, "-fopenmp"]}
-    sources = _relative(root, "kernels/*.cpp", "kernels/cpu/*.cpp")
+    # The storage of embeddings is an algorithm of the core that only kernels use.
+    sources = _relative(root, "kernels/*.cpp", "kernels/cpu/*.cpp", "csrc/core/chunk_*.cpp")
     if not cuda.enabled:
         sources += _relative(root, "kernels/cuda/absent/*.cpp")
         return cpp_extension.CppExtension(

@@ -58,6 +58,15 @@ class ChunkUtility {
   // it. step: any number that differs from step to step.
   void add(std::int64_t key, std::int32_t slot, float amount, std::uint64_t step);
 
+  // Brings what add() of a row's first key touches into the cache; always inlined as ChunkIndex::prefetch.
+  [[gnu::always_inline]] void prefetch(std::int64_t key) const {
+    if (layout_ == Layout::kFloats) {
+      __builtin_prefetch(values_.data() + key, 1);
+    } else if (layout_ == Layout::kBytes) {
+      __builtin_prefetch(codes_.data() + key, 1);
+    }
+  }
+
   // The stored utility. In the sketch layout 0 for absent chunks without a cell.
   float get(std::int64_t key, std::int32_t slot) const;
 

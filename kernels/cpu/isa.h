@@ -1,7 +1,8 @@
 // Picks wider vector instructions at run time, so that one binary is portable and fast.
 //
 // The loops are written once, as plain C++ that the compiler vectorises. Each is compiled twice: for the baseline of
-// the target, and (x86-64 only) for AVX2 with F16C; cpuHasAvx2() chooses. Other processors run the baseline, which on
+// the target, and (x86-64 only) for AVX2 with F16C; cpuHasAvx2() chooses. onBestIsa() does the same for a whole kernel,
+// with AVX-512 as a third choice. Other processors run the baseline, which on
 // AArch64 is NEON already. No IFUNCs: they run before the sanitizers do.
 #pragma once
 
@@ -10,6 +11,8 @@
 #include <cpuid.h>
 #include <immintrin.h>
 #define TORCHEXT_TARGET_AVX2 __attribute__((target("avx2,f16c")))
+#define TORCHEXT_TARGET_AVX512 \
+  __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
 #else
 #define TORCHEXT_X86_DISPATCH 0
 #endif
@@ -30,6 +33,41 @@ inline bool cpuHasAvx2() {
   }();
   return has;
 }
+
+inline bool cpuHasAvx512() {
+  static const bool has = cpuHasAvx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return has;
+}
+
+namespace detail {
+
+template <class Kernel, class... Args>
+TORCHEXT_TARGET_AVX512 void runAvx512(const Args&... args) {
+  Kernel::run(args...);
+}
+
+template <class Kernel, class... Args>
+TORCHEXT_TARGET_AVX2 void runAvx2(const Args&... args) {
+  Kernel::run(args...);
+}
+
+}  // namespace detail
 #endif
+
+// Kernel::run(args...), compiled once for each instruction set. run and what it calls must be TORCHEXT_ALWAYS_INLINE:
+// what is not inlined runs with the baseline's instructions.
+template <class Kernel, class... Args>
+void onBestIsa(const Args&... args) {
+#if TORCHEXT_X86_DISPATCH
+  if (cpuHasAvx512()) {
+    return detail::runAvx512<Kernel>(args...);
+  }
+  if (cpuHasAvx2()) {
+    return detail::runAvx2<Kernel>(args...);
+  }
+#endif
+  Kernel::run(args...);
+}
 
 }  // namespace torchext::cpu

@@ -1,0 +1,125 @@
+// Where the backward pass puts the gradient of a chunk: three fused optimizers and two kinds of gradient.
+//
+// Optimizer state is float32 beside any pool of 16- or 32-bit elements (float64 beside float64). All are lazy: a chunk
+// without a gradient in a step keeps weight and state.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/cpu/bag_loops.h"
+
+namespace torchext::cpu {
+
+// w -= lr g
+template <class T>
+struct SgdSink {
+  using M = MathOf<T>;
+  T* pool;
+  std::size_t chunk_dim;
+  M lr;
+
+  TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t /*group*/) const {}
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, std::size_t chunks) const {
+    prefetchRange(pool + slot * chunk_dim, chunks * chunk_dim);
+  }
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, const M* __restrict gradient, M /*squares*/) const {
+    T* __restrict to = pool + slot * chunk_dim;
+    for (std::size_t i = 0; i < chunk_dim; ++i) {
+      to[i] = Element<T>::store(Element<T>::load(to[i]) - lr * gradient[i]);
+    }
+  }
+};
+
+// s += mean(g^2) over the chunk;  w -= lr g / (sqrt(s) + eps). With one chunk a row this is row-wise Adagrad.
+template <class T>
+struct AdagradSink {
+  using M = MathOf<T>;
+  T* pool;
+  M* sums;  // one a slot
+  std::size_t chunk_dim;
+  M lr;
+  M eps;
+
+  TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t /*group*/) const {}
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, std::size_t chunks) const {
+    prefetchRange(pool + slot * chunk_dim, chunks * chunk_dim);
+    __builtin_prefetch(sums + slot, 1);
+  }
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, const M* __restrict gradient, M squares) const {
+    sums[slot] += squares / static_cast<M>(chunk_dim);
+    const M rate = lr / (std::sqrt(sums[slot]) + eps);
+    T* __restrict to = pool + slot * chunk_dim;
+    for (std::size_t i = 0; i < chunk_dim; ++i) {
+      to[i] = Element<T>::store(Element<T>::load(to[i]) - rate * gradient[i]);
+    }
+  }
+};
+
+// torch.optim.SparseAdam: moments of a chunk move in the steps that touch it; the bias is corrected by all steps.
+template <class T>
+struct AdamSink {
+  using M = MathOf<T>;
+  T* pool;
+  M* first;   // slots x chunk_dim
+  M* second;  // the same
+  std::size_t chunk_dim;
+  M rate;  // lr sqrt(1 - beta2^t) / (1 - beta1^t)
+  M beta1;
+  M beta2;
+  M eps;
+
+  TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t /*group*/) const {}
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, std::size_t chunks) const {
+    prefetchRange(pool + slot * chunk_dim, chunks * chunk_dim);
+    prefetchRange(first + slot * chunk_dim, chunks * chunk_dim);
+    prefetchRange(second + slot * chunk_dim, chunks * chunk_dim);
+  }
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, const M* __restrict gradient, M /*squares*/) const {
+    T* __restrict to = pool + slot * chunk_dim;
+    M* __restrict m = first + slot * chunk_dim;
+    M* __restrict v = second + slot * chunk_dim;
+    for (std::size_t i = 0; i < chunk_dim; ++i) {
+      m[i] += (M{1} - beta1) * (gradient[i] - m[i]);
+      v[i] += (M{1} - beta2) * (gradient[i] * gradient[i] - v[i]);
+      to[i] = Element<T>::store(Element<T>::load(to[i]) - rate * m[i] / (std::sqrt(v[i]) + eps));
+    }
+  }
+};
+
+// The gradient of the whole pool, which starts as zeros.
+template <class T>
+struct DenseSink {
+  using M = MathOf<T>;
+  T* result;
+  std::size_t chunk_dim;
+
+  TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t /*group*/) const {}
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, std::size_t chunks) const {
+    prefetchRange(result + slot * chunk_dim, chunks * chunk_dim);
+  }
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, const M* __restrict gradient, M /*squares*/) const {
+    storeScaled(result + slot * chunk_dim, gradient, chunk_dim, M{1});
+  }
+};
+
+// The gradient of the touched slots: values[i] belongs to slot slots[i].
+template <class T>
+struct SparseSink {
+  using M = MathOf<T>;
+  const std::int64_t* starts;  // of each group's chunks in the result
+  std::int64_t* slots;
+  T* values;
+  std::size_t chunk_dim;
+  mutable std::int64_t at = 0;
+
+  TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t group) const { at = starts[group]; }
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t /*slot*/, std::size_t /*chunks*/) const {}
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, const M* __restrict gradient, M /*squares*/) const {
+    slots[at] = static_cast<std::int64_t>(slot);
+    storeScaled(values + at * static_cast<std::int64_t>(chunk_dim), gradient, chunk_dim, M{1});
+    ++at;
+  }
+};
+
+}  // namespace torchext::cpu

@@ -1,0 +1,151 @@
+"""Rows of a table over ranks: ids travel to their owners, sums of bags come back (FIITED's distributed training)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchext.nn.adaptive_embedding import _AdaptiveLookup
+
+__all__ = ["Shards"]
+
+
+class _ReturnBags(torch.autograd.Function):
+    """Sends every rank its bags and adds up what comes back; the gradient goes the same way in reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, sizes: list[int], group: Any) -> Tensor:
+        world, mine = len(sizes), sizes[dist.get_rank(group)]
+        ctx.sizes, ctx.group = sizes, group
+        received = partial.new_empty(world * mine, partial.shape[1])
+        dist.all_to_all_single(received, partial.contiguous(), [mine] * world, sizes, group=group)
+        # Rank by rank: one order of summation, whatever arrives first.
+        return received.view(world, mine, -1).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        world, mine = len(ctx.sizes), len(gradient)
+        # The gradient of the mean over ranks, as DDP averages.
+        repeated = (gradient / world).repeat(world, 1)
+        received = gradient.new_empty(sum(ctx.sizes), gradient.shape[1])
+        dist.all_to_all_single(received, repeated, ctx.sizes, [mine] * world, group=ctx.group)
+        return received, None, None
+
+
+class _SendWeights(torch.autograd.Function):
+    """Sends per-sample weights along with their ids; their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, receive: list[int], send: list[int], group: Any) -> Tensor:
+        ctx.args = (receive, send, group)
+        received = weights.new_empty(sum(receive))
+        dist.all_to_all_single(received, weights.contiguous(), receive, send, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        receive, send, group = ctx.args
+        back = gradient.new_empty(sum(send))
+        dist.all_to_all_single(back, gradient.contiguous(), send, receive, group=group)
+        # _ReturnBags divided by the world for the table's sake; weights belong to this rank alone.
+        return back * len(send), None, None, None
+
+
+class Shards:
+    """Who owns which rows: row r is row r // world of rank r mod world, so that popular low ids spread out.
+
+    Args:
+        num_embeddings: Rows of the whole table.
+        group: Of the ranks; None: the default group.
+    """
+
+    def __init__(self, num_embeddings: int, group: Any) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError("training = 'sharded' needs a process group: call init_process_group first")
+        self.group = group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.num_embeddings = num_embeddings
+        self.rows = len(range(self.rank, num_embeddings, self.world))
+
+    def local(self, row: int | None) -> int | None:
+        """The row on this rank, or None when another has it."""
+        return row // self.world if row is not None and row % self.world == self.rank else None
+
+    def _check(self, ids: Tensor, offsets: Tensor, last: bool) -> str:
+        """What is wrong with a batch; empty: nothing."""
+        bad = ((ids < 0) | (ids >= self.num_embeddings)).nonzero()
+        if len(bad):
+            at, last_row = int(bad[0]), self.num_embeddings - 1
+            return f"id {int(ids[at])} at position {at} is out of range; the table has rows 0..{last_row}"
+        if len(offsets) and int(offsets[0]) != 0:
+            return f"offsets[0] is {int(offsets[0])}, but the first bag must begin at 0"
+        falls = (offsets.diff() < 0).nonzero()
+        if len(falls):
+            at = int(falls[0]) + 1
+            return f"offsets[{at}] is {int(offsets[at])}, less than the one before it, {int(offsets[at - 1])}"
+        if len(offsets) and int(offsets[-1]) > len(ids):
+            return f"offsets[{len(offsets) - 1}] is {int(offsets[-1])}, past the end of {len(ids)} ids"
+        return "" if len(offsets) or not last else "include_last_offset is set, but offsets is empty"
+
+    def look_up(
+        self,
+        module: _AdaptiveLookup,
+        ids: Tensor,
+        offsets: Tensor | None,
+        bag_size: int,
+        weights: Tensor | None,
+        last: bool,
+    ) -> Tensor:
+        """The bags of this rank's ids. Collective; a bad batch of one rank raises on all of them."""
+        ids = ids.to(torch.int64)
+        if offsets is None:
+            offsets, last = torch.arange(0, len(ids) + 1, bag_size), True
+        offsets = offsets.to(torch.int64)
+        problem = self._check(ids, offsets, last)
+        if not last:
+            offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
+        bags = 0 if problem else len(offsets) - 1
+        counts = torch.zeros(self.world, dtype=torch.int64)
+        owner = ids % self.world
+        if not problem:
+            ids, owner = ids[: int(offsets[-1])], owner[: int(offsets[-1])]
+            counts = torch.bincount(owner, minlength=self.world)
+        # What each rank will send, its number of bags, and whether it can: known to all before anything else travels.
+        told = [torch.empty(self.world + 2, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(told, torch.cat([counts, counts.new_tensor([bags, int(bool(problem))])]), group=self.group)
+        faulty = [rank for rank, row in enumerate(told) if row[-1]]
+        if problem:
+            raise (IndexError if problem.startswith("id ") else ValueError)(problem)
+        if faulty:
+            raise ValueError(f"rank {faulty[0]} was given a batch that it cannot look up; its error has the position")
+        sizes = [int(row[-2]) for row in told]
+        send, receive = counts.tolist(), [int(row[self.rank]) for row in told]
+
+        order = torch.argsort(owner, stable=True)
+        bag_of = torch.repeat_interleave(torch.arange(bags), offsets.diff())
+        outgoing = torch.stack([ids // self.world, bag_of], 1)[order]
+        incoming = outgoing.new_empty(sum(receive), 2)
+        dist.all_to_all_single(incoming, outgoing, receive, send, group=self.group)
+        # Bags of all ranks one after another; ids keep their order, so bags are still contiguous.
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        source = torch.repeat_interleave(torch.arange(self.world), torch.tensor(receive))
+        global_bag = incoming[:, 1] + starts[source]
+        bounds = torch.zeros(sum(sizes) + 1, dtype=torch.int64)
+        bounds[1:] = torch.bincount(global_bag, minlength=sum(sizes)).cumsum(0)
+        if weights is not None:
+            weights = _SendWeights.apply(weights[: len(ids)][order], receive, send, self.group)
+        partial = module._bags(incoming[:, 0].contiguous(), bounds, 0, weights, True, "sum")
+        output: Tensor = _ReturnBags.apply(partial, sizes, self.group)
+        if module.mode == "mean":
+            counted = torch.ones(len(ids), dtype=output.dtype)
+            if module.padding_idx is not None:
+                counted = (ids != module.padding_idx).to(output.dtype)
+            entries = torch.zeros(bags, dtype=output.dtype).index_add_(0, bag_of, counted)
+            output = output / entries.clamp(min=1).unsqueeze(1)
+        return output

@@ -1,0 +1,505 @@
+"""A table of embeddings of which only a budget of chunks is resident: its tensors, sizes, state_dict and pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchext.nn._ops import BagSpec, Table, _ops
+
+__all__ = ["AdaptiveTable"]
+
+_MODES = {"sum": 0, "mean": 1, "max": 2}
+_TRAINING = ("dense", "sparse", "fused", "sharded")
+_OPTIMIZERS = {"sgd": 0, "adagrad": 1, "adam": 2}  # tensors of state
+_LAYOUTS = ("auto", "direct", "hash", "sketch")
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# Shares of resident chunks from which a layout pays (see AdaptiveEmbeddingBag).
+_DIRECT_FROM, _HASH_FROM = 1 / 8, 1 / 32
+
+
+def _refuse(name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{name} = {value!r}: allowed {allowed}")
+
+
+def _chunk_dim(embedding_dim: int, chunk_dim: int | None, whole: bool) -> int:
+    if chunk_dim is None:
+        fitting = [c for c in (16, 8, 4) if embedding_dim % c == 0]
+        chunk_dim = embedding_dim if whole or not fitting else fitting[0]
+    elif isinstance(chunk_dim, bool) or not isinstance(chunk_dim, int):
+        raise TypeError(f"chunk_dim is a {type(chunk_dim).__name__}; it must be an int")
+    fits = [c for c in range(4, embedding_dim + 1) if embedding_dim % c == 0]
+    if chunk_dim not in fits and not (whole and chunk_dim == embedding_dim):
+        raise _refuse("chunk_dim", chunk_dim, f"divisors of embedding_dim = {embedding_dim} from 4 on: {fits}")
+    return chunk_dim
+
+
+def _capacity(budget: float, chunks: int) -> int:
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(f"budget is a {type(budget).__name__}; it must be a number")
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise _refuse("budget", budget, "0 < share <= 1, or a number of chunks as an int")
+        return max(1, round(budget * chunks)) if chunks else 0
+    if not min(1, chunks) <= budget <= chunks:
+        raise _refuse("budget", budget, f"1..{chunks} chunks, or a share as a float")
+    return budget
+
+
+class AdaptiveTable(nn.Module):
+    """What :class:`AdaptiveEmbeddingBag` and :class:`AdaptiveEmbedding` have in common.
+
+    Attributes:
+        pool: Parameter, (slots, chunk_dim): the values of resident chunks. Trained by an optimizer of yours unless
+            training is fused or sharded.
+        lr: Tensor of one number, float64 on the CPU: the learning rate of the fused update.
+        budget_chunks: Slots of the pool.
+    """
+
+    _version = 1
+    # Plain tensors, not buffers: DDP would send buffers to all ranks in every forward pass. They are in the state_dict,
+    # and go to all ranks once (forward under DDP) and whenever utilities are merged (ChunkPruner).
+    _PLAIN = ("index", "utility", "sketch", "seen", "clock", "lr")
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        budget: float,
+        chunk_dim: int | None,
+        layout: str,
+        training: str,
+        optimizer: str,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        gamma: float,
+        init_std: float,
+        seed: int,
+        device: Any,
+        dtype: Any,
+    ) -> None:
+        super().__init__()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self._check(num_embeddings, embedding_dim, layout, training, optimizer, lr, betas, eps, gamma, init_std, dtype)
+        if torch.device(device or "cpu").type != "cpu":
+            raise NotImplementedError(f"device {device}: adaptive embeddings run on the CPU so far")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        whole = budget == 1.0 and isinstance(budget, float)
+        self.chunk_dim = _chunk_dim(embedding_dim, chunk_dim, whole)
+        self.chunks = embedding_dim // self.chunk_dim
+        total = num_embeddings * self.chunks
+        if total > 2**31 - 1 or self.chunks > 256:
+            raise _refuse(
+                "num_embeddings x chunks",
+                (num_embeddings, self.chunks),
+                "2^31 - 1 chunks, 256 a row; take a larger chunk_dim or share the rows out (training='sharded')",
+            )
+        self.budget_chunks = _capacity(budget, total)
+        self.training_mode, self.optimizer_name = training, optimizer
+        self.betas, self.eps, self.gamma, self.init_std, self.seed = betas, eps, gamma, init_std, seed
+        self.layout = "identity" if self.budget_chunks == total else self._choose_layout(layout)
+        trained = training in ("dense", "sparse")
+        pool = torch.empty(self.budget_chunks, self.chunk_dim, dtype=dtype)
+        _ops.adaptive_table_advise_huge_pages(pool)
+        self.pool = nn.Parameter(pool, requires_grad=trained)
+        # Autograd runs a backward pass only towards something that requires grad.
+        self.trigger = None if trained else nn.Parameter(torch.empty(0, dtype=dtype))
+        self.lr = torch.tensor(float(lr), dtype=torch.float64)
+        self._make_plain()
+        self._ddp: Any = None
+        self.reset_parameters()
+
+    @staticmethod
+    def _check(
+        num_embeddings: int,
+        embedding_dim: int,
+        layout: str,
+        training: str,
+        optimizer: str,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        gamma: float,
+        init_std: float,
+        dtype: torch.dtype,
+    ) -> None:
+        for name, size, least in (("num_embeddings", num_embeddings, 0), ("embedding_dim", embedding_dim, 1)):
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"{name} is a {type(size).__name__}; it must be an int")
+            if size < least:
+                raise _refuse(name, size, f"{least} or more")
+        for name, choice, choices in (
+            ("layout", layout, _LAYOUTS),
+            ("training", training, _TRAINING),
+            ("optimizer", optimizer, tuple(_OPTIMIZERS)),
+        ):
+            if choice not in choices:
+                raise _refuse(name, choice, ", ".join(map(repr, choices)))
+        if not 0 <= lr < float("inf"):
+            raise _refuse("lr", lr, "0 or more, finite")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise _refuse("betas", betas, "two numbers, 0 <= beta < 1")
+        if not eps >= 0:
+            raise _refuse("eps", eps, "0 or more")
+        if not 0.5 <= gamma < 1:
+            raise _refuse("gamma", gamma, "0.5 <= gamma < 1")
+        if not init_std >= 0:
+            raise _refuse("init_std", init_std, "0 or more")
+        if dtype not in _DTYPES:
+            raise TypeError(f"dtype is {dtype}; supported are {', '.join(map(str, _DTYPES))}")
+
+    def _choose_layout(self, layout: str) -> str:
+        share = self.budget_chunks / (self.num_embeddings * self.chunks)
+        if layout == "auto":
+            return "direct" if share >= _DIRECT_FROM else "hash" if share >= _HASH_FROM else "sketch"
+        return layout
+
+    def _make_plain(self) -> None:
+        rows, total, slots = self.num_embeddings, self.num_embeddings * self.chunks, self.budget_chunks
+        self.clock = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        self.seen = torch.zeros(0 if self.layout == "identity" else (rows + 7) // 8, dtype=torch.uint8)
+        self.sketch = torch.full((max(64, slots // 2) if self.layout == "sketch" else 0,), -1, dtype=torch.int32)
+        self.index = self._empty_index(slots)
+        self.utility = {
+            "identity": lambda: torch.zeros(0),
+            "direct": lambda: torch.zeros(total),
+            "hash": lambda: torch.zeros(total, dtype=torch.uint8),
+            "sketch": lambda: torch.zeros(slots + len(self.sketch), dtype=torch.uint8),
+        }[self.layout]()
+        self.state = self._empty_state(slots)
+
+    def _empty_index(self, slots: int) -> Tensor:
+        if self.layout == "identity":
+            return torch.empty(0, dtype=torch.int32)
+        if self.layout == "direct":
+            return torch.full((self.num_embeddings * self.chunks,), -1, dtype=torch.int32)
+        return torch.full((slots + slots * 3 // 7 + 8,), -1, dtype=torch.int64)  # ChunkIndex::cellsFor
+
+    def _empty_state(self, slots: int) -> list[Tensor]:
+        if self.pool.requires_grad:
+            return []
+        dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
+        shape = (slots,) if self.optimizer_name == "adagrad" else (slots, self.chunk_dim)
+        return [torch.zeros(shape, dtype=dtype) for _ in range(_OPTIMIZERS[self.optimizer_name])]
+
+    @property
+    def _table(self) -> Table:
+        return Table(self.index, self.utility, self.sketch, self.clock, self.lr, self.state)
+
+    def _spec(self, mode: str, padding: int | None, frozen: int | None, last: bool, by_frequency: bool) -> BagSpec:
+        if mode not in _MODES:
+            raise _refuse("mode", mode, "'sum', 'mean', 'max'")
+        return BagSpec(
+            self.num_embeddings,
+            self.chunks,
+            _MODES[mode],
+            -1 if padding is None else padding,
+            -1 if frozen is None else frozen,
+            last,
+            by_frequency,
+            self.gamma,
+            self.training_mode,
+            self.optimizer_name,
+            *self.betas,
+            self.eps,
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
+        if self.layout == "identity":
+            self.pool.normal_(0, self.init_std)
+            self._zero_row(getattr(self, "padding_idx", None))
+        else:
+            self.pool.zero_()
+            self._make_plain()
+
+    def _zero_row(self, row: int | None) -> None:
+        if row is not None and self.layout == "identity":
+            self.pool.detach().view(self.num_embeddings, self.embedding_dim)[row].zero_()
+
+    def _resident(self) -> tuple[Tensor, Tensor]:
+        """Keys (rising) and slots of the resident chunks."""
+        nothing = self.utility.new_empty(0, dtype=torch.float32)
+        keys, slots, _ = _ops.adaptive_table_candidates(
+            self.index, nothing, self.sketch.new_empty(0), self.budget_chunks, self.num_embeddings, self.chunks
+        )
+        return keys, slots
+
+    @property
+    def weight(self) -> Tensor:
+        """The table as nn.EmbeddingBag would have it, (num_embeddings, embedding_dim), zeros where chunks are absent.
+
+        Made anew at each access unless everything is resident: a view of the pool then. Carries no gradient.
+        """
+        if self.layout == "identity":
+            return self.pool.detach().view(self.num_embeddings, self.embedding_dim)
+        keys, slots = self._resident()
+        made = self.pool.new_zeros(self.num_embeddings * self.chunks, self.chunk_dim)
+        return made.index_copy_(0, keys, self.pool.detach()[slots]).view(self.num_embeddings, self.embedding_dim)
+
+    def stats(self) -> dict[str, Any]:
+        """What is resident, how wide rows are, and what it costs.
+
+        Returns:
+            ``resident_chunks``; ``chunks`` of the whole table; ``width_histogram``: rows by their number of
+            resident chunks, from 0; ``value_bytes`` of the pool; ``bytes`` of everything that lives as long as the
+            table: values, the fused optimizer's state, index, utilities, bookkeeping; ``dense_value_bytes`` of a
+            table with all chunks; ``layout``.
+        """
+        keys, _ = self._resident()
+        widths = torch.bincount(keys // self.chunks, minlength=self.num_embeddings)
+        tensors = [self.pool, *self.state, *(getattr(self, name) for name in self._PLAIN)]
+        return {
+            "layout": self.layout,
+            "resident_chunks": len(keys),
+            "chunks": self.num_embeddings * self.chunks,
+            "width_histogram": torch.bincount(widths, minlength=self.chunks + 1).tolist(),
+            "value_bytes": self.pool.nbytes,
+            "bytes": sum(tensor.nbytes for tensor in tensors),
+            "dense_value_bytes": self.num_embeddings * self.embedding_dim * self.pool.element_size(),
+        }
+
+    def param_group(self) -> dict[str, Any]:
+        """A parameter group for any torch optimizer, through which learning-rate schedulers reach the fused update.
+
+        The group has no parameter with a gradient; its "lr" is :attr:`lr`, which schedulers write in place.
+        """
+        if self.trigger is None:
+            raise ValueError(f"training = {self.training_mode!r} has no fused update; give the optimizer parameters()")
+        return {"params": [self.trigger], "lr": self.lr}
+
+    @torch.no_grad()
+    def prune(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        max_swaps: int | None = None,
+        hysteresis: float = 0.0,
+        capacity: int | None = None,
+    ) -> dict[str, int]:
+        """Lets the most useful chunks in and the least useful out (section 3.2); between steps, never inside one.
+
+        Admitted chunks start with zeros and without optimizer state; those of rows that never had a chunk with normal
+        values.
+
+        Args:
+            optimizer: Whose state for :attr:`pool` moves with the chunks; needed when one trains the pool.
+            max_swaps: Chunks that may be exchanged at once besides filling free slots; None: any number.
+            hysteresis: A resident chunk counts (1 + hysteresis) times its utility, 0 or more.
+            capacity: Slots of the pool afterwards; None: as many as before.
+
+        Returns:
+            Numbers of chunks ``admitted``, ``dropped`` and ``moved``.
+        """
+        total, slots = self.num_embeddings * self.chunks, self.budget_chunks
+        capacity = slots if capacity is None else capacity
+        if max_swaps is not None and max_swaps < 0:
+            raise _refuse("max_swaps", max_swaps, "0 or more, or None")
+        if not hysteresis >= 0:
+            raise _refuse("hysteresis", hysteresis, "0 or more")
+        if not 0 <= capacity <= total:
+            raise _refuse("capacity", capacity, f"0..{total}")
+        if self.layout == "identity":
+            if capacity != slots:
+                raise _refuse("capacity", capacity, f"{slots}: a table with budget 1.0 keeps everything")
+            return {"admitted": 0, "dropped": 0, "moved": 0}
+        if capacity > slots:
+            self._grow_index(capacity)
+        moves, admitted, dropped = _ops.adaptive_table_prune_(
+            self.index,
+            self.utility,
+            self.sketch,
+            max(slots, capacity),
+            self.num_embeddings,
+            self.chunks,
+            capacity,
+            total if max_swaps is None else max_swaps,
+            hysteresis,
+        )
+        if capacity < slots and self.layout == "sketch":
+            self.utility = torch.cat([self.utility[:capacity], self.utility[slots:]])
+        self._carry(moves, admitted, capacity, optimizer)
+        self.budget_chunks = capacity
+        return {"admitted": len(admitted), "dropped": len(dropped), "moved": len(moves)}
+
+    def _grow_index(self, capacity: int) -> None:
+        """Room for more slots in what is sized by them."""
+        if self.layout == "sketch":
+            cells = len(self.sketch)
+            more = self.utility.new_zeros(capacity - self.budget_chunks)
+            self.utility = torch.cat([self.utility[:-cells], more, self.utility[-cells:]])
+        if self.layout != "direct" and capacity + capacity * 3 // 7 + 8 > len(self.index):
+            keys, slots = self._resident()
+            self.index = self._empty_index(capacity)
+            self._fill_index(keys, slots, capacity)
+
+    def _fill_index(self, keys: Tensor, slots: Tensor, capacity: int) -> None:
+        """Enters chunks into an empty index so that they have just these slots."""
+        if self.layout == "direct":
+            self.index[keys] = slots.to(torch.int32)
+            return
+        # The operator gives a table that is filled with useful chunks slots of its own: put their contents in order.
+        utility = torch.zeros(self.num_embeddings * self.chunks)
+        utility[keys] = 1
+        none = self.sketch.new_empty(0)
+        _ops.adaptive_table_prune_(
+            self.index, utility, none, capacity, self.num_embeddings, self.chunks, capacity, capacity, 0.0
+        )
+        place = dict(zip(keys.tolist(), slots.tolist(), strict=True))
+        cells = self.index >= 0
+        order = torch.tensor([place[key] for key in (self.index[cells] >> 32).tolist()], dtype=torch.int64)
+        self.index[cells] = self.index[cells] >> 32 << 32 | order
+
+    def _carry(self, moves: Tensor, admitted: Tensor, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
+        keys, slots = admitted.unbind(1)
+
+        def carried(old: Tensor) -> Tensor:
+            new = old
+            if capacity != len(old):
+                new = old.new_zeros(capacity, *old.shape[1:])
+                kept = min(capacity, len(old))
+                new[:kept] = old[:kept]
+            if len(moves):
+                new.index_copy_(0, moves[:, 1], old.index_select(0, moves[:, 0]))
+            return new.index_fill_(0, slots, 0)
+
+        before = self.pool.shape
+        self.pool.data = carried(self.pool.data)
+        self.state = [carried(state) for state in self.state]
+        if optimizer is not None:
+            kept = optimizer.state.get(self.pool, {})
+            for name, value in kept.items():
+                if isinstance(value, Tensor) and value.shape == before:
+                    kept[name] = carried(value)
+        self.pool.grad = None  # its slots may be others' now
+        rows = keys // self.chunks
+        bits = torch.ones_like(rows, dtype=torch.uint8) << (rows & 7).to(torch.uint8)
+        first = (self.seen[rows >> 3] & bits) == 0
+        if self.init_std > 0 and bool(first.any()):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + int(self.clock[0]))
+            fresh = torch.randn(int(first.sum()), self.chunk_dim, generator=generator) * self.init_std
+            self.pool.data[slots[first]] = fresh.to(self.pool.dtype)
+        new_rows = torch.unique(rows[first])
+        self.seen.index_put_(
+            (new_rows >> 3,), torch.ones_like(new_rows, dtype=torch.uint8) << (new_rows & 7).to(torch.uint8), True
+        )
+
+    @torch.no_grad()
+    def _take(self, embeddings: Tensor) -> None:
+        """Takes over a whole table: everything, or the chunks with the largest norms."""
+        if embeddings.shape != (self.num_embeddings, self.embedding_dim):
+            expected = (self.num_embeddings, self.embedding_dim)
+            raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; the table is {expected}")
+        values = embeddings.detach().to(self.pool.dtype).reshape(-1, self.chunk_dim)
+        if self.layout == "identity":
+            self.pool.copy_(values)
+            return
+        self.reset_parameters()
+        norms = values.float().norm(dim=1)
+        largest = norms.topk(min(self.budget_chunks, len(norms))).indices
+        keys = largest[norms[largest] > 0].sort().values
+        slots = torch.arange(len(keys))
+        self._fill_index(keys, slots, self.budget_chunks)
+        self.pool[: len(keys)] = values[keys]
+        rows = torch.unique(keys // self.chunks)
+        self.seen.index_put_((rows >> 3,), torch.ones_like(rows, dtype=torch.uint8) << (rows & 7).to(torch.uint8), True)
+
+    def _meet_ddp(self) -> None:
+        """Refuses what plain DDP would let diverge, and makes the ranks begin with rank 0's table."""
+        ddp = DistributedDataParallel._active_ddp_module
+        if ddp is None:
+            return
+        if self.training_mode == "fused":
+            raise RuntimeError(
+                "training = 'fused' inside DistributedDataParallel: every rank would update its own replica with its "
+                "own gradients, and the replicas would differ from then on without an error. Use training='sparse' "
+                "with an optimizer (DDP on Gloo averages it), or training='sharded', which exchanges rows."
+            )
+        if self._ddp is not ddp.process_group:
+            for name in self._PLAIN:
+                torch.distributed.broadcast(getattr(self, name), group_src=0, group=ddp.process_group)
+            self._ddp = ddp.process_group
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles know no process group."""
+        return {**self.__dict__, "_ddp": None}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptiveTable:
+        moved = fn(torch.empty(0, dtype=self.pool.dtype))
+        if moved.device.type != "cpu":
+            raise NotImplementedError(f"device {moved.device}: adaptive embeddings run on the CPU so far")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
+        self.state = [state.to(dtype) for state in self.state]
+        return self
+
+    def _extra_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        yield from ((name, getattr(self, name)) for name in self._PLAIN)
+        yield from ((f"state.{position}", tensor) for position, tensor in enumerate(self.state))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in self._extra_tensors():
+            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Checks everything, then takes everything: a table is never half of one checkpoint and half of another."""
+        own = {prefix + name: tensor for name, tensor in self._extra_tensors()}
+        own[prefix + "pool"] = self.pool
+        if self.trigger is not None:
+            own[prefix + "trigger"] = self.trigger
+        if prefix + "weight" in state_dict and prefix + "pool" not in state_dict:  # of nn.EmbeddingBag
+            try:
+                self._take(state_dict[prefix + "weight"])
+            except ValueError as error:
+                error_msgs.append(f"{prefix}weight: {error}")
+            unexpected_keys[:] = [key for key in unexpected_keys if key != prefix + "weight"]
+            return
+        version = local_metadata.get("version", self._version)
+        problems = []
+        if version != self._version:
+            problems.append(f"{prefix[:-1] or 'table'}: saved as version {version}, this is version {self._version}")
+        missing = [key for key in own if key not in state_dict]
+        missing_keys.extend(missing)
+        sized = ("pool", "index", "utility", "state.0", "state.1")
+        slots = len(state_dict.get(prefix + "pool", self.pool))
+        for key, tensor in own.items():
+            given = state_dict.get(key)
+            # A pool may have another number of slots when several tables share a budget; the rest follows from it.
+            free = key[len(prefix) :] in sized and slots != self.budget_chunks and self.layout != "identity"
+            if given is None:
+                continue
+            if (given.shape[1:] != tensor.shape[1:]) if free else (given.shape != tensor.shape):
+                problems.append(f"{key}: saved with shape {tuple(given.shape)}, the table has {tuple(tensor.shape)}")
+            elif given.dtype != tensor.dtype and key != prefix + "pool":
+                problems.append(f"{key}: saved as {given.dtype}, the table has {tensor.dtype}")
+        error_msgs.extend(problems)
+        if strict:
+            unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k not in own)
+        if problems or missing:
+            return
+        with torch.no_grad():
+            if slots != self.budget_chunks:
+                self.budget_chunks = slots
+                self.pool.data = self.pool.new_empty(slots, self.chunk_dim)
+                self.state = self._empty_state(slots)
+                self.index, self.utility = (torch.empty_like(state_dict[prefix + n]) for n in ("index", "utility"))
+            self.pool.copy_(state_dict[prefix + "pool"])
+            for name, tensor in self._extra_tensors():
+                tensor.copy_(state_dict[prefix + name])

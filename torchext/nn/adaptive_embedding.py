@@ -1,0 +1,358 @@
+"""Drop-in replacements for nn.EmbeddingBag and nn.Embedding whose rows have the widths that training gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchext.nn._ops import _ops, adaptive_bag, train_bag
+from torchext.nn._sharding import Shards
+from torchext.nn._table import AdaptiveTable
+
+__all__ = ["AdaptiveEmbedding", "AdaptiveEmbeddingBag"]
+
+
+def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        allowed = f"{-num_embeddings}..{num_embeddings - 1}"
+        raise ValueError(f"padding_idx = {padding_idx}: allowed {allowed}, or None")
+    return padding_idx % num_embeddings
+
+
+def _ids(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {tensor.dtype}; it must be int32 or int64")
+    return tensor
+
+
+class _AdaptiveLookup(AdaptiveTable):
+    """The part of a forward pass that bags and single vectors share."""
+
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    mode: str
+    include_last_offset: bool
+    _frozen: int | None  # gets no gradient
+    _skipped: int | None  # is left out of bags
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        sparse: bool,
+        training: str | None,
+        process_group: Any,
+        budget: float,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        if sparse and training not in (None, "sparse"):
+            raise ValueError(f"sparse = True with training = {training!r}: give one of them")
+        training = training or ("sparse" if sparse else "dense")
+        self._shards: Shards | None = None
+        rows = num_embeddings
+        shards = None
+        if training == "sharded":
+            shards = Shards(num_embeddings, process_group)
+            rows, seed = shards.rows, seed + shards.rank
+            if isinstance(budget, int) and not isinstance(budget, bool):
+                budget = max(1, budget // shards.world)
+        super().__init__(rows, embedding_dim, budget=budget, seed=seed, training=training, **options)
+        self._shards = shards
+        self.sparse = training == "sparse"
+
+    def _look_up(
+        self, ids: Tensor, offsets: Tensor | None, bag_size: int, per_sample_weights: Tensor | None, last: bool
+    ) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self._meet_ddp()
+        if self._shards is not None:
+            return self._shards.look_up(self, ids, offsets, bag_size, per_sample_weights, last)
+        if self.max_norm is not None:
+            with torch.no_grad():
+                _ops.adaptive_bag_renorm_(
+                    self.pool.detach(), self.index, ids, self.num_embeddings, self.chunks, self.max_norm, self.norm_type
+                )
+        return self._bags(ids, offsets, bag_size, per_sample_weights, last, self.mode)
+
+    def _bags(
+        self, ids: Tensor, offsets: Tensor | None, bag_size: int, weights: Tensor | None, last: bool, mode: str
+    ) -> Tensor:
+        """This rank's rows only."""
+        spec = self._spec(mode, self._skipped, self._frozen, last, self.scale_grad_by_freq)
+        if self.training_mode == "sharded":
+            spec = spec._replace(training="fused")
+        trains = self.pool.requires_grad or self.trigger is not None
+        if not torch.is_grad_enabled() or not (trains or (weights is not None and weights.requires_grad)):
+            return adaptive_bag(self.pool.detach(), self._table, ids, offsets, bag_size, weights, spec)
+        return train_bag(self.pool, self.trigger, self._table, ids, offsets, bag_size, weights, spec)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        total = self.num_embeddings * self.chunks
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, chunk_dim={self.chunk_dim}, "
+            f"budget={self.budget_chunks}/{total} chunks, layout={self.layout!r}, training={self.training_mode!r}"
+        )
+
+
+class AdaptiveEmbeddingBag(_AdaptiveLookup):
+    """nn.EmbeddingBag in which every vector has the width that its gradients ask for (FIITED, section 3).
+
+    The table is cut into chunks along its columns, and only a budget of chunks is resident; absent ones read as zero.
+    Every chunk, resident or not, collects utility: ``u <- gamma u + a g`` with ``a`` the row's accesses in the step and
+    ``g`` the norm of the chunk's gradient. A :class:`ChunkPruner` lets the most useful ones in, now and then. With
+    ``budget=1.0`` nothing is absent, nothing is observed, and this is nn.EmbeddingBag with a fused update.
+
+    A table with a budget below 1 starts empty: without a pruner it stays empty.
+
+    Ways to train, ``training=``:
+        ``"dense"``: a dense gradient of :attr:`pool` for any optimizer; the default, as nn.EmbeddingBag's.
+        ``"sparse"`` (or ``sparse=True``): a sparse one, for SGD, Adagrad, SparseAdam; DDP on Gloo averages it.
+        ``"fused"``: the update happens in the backward pass, with ``optimizer``, at :attr:`lr`. Refused inside DDP.
+        ``"sharded"``: row r lives on rank r mod world; ids travel to their owners and bags come back, no gradient of
+        the table does. The update is fused there, with the mean of all ranks' gradients, as DDP's would be. Modes sum
+        and mean. Every rank calls forward and backward equally often. Keep the module out of DDP, or let it be: its
+        parameters are hidden from there.
+
+    Layouts (``layout="auto"`` picks by the budget): ``"direct"`` 8 bytes a chunk of the table, fastest (from 1/8
+    resident); ``"hash"`` 11.4 bytes a resident chunk and 1 byte a chunk of the table (from 1/32); ``"sketch"`` 15 bytes
+    a resident chunk and a bit a row. A chunk of 4 float32 holds 16 bytes, of 8 floats 32, of 16 floats 64: 8 to 16 pay
+    best where bytes count, 4 where quality at a small budget does.
+
+    Choices that the paper leaves open: gamma 0.99, decay by a growing factor; exact selection, equals stay; admitted
+    chunks start at zero with fresh optimizer state, the chunks of a row's first admission at normal(0, init_std);
+    row-wise Adagrad keeps one mean of squares *a chunk*; keys are stored and compared, rows never collide. In the
+    sketch layout absent chunks compete for cells, so one that is rarely used may be forgotten.
+
+    Args:
+        num_embeddings: Rows.
+        embedding_dim: Columns.
+        budget: Share of resident chunks, a float 0 < share <= 1, or their number as an int.
+        chunk_dim: Columns of a chunk: a divisor of embedding_dim from 4 on. Default: all columns with budget 1.0, else
+            the largest of 16, 8, 4 that divides them.
+        layout: ``"auto"``, ``"direct"``, ``"hash"`` or ``"sketch"``.
+        max_norm: As in nn.EmbeddingBag.
+        norm_type: As there.
+        scale_grad_by_freq: As there.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: Short for ``training="sparse"``.
+        include_last_offset: As there.
+        padding_idx: As there.
+        training: See above.
+        optimizer: Of the fused update: ``"sgd"``, ``"adagrad"`` (row-wise, a chunk) or ``"adam"`` (lazy, as
+            torch.optim.SparseAdam).
+        lr: Of the fused update, 0 or more.
+        betas: Of Adam.
+        eps: Of Adagrad and Adam.
+        gamma: Decay of utility in a step, 0.5 <= gamma < 1.
+        init_std: Standard deviation of initial values, 0 or more.
+        seed: Of the values of rows that are admitted for the first time; the same on all ranks.
+        process_group: Of the shards; None: the default group.
+        device: Only the CPU so far.
+        dtype: float32, float64, bfloat16 or float16.
+
+    Raises:
+        ValueError: An argument out of its range; named with value and range.
+        TypeError: An argument of a wrong type.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        budget: float = 1.0,
+        chunk_dim: int | None = None,
+        layout: str = "auto",
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        training: str | None = None,
+        optimizer: str = "adagrad",
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        gamma: float = 0.99,
+        init_std: float = 1.0,
+        seed: int = 0,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"mode = {mode!r}: allowed 'sum', 'mean', 'max'")
+        if mode == "max" and (scale_grad_by_freq or sparse or training == "sharded"):
+            raise ValueError("mode = 'max' goes with neither scale_grad_by_freq, sparse gradients nor shards")
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            budget=budget,
+            chunk_dim=chunk_dim,
+            layout=layout,
+            sparse=sparse,
+            training=training,
+            optimizer=optimizer,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            gamma=gamma,
+            init_std=init_std,
+            seed=seed,
+            process_group=process_group,
+            device=device,
+            dtype=dtype,
+        )
+        if self._shards is not None and max_norm is not None:
+            raise ValueError("max_norm with training = 'sharded' is not supported; clip the rows of weight instead")
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
+        self.mode, self.include_last_offset = mode, include_last_offset
+        self.padding_idx = _padding(padding_idx, num_embeddings)
+        self._frozen = self._skipped = self._shards.local(self.padding_idx) if self._shards else self.padding_idx
+        self._zero_row(self._skipped)
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, *, freeze: bool = True, **options: Any) -> AdaptiveEmbeddingBag:
+        """A table with these values; under a budget the chunks with the largest norms are resident.
+
+        Args:
+            embeddings: (rows, columns).
+            freeze: Whether the table is not trained.
+            **options: Of the class.
+        """
+        if embeddings.dim() != 2:
+            raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
+        made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, **options})
+        made._take(embeddings)
+        made.requires_grad_(not freeze and made.trigger is None)
+        if made.trigger is not None and not freeze:
+            made.trigger.requires_grad_(True)
+        return made
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """The bags, (bags, embedding_dim).
+
+        Args:
+            input: Ids, 1-D with ``offsets`` or 2-D with a bag a row; int32 or int64.
+            offsets: Where each bag begins, 1-D; with include_last_offset also where the last one ends.
+            per_sample_weights: Of the shape of ``input``; mode sum only.
+
+        Raises:
+            TypeError: A wrong dtype.
+            ValueError: Shapes or offsets that do not fit; named with position and value. Nothing is written.
+            IndexError: An id out of range; named with position and value. Nothing is written.
+        """
+        _ids("input", input)
+        if per_sample_weights is not None:
+            if per_sample_weights.shape != input.shape:
+                shapes = f"{tuple(per_sample_weights.shape)}, input {tuple(input.shape)}"
+                raise ValueError(f"per_sample_weights has shape {shapes}; they must be the same")
+            if self.mode != "sum":
+                raise NotImplementedError(f"per_sample_weights need mode 'sum', not {self.mode!r}")
+            per_sample_weights = per_sample_weights.reshape(-1)
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError("offsets must be None with a 2-D input: every row of it is a bag")
+            if input.shape[1] == 0:
+                return self.pool.new_zeros(input.shape[0], self.embedding_dim)
+            return self._look_up(input.reshape(-1), None, input.shape[1], per_sample_weights, False)
+        if input.dim() != 1:
+            raise ValueError(f"input has shape {tuple(input.shape)}; it must be 1-D or 2-D")
+        if offsets is None:
+            raise ValueError("offsets must be given with a 1-D input")
+        _ids("offsets", offsets)
+        return self._look_up(input, offsets, 0, per_sample_weights, self.include_last_offset)
+
+
+class AdaptiveEmbedding(_AdaptiveLookup):
+    """nn.Embedding in which every vector has the width that its gradients ask for.
+
+    All but ``mode``, offsets and weights is as in :class:`AdaptiveEmbeddingBag`. As in nn.Embedding, ``padding_idx`` is
+    looked up like any other row; it gets no gradient.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        budget: float = 1.0,
+        chunk_dim: int | None = None,
+        layout: str = "auto",
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        training: str | None = None,
+        optimizer: str = "adagrad",
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        gamma: float = 0.99,
+        init_std: float = 1.0,
+        seed: int = 0,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            budget=budget,
+            chunk_dim=chunk_dim,
+            layout=layout,
+            sparse=sparse,
+            training=training,
+            optimizer=optimizer,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            gamma=gamma,
+            init_std=init_std,
+            seed=seed,
+            process_group=process_group,
+            device=device,
+            dtype=dtype,
+        )
+        if self._shards is not None and max_norm is not None:
+            raise ValueError("max_norm with training = 'sharded' is not supported; clip the rows of weight instead")
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
+        self.mode, self.include_last_offset = "sum", False
+        self.padding_idx = _padding(padding_idx, num_embeddings)
+        self._frozen = self._shards.local(self.padding_idx) if self._shards else self.padding_idx
+        self._skipped = None
+        self._zero_row(self._frozen)
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, *, freeze: bool = True, **options: Any) -> AdaptiveEmbedding:
+        """As :meth:`AdaptiveEmbeddingBag.from_pretrained`."""
+        if embeddings.dim() != 2:
+            raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
+        made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, **options})
+        made._take(embeddings)
+        made.requires_grad_(not freeze and made.trigger is None)
+        if made.trigger is not None and not freeze:
+            made.trigger.requires_grad_(True)
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The vectors, (*input.shape, embedding_dim); input is int32 or int64, of any shape.
+
+        Raises:
+            TypeError: A wrong dtype.
+            IndexError: An id out of range; named with position and value.
+        """
+        flat = _ids("input", input).reshape(-1)
+        return self._look_up(flat, None, 1, None, False).view(*input.shape, self.embedding_dim)

@@ -1,0 +1,178 @@
+"""When tables are pruned, by what they know together, and how several of them share one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchext.nn._ops import _ops
+from torchext.nn._table import AdaptiveTable
+
+__all__ = ["ChunkPruner"]
+
+
+class ChunkPruner:
+    """Prunes the adaptive embeddings of a model on a schedule: early and often, later rarely (FIITED, section 3.2).
+
+    ::
+
+        pruner = ChunkPruner(model, optimizer=optimizer)
+        for batch in data:
+            ...
+            optimizer.step()
+            pruner.step()
+
+    Data-parallel replicas (``training="sparse"`` or ``"dense"`` in a process group) first merge what they have
+    observed, so that all of them decide alike: ``step`` is collective on the steps that prune. Shards decide each for
+    its own rows.
+
+    Args:
+        modules: A model, or several modules; every AdaptiveEmbedding(Bag) in them is pruned.
+        optimizer: Whose state of a pool moves with the chunks. Needed when an optimizer trains the pools.
+        first: Steps until the first pruning, 1 or more.
+        growth: Factor by which the interval grows, 1 or more.
+        interval: Longest interval in steps.
+        max_swap_share: Chunks exchanged at once, as a share of the pool, 0 < share <= 1; free slots are filled besides.
+        hysteresis: A resident chunk counts (1 + hysteresis) times its utility.
+        shared_budget: Chunks that all tables have together, or None: each its own. Pools then grow and shrink;
+            utilities count relative to the 95th percentile of their table. All tables need one chunk_dim.
+        process_group: Of the replicas; None: the default group, if there is one.
+
+    Raises:
+        ValueError: An argument out of its range, or no table to prune.
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module | Iterable[nn.Module],
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        first: int = 8,
+        growth: float = 1.5,
+        interval: int = 500,
+        max_swap_share: float = 0.25,
+        hysteresis: float = 0.1,
+        shared_budget: int | None = None,
+        process_group: Any = None,
+    ) -> None:
+        found = [modules] if isinstance(modules, nn.Module) else list(modules)
+        tables = [table for module in found for table in module.modules() if isinstance(table, AdaptiveTable)]
+        self.tables = [table for table in dict.fromkeys(tables) if table.layout != "identity"]
+        if not tables:
+            raise ValueError("modules: no AdaptiveEmbedding or AdaptiveEmbeddingBag in them")
+        for name, value, good, allowed in (
+            ("first", first, first >= 1, "1 or more"),
+            ("growth", growth, growth >= 1, "1 or more"),
+            ("interval", interval, interval >= first, f"first = {first} or more"),
+            ("max_swap_share", max_swap_share, 0 < max_swap_share <= 1, "0 < share <= 1"),
+            ("hysteresis", hysteresis, hysteresis >= 0, "0 or more"),
+        ):
+            if not good:
+                raise ValueError(f"{name} = {value!r}: allowed {allowed}")
+        if shared_budget is not None:
+            most = sum(table.num_embeddings * table.chunks for table in self.tables)
+            if not len(self.tables) <= shared_budget <= most:
+                raise ValueError(f"shared_budget = {shared_budget}: allowed {len(self.tables)}..{most} chunks")
+            widths = {table.chunk_dim for table in self.tables}
+            if len(widths) != 1:
+                raise ValueError(f"shared_budget needs tables with one chunk_dim, found {sorted(widths)}")
+        self.optimizer, self.process_group, self.shared_budget = optimizer, process_group, shared_budget
+        self.growth, self.interval = growth, interval
+        self.max_swap_share, self.hysteresis = max_swap_share, hysteresis
+        self._steps, self._next, self._wait = 0, first, float(first)
+        if self.optimizer is None and any(table.pool.requires_grad for table in self.tables):
+            raise ValueError(
+                "optimizer: an optimizer trains the pools; pass it, so that its state moves with the chunks"
+            )
+
+    def step(self) -> dict[str, int] | None:
+        """Call once a training step, after ``optimizer.step()``. Returns what a pruning did, None without one."""
+        self._steps += 1
+        if self._steps < self._next:
+            return None
+        self._wait = min(float(self.interval), self._wait * self.growth)
+        self._next = self._steps + max(1, round(self._wait))
+        return self.prune()
+
+    @torch.no_grad()
+    def prune(self) -> dict[str, int]:
+        """Prunes now. Collective among replicas."""
+        for table in self.tables:
+            if table.training_mode != "sharded":
+                self._merge(table)
+        sizes = self._shares() if self.shared_budget is not None else [table.budget_chunks for table in self.tables]
+        done = {"admitted": 0, "dropped": 0, "moved": 0}
+        for table, size in zip(self.tables, sizes, strict=True):
+            result = table.prune(
+                optimizer=self.optimizer,
+                max_swaps=max(1, round(self.max_swap_share * size)),
+                hysteresis=self.hysteresis,
+                capacity=size,
+            )
+            done = {key: value + result[key] for key, value in done.items()}
+        return done
+
+    def _shares(self) -> list[int]:
+        """Slots of each table: the most useful chunks of all, each relative to its table's 95th percentile."""
+        assert self.shared_budget is not None
+        scaled: list[Tensor] = []
+        for table in self.tables:
+            _, _, utilities = _ops.adaptive_table_candidates(
+                table.index, table.utility, table.sketch, table.budget_chunks, table.num_embeddings, table.chunks
+            )
+            used = utilities[utilities > 0]
+            high = used.sort().values[int(0.95 * (len(used) - 1))] if len(used) else utilities.new_ones(())
+            scaled.append(used / high)
+        owner = torch.cat([torch.full((len(part),), at) for at, part in enumerate(scaled)])
+        chosen = torch.cat(scaled).sort(descending=True, stable=True).indices[: self.shared_budget]
+        counts = torch.bincount(owner[chosen], minlength=len(self.tables)).clamp(min=1)
+        most = torch.tensor([table.num_embeddings * table.chunks for table in self.tables])
+        spare = self.shared_budget - int(counts.sum())
+        for at in torch.argsort(most - counts, descending=True, stable=True).tolist():
+            given = max(-int(counts[at]) + 1, min(spare, int(most[at] - counts[at])))
+            counts[at] += given
+            spare -= given
+        return [int(count) for count in counts]
+
+    def _merge(self, table: AdaptiveTable) -> None:
+        """Makes utilities what all replicas have observed together, and sure that they hold the same chunks."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+            return
+        group, world = self.process_group, dist.get_world_size(self.process_group)
+        index = table.index.to(torch.int64)
+        odd = torch.arange(1, 2 * len(index), 2)
+        mark = torch.stack([(index * odd).sum(), torch.tensor(table.budget_chunks), table.clock[0].to(torch.int64)])
+        marks = [torch.empty_like(mark) for _ in range(world)]
+        dist.all_gather(marks, mark, group=group)
+        for rank, other in enumerate(marks):
+            if not torch.equal(other, marks[0]):
+                raise RuntimeError(
+                    f"replicas differ: rank {rank} has other chunks or steps (checksum, slots, steps {other.tolist()}) "
+                    f"than rank 0 ({marks[0].tolist()}). Load checkpoints on every rank, and train all of them equally."
+                )
+        if table.utility.dtype == torch.float32:
+            dist.all_reduce(table.utility, group=group)
+            table.utility.div_(world)
+            return
+        cells = len(table.sketch)
+        resident = table.utility[: len(table.utility) - cells]
+        dist.all_reduce(resident, op=dist.ReduceOp.MAX, group=group)
+        if cells:
+            # Of the chunks that fell on a cell somewhere, the most useful one gets it; the smaller key among equals.
+            held = table.utility[-cells:].to(torch.int64) << 32 | (2**31 - 1 - table.sketch.to(torch.int64))
+            held[table.sketch < 0] = -1
+            dist.all_reduce(held, op=dist.ReduceOp.MAX, group=group)
+            table.utility[-cells:] = (held >> 32).clamp(min=0).to(torch.uint8)
+            table.sketch.copy_(torch.where(held < 0, -1, 2**31 - 1 - (held & 0xFFFFFFFF)))
+
+    def state_dict(self) -> dict[str, float]:
+        """The position in the schedule."""
+        return {"steps": self._steps, "next": self._next, "wait": self._wait}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on where :meth:`state_dict` was taken."""
+        self._steps, self._next, self._wait = int(state["steps"]), int(state["next"]), float(state["wait"])
