@@ -63,6 +63,9 @@ class AdaptiveTable(nn.Module):
     _version = 1
     # Plain tensors, not buffers: DDP would send buffers to all ranks in every forward pass. They are in the state_dict,
     # and go to all ranks once (forward under DDP) and whenever utilities are merged (ChunkPruner).
+    pool: nn.Parameter
+    trigger: nn.Parameter | None
+
     _PLAIN = ("index", "utility", "sketch", "seen", "clock", "lr")
 
     def __init__(
@@ -84,7 +87,7 @@ class AdaptiveTable(nn.Module):
         device: Any,
         dtype: Any,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not nn.EmbeddingBag's, which would make the whole table
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self._check(num_embeddings, embedding_dim, layout, training, optimizer, lr, betas, eps, gamma, init_std, dtype)
         if torch.device(device or "cpu").type != "cpu":
@@ -107,9 +110,12 @@ class AdaptiveTable(nn.Module):
         trained = training in ("dense", "sparse")
         pool = torch.empty(self.budget_chunks, self.chunk_dim, dtype=dtype)
         _ops.adaptive_table_advise_huge_pages(pool)
-        self.pool = nn.Parameter(pool, requires_grad=trained)
         # Autograd runs a backward pass only towards something that requires grad.
-        self.trigger = None if trained else nn.Parameter(torch.empty(0, dtype=dtype))
+        trigger = None if trained else nn.Parameter(torch.empty(0, dtype=dtype))
+        if training == "sharded":  # not registered: DDP would give every rank the shard of rank 0
+            self.__dict__.update(pool=nn.Parameter(pool, requires_grad=False), trigger=trigger)
+        else:
+            self.pool, self.trigger = nn.Parameter(pool, requires_grad=trained), trigger
         self.lr = torch.tensor(float(lr), dtype=torch.float64)
         self._make_plain()
         self._ddp: Any = None
@@ -414,7 +420,7 @@ class AdaptiveTable(nn.Module):
     def _meet_ddp(self) -> None:
         """Refuses what plain DDP would let diverge, and makes the ranks begin with rank 0's table."""
         ddp = DistributedDataParallel._active_ddp_module
-        if ddp is None:
+        if ddp is None or self.training_mode == "sharded":
             return
         if self.training_mode == "fused":
             raise RuntimeError(
@@ -436,11 +442,15 @@ class AdaptiveTable(nn.Module):
         if moved.device.type != "cpu":
             raise NotImplementedError(f"device {moved.device}: adaptive embeddings run on the CPU so far")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.training_mode == "sharded" and self.trigger is not None:
+            self.pool.data, self.trigger.data = fn(self.pool.data), fn(self.trigger.data)
         dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
         self.state = [state.to(dtype) for state in self.state]
         return self
 
     def _extra_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        if self.training_mode == "sharded":
+            yield "pool", self.pool.detach()
         yield from ((name, getattr(self, name)) for name in self._PLAIN)
         yield from ((f"state.{position}", tensor) for position, tensor in enumerate(self.state))
 
@@ -462,7 +472,7 @@ class AdaptiveTable(nn.Module):
         """Checks everything, then takes everything: a table is never half of one checkpoint and half of another."""
         own = {prefix + name: tensor for name, tensor in self._extra_tensors()}
         own[prefix + "pool"] = self.pool
-        if self.trigger is not None:
+        if "trigger" in self._parameters and self.trigger is not None:
             own[prefix + "trigger"] = self.trigger
         if prefix + "weight" in state_dict and prefix + "pool" not in state_dict:  # of nn.EmbeddingBag
             try:

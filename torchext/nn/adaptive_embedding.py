@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchext.nn._ops import _ops, adaptive_bag, train_bag
 from torchext.nn._sharding import Shards
@@ -103,7 +103,8 @@ class _AdaptiveLookup(AdaptiveTable):
         )
 
 
-class AdaptiveEmbeddingBag(_AdaptiveLookup):
+# DDP asks instances of nn.EmbeddingBag and nn.Embedding, and no others, whether their gradients are sparse.
+class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[misc, override]
     """nn.EmbeddingBag in which every vector has the width that its gradients ask for (FIITED, section 3).
 
     The table is cut into chunks along its columns, and only a budget of chunks is resident; absent ones read as zero.
@@ -223,7 +224,9 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup):
         self._zero_row(self._skipped)
 
     @classmethod
-    def from_pretrained(cls, embeddings: Tensor, *, freeze: bool = True, **options: Any) -> AdaptiveEmbeddingBag:
+    def from_pretrained(  # type: ignore[override]
+        cls, embeddings: Tensor, freeze: bool = True, **options: Any
+    ) -> AdaptiveEmbeddingBag:
         """A table with these values; under a budget the chunks with the largest norms are resident.
 
         Args:
@@ -275,7 +278,7 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup):
         return self._look_up(input, offsets, 0, per_sample_weights, self.include_last_offset)
 
 
-class AdaptiveEmbedding(_AdaptiveLookup):
+class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[misc, override]
     """nn.Embedding in which every vector has the width that its gradients ask for.
 
     All but ``mode``, offsets and weights is as in :class:`AdaptiveEmbeddingBag`. As in nn.Embedding, ``padding_idx`` is
@@ -336,7 +339,9 @@ class AdaptiveEmbedding(_AdaptiveLookup):
         self._zero_row(self._frozen)
 
     @classmethod
-    def from_pretrained(cls, embeddings: Tensor, *, freeze: bool = True, **options: Any) -> AdaptiveEmbedding:
+    def from_pretrained(  # type: ignore[override]
+        cls, embeddings: Tensor, freeze: bool = True, **options: Any
+    ) -> AdaptiveEmbedding:
         """As :meth:`AdaptiveEmbeddingBag.from_pretrained`."""
         if embeddings.dim() != 2:
             raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")

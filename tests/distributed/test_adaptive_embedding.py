@@ -1,0 +1,243 @@
+"""Adaptive embeddings on several ranks against one process that sees every rank's batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Rank, run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
+
+ROWS, DIM, BAGS, STEPS = 37, 8, 6, 12
+
+
+def batch(rank: int, step: int, size: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return (torch.rand(BAGS, size, generator=generator) ** 2 * ROWS).long()
+
+
+def loss(output: Tensor) -> Tensor:
+    return (output - 1).square().mean()
+
+
+def table(layout: str = "direct", **options: Any) -> AdaptiveEmbeddingBag:
+    given = {"budget": 0.4, "chunk_dim": 4, "layout": layout, "mode": "sum", "sparse": True, "init_std": 0.1}
+    return AdaptiveEmbeddingBag(ROWS, DIM, **given | options)
+
+
+def train_sparse(rank: Rank, layout: str) -> dict[str, Tensor]:
+    rank.init("gloo")
+    module = table(layout)
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    pruner = ChunkPruner(ddp, optimizer=optimizer, first=1, growth=1.0, interval=3, hysteresis=0.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(ddp(batch(rank.rank, step))).backward()
+        optimizer.step()
+        pruner.step()
+    return {name: value.clone() for name, value in module.state_dict().items()} | {"weight": module.weight}
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_replicas_decide_alike(layout: str) -> None:
+    states = run_ranks(train_sparse, 3, layout)
+    for state in states[1:]:
+        for name in ("pool", "index", "seen", "weight"):
+            assert torch.equal(state[name], states[0][name]), name
+    assert (states[0]["weight"] != 0).sum() > 50
+
+
+def test_sparse_gradients_under_ddp_equal_one_process() -> None:
+    def single() -> Tensor:
+        module = table(budget=1.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(module(torch.cat([batch(rank, step) for rank in range(2)]))).backward()
+            optimizer.step()
+        return module.weight
+
+    torch.manual_seed(0)
+    expected = single()
+    for weight in run_ranks(train_whole, 2):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+
+
+def train_whole(rank: Rank) -> Tensor:
+    torch.manual_seed(rank.rank)  # DDP makes the ranks begin alike
+    rank.init("gloo")
+    module = table(budget=1.0)
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(ddp(batch(rank.rank, step))).backward()
+        optimizer.step()
+    return module.weight.clone()
+
+
+def start_from_rank_0(rank: Rank) -> Tensor:
+    rank.init("gloo")
+    module = table("hash")
+    if rank.rank == 0:
+        module._take(torch.randn(ROWS, DIM))
+    ddp = DistributedDataParallel(module)
+    return ddp(torch.arange(ROWS).unsqueeze(1)).detach()
+
+
+def test_ddp_begins_with_the_table_of_rank_0() -> None:
+    first, second = run_ranks(start_from_rank_0, 2)
+    assert first.any()
+    assert torch.equal(first, second)
+
+
+def fused_in_ddp(rank: Rank) -> str:
+    rank.init("gloo")
+    model = nn.Sequential(table(sparse=False, training="fused"), nn.Linear(DIM, 1))
+    ddp = DistributedDataParallel(model)
+    try:
+        ddp(batch(rank.rank, 0))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_fused_table_in_ddp_is_refused_with_the_way_out() -> None:
+    for text in run_ranks(fused_in_ddp, 2):
+        assert "replicas would differ" in text
+        assert "training='sparse'" in text
+        assert "training='sharded'" in text
+
+
+def diverged(rank: Rank) -> str:
+    rank.init("gloo")
+    module = table()
+    if rank.rank == 1:
+        module._take(torch.randn(ROWS, DIM))
+    try:
+        ChunkPruner(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1)).prune()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_replicas_that_differ_are_noticed_on_every_rank() -> None:
+    for text in run_ranks(diverged, 2):
+        assert "replicas differ: rank 1 has other chunks" in text
+
+
+def sharded(rank: Rank, mode: str, optimizer: str, padding: int | None) -> tuple[Tensor, list[Tensor], Any, int]:
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(
+        ROWS, DIM, mode=mode, training="sharded", optimizer=optimizer, lr=0.3, padding_idx=padding, dtype=torch.float64
+    )
+    whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    bag._take(whole[rank.rank :: rank.size])
+    model = DistributedDataParallel(Around(bag))  # DDP must leave the shards alone
+    outputs = []
+    weights = None
+    for step in range(STEPS):
+        ids = batch(rank.rank, step, 3 + rank.rank)
+        weights = torch.linspace(-1, 1, ids.numel(), dtype=torch.float64).view(ids.shape) if mode == "sum" else None
+        if weights is not None:
+            weights.requires_grad_()
+        output = model(ids, weights)
+        loss(output).backward()
+        outputs.append(output.detach())
+    gradient = None if weights is None else weights.grad
+    return bag.weight.clone(), outputs, gradient, sum(value.numel() for value in bag.parameters())
+
+
+class Around(nn.Module):
+    """A module as users write it: an embedding and something that DDP trains."""
+
+    def __init__(self, bag: AdaptiveEmbeddingBag) -> None:
+        super().__init__()
+        self.bag = bag
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, ids: Tensor, weights: Tensor | None) -> Tensor:
+        return self.bag(ids, None, weights) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("world", "mode", "optimizer", "padding"),
+    [(2, "sum", "adagrad", None), (3, "mean", "sgd", 5), (4, "sum", "adam", 0)],
+)
+def test_shards_equal_one_process(world: int, mode: str, optimizer: str, padding: int | None) -> None:
+    reference = AdaptiveEmbeddingBag(
+        ROWS, DIM, mode=mode, training="fused", optimizer=optimizer, lr=0.3, padding_idx=padding, dtype=torch.float64
+    )
+    reference._take(torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64))
+    expected: list[list[Tensor]] = []
+    gradients: list[Tensor | None] = []
+    for step in range(STEPS):
+        parts = [batch(rank, step, 3 + rank) for rank in range(world)]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        sizes = torch.cat([torch.full((len(part),), part.shape[1]) for part in parts])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)[:-1]])
+        weights = None
+        if mode == "sum":
+            weights = torch.cat([torch.linspace(-1, 1, part.numel(), dtype=torch.float64) for part in parts])
+            weights.requires_grad_()
+        outputs = reference(flat, offsets, weights).split(BAGS)
+        expected.append([output.detach() for output in outputs])
+        # DDP's mean over the ranks of each one's mean.
+        torch.stack([loss(output) for output in outputs]).mean().backward()
+        gradients = [] if weights is None else list(weights.grad.split([part.numel() for part in parts]))  # type: ignore[union-attr]
+    for rank, (weight, outputs_of_rank, gradient, owned) in enumerate(
+        run_ranks(sharded, world, mode, optimizer, padding)
+    ):
+        torch.testing.assert_close(weight, reference.weight[rank::world])
+        for step, output in enumerate(outputs_of_rank):
+            torch.testing.assert_close(output, expected[step][rank])
+        if gradient is not None:
+            wanted = gradients[rank]
+            assert wanted is not None
+            torch.testing.assert_close(gradient.reshape(-1), wanted * world)  # this rank's loss, not the mean
+        assert owned <= (ROWS // world + 1) * DIM
+
+
+def sharded_badly(rank: Rank) -> tuple[str, str]:
+    rank.init("gloo")
+    layer = AdaptiveEmbedding(ROWS, DIM, training="sharded", lr=0.1)
+    try:
+        layer(torch.tensor([1, 2, ROWS if rank.rank == 1 else 3]))
+    except (IndexError, ValueError) as error:
+        # and nobody is left behind in another collective
+        return type(error).__name__, f"{error} {layer(torch.tensor([[rank.rank]])).shape}"
+    return "", "no error"
+
+
+def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks(sharded_badly, 2)
+    assert first[0] == "ValueError"
+    assert "rank 1 was given a batch" in first[1]
+    assert second[0] == "IndexError"
+    assert "id 37 at position 2 is out of range; the table has rows 0..36" in second[1]
+    assert "torch.Size([1, 1, 8])" in first[1]
+
+
+def sharded_pruning(rank: Rank) -> tuple[int, int, Tensor]:
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded", budget=0.25, chunk_dim=4, init_std=0.0)
+    pruner = ChunkPruner(bag, first=1, interval=2)
+    for step in range(20):
+        loss(bag(batch(rank.rank, step))).backward()
+        pruner.step()
+    assert dist.get_world_size() == rank.size
+    return bag.budget_chunks, bag.stats()["resident_chunks"], bag(torch.arange(ROWS).unsqueeze(1)).detach()
+
+
+def test_shards_prune_their_own_rows() -> None:
+    results = run_ranks(sharded_pruning, 2)
+    for budget, resident, everything in results:
+        assert 0 < resident <= budget <= 10
+        assert torch.equal(everything, results[0][2])
+        assert everything.any()
