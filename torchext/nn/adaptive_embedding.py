@@ -104,7 +104,7 @@ class _AdaptiveLookup(AdaptiveTable):
 
 
 # DDP asks instances of nn.EmbeddingBag and nn.Embedding, and no others, whether their gradients are sparse.
-class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[misc, override]
+class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[override]
     """nn.EmbeddingBag in which every vector has the width that its gradients ask for (FIITED, section 3).
 
     The table is cut into chunks along its columns, and only a budget of chunks is resident; absent ones read as zero.
@@ -278,7 +278,7 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         return self._look_up(input, offsets, 0, per_sample_weights, self.include_last_offset)
 
 
-class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[misc, override]
+class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[override]
     """nn.Embedding in which every vector has the width that its gradients ask for.
 
     All but ``mode``, offsets and weights is as in :class:`AdaptiveEmbeddingBag`. As in nn.Embedding, ``padding_idx`` is
