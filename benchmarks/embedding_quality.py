@@ -10,9 +10,9 @@ fields with 29 thousand ids; 80 % train, 20 % test, 3 epochs, two seeds. What di
     ours:C/N        1/N of the values resident, C chunks a row
     ours:C/N:LAYOUT in that layout
 
-All tables train by the fused row-wise Adagrad, each at its best learning rate of three (found by the test AUC of the first
-seed, so that seed is a little kind to all alike). Bytes are all that lives: values, optimizer state, index, utilities. The
-AUC that is lost and the bytes saved are against `full`, the mean of the seeds.
+All tables train by the fused row-wise Adagrad, each at its best learning rate of three (found by the test AUC of the
+first seed, so that seed is a little kind to all alike). Bytes are all that lives: values, optimizer state, index,
+utilities. The AUC that is lost and the bytes saved are against `full`, the mean of the seeds.
 
     python benchmarks/embedding_quality.py --data FOLDER     (see lab/flights.py)
 """

