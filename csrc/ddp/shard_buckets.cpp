@@ -123,8 +123,9 @@ void ShardBuckets::readMarks(std::size_t bucket) {
   const std::size_t size = sums.element_size();
   for (std::size_t i = 0; i < chosen.tensors.size(); ++i) {
     // A sum of zeros is all bits zero.
-    chosen.marked[i] =
+    const bool any =
         std::any_of(bytes + i * size, bytes + (i + 1) * size, [](std::byte b) { return b != std::byte{0}; });
+    chosen.marked[i] = any ? 1 : 0;
   }
 }
 

@@ -87,7 +87,7 @@ void KfacOptions::validate() const {
 }
 
 KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
-                       c10::intrusive_ptr<c10d::ProcessGroup> group)
+                       const c10::intrusive_ptr<c10d::ProcessGroup>& group)
     : layers_(std::move(layers)),
       options_((options.validate(), std::move(options))),
       exchange_(group && group->getSize() > 1 ? std::make_unique<KfacExchange>(group) : nullptr),

@@ -90,7 +90,8 @@ struct FactorState {
 class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
  public:
   // Collective if there is a group (null: a single process): checks that all ranks agree, and measures costs.
-  KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
+             const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   void forward(int layer, const at::Tensor& input, const at::Tensor& output);
   // rates: of each layer, for the clip. others: gradients of parameters outside the layers, checked too and scaled.
