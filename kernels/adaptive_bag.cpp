@@ -146,11 +146,8 @@ cpu::BagBatch batchOf(const char* op, const BagLayout& layout, std::int64_t rows
   batch.padding = layout.padding_idx;
   batch.mode = static_cast<cpu::BagMode>(layout.mode);
   readOffsets(op, layout, count, batch.offsets);
-  if (layout.ids.scalar_type() == at::kInt) {
-    readIds<std::int32_t>(op, layout.ids, rows, batch.ids);
-  } else {
-    readIds<std::int64_t>(op, layout.ids, rows, batch.ids);
-  }
+  const auto read_ids = layout.ids.scalar_type() == at::kInt ? readIds<std::int32_t> : readIds<std::int64_t>;
+  read_ids(op, layout.ids, rows, batch.ids);
   return batch;
 }
 

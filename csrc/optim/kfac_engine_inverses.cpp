@@ -19,7 +19,7 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 template <class Body>
 void withType(at::ScalarType type, const Body& body) {
-  if (type == at::kDouble) {
+  if (type == at::kDouble) {  // NOLINT(bugprone-branch-clone): the types differ
     body(double());
   } else {
     body(float());
@@ -277,7 +277,7 @@ void KfacEngine::updateInverses() {
     startRuns(/*overlapped=*/false);
   }
   std::vector<at::Tensor> traces_of;
-  const auto invertRun = [&](std::size_t begin, std::size_t end) {
+  const auto invert_run = [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
       if (inverting && invertsHere(i)) {
         invert(i, traces_of);
@@ -292,7 +292,7 @@ void KfacEngine::updateInverses() {
     }
     stats_.exchange_wait_seconds += now() - start;
     if (at_once) {
-      invertRun(begin, core::index(plan_.fusion_ends[run]));
+      invert_run(begin, core::index(plan_.fusion_ends[run]));
       begin = core::index(plan_.fusion_ends[run]);
     }
   }
@@ -305,7 +305,7 @@ void KfacEngine::updateInverses() {
   if (with_traces) {
     traces_of = traces();
   }
-  invertRun(begin, slots.size());
+  invert_run(begin, slots.size());
   distributeInverses();
   ++stats_.inverse_updates;
 }
