@@ -55,7 +55,7 @@ def test_sigkill_in_all_reduce(size: int, victim: int) -> None:
             assert text.startswith(label) and f"rank {victim} died" in text, text
             assert re.search(r"all_reduce #\d+", text), text
             assert text2.startswith(label) and f"rank {victim} died" in text2, text2
-            assert seconds2 < 0.1
+            assert seconds2 < 3  # at once, but for a loaded machine
             assert untouched == [7.0] * 4
             assert failure[0] == victim
             reasons.add(failure[1])

@@ -64,8 +64,8 @@ def test_abort_from_another_thread(mode: str) -> None:
             kind, text, after_abort, later, destroy = outcome.value
             assert kind == "DistBackendError" and "rank 1 called abort()" in text, text
             if outcome.rank == 1:
-                assert after_abort < 0.3  # 0.1 s and a loaded machine's share
-            assert "rank 1 called abort()" in later[1] and later[2] < 0.1
+                assert after_abort < 3  # at once; a loaded machine may not run the process for a second
+            assert "rank 1 called abort()" in later[1] and later[2] < 3
             assert destroy < 2
 
 
