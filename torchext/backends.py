@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import os
 import sys
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "BackendClass", "backend_of", "register"]
 
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
+_CONNECT_GRACE = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,12 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
         timeout: timedelta = options._timeout
         store = attempt_store(opts.store, opts.group_rank, opts.group_size, timeout)
         inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts)
-        return BACKENDS[name].create(opts.group_rank, opts.group_size, inner, options)
+        store.set(f"connected/{opts.group_rank}", "1")
+        try:
+            return BACKENDS[name].create(opts.group_rank, opts.group_size, inner, options)
+        except Exception:
+            _await_connected(store, opts.group_size)
+            raise
 
     return create
 
@@ -124,6 +131,15 @@ def _inner_backends(store: Store, rank: int, size: int, timeout: timedelta, opts
         # on it say so themselves.
         control = dist.ProcessGroupGloo(PrefixStore("control", store), rank, size, timeout=timeout)
     return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control)
+
+
+def _await_connected(store: Store, size: int) -> None:
+    """Lets every rank connect before this one, which refuses its options, closes its connections.
+
+    A rank whose options are at fault too would otherwise find a closed connection and not what is wrong with them.
+    """
+    with contextlib.suppress(RuntimeError):  # a rank that does not come has a reason of its own
+        store.wait([f"connected/{rank}" for rank in range(size)], _CONNECT_GRACE)
 
 
 def _leave_at_exit() -> None:

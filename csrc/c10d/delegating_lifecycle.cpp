@@ -110,11 +110,11 @@ void DelegatingBackend::shutdown() {
 
 void DelegatingBackend::abort() { abortWithReason(c10::str("rank ", rank_, " called abort()")); }
 
-void DelegatingBackend::abortWithReason(const std::string& reason) {
+void DelegatingBackend::abortBecauseOf(int rank, const std::string& reason) {
   if (health_->inForkedChild() || shutDown_) {
     return;
   }
-  withoutInterpreterLock([&] { health_->poison(rank_, reason); });
+  withoutInterpreterLock([&] { health_->poison(rank, reason); });
 }
 
 void DelegatingBackend::leaveAll(const std::string& reason) {

@@ -77,8 +77,10 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
   if (make_lane) {
     lane_ = make_lane();
     transfers_ = std::make_unique<ShardCollectives>(lane_);
-    abort_callback_ =
-        group_->addAbortCallback([lane = lane_] { lane->abortWithReason("its parent group has failed"); });
+    abort_callback_ = group_->addAbortCallback([lane = lane_, health = group_->health()] {
+      const auto [rank, reason] = health->firstReason();
+      lane->abortBecauseOf(rank, reason);
+    });
   } else {
     transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), channel);
   }
