@@ -16,7 +16,13 @@ class DelegatingBackend(Backend):
     @property
     def failure(self) -> tuple[int, str]: ...
 
-class PragueOptions(Backend.Options):
+class GroupOptions(Backend.Options):
+    @property
+    def heartbeat_timeout(self) -> timedelta: ...
+    @property
+    def call_check(self) -> str: ...
+
+class PragueOptions(GroupOptions):
     def __init__(
         self,
         *,
@@ -27,6 +33,8 @@ class PragueOptions(Backend.Options):
         sync_period: int = 1,
         sync_every: int = -1,
         seed: int = 0,
+        heartbeat_timeout: timedelta = ...,
+        call_check: str = "new",
         timeout: timedelta = ...,
     ) -> None: ...
     def __copy__(self) -> PragueOptions: ...
@@ -51,7 +59,7 @@ class ProcessGroupPrague(AttachableBackend):
     def __init__(self, rank: int, size: int, inner: InnerBackends, options: PragueOptions) -> None: ...
     def partial_all_reduce(self, tensor: Tensor, members: Sequence[int]) -> Work: ...
 
-class DeAROptions(Backend.Options):
+class DeAROptions(GroupOptions):
     def __init__(
         self,
         *,
@@ -59,6 +67,8 @@ class DeAROptions(Backend.Options):
         bucket_mb: float | str = "auto",
         allreduce_fallback: bool = True,
         transport: str = "auto",
+        heartbeat_timeout: timedelta = ...,
+        call_check: str = "new",
         timeout: timedelta = ...,
     ) -> None: ...
     def __copy__(self) -> DeAROptions: ...
@@ -74,7 +84,7 @@ class DeAROptions(Backend.Options):
 class ProcessGroupDear(AttachableBackend):
     def __init__(self, rank: int, size: int, inner: InnerBackends, options: DeAROptions) -> None: ...
 
-class DSSyncOptions(Backend.Options):
+class DSSyncOptions(GroupOptions):
     def __init__(
         self,
         *,
@@ -86,6 +96,8 @@ class DSSyncOptions(Backend.Options):
         racks: Sequence[int] = ...,
         host_bandwidth: float = 0.0,
         uplink_bandwidth: float = 0.0,
+        heartbeat_timeout: timedelta = ...,
+        call_check: str = "new",
         timeout: timedelta = ...,
     ) -> None: ...
     def __copy__(self) -> DSSyncOptions: ...
@@ -111,7 +123,7 @@ class ProcessGroupDSSync(AttachableBackend):
     @property
     def topology(self) -> dict[str, Any] | None: ...
 
-class HopOptions(Backend.Options):
+class HopOptions(GroupOptions):
     def __init__(
         self,
         *,
@@ -125,6 +137,8 @@ class HopOptions(Backend.Options):
         staleness: int = 0,
         max_jump: int = 0,
         jump_trigger: int = 1,
+        heartbeat_timeout: timedelta = ...,
+        call_check: str = "new",
         timeout: timedelta = ...,
     ) -> None: ...
     def __copy__(self) -> HopOptions: ...

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from torchext import _C
 from torchext._rendezvous import attempt_store
+from torchext._resources import check_resources
 from torchext.errors import BackendOptionsError, NotABackendOfOursError
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
     def create(opts: Any, pg_options: object | None) -> Any:
         options = _options(name, pg_options, opts)
         timeout: timedelta = options._timeout
+        check_resources(opts.group_size, 2 if opts.group_size > 1 else 1)
         store = attempt_store(opts.store, opts.group_rank, opts.group_size, timeout)
         inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts)
         store.set(f"connected/{opts.group_rank}", "1")

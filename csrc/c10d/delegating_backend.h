@@ -4,7 +4,9 @@
 //   The common base of ProcessGroupPrague (and later Hop, DSSync, DeAR). A tensor's device picks the inner backend:
 //   Gloo for CPU, NCCL for CUDA. On top of what the inner backends do it adds what they lack (shared fault model):
 //     * a poisoned state: the first failure fixes the reason; every later call throws it at once, buffers untouched;
-//     * a FailureMonitor on a control group of its own, so that a dead peer is named on every rank within a second;
+//     * a FailureMonitor on a control group of its own, so that a dead peer is named on every rank within a second, and
+//       one that is stopped or cut off within heartbeat_timeout;
+//     * a CallCheck, so that ranks which call different collectives get an error that says which;
 //     * abort() that ends pending waits in < 0.1 s, from any thread; shutdown() bounded to 2 s; both safe twice;
 //     * a fork guard: calls in a forked child throw, its destructor detaches.
 //
@@ -32,8 +34,10 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "c10d/call_check.h"
 #include "c10d/failure_monitor.h"
 #include "c10d/group_health.h"
+#include "c10d/group_options.h"
 #include "c10d/torch_compat.h"
 
 namespace torchext {
@@ -48,7 +52,7 @@ struct InnerBackends {
 class DelegatingBackend : public CompatBackend {
  public:
   // name: what the user typed ("prague"), for messages and getBackendName().
-  // options: timeout and group name are read from here; must not be null.
+  // options: timeout and group name are read from here, and GroupOptions' if they are such; must not be null.
   DelegatingBackend(int rank, int size, std::string name, InnerBackends inner,
                     c10::intrusive_ptr<c10d::Backend::Options> options);
   ~DelegatingBackend() override;
@@ -171,9 +175,15 @@ class DelegatingBackend : public CompatBackend {
   c10d::Backend* deviceInner() const override { return inner_.cuda.get(); }
 
  private:
-  // Checks, numbers, calls `call` with the inner backend for `device`, and wraps its work.
+  // Checks, numbers, calls `call` with the inner backend for `device`, and wraps its work. `call` owns what it needs:
+  // it may run later, on another thread. header: of a collective, made where it is needed.
+  template <typename Header, typename Call>
+  Works collective(const char* name, c10d::OpType type, c10::DeviceType device, const Header& header, Call call);
   template <typename Call>
-  Works forward(const char* name, c10d::OpType type, c10::DeviceType device, int peer, Call&& call);
+  Works pointToPoint(const char* name, c10d::OpType type, c10::DeviceType device, int peer, Call&& call);
+  template <typename Call>
+  Works forward(const OpInfo& op, c10::DeviceType device, Call&& call);
+  FailureMonitor::Events monitorEvents() const;
   Works wrap(const OpInfo& op, Works work, bool on_cpu);
   void noteCudaCallWhileCoalescing();
   void closeConnections() noexcept;
@@ -184,6 +194,7 @@ class DelegatingBackend : public CompatBackend {
   const c10::intrusive_ptr<Options> options_;
   const std::shared_ptr<GroupHealth> health_;
   const std::shared_ptr<FailureMonitor> monitor_;
+  std::shared_ptr<CallCheck> calls_;  // null in a group of one, and where it is turned off
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> shutDown_{false};
 

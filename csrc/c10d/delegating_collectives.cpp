@@ -1,8 +1,11 @@
 // The collectives of DelegatingBackend: pick the inner backend by device, number the call, wrap the work.
 #include "c10d/delegating_backend.h"
 
+#include <functional>
+#include <memory>
 #include <utility>
 
+#include <ATen/ThreadLocalState.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
@@ -20,29 +23,90 @@ c10::DeviceType deviceOf(const std::vector<at::Tensor>& tensors) {
   return tensors.empty() ? c10::DeviceType::CPU : deviceOf(tensors.front());
 }
 
+// One list a rank, as Gloo has it.
+std::vector<at::Tensor> firstOf(const std::vector<std::vector<at::Tensor>>& lists) {
+  return lists.empty() ? std::vector<at::Tensor>{} : lists.front();
+}
+
+// What begins a work; fails it when destroyed without having run. Copies share it, as std::function wants.
+class LaterStart {
+ public:
+  explicit LaterStart(c10::intrusive_ptr<DelegatingWork> work)
+      : owned_(std::make_shared<Owned>(Owned{std::move(work)})) {}
+
+  void run(const std::exception_ptr& error, const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+    if (const auto work = std::exchange(owned_->work, nullptr); error) {
+      work->fail(error);
+    } else {
+      work->begin(start);
+    }
+  }
+
+ private:
+  struct Owned {
+    c10::intrusive_ptr<DelegatingWork> work;
+    explicit Owned(c10::intrusive_ptr<DelegatingWork> its) : work(std::move(its)) {}
+    Owned(Owned&&) = default;
+    ~Owned() {
+      if (work) {
+        work->drop();
+      }
+    }
+  };
+  std::shared_ptr<Owned> owned_;
+};
+
 }  // namespace
 
 template <typename Call>
-DelegatingBackend::Works DelegatingBackend::forward(const char* name, OpType type, c10::DeviceType device, int peer,
-                                                    Call&& call) {
-  health_->checkUsable(name);
-  const auto& backend = inner(device);
-  OpInfo op{.name = name, .type = type, .peer = peer};
-  if (!c10d::isP2POp(type)) {
-    beforeCollective();
-    op.sequence = nextSequence();
-  }
+DelegatingBackend::Works DelegatingBackend::forward(const OpInfo& op, c10::DeviceType device, Call&& call) {
   const bool on_cpu = device == c10::DeviceType::CPU;
   if (coalescing_ && !on_cpu) {
     noteCudaCallWhileCoalescing();
   }
   Works work;
   try {
-    work = call(*backend);
+    work = call(*inner(device));
   } catch (...) {
     std::rethrow_exception(health_->explain(std::current_exception(), op));
   }
   return wrap(op, std::move(work), on_cpu);
+}
+
+template <typename Call>
+DelegatingBackend::Works DelegatingBackend::pointToPoint(const char* name, OpType type, c10::DeviceType device,
+                                                         int peer, Call&& call) {
+  health_->checkUsable(name);
+  return forward({.name = name, .type = type, .peer = peer}, device, std::forward<Call>(call));
+}
+
+template <typename Header, typename Call>
+DelegatingBackend::Works DelegatingBackend::collective(const char* name, OpType type, c10::DeviceType device,
+                                                       const Header& header, Call call) {
+  health_->checkUsable(name);
+  const auto& backend = inner(device);
+  beforeCollective();
+  OpInfo op{.name = name, .type = type, .sequence = nextSequence()};
+  health_->progress().started(type, op.sequence);
+  if (!calls_ || device != c10::DeviceType::CPU) {
+    return forward(op, device, call);
+  }
+  const auto ticket = calls_->record(header());
+  if (!ticket) {
+    return forward(op, device, call);
+  }
+  auto work = DelegatingWork::startLater(health_, op, rank_, options_->timeout);
+  op.limit = options_->timeout;
+  calls_->startLater(*ticket, op,
+                     [start = LaterStart(work), backend = backend.get(), call,
+                      state = at::ThreadLocalState()](const std::exception_ptr& error) mutable {
+                       const at::ThreadLocalStateGuard as_caller(state);
+                       start.run(error, [&] { return call(*backend); });
+                     });
+  if (coalescing_) {
+    coalesced_.emplace_back(work);
+  }
+  return work;
 }
 
 DelegatingBackend::Works DelegatingBackend::wrap(const OpInfo& op, Works work, bool on_cpu) {
@@ -57,133 +121,180 @@ DelegatingBackend::Works DelegatingBackend::wrap(const OpInfo& op, Works work, b
 }
 
 DelegatingBackend::Works DelegatingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  return forward("broadcast", OpType::BROADCAST, deviceOf(tensors), -1,
-                 [&](c10d::Backend& backend) { return backend.broadcast(tensors, opts); });
+  return collective(
+      "broadcast", OpType::BROADCAST, deviceOf(tensors),
+      [&] { return headerOf(OpType::BROADCAST, tensors, opts.rootRank); },
+      [tensors, opts](c10d::Backend& backend) mutable { return backend.broadcast(tensors, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  return forward("all_reduce", OpType::ALLREDUCE, deviceOf(tensors), -1,
-                 [&](c10d::Backend& backend) { return backend.allreduce(tensors, opts); });
+  return collective(
+      "all_reduce", OpType::ALLREDUCE, deviceOf(tensors),
+      [&] { return headerOf(OpType::ALLREDUCE, tensors, opts.reduceOp); },
+      [tensors, opts](c10d::Backend& backend) mutable { return backend.allreduce(tensors, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  return forward("all_reduce_sparse", OpType::_ALLREDUCE_SPARSE, deviceOf(tensors), -1,
-                 [&](c10d::Backend& backend) { return backend.allreduce_sparse(tensors, opts); });
+  return collective(
+      "all_reduce_sparse", OpType::_ALLREDUCE_SPARSE, deviceOf(tensors),
+      [&] { return headerOf(OpType::_ALLREDUCE_SPARSE, tensors, opts.reduceOp); },
+      [tensors, opts](c10d::Backend& backend) mutable { return backend.allreduce_sparse(tensors, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::allreduce_coalesced(Tensors& tensors,
                                                                 const c10d::AllreduceCoalescedOptions& opts) {
-  return forward("all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, deviceOf(tensors), -1,
-                 [&](c10d::Backend& backend) { return backend.allreduce_coalesced(tensors, opts); });
+  return collective(
+      "all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, deviceOf(tensors),
+      [&] { return headerOf(OpType::ALLREDUCE_COALESCED, tensors, opts.reduceOp); },
+      [tensors, opts](c10d::Backend& backend) mutable { return backend.allreduce_coalesced(tensors, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  return forward("reduce", OpType::REDUCE, deviceOf(tensors), -1,
-                 [&](c10d::Backend& backend) { return backend.reduce(tensors, opts); });
+  return collective(
+      "reduce", OpType::REDUCE, deviceOf(tensors),
+      [&] { return headerOf(OpType::REDUCE, tensors, opts.reduceOp, opts.rootRank); },
+      [tensors, opts](c10d::Backend& backend) mutable { return backend.reduce(tensors, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
-  return forward("all_gather", OpType::ALLGATHER, deviceOf(inputs), -1,
-                 [&](c10d::Backend& backend) { return backend.allgather(outputs, inputs, opts); });
+  return collective(
+      "all_gather", OpType::ALLGATHER, deviceOf(inputs), [&] { return headerOf(OpType::ALLGATHER, inputs); },
+      [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.allgather(outputs, inputs, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                             const c10d::AllgatherOptions& opts) {
-  return forward("all_gather_single", OpType::_ALLGATHER_BASE, deviceOf(input), -1,
-                 [&](c10d::Backend& backend) { return backend._allgather_base(output, input, opts); });
+  return collective(
+      "all_gather_single", OpType::_ALLGATHER_BASE, deviceOf(input),
+      [&] { return headerOf(OpType::_ALLGATHER_BASE, {input}); },
+      [output, input, opts](c10d::Backend& backend) mutable { return backend._allgather_base(output, input, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                                                 const c10d::AllgatherOptions& opts) {
-  return forward("all_gather_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs), -1,
-                 [&](c10d::Backend& backend) { return backend.allgather_coalesced(outputs, inputs, opts); });
+  return collective(
+      "all_gather_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs),
+      [&] { return headerOf(OpType::ALLGATHER_COALESCED, inputs); },
+      [outputs, inputs, opts](c10d::Backend& backend) mutable {
+        return backend.allgather_coalesced(outputs, inputs, opts);
+      });
 }
 
 DelegatingBackend::Works DelegatingBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                             const c10d::AllgatherOptions& opts) {
-  return forward(
-      "all_gather_single_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs), -1,
-      [&](c10d::Backend& backend) { return backend.allgather_into_tensor_coalesced(outputs, inputs, opts); });
+  return collective(
+      "all_gather_single_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs),
+      [&] { return headerOf(OpType::ALLGATHER_COALESCED, inputs); },
+      [outputs, inputs, opts](c10d::Backend& backend) mutable {
+        return backend.allgather_into_tensor_coalesced(outputs, inputs, opts);
+      });
 }
 
 DelegatingBackend::Works DelegatingBackend::gather(TensorLists& outputs, Tensors& inputs,
                                                    const c10d::GatherOptions& opts) {
-  return forward("gather", OpType::GATHER, deviceOf(inputs), -1,
-                 [&](c10d::Backend& backend) { return backend.gather(outputs, inputs, opts); });
+  return collective(
+      "gather", OpType::GATHER, deviceOf(inputs), [&] { return headerOf(OpType::GATHER, inputs, opts.rootRank); },
+      [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.gather(outputs, inputs, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::gatherSingle(at::Tensor& output, at::Tensor& input,
                                                          const c10d::GatherOptions& opts) {
-  return forward("gather_single", OpType::GATHER, deviceOf(input), -1,
-                 [&](c10d::Backend& backend) { return gatherSingleIfAny(backend, output, input, opts); });
+  return collective(
+      "gather_single", OpType::GATHER, deviceOf(input),
+      [&] { return headerOf(OpType::GATHER, {input}, opts.rootRank); },
+      [output, input, opts](c10d::Backend& backend) mutable {
+        return gatherSingleIfAny(backend, output, input, opts);
+      });
 }
 
 DelegatingBackend::Works DelegatingBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                                     const c10d::ScatterOptions& opts) {
-  return forward("scatter", OpType::SCATTER, deviceOf(outputs), -1,
-                 [&](c10d::Backend& backend) { return backend.scatter(outputs, inputs, opts); });
+  return collective(
+      "scatter", OpType::SCATTER, deviceOf(outputs), [&] { return headerOf(OpType::SCATTER, outputs, opts.rootRank); },
+      [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.scatter(outputs, inputs, opts); });
 }
 
+// Outputs may differ between ranks; the lists of inputs may not.
 DelegatingBackend::Works DelegatingBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                            const c10d::ReduceScatterOptions& opts) {
-  return forward("reduce_scatter", OpType::REDUCE_SCATTER, deviceOf(outputs), -1,
-                 [&](c10d::Backend& backend) { return backend.reduce_scatter(outputs, inputs, opts); });
+  return collective(
+      "reduce_scatter", OpType::REDUCE_SCATTER, deviceOf(outputs),
+      [&] { return headerOf(OpType::REDUCE_SCATTER, firstOf(inputs), opts.reduceOp); },
+      [outputs, inputs, opts](c10d::Backend& backend) mutable {
+        return backend.reduce_scatter(outputs, inputs, opts);
+      });
 }
 
 DelegatingBackend::Works DelegatingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                                  const c10d::ReduceScatterOptions& opts) {
-  return forward("reduce_scatter_single", OpType::_REDUCE_SCATTER_BASE, deviceOf(input), -1,
-                 [&](c10d::Backend& backend) { return backend._reduce_scatter_base(output, input, opts); });
+  return collective(
+      "reduce_scatter_single", OpType::_REDUCE_SCATTER_BASE, deviceOf(input),
+      [&] { return headerOf(OpType::_REDUCE_SCATTER_BASE, {input}, opts.reduceOp); },
+      [output, input, opts](c10d::Backend& backend) mutable {
+        return backend._reduce_scatter_base(output, input, opts);
+      });
 }
 
 DelegatingBackend::Works DelegatingBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                             const c10d::ReduceScatterOptions& opts) {
-  return forward(
-      "reduce_scatter_single_coalesced", OpType::REDUCE_SCATTER, deviceOf(inputs), -1,
-      [&](c10d::Backend& backend) { return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
+  return collective(
+      "reduce_scatter_single_coalesced", OpType::REDUCE_SCATTER, deviceOf(inputs),
+      [&] { return headerOf(OpType::REDUCE_SCATTER, inputs, opts.reduceOp); },
+      [outputs, inputs, opts](c10d::Backend& backend) mutable {
+        return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+      });
 }
 
+// What ranks exchange all to all may differ from pair to pair, so that of each rank says nothing about the others'.
 DelegatingBackend::Works DelegatingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                           std::vector<int64_t>& output_splits,
                                                           std::vector<int64_t>& input_splits,
                                                           const c10d::AllToAllOptions& opts) {
-  return forward("all_to_all_single", OpType::ALLTOALL_BASE, deviceOf(input), -1, [&](c10d::Backend& backend) {
-    return backend.alltoall_base(output, input, output_splits, input_splits, opts);
-  });
+  return collective(
+      "all_to_all_single", OpType::ALLTOALL_BASE, deviceOf(input),
+      [&] { return headerOfDtype(OpType::ALLTOALL_BASE, input); },
+      [output, input, output_splits, input_splits, opts](c10d::Backend& backend) mutable {
+        return backend.alltoall_base(output, input, output_splits, input_splits, opts);
+      });
 }
 
 DelegatingBackend::Works DelegatingBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                                      const c10d::AllToAllOptions& opts) {
-  return forward("all_to_all", OpType::ALLTOALL, deviceOf(inputs), -1,
-                 [&](c10d::Backend& backend) { return backend.alltoall(outputs, inputs, opts); });
+  return collective(
+      "all_to_all", OpType::ALLTOALL, deviceOf(inputs), [&] { return headerOf(OpType::ALLTOALL); },
+      [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.alltoall(outputs, inputs, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::send(Tensors& tensors, int dst_rank, int tag) {
-  return forward("send", OpType::SEND, deviceOf(tensors), dst_rank,
-                 [&](c10d::Backend& backend) { return backend.send(tensors, dst_rank, tag); });
+  return pointToPoint("send", OpType::SEND, deviceOf(tensors), dst_rank,
+                      [&](c10d::Backend& backend) { return backend.send(tensors, dst_rank, tag); });
 }
 
 DelegatingBackend::Works DelegatingBackend::recv(Tensors& tensors, int src_rank, int tag) {
-  return forward("recv", OpType::RECV, deviceOf(tensors), src_rank,
-                 [&](c10d::Backend& backend) { return backend.recv(tensors, src_rank, tag); });
+  return pointToPoint("recv", OpType::RECV, deviceOf(tensors), src_rank,
+                      [&](c10d::Backend& backend) { return backend.recv(tensors, src_rank, tag); });
 }
 
 DelegatingBackend::Works DelegatingBackend::recvAnysource(Tensors& tensors, int tag) {
-  return forward("recv from any rank", OpType::RECVANYSOURCE, deviceOf(tensors), -1,
-                 [&](c10d::Backend& backend) { return backend.recvAnysource(tensors, tag); });
+  return pointToPoint("recv from any rank", OpType::RECVANYSOURCE, deviceOf(tensors), -1,
+                      [&](c10d::Backend& backend) { return backend.recvAnysource(tensors, tag); });
 }
 
 DelegatingBackend::Works DelegatingBackend::barrier(const c10d::BarrierOptions& opts) {
   // Device indices only mean anything on GPUs; without them the barrier is one of processes, which the CPU carries.
   const bool on_cuda = (opts.device && opts.device->is_cuda()) || (!opts.device_ids.empty() && inner_.cuda);
-  return forward("barrier", OpType::BARRIER, on_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU, -1,
-                 [&](c10d::Backend& backend) { return backend.barrier(opts); });
+  return collective(
+      "barrier", OpType::BARRIER, on_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU,
+      [] { return headerOf(OpType::BARRIER); }, [opts](c10d::Backend& backend) { return backend.barrier(opts); });
 }
 
 void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   health_->checkUsable("monitored_barrier");
   beforeCollective();
+  if (calls_) {
+    calls_->drain();  // it takes its turn among Gloo's calls
+  }
   inner_.cpu->monitoredBarrier(opts, wait_all_ranks);
 }
 

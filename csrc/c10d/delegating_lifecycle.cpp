@@ -10,6 +10,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/interpreter_lock.h"
@@ -45,12 +46,7 @@ DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, Inner
       inner_(std::move(inner)),
       options_(std::move(options)),
       health_(std::make_shared<GroupHealth>(name_, rank, size)),
-      monitor_(std::make_shared<FailureMonitor>(inner_.control, rank, size,
-                                                [health = std::weak_ptr<GroupHealth>(health_)](const Verdict& verdict) {
-                                                  if (auto alive = health.lock()) {
-                                                    alive->receive(verdict);
-                                                  }
-                                                })) {
+      monitor_(std::make_shared<FailureMonitor>(inner_.control, rank, size)) {
   TORCH_CHECK_VALUE(inner_.cpu && options_, name_, ": needs a CPU backend and options");
   TORCH_CHECK_VALUE(inner_.control || size == 1, name_, ": needs a control group when there is more than one rank");
   for (const auto& backend : {inner_.cpu, inner_.cuda, inner_.control}) {
@@ -64,13 +60,53 @@ DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, Inner
     std::lock_guard lock(registry().mutex);
     registry().backends.push_back(this);
   }
-  monitor_->start();
+  const auto* own = dynamic_cast<const GroupOptions*>(options_.get());
+  const GroupOptions defaults("defaults");
+  const GroupOptions& watched = own ? *own : defaults;
+  watched.validateGroup();
+  if (inner_.control && watched.call_check != "off") {
+    const bool every = watched.call_check == "every" || c10d::debug_level() == c10d::DebugLevel::Detail;
+    calls_ = std::make_shared<CallCheck>(health_, monitor_, inner_.control,
+                                         every ? CallCheck::Mode::kEvery : CallCheck::Mode::kNew);
+  }
+  monitor_->start(watched.heartbeat_timeout, monitorEvents());
+}
+
+// They hold what they use weakly: a thread of the monitor may outlive this object.
+FailureMonitor::Events DelegatingBackend::monitorEvents() const {
+  const auto with_health = [health = std::weak_ptr<GroupHealth>(health_)](auto&& use) {
+    if (auto alive = health.lock()) {
+      use(*alive);
+    }
+  };
+  FailureMonitor::Events events;
+  events.verdict = [with_health](const Verdict& verdict) {
+    with_health([&](GroupHealth& health) { health.receive(verdict); });
+  };
+  events.call = [calls = std::weak_ptr<CallCheck>(calls_)](const core::CallMessage& message) {
+    if (auto alive = calls.lock()) {
+      alive->received(message);
+    }
+  };
+  events.heartbeat.progress = [with_health] {
+    core::Progress progress;
+    with_health([&](GroupHealth& health) { progress = health.progress().now(); });
+    return progress;
+  };
+  events.heartbeat.silent = [with_health, successor = (rank_ + 1) % size_](std::chrono::duration<double> silence,
+                                                                           const core::Progress& last) {
+    with_health([&](GroupHealth& health) { health.suspect(successor, silence, last); });
+  };
+  events.heartbeat.tick = [with_health] { with_health([](GroupHealth& health) { health.expire(); }); };
+  return events;
 }
 
 DelegatingBackend::~DelegatingBackend() {
   if (health_->inForkedChild()) {
     // The threads that inner destructors would join exist only in the parent.
     monitor_->abandon();
+    static_cast<void>(
+        new std::shared_ptr<CallCheck>(std::move(calls_)));  // leaked: its thread is not here to be joined
     inner_.cpu.release();
     inner_.cuda.release();
     inner_.control.release();
@@ -91,6 +127,9 @@ void DelegatingBackend::shutdown() {
   withoutInterpreterLock([this] {
     onShutdown();
     health_->close(kDrainLimit);
+    if (calls_) {
+      calls_->stop();
+    }
     monitor_->stop(/*goodbye=*/!health_->failed());
     health_->setConnectionCloser(nullptr);
     try {

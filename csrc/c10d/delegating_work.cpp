@@ -26,26 +26,66 @@ c10::intrusive_ptr<DelegatingWork> DelegatingWork::wrap(std::shared_ptr<GroupHea
     return work;  // an inner work without a future completes inside its own wait
   }
   work->mode_ = Mode::kFuture;
-  work->follow(future);
+  work->enlistAndFollow(future);
   return work;
+}
+
+c10::intrusive_ptr<DelegatingWork> DelegatingWork::startLater(std::shared_ptr<GroupHealth> health, const OpInfo& op,
+                                                              int rank, std::chrono::milliseconds timeout) {
+  auto work = c10::make_intrusive<DelegatingWork>(std::move(health), nullptr, op, rank, timeout);
+  work->mode_ = Mode::kFuture;
+  work->health_->add(work.get(), op);
+  return work;
+}
+
+void DelegatingWork::begin(const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+  if (health_->failed()) {
+    fail(health_->failureOf(op_));
+    return;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    auto inner = start();
+    future = inner->getFuture();
+    std::lock_guard lock(stateMutex_);
+    inner_ = std::move(inner);
+  } catch (const std::exception&) {
+    health_->remove(this);  // before explain(), see follow()
+    complete(health_->explain(std::current_exception(), op_));
+    return;
+  }
+  follow(future);
+}
+
+void DelegatingWork::fail(const std::exception_ptr& error) {
+  health_->remove(this);
+  complete(error);
 }
 
 DelegatingWork::DelegatingWork(std::shared_ptr<GroupHealth> health, c10::intrusive_ptr<c10d::Work> inner,
                                const OpInfo& op, int rank, std::chrono::milliseconds timeout)
     : CompatWork(rank, op.type),
       health_(std::move(health)),
-      inner_(std::move(inner)),
       op_(op),
       timeout_(timeout),
-      profiled_(at::hasCallbacks()) {}
+      profiled_(at::hasCallbacks()),
+      inner_(std::move(inner)) {}
+
+c10::intrusive_ptr<c10d::Work> DelegatingWork::inner() const {
+  std::lock_guard lock(stateMutex_);
+  return inner_;
+}
+
+c10::intrusive_ptr<c10d::Work> DelegatingWork::begun(const char* what) const {
+  auto work = inner();
+  TORCH_CHECK(work, health_->describe(op_), ": ", what, " of a call that has not started");
+  return work;
+}
 
 void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner_future) {
-  innerFuture_ = inner_future;
-  std::exception_ptr refused;
-  try {
-    health_->add(this, op_);
-  } catch (const std::exception&) {
-    refused = std::current_exception();
+  {
+    std::lock_guard lock(stateMutex_);
+    innerFuture_ = inner_future;
   }
   auto self = c10::intrusive_ptr<DelegatingWork>::reclaim_copy(this);
   inner_future->addCallback([self = std::move(self)](c10::ivalue::Future& future) {
@@ -57,6 +97,16 @@ void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner
     }
     self->complete(error);
   });
+}
+
+void DelegatingWork::enlistAndFollow(const c10::intrusive_ptr<c10::ivalue::Future>& inner_future) {
+  std::exception_ptr refused;
+  try {
+    health_->add(this, op_);
+  } catch (const std::exception&) {
+    refused = std::current_exception();
+  }
+  follow(inner_future);
   if (!refused) {
     return;
   }
@@ -81,6 +131,9 @@ void DelegatingWork::complete(const std::exception_ptr& error) {
     future = future_;
     stateChanged_.notify_all();
   }
+  if (!error && op_.sequence > 0) {
+    health_->progress().completed();
+  }
   if (!future) {
     return;
   }
@@ -92,19 +145,20 @@ void DelegatingWork::complete(const std::exception_ptr& error) {
 }
 
 std::function<void()> DelegatingWork::interrupt() {
-  // Linked means that the inner future's callback has not run, and that callback holds a reference.
+  // Linked means that the call has not begun, and who will begin it holds a reference, or that the inner future's
+  // callback has not run, which holds one.
   auto self = c10::intrusive_ptr<DelegatingWork>::reclaim_copy(this);
   return [self = std::move(self)] { self->complete(self->health_->failureOf(self->op_)); };
 }
 
 bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
   if (mode_ == Mode::kPointToPoint) {
-    health_->waitPointToPoint(inner_, timeout == kNoTimeout ? timeout_ : timeout, op_);
+    health_->waitPointToPoint(inner(), timeout == kNoTimeout ? timeout_ : timeout, op_);
     return true;
   }
   if (mode_ == Mode::kForward) {
     try {
-      return inner_->wait(timeout);
+      return inner()->wait(timeout);
     } catch (...) {
       std::rethrow_exception(health_->explain(std::current_exception(), op_));
     }
@@ -123,20 +177,20 @@ bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
   lock.unlock();
   // The inner work ends its profiler event just after its future: a profiled caller expects the event to be there.
   if (profiled_) {
-    inner_->wait(kNoTimeout);
+    inner()->wait(kNoTimeout);
   }
   return true;
 }
 
 void DelegatingWork::synchronize() {
   if (mode_ == Mode::kForward) {
-    inner_->synchronize();
+    inner()->synchronize();
   }
 }
 
 bool DelegatingWork::isCompleted() {
   if (mode_ != Mode::kFuture) {
-    return inner_->isCompleted();
+    return inner()->isCompleted();
   }
   std::lock_guard lock(stateMutex_);
   return done_;
@@ -144,7 +198,7 @@ bool DelegatingWork::isCompleted() {
 
 bool DelegatingWork::isSuccess() const {
   if (mode_ != Mode::kFuture) {
-    return inner_->isSuccess();
+    return inner()->isSuccess();
   }
   std::lock_guard lock(stateMutex_);
   return done_ && !error_;
@@ -152,7 +206,7 @@ bool DelegatingWork::isSuccess() const {
 
 std::exception_ptr DelegatingWork::exception() const {
   if (mode_ != Mode::kFuture) {
-    return inner_->exception();
+    return inner()->exception();
   }
   std::lock_guard lock(stateMutex_);
   return error_;
@@ -160,7 +214,7 @@ std::exception_ptr DelegatingWork::exception() const {
 
 c10::intrusive_ptr<c10::ivalue::Future> DelegatingWork::getFuture() {
   if (mode_ != Mode::kFuture) {
-    return inner_->getFuture();
+    return inner()->getFuture();
   }
   std::exception_ptr error;
   {
@@ -168,7 +222,8 @@ c10::intrusive_ptr<c10::ivalue::Future> DelegatingWork::getFuture() {
     if (future_) {
       return future_;
     }
-    future_ = c10::make_intrusive<c10::ivalue::Future>(innerFuture_->elementType());
+    future_ = c10::make_intrusive<c10::ivalue::Future>(innerFuture_ ? innerFuture_->elementType()
+                                                                    : c10::ListType::create(c10::TensorType::get()));
     if (!done_) {
       return future_;
     }
@@ -183,8 +238,20 @@ c10::intrusive_ptr<c10::ivalue::Future> DelegatingWork::getFuture() {
 }
 
 uint64_t DelegatingWork::getSequencenumber() const {
-  return op_.sequence > 0 ? op_.sequence : inner_->getSequencenumber();
+  return op_.sequence > 0 ? op_.sequence : begun("sequence number")->getSequencenumber();
 }
+
+int DelegatingWork::sourceRank() const { return begun("source rank")->sourceRank(); }
+
+std::vector<at::Tensor> DelegatingWork::result() { return begun("result")->result(); }
+
+void DelegatingWork::blockCurrentStream() { begun("stream")->blockCurrentStream(); }
+
+void DelegatingWork::abort() { begun("abort")->abort(); }
+
+c10::intrusive_ptr<c10::ivalue::Future> DelegatingWork::getFutureResult() { return begun("result")->getFutureResult(); }
+
+float DelegatingWork::getDuration() const { return begun("duration")->getDuration(); }
 
 JoinedWork::JoinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)
     : CompatWork(-1, c10d::OpType::COALESCED), works_(std::move(works)) {}

@@ -7,12 +7,16 @@
 //   Point-to-point: Gloo completes these only inside wait(), so it waits there, through GroupHealth::waitPointToPoint.
 //   CUDA: forwards to the inner work, whose wait orders streams and does not block the CPU.
 //
-// Lifetime: a pending collective is kept alive by the callback on its inner future, even when the caller drops it.
+// A call may start later than its work is made (call_check.h): startLater() makes the work, begin() or fail() follow.
+//
+// Lifetime: a pending collective is kept alive by the callback on its inner future, even when the caller drops it;
+// one that has not begun, by who will begin it.
 #pragma once
 
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -31,22 +35,32 @@ class DelegatingWork final : public CompatWork, public PendingOperation {
                                                  c10::intrusive_ptr<c10d::Work> inner, const OpInfo& op, int rank,
                                                  std::chrono::milliseconds timeout, bool on_cpu);
 
+  // A collective of CPU tensors that begins later.
+  static c10::intrusive_ptr<DelegatingWork> startLater(std::shared_ptr<GroupHealth> health, const OpInfo& op, int rank,
+                                                       std::chrono::milliseconds timeout);
+  // start: makes the inner work. Not called when the group has failed meanwhile.
+  void begin(const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
+  // Instead of begin().
+  void fail(const std::exception_ptr& error);
+  // The same, when the group ends before the call has begun.
+  void drop() { fail(health_->failureOf(op_)); }
+
   DelegatingWork(std::shared_ptr<GroupHealth> health, c10::intrusive_ptr<c10d::Work> inner, const OpInfo& op, int rank,
                  std::chrono::milliseconds timeout);
 
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  int sourceRank() const override { return inner_->sourceRank(); }
-  std::vector<at::Tensor> result() override { return inner_->result(); }
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override;
   void synchronize() override;
   // timeout 0: as long as the inner backend allows. Otherwise throws DistBackendError when it passes; the call goes on.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void blockCurrentStream() override { inner_->blockCurrentStream(); }
-  void abort() override { inner_->abort(); }
+  void blockCurrentStream() override;
+  void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return inner_->getFutureResult(); }
-  float getDuration() const override { return inner_->getDuration(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  float getDuration() const override;
   uint64_t getSequencenumber() const override;
 
  protected:
@@ -56,20 +70,26 @@ class DelegatingWork final : public CompatWork, public PendingOperation {
  private:
   enum class Mode { kFuture, kPointToPoint, kForward };
 
-  // Follows the inner future; called once, after construction.
+  // Completes when the inner future does; called once.
   void follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner_future);
+  // With the call on GroupHealth's list from now on.
+  void enlistAndFollow(const c10::intrusive_ptr<c10::ivalue::Future>& inner_future);
+  // The inner work; null before begin(), or when it never began.
+  c10::intrusive_ptr<c10d::Work> inner() const;
+  // The same; throws when there is none.
+  c10::intrusive_ptr<c10d::Work> begun(const char* what) const;
   // The first call decides the outcome.
   void complete(const std::exception_ptr& error);
 
   const std::shared_ptr<GroupHealth> health_;
-  const c10::intrusive_ptr<c10d::Work> inner_;
   const OpInfo op_;
   const std::chrono::milliseconds timeout_;
   const bool profiled_;
   Mode mode_ = Mode::kForward;
 
-  mutable std::mutex stateMutex_;
+  mutable std::mutex stateMutex_;  // guards what follows
   std::condition_variable stateChanged_;
+  c10::intrusive_ptr<c10d::Work> inner_;
   bool done_ = false;
   std::exception_ptr error_;
   c10::intrusive_ptr<c10::ivalue::Future> innerFuture_;

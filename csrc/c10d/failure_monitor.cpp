@@ -1,19 +1,17 @@
 #include "c10d/failure_monitor.h"
 
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <list>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include <ATen/ops/zeros.h>
-#include <c10/util/Logging.h>
-#include <c10/util/thread_name.h>
+#include <c10/util/StringUtil.h>
 
+#include "c10d/bounded_thread.h"
 #include "core/wire.h"
 
 namespace torchext {
@@ -29,40 +27,49 @@ at::Tensor emptyMessage() { return at::zeros({static_cast<int64_t>(core::kVerdic
 
 // Shared with the thread, which may outlive the monitor when a handler is stuck.
 struct FailureMonitor::State {
-  State(c10::intrusive_ptr<c10d::Backend> group, int rank_in, int size_in, Handler on_verdict)
-      : control(std::move(group)), rank(rank_in), size(size_in), handler(std::move(on_verdict)) {}
+  State(c10::intrusive_ptr<c10d::Backend> group, int rank_in, int size_in)
+      : control(std::move(group)), rank(rank_in), size(size_in) {}
 
   int successor() const { return (rank + 1) % size; }
   int predecessor() const { return (rank + size - 1) % size; }
 
   void send(const Verdict& verdict) noexcept;
   void run();
-  std::optional<Verdict> receive();
+  std::optional<at::Tensor> receive();
+  std::optional<Verdict> read(const at::Tensor& message);
   void deliver(const Verdict& verdict);
 
   std::mutex mutex;
-  std::condition_variable changed;
   c10::intrusive_ptr<c10d::Backend> control;
   const int rank;
   const int size;
-  Handler handler;
+  Events events;
+  std::shared_ptr<HeartbeatRing> heartbeat;  // set once, by start(); null in a group of one
   bool stopping = false;
   bool announced = false;
   bool successor_left = false;
-  bool running = false;
+  bool left_alone = false;  // stop() could not wait for the thread
   c10::intrusive_ptr<c10d::Work> pending;
   // Messages under way: Gloo reads their tensors until the peer took them, so they stay until the group goes.
   std::list<std::pair<at::Tensor, c10::intrusive_ptr<c10d::Work>>> sent;
-  std::unique_ptr<std::thread> thread;
+  BoundedThread thread;
   std::shared_ptr<State> itself;  // of abandon()
 };
 
 void FailureMonitor::State::send(const Verdict& verdict) noexcept {
   try {
+    c10::intrusive_ptr<c10d::Backend> group;
+    {
+      std::lock_guard lock(mutex);
+      group = control;
+    }
+    if (!group) {
+      return;  // stopped, and the connections are closed
+    }
     const auto message = core::encodeVerdict(verdict);
     std::vector<at::Tensor> tensors{emptyMessage()};
     std::memcpy(tensors[0].mutable_data_ptr(), message.data(), message.size());
-    auto work = control->send(tensors, predecessor(), kRingTag);
+    auto work = group->send(tensors, predecessor(), kRingTag);
     std::lock_guard lock(mutex);
     sent.emplace_back(tensors[0], std::move(work));
   } catch (const std::exception&) {
@@ -70,15 +77,10 @@ void FailureMonitor::State::send(const Verdict& verdict) noexcept {
   }
 }
 
-std::optional<Verdict> FailureMonitor::State::receive() {
-  const Verdict closed{Verdict::Kind::kObituary, successor(), rank, "connection closed"};
+// The successor's next message; nothing when stop() ended the wait. Throws when the connection is closed.
+std::optional<at::Tensor> FailureMonitor::State::receive() {
   std::vector<at::Tensor> tensors{emptyMessage()};
-  c10::intrusive_ptr<c10d::Work> work;
-  try {
-    work = control->recv(tensors, successor(), kRingTag);
-  } catch (const std::exception&) {
-    return closed;
-  }
+  auto work = control->recv(tensors, successor(), kRingTag);
   {
     std::lock_guard lock(mutex);
     if (stopping) {
@@ -86,40 +88,40 @@ std::optional<Verdict> FailureMonitor::State::receive() {
     }
     pending = work;
   }
-  bool arrived = false;
-  bool failed = false;
-  try {
-    arrived = work->wait(kForever);
-  } catch (const std::exception&) {
-    failed = true;
-  }
-  {
-    std::lock_guard lock(mutex);
-    pending.reset();
-    if (stopping) {
-      return std::nullopt;
-    }
-  }
-  if (failed) {
-    return closed;
-  }
-  if (!arrived) {
+  const bool arrived = work->wait(kForever);
+  std::lock_guard lock(mutex);
+  pending.reset();
+  return arrived && !stopping ? std::optional<at::Tensor>(tensors[0]) : std::nullopt;
+}
+
+// A verdict, or nothing when the message was of another kind and has been dealt with.
+std::optional<Verdict> FailureMonitor::State::read(const at::Tensor& message) {
+  const std::span bytes(static_cast<const std::byte*>(message.const_data_ptr()), core::kVerdictBytes);
+  if (heartbeat->take(bytes)) {
     return std::nullopt;
   }
-  try {
-    return core::parseVerdict({static_cast<const std::byte*>(tensors[0].const_data_ptr()), core::kVerdictBytes}, size);
-  } catch (const core::MalformedMessage&) {
-    return Verdict{Verdict::Kind::kAbort, successor(), rank, "sent a malformed message on the control group"};
+  if (core::magicOf(bytes) != core::CallMessage::kMagic) {
+    return core::parseVerdict(bytes, size);
   }
+  const auto header = core::parseCallMessage(bytes, successor());
+  std::function<void(const core::CallMessage&)> call;
+  {
+    std::lock_guard lock(mutex);
+    call = events.call;
+  }
+  if (call) {
+    call(header);
+  }
+  return std::nullopt;
 }
 
 void FailureMonitor::State::deliver(const Verdict& verdict) {
-  Handler call;
+  std::function<void(const Verdict&)> call;
   bool first = false;
   {
     std::lock_guard lock(mutex);
     first = !std::exchange(announced, true);
-    call = handler;
+    call = events.verdict;
   }
   // The news goes out before anything here is torn down: a peer that sees our connections close must know why.
   if (first && predecessor() != verdict.origin) {
@@ -131,22 +133,41 @@ void FailureMonitor::State::deliver(const Verdict& verdict) {
 }
 
 void FailureMonitor::State::run() {
-  c10::setThreadName("torchext_mon");
-  if (auto verdict = receive()) {
-    if (verdict->kind == Verdict::Kind::kGoodbye) {
-      std::lock_guard lock(mutex);
-      successor_left = true;
-    } else {
+  bool over = false;  // by a verdict. What still comes is received all the same: Gloo's loop would spin on it
+  bool closed = false;
+  while (!closed) {
+    std::optional<Verdict> verdict;
+    try {
+      const auto message = receive();
+      if (!message) {
+        return;
+      }
+      verdict = read(*message);
+    } catch (const core::MalformedMessage& error) {
+      verdict = Verdict{Verdict::Kind::kAbort, successor(), rank,
+                        c10::str("rank ", successor(), " sent a malformed message: ", error.what())};
+    } catch (const std::exception&) {
+      closed = true;
+      verdict = Verdict{Verdict::Kind::kObituary, successor(), rank, "connection closed"};
+    }
+    std::unique_lock lock(mutex);
+    if (closed) {
+      pending.reset();
+    }
+    if (!verdict || stopping || std::exchange(over, true)) {
+      continue;
+    }
+    successor_left = verdict->kind == Verdict::Kind::kGoodbye;
+    lock.unlock();
+    heartbeat->unwatch();
+    if (verdict->kind != Verdict::Kind::kGoodbye) {
       deliver(*verdict);
     }
   }
-  std::lock_guard lock(mutex);
-  running = false;
-  changed.notify_all();
 }
 
-FailureMonitor::FailureMonitor(c10::intrusive_ptr<c10d::Backend> control, int rank, int size, Handler handler)
-    : state_(std::make_shared<State>(std::move(control), rank, size, std::move(handler))) {}
+FailureMonitor::FailureMonitor(c10::intrusive_ptr<c10d::Backend> control, int rank, int size)
+    : state_(std::make_shared<State>(std::move(control), rank, size)) {}
 
 FailureMonitor::~FailureMonitor() {
   if (state_) {
@@ -154,17 +175,30 @@ FailureMonitor::~FailureMonitor() {
   }
 }
 
-void FailureMonitor::start() {
-  if (state_->size < 2 || !state_->control) {
+void FailureMonitor::start(std::chrono::milliseconds heartbeat_timeout, Events events) {
+  if (!state_->control) {
     return;
   }
   std::lock_guard lock(state_->mutex);
-  state_->running = true;
-  state_->thread = std::make_unique<std::thread>([state = state_] { state->run(); });
+  state_->heartbeat =
+      std::make_shared<HeartbeatRing>(state_->control, kRingTag, heartbeat_timeout, std::move(events.heartbeat));
+  state_->events = std::move(events);
+  state_->thread = BoundedThread("torchext_mon", [state = state_] { state->run(); });
+  state_->heartbeat->start();
+}
+
+void FailureMonitor::post(const core::CallMessage& message) noexcept {
+  if (state_->heartbeat) {
+    state_->heartbeat->post(message);
+  }
+}
+
+std::optional<core::LaggardQuery> FailureMonitor::ask(std::uint64_t sequence, std::chrono::milliseconds limit) {
+  return state_->heartbeat ? state_->heartbeat->ask(sequence, limit) : std::nullopt;
 }
 
 void FailureMonitor::announce(Verdict verdict) noexcept {
-  if (state_->size < 2 || !state_->control) {
+  if (!state_->heartbeat) {
     return;
   }
   {
@@ -178,53 +212,52 @@ void FailureMonitor::announce(Verdict verdict) noexcept {
 }
 
 void FailureMonitor::stop(bool goodbye) noexcept {
-  std::unique_ptr<std::thread> thread;
+  BoundedThread thread;
   {
     std::lock_guard lock(state_->mutex);
     state_->stopping = true;
-    state_->handler = nullptr;
+    state_->events = {};
     thread = std::move(state_->thread);
     goodbye = goodbye && !std::exchange(state_->announced, true);
   }
-  if (state_->size < 2 || !state_->control) {
+  if (!state_->heartbeat) {
     return;
   }
-  if (goodbye) {
+  state_->heartbeat->stop();
+  if (goodbye && state_->control) {
     state_->send({Verdict::Kind::kGoodbye, state_->rank, state_->rank, "left in order"});
   }
-  if (!thread) {
-    return;
-  }
-  bool ended = false;
-  if (thread->get_id() != std::this_thread::get_id()) {
-    std::unique_lock lock(state_->mutex);
+  {
+    std::lock_guard lock(state_->mutex);
     if (state_->pending) {
       state_->pending->abort();
     }
-    ended = state_->changed.wait_for(lock, kStopLimit, [this] { return !state_->running; });
   }
-  if (ended) {
-    thread->join();
-  } else {
-    // A handler is stuck in someone's callback, or it is the one that destroys us: the thread owns its state and ends
-    // by itself.
-    thread->detach();
+  // If not: a handler is stuck in someone's callback, or it is the one that destroys us. The thread owns its state and
+  // ends by itself.
+  if (!thread.finish(kStopLimit)) {
+    std::lock_guard lock(state_->mutex);
+    state_->left_alone = true;
   }
 }
 
 void FailureMonitor::releaseGroup() noexcept {
   std::lock_guard lock(state_->mutex);
-  if (state_->running) {
-    return;  // detached by stop(): the thread lets go of it when it ends
+  if (state_->left_alone || !state_->heartbeat) {
+    return;  // the thread lets go of it when it ends
   }
   state_->sent.clear();
+  state_->heartbeat->releaseGroup();
   state_->control.reset();
 }
 
 void FailureMonitor::abandon() noexcept {
-  // Deliberately leaked, as owners of themselves: neither the thread nor the locks mean anything in a forked child.
+  // Deliberately leaked, as owners of themselves: neither the threads nor the locks mean anything in a forked child.
   State& state = *state_;
-  static_cast<void>(state.thread.release());
+  state.thread.abandon();
+  if (state.heartbeat) {
+    state.heartbeat->abandon();
+  }
   state.itself = std::move(state_);
 }
 

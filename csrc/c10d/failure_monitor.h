@@ -1,4 +1,5 @@
-// FailureMonitor: learns within milliseconds that a rank of the group died, and tells every other rank.
+// FailureMonitor: learns within milliseconds that a rank of the group died, within seconds that one fell silent, and
+// tells every other rank. The one component of liveness; every backend of ours has one for each of its groups.
 //
 // How
 //   On a Gloo group of its own (the control group) rank r keeps one receive posted from its successor (r + 1) % n and a
@@ -7,10 +8,14 @@
 //   rank. The same ring carries ABORT (a rank gave up, with its reason) and GOODBYE (orderly leave: the closing
 //   connection that follows is no alarm, and watching ends). Each rank passes on the first verdict only, so every rank
 //   has one reason.
+//   Heartbeats and queries go the same way (heartbeat_ring.h), and so do headers of collectives, from a rank to its
+//   predecessor (call_check.h).
+//   Nothing here uses the store: when its server dies, groups that exist go on.
 //
 // Wire format
-//   One fixed message of 256 bytes (core/verdict.h). Every field is checked against bounds before use. Its kinds and
-//   the sequence field leave room for heartbeats.
+//   A verdict is one fixed message of 256 bytes (core/verdict.h), and the longest; the others are core/heartbeat.h and
+//   core/call_header.h. Every field is checked against bounds before use. A malformed message ends the group with the
+//   sender named.
 //
 // Rules of the house
 //   The thread never waits with a timeout that can pass: a Gloo wait that times out closes every connection of its
@@ -19,18 +24,22 @@
 //   receive. Tags from kReservedTags upwards on the control group belong to it.
 //
 // Threads
-//   announce() and stop() from any thread; stop() is bounded to about a second and must not be called with the
-//   interpreter lock held. The handler runs on the monitor's thread, at most once, and never after stop() returned.
+//   announce() and stop() from any thread; stop() is bounded to about two seconds and must not be called with the
+//   interpreter lock held. Events come on threads of the monitor, `verdict` at most once and never after stop()
+//   returned; the others may still be running then if they were stuck, so they must own what they use.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "c10d/heartbeat_ring.h"
+#include "core/call_header.h"
 #include "core/verdict.h"
 
 namespace torchext {
@@ -44,20 +53,30 @@ class FailureMonitor {
   // Longer than any job, and far inside the range of every clock.
   static constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
-  using Handler = std::function<void(const Verdict&)>;
+  struct Events {
+    // The first verdict that came from outside.
+    std::function<void(const Verdict&)> verdict;
+    // The header of a collective that the successor asks about.
+    std::function<void(const core::CallMessage&)> call;
+    HeartbeatRing::Events heartbeat;
+  };
 
-  // control: a connected group of `size` ranks whose timeout is practically unlimited.
-  // handler: called once, with the first verdict that came from outside.
-  FailureMonitor(c10::intrusive_ptr<c10d::Backend> control, int rank, int size, Handler handler);
+  // control: a connected group of `size` ranks; null for a group of one.
+  FailureMonitor(c10::intrusive_ptr<c10d::Backend> control, int rank, int size);
   ~FailureMonitor();
   FailureMonitor(const FailureMonitor&) = delete;
   FailureMonitor& operator=(const FailureMonitor&) = delete;
 
-  // Starts watching; nothing to do for a group of one.
-  void start();
+  // Starts watching, before any other call; nothing to do for a group of one.
+  // heartbeat_timeout: after which a silent rank is suspected; 0: never.
+  void start(std::chrono::milliseconds heartbeat_timeout, Events events);
   // Sends a verdict of this rank round the ring. Only the first of all verdicts is sent; never throws, never blocks.
   void announce(Verdict verdict) noexcept;
-  // Ends the thread, sending GOODBYE first if asked for. Safe twice.
+  // Sends the header to the predecessor; never blocks.
+  void post(const core::CallMessage& message) noexcept;
+  // Which rank has not called collective `sequence`; nothing when the ring does not answer in time.
+  std::optional<core::LaggardQuery> ask(std::uint64_t sequence, std::chrono::milliseconds limit);
+  // Ends the threads, sending GOODBYE first if asked for. Safe twice.
   void stop(bool goodbye) noexcept;
   // After stop(): lets go of the control group, whose connections then close.
   void releaseGroup() noexcept;

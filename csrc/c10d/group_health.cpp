@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -15,6 +16,9 @@ namespace {
 
 // How long a failed operation waits to learn from the monitor who died.
 constexpr auto kVerdictLimit = std::chrono::milliseconds(1000);
+// How long it may take to find out who has not called a collective that timed out: well below what peers, whose
+// connections this rank's timeout has closed, wait for the verdict.
+constexpr auto kLaggardLimit = std::chrono::milliseconds(400);
 
 constexpr const char* kWayOut =
     "; this group cannot be used any more: destroy_process_group() and initialize again, or let torchrun "
@@ -133,6 +137,39 @@ void GroupHealth::receive(const Verdict& verdict) {
   endPending(kRemoteGrace);
 }
 
+void GroupHealth::suspect(int rank, std::chrono::duration<double> silence, const core::Progress& last) {
+  poison(rank, progress_.ofSilence(rank, silence, last, rank_));
+}
+
+void GroupHealth::timedOut(const OpInfo& op, const std::string& detail) {
+  std::optional<core::LaggardQuery> answer;
+  if (op.sequence > 0 && monitor_ && !failed()) {
+    answer = monitor_->ask(op.sequence, kLaggardLimit);
+  }
+  const auto own = c10::str("rank ", rank_, " timed out in ", nameOf(op));
+  if (answer && answer->laggard >= 0) {
+    poison(answer->laggard, c10::str(GroupProgress::ofLaggard(*answer, op.name), "; ", own), kRemoteGrace);
+  } else {
+    poison(rank_, c10::str(own, answer ? ", which every rank has called: " : ": ", detail), kRemoteGrace);
+  }
+}
+
+void GroupHealth::expire() {
+  std::optional<OpInfo> late;
+  {
+    const auto now = std::chrono::steady_clock::now();
+    std::lock_guard lock(mutex_);
+    for (auto* operation = pending_; operation != nullptr && !late; operation = operation->next_) {
+      if (operation->deadline_ <= now) {
+        late = operation->op_;
+      }
+    }
+  }
+  if (late) {
+    timedOut(*late, c10::str("Timed out waiting ", late->limit.count(), "ms for all ranks to call it"));
+  }
+}
+
 void GroupHealth::close(std::chrono::milliseconds grace) {
   if (inForkedChild()) {
     return;
@@ -140,7 +177,7 @@ void GroupHealth::close(std::chrono::milliseconds grace) {
   closed_.store(true);
   std::unique_lock lock(mutex_);
   for (auto* operation = pending_; operation != nullptr; operation = operation->next_) {
-    if (operation->background_) {
+    if (operation->op_.background) {
       operation->interrupt();
     }
   }
@@ -153,7 +190,7 @@ void GroupHealth::close(std::chrono::milliseconds grace) {
 
 bool GroupHealth::idle() const {
   const auto* operation = pending_;
-  while (operation != nullptr && operation->background_) {
+  while (operation != nullptr && operation->op_.background) {
     operation = operation->next_;
   }
   return operation == nullptr;
@@ -208,9 +245,10 @@ std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const O
     }
     const std::string text = shortened(inner.what());
     const bool timed_out = contains(text, "Timed out");
-    if (timed_out || !waitForVerdict(kVerdictLimit)) {
-      const char* what = timed_out ? " timed out in " : " lost its connections in ";
-      poison(rank_, c10::str("rank ", rank_, what, nameOf(op), ": ", text), kRemoteGrace);
+    if (timed_out) {
+      timedOut(op, text);
+    } else if (!waitForVerdict(kVerdictLimit)) {
+      poison(rank_, c10::str("rank ", rank_, " lost its connections in ", nameOf(op), ": ", text), kRemoteGrace);
     }
     const auto reason = firstReason().second;
     return makeError(c10::str(describe(op), ": ", reason, contains(reason, text) ? "" : "; seen here as: ",
@@ -225,11 +263,14 @@ void GroupHealth::add(PendingOperation* operation, const OpInfo& op) {
     checkUsable(op.name);
   }
   std::unique_lock lock(mutex_);
-  if (failed_ || closed_) {
+  if (failed_ || (closed_ && !op.nested)) {
     lock.unlock();
     checkUsable(op.name);
   }
-  operation->background_ = op.background;
+  operation->op_ = op;
+  if (op.limit.count() > 0) {
+    operation->deadline_ = std::chrono::steady_clock::now() + op.limit;
+  }
   operation->next_ = pending_;
   if (pending_) {
     pending_->link_ = &operation->next_;

@@ -34,6 +34,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "c10d/failure_monitor.h"
+#include "c10d/group_progress.h"
 
 namespace torchext {
 
@@ -46,6 +47,11 @@ struct OpInfo {
   // A wait that is always there (a service for requests of peers): shutdown ends it at once, it counts as no work, and
   // without a timeout it lasts for ever.
   bool background = false;
+  // Part of a call that is under way: goes on while the group is closing.
+  bool nested = false;
+  // When the operation takes longer the group fails, with the rank named that has not come; 0: no limit here. A clock
+  // of half a second; Gloo's own timeouts do not need it.
+  std::chrono::milliseconds limit{0};
 };
 
 // Something under way that a failure must end. Linked into GroupHealth's list while pending.
@@ -60,7 +66,8 @@ class PendingOperation {
   virtual std::function<void()> interrupt() = 0;
 
  private:
-  bool background_ = false;
+  OpInfo op_;
+  std::chrono::steady_clock::time_point deadline_ = std::chrono::steady_clock::time_point::max();
   PendingOperation* next_ = nullptr;
   PendingOperation** link_ = nullptr;  // where this one is pointed to from; null when not linked
 };
@@ -77,6 +84,9 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   // closer: closes the connections of the inner groups, so that what is pending inside them ends; must not throw.
   void setConnectionCloser(std::function<void()> closer);
   void setGroupName(const std::string& name);
+
+  // Where this rank is in the collectives of the group.
+  GroupProgress& progress() { return progress_; }
 
   // "prague [rank 2 of 4, group default]"
   std::string label() const;
@@ -96,6 +106,10 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   bool poison(int rank, const std::string& reason, std::chrono::milliseconds grace = std::chrono::milliseconds(0));
   // The same for a verdict that came by the monitor, which passes it on itself.
   void receive(const Verdict& verdict);
+  // The successor was silent for too long: names it, and says where it was.
+  void suspect(int rank, std::chrono::duration<double> silence, const core::Progress& last);
+  // To be called now and then: fails the group if an operation has passed its limit.
+  void expire();
   // From now on every call throws. Operations under way get `grace`, then the group is poisoned.
   void close(std::chrono::milliseconds grace);
 
@@ -126,12 +140,14 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   void runAbortCallbacks();
   bool idle() const;  // with mutex_ held: nothing pending but background waits
   bool waitForVerdict(std::chrono::milliseconds limit);
+  void timedOut(const OpInfo& op, const std::string& detail);
 
   const std::string backendName_;
   const int rank_;
   const int size_;
   const pid_t creator_;
   std::shared_ptr<FailureMonitor> monitor_;
+  GroupProgress progress_;
 
   std::atomic<bool> failed_{false};
   std::atomic<bool> closed_{false};

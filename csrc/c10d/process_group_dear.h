@@ -17,9 +17,8 @@ namespace torchext {
 class ProcessGroupDear : public AttachableBackend {
  public:
   // Ranges are checked by validate(), before any communication.
-  struct Options : c10d::Backend::Options {
-    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
-        : c10d::Backend::Options("dear", timeout) {}
+  struct Options : GroupOptions {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("dear", timeout) {}
 
     std::string form = "sharded";    // "sharded": the optimizer steps slices, parameters are gathered;
                                      // "replicated": gradients are gathered, every rank steps everything

@@ -23,9 +23,8 @@ namespace torchext {
 class ProcessGroupDSSync : public AttachableBackend {
  public:
   // Ranges are checked by validate(), before any communication.
-  struct Options : c10d::Backend::Options {
-    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
-        : c10d::Backend::Options("dssync", timeout) {}
+  struct Options : GroupOptions {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("dssync", timeout) {}
 
     std::int64_t group_size = 0;      // members a group aims for, 2..world size; 0: chosen by world size
     std::string schedule = "grid";    // grid | random | topology (core/shuffle_schedule.h)

@@ -19,9 +19,8 @@ namespace torchext {
 class ProcessGroupHop : public AttachableBackend {
  public:
   // How an attached model is averaged. What the modes mean and which go together: core/hop_mode.h.
-  struct Options : c10d::Backend::Options {
-    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
-        : c10d::Backend::Options("hop", timeout) {}
+  struct Options : GroupOptions {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("hop", timeout) {}
 
     // The graph: a name, or a user's own: neighbours[rank] are the ranks it sends to, or weights[from][to] is the
     // share of from's model in to's average, doubly stochastic. One of the two at most; then graph is not looked at.

@@ -26,9 +26,8 @@ namespace torchext {
 class ProcessGroupPrague : public AttachableBackend {
  public:
   // How an attached model is averaged. Ranges are checked by validate(), before any communication.
-  struct Options : c10d::Backend::Options {
-    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
-        : c10d::Backend::Options("prague", timeout) {}
+  struct Options : GroupOptions {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("prague", timeout) {}
 
     std::int64_t group_size = 0;           // members of a group, 2..world size; 0: chosen by world size
     std::string generator = "smart";       // random | division | inter-intra | smart | static | ready-set

@@ -24,6 +24,18 @@ void releaseInterpreterLock(const std::function<void()>& body) {
 
 }  // namespace
 
+void setGroupOptions(GroupOptions& options, std::chrono::milliseconds heartbeat_timeout, std::string call_check) {
+  options.heartbeat_timeout = heartbeat_timeout;
+  options.call_check = std::move(call_check);
+  options.validateGroup();
+}
+
+std::string endOf(const GroupOptions& options) {
+  const auto seconds = [](std::chrono::milliseconds time) { return std::chrono::duration<double>(time).count(); };
+  return c10::str(", heartbeat_timeout=", seconds(options.heartbeat_timeout), "s, call_check='", options.call_check,
+                  "', timeout=", seconds(options.timeout), "s)");
+}
+
 void bindC10d(py::module_& module) {
   setInterpreterLockReleaser(&releaseInterpreterLock);
 
@@ -47,6 +59,10 @@ void bindC10d(py::module_& module) {
         return py::make_tuple(rank, py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
                                         reason.data(), static_cast<Py_ssize_t>(reason.size()), "replace")));
       });
+
+  py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(module, "GroupOptions")
+      .def_readonly("heartbeat_timeout", &GroupOptions::heartbeat_timeout)
+      .def_readonly("call_check", &GroupOptions::call_check);
 
   // Nothing of its own to call; the systems derive from it.
   const py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>> attachable(

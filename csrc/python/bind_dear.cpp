@@ -36,20 +36,21 @@ double bucketMebibytes(const BucketSize& size) {
   return number;
 }
 
-std::string describe(const Options& o) {
-  return c10::str("DeAROptions(form='", o.form,
-                  "', bucket_mb=", o.bucket_mb == 0 ? std::string("'auto'") : c10::str(o.bucket_mb),
-                  ", allreduce_fallback=", o.allreduce_fallback ? "True" : "False", ", transport='", o.transport,
-                  "', timeout=", static_cast<double>(o.timeout.count()) / 1000.0, "s)");
+std::string represent(const Options& o) {
+  return c10::str(
+      "DeAROptions(form='", o.form, "', bucket_mb=", o.bucket_mb == 0 ? std::string("'auto'") : c10::str(o.bucket_mb),
+      ", allreduce_fallback=", o.allreduce_fallback ? "True" : "False", ", transport='", o.transport, "'", endOf(o));
 }
 
 c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
-                                        std::string transport, std::chrono::milliseconds timeout) {
+                                        std::string transport, std::chrono::milliseconds heartbeat_timeout,
+                                        std::string call_check, std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
   options->form = std::move(form);
   options->bucket_mb = bucketMebibytes(bucket_mb);
   options->allreduce_fallback = allreduce_fallback;
   options->transport = std::move(transport);
+  setGroupOptions(*options, heartbeat_timeout, std::move(call_check));
   options->validate();
   return options;
 }
@@ -93,16 +94,16 @@ py::dict toDict(const DearStats& stats) {
 }  // namespace
 
 void bindDear(py::module_& module) {
-  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "DeAROptions")
+  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, "DeAROptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("form") = "sharded", py::arg("bucket_mb") = "auto",
-           py::arg("allreduce_fallback") = true, py::arg("transport") = "auto",
-           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+           py::arg("allreduce_fallback") = true, py::arg("transport") = "auto", heartbeatArgument(),
+           callCheckArgument(), py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("form", &Options::form)
       .def_property_readonly("bucket_mb", &bucketSize)
       .def_readonly("allreduce_fallback", &Options::allreduce_fallback)
       .def_readonly("transport", &Options::transport)
       .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
-      .def("__repr__", &describe);
+      .def("__repr__", &represent);
 
   py::class_<ProcessGroupDear, AttachableBackend, c10::intrusive_ptr<ProcessGroupDear>>(module, "ProcessGroupDear")
       .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {

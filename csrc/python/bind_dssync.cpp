@@ -17,16 +17,16 @@ namespace {
 using Options = ProcessGroupDSSync::Options;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-std::string describe(const Options& o) {
+std::string represent(const Options& o) {
   return c10::str("DSSyncOptions(group_size=", o.group_size, ", schedule='", o.schedule, "', order='", o.order,
                   "', sync_period=", o.sync_period, ", seed=", o.seed, ", racks=[", c10::Join(", ", o.racks),
-                  "], host_bandwidth=", o.host_bandwidth, ", uplink_bandwidth=", o.uplink_bandwidth,
-                  ", timeout=", std::chrono::duration<double>(o.timeout).count(), "s)");
+                  "], host_bandwidth=", o.host_bandwidth, ", uplink_bandwidth=", o.uplink_bandwidth, endOf(o));
 }
 
 c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string schedule, std::string order,
                                         std::int64_t sync_period, std::int64_t seed, std::vector<std::int64_t> racks,
                                         double host_bandwidth, double uplink_bandwidth,
+                                        std::chrono::milliseconds heartbeat_timeout, std::string call_check,
                                         std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
   options->group_size = group_size;
@@ -37,6 +37,7 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string sch
   options->racks = std::move(racks);
   options->host_bandwidth = host_bandwidth;
   options->uplink_bandwidth = uplink_bandwidth;
+  setGroupOptions(*options, heartbeat_timeout, std::move(call_check));
   options->validate();
   return options;
 }
@@ -61,11 +62,12 @@ py::object topology(const ProcessGroupDSSync& group) {
 }  // namespace
 
 void bindDSSync(py::module_& module) {
-  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "DSSyncOptions")
+  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, "DSSyncOptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("group_size") = 0, py::arg("schedule") = "grid",
            py::arg("order") = "cta", py::arg("sync_period") = 1, py::arg("seed") = 0,
            py::arg("racks") = std::vector<std::int64_t>(), py::arg("host_bandwidth") = 0.0,
-           py::arg("uplink_bandwidth") = 0.0, py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+           py::arg("uplink_bandwidth") = 0.0, heartbeatArgument(), callCheckArgument(),
+           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("group_size", &Options::group_size)
       .def_readonly("schedule", &Options::schedule)
       .def_readonly("order", &Options::order)
@@ -75,7 +77,7 @@ void bindDSSync(py::module_& module) {
       .def_readonly("host_bandwidth", &Options::host_bandwidth)
       .def_readonly("uplink_bandwidth", &Options::uplink_bandwidth)
       .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
-      .def("__repr__", &describe);
+      .def("__repr__", &represent);
 
   py::class_<ProcessGroupDSSync, AttachableBackend, c10::intrusive_ptr<ProcessGroupDSSync>>(module,
                                                                                             "ProcessGroupDSSync")

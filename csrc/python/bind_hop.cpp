@@ -30,18 +30,18 @@ std::string graphOf(const Options& o) {
   return o.neighbours.empty() ? c10::str("'", o.graph, "'") : c10::str("neighbours of ", o.neighbours.size(), " ranks");
 }
 
-std::string describe(const Options& o) {
+std::string represent(const Options& o) {
   return c10::str("HopOptions(graph=", graphOf(o), ", order='", o.order,
                   "', notify_ack=", o.notify_ack ? "True" : "False", ", max_iteration_gap=", o.max_iteration_gap,
                   ", backup_workers=", o.backup_workers, ", staleness=", o.staleness, ", max_jump=", o.max_jump,
-                  ", jump_trigger=", o.jump_trigger, ", timeout=", std::chrono::duration<double>(o.timeout).count(),
-                  "s)");
+                  ", jump_trigger=", o.jump_trigger, endOf(o));
 }
 
 c10::intrusive_ptr<Options> makeOptions(std::string graph, std::optional<Neighbours> neighbours,
                                         std::optional<Weights> weights, std::string order, bool notify_ack,
                                         std::int64_t max_iteration_gap, std::int64_t backup_workers,
                                         std::int64_t staleness, std::int64_t max_jump, std::int64_t jump_trigger,
+                                        std::chrono::milliseconds heartbeat_timeout, std::string call_check,
                                         std::chrono::milliseconds timeout) {
   TORCH_CHECK_VALUE(!neighbours || !neighbours->empty(), "HopOptions.neighbours must have a list a rank, got []");
   TORCH_CHECK_VALUE(!weights || !weights->empty(), "HopOptions.weights must have a row a rank, got []");
@@ -56,6 +56,7 @@ c10::intrusive_ptr<Options> makeOptions(std::string graph, std::optional<Neighbo
   options->staleness = staleness;
   options->max_jump = max_jump;
   options->jump_trigger = jump_trigger;
+  setGroupOptions(*options, heartbeat_timeout, std::move(call_check));
   options->validate();
   return options;
 }
@@ -102,11 +103,11 @@ py::dict toDict(const HopSynchronizer& synchronizer) {
 }  // namespace
 
 void bindHop(py::module_& module) {
-  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "HopOptions")
+  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, "HopOptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("graph") = "ring-based", py::arg("neighbours") = std::nullopt,
            py::arg("weights") = std::nullopt, py::arg("order") = "parallel", py::arg("notify_ack") = false,
            py::arg("max_iteration_gap") = 0, py::arg("backup_workers") = 0, py::arg("staleness") = 0,
-           py::arg("max_jump") = 0, py::arg("jump_trigger") = 1,
+           py::arg("max_jump") = 0, py::arg("jump_trigger") = 1, heartbeatArgument(), callCheckArgument(),
            py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("graph", &Options::graph)
       .def_property_readonly("neighbours", [](const Options& o) { return unlessEmpty(o.neighbours); })
@@ -119,7 +120,7 @@ void bindHop(py::module_& module) {
       .def_readonly("max_jump", &Options::max_jump)
       .def_readonly("jump_trigger", &Options::jump_trigger)
       .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
-      .def("__repr__", &describe);
+      .def("__repr__", &represent);
 
   py::class_<ProcessGroupHop, AttachableBackend, c10::intrusive_ptr<ProcessGroupHop>>(module, "ProcessGroupHop")
       .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {

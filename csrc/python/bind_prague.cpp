@@ -17,16 +17,17 @@ namespace {
 using Options = ProcessGroupPrague::Options;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-std::string describe(const Options& o) {
+std::string represent(const Options& o) {
   return c10::str("PragueOptions(group_size=", o.group_size, ", generator='", o.generator, "', order='", o.order,
                   "', slowdown_threshold=", o.slowdown_threshold, ", sync_period=", o.sync_period,
-                  ", sync_every=", o.sync_every, ", seed=", o.seed,
-                  ", timeout=", std::chrono::duration<double>(o.timeout).count(), "s)");
+                  ", sync_every=", o.sync_every, ", seed=", o.seed, endOf(o));
 }
 
 c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string generator, std::string order,
                                         std::int64_t slowdown_threshold, std::int64_t sync_period,
-                                        std::int64_t sync_every, std::int64_t seed, std::chrono::milliseconds timeout) {
+                                        std::int64_t sync_every, std::int64_t seed,
+                                        std::chrono::milliseconds heartbeat_timeout, std::string call_check,
+                                        std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
   options->group_size = group_size;
   options->generator = std::move(generator);
@@ -35,6 +36,7 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
   options->sync_period = sync_period;
   options->sync_every = sync_every;
   options->seed = seed;
+  setGroupOptions(*options, heartbeat_timeout, std::move(call_check));
   options->validate();
   return options;
 }
@@ -42,10 +44,10 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
 }  // namespace
 
 void bindPrague(py::module_& module) {
-  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "PragueOptions")
+  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, "PragueOptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("group_size") = 0, py::arg("generator") = "smart",
            py::arg("order") = "cta", py::arg("slowdown_threshold") = -1, py::arg("sync_period") = 1,
-           py::arg("sync_every") = -1, py::arg("seed") = 0,
+           py::arg("sync_every") = -1, py::arg("seed") = 0, heartbeatArgument(), callCheckArgument(),
            py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("group_size", &Options::group_size)
       .def_readonly("generator", &Options::generator)
@@ -55,7 +57,7 @@ void bindPrague(py::module_& module) {
       .def_readonly("sync_every", &Options::sync_every)
       .def_readonly("seed", &Options::seed)
       .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
-      .def("__repr__", &describe);
+      .def("__repr__", &represent);
 
   py::class_<ProcessGroupPrague, AttachableBackend, c10::intrusive_ptr<ProcessGroupPrague>>(module,
                                                                                             "ProcessGroupPrague")

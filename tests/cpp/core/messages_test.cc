@@ -12,7 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "core/call_header.h"
 #include "core/generator_messages.h"
+#include "core/heartbeat.h"
 #include "core/hop_messages.h"
 #include "core/random.h"
 #include "core/subset_header.h"
@@ -93,6 +95,37 @@ Wire verdict() {
             EXPECT_LE(parsed.reason.size(), kMaxReason);
             EXPECT_TRUE(std::none_of(parsed.reason.begin(), parsed.reason.end(),
                                      [](char c) { return static_cast<unsigned char>(c) < 0x20; }));
+          }};
+}
+
+Wire heartbeat() {
+  Heartbeat beat;
+  beat.sender = kRank;
+  beat.progress = {.started = 42, .completed = 41, .idle_ms = 7, .kind = 1};
+  return {"Heartbeat", bytesOf(beat),
+          [](std::span<const std::byte> bytes) { EXPECT_EQ(parseHeartbeat(bytes, kRank).sender, kRank); }};
+}
+
+Wire laggardQuery() {
+  LaggardQuery query;
+  query.origin = kRank;
+  query.sequence = 42;
+  query.ask(2, {.started = 41});
+  return {"LaggardQuery", bytesOf(query), [](std::span<const std::byte> bytes) {
+            const LaggardQuery parsed = parseLaggardQuery(bytes, kWorld);
+            EXPECT_TRUE(isRank(parsed.origin) && (parsed.laggard == -1 || isRank(parsed.laggard)));
+          }};
+}
+
+Wire callMessage() {
+  CallMessage message;
+  message.sender = kRank;
+  message.number = 7;
+  message.header.numel = 1000;
+  return {"CallMessage", bytesOf(message), [](std::span<const std::byte> bytes) {
+            const CallMessage parsed = parseCallMessage(bytes, kRank);
+            EXPECT_EQ(parsed.sender, kRank);
+            EXPECT_GT(parsed.number, 0U);
           }};
 }
 
@@ -191,7 +224,9 @@ TEST_P(Messages, AFewWrongBytesKeepTheRules) {
 
 std::string nameOf(const testing::TestParamInfo<Wire (*)()>& wire) { return wire.param().name; }
 
-INSTANTIATE_TEST_SUITE_P(All, Messages, testing::Values(subsetHeader, generatorMessage, delivery, verdict, hopMessage),
+INSTANTIATE_TEST_SUITE_P(All, Messages,
+                         testing::Values(subsetHeader, generatorMessage, delivery, verdict, hopMessage, heartbeat,
+                                         laggardQuery, callMessage),
                          nameOf);
 
 TEST(Delivery, RulesOfItsMembers) {

@@ -1,0 +1,241 @@
+#include "c10d/call_check.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <span>
+#include <utility>
+
+#include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
+
+#include "c10d/parse_message.h"
+
+namespace torchext {
+namespace {
+
+constexpr int kAgreementTag = FailureMonitor::kReservedTags + 2;
+// Calls that may wait at a time, well below what the ledger remembers.
+constexpr std::uint64_t kMostWaiting = core::CallLedger::kPast / 2;
+
+at::Tensor messageBuffer() { return at::zeros({static_cast<std::int64_t>(sizeof(core::CallMessage))}, at::kByte); }
+
+}  // namespace
+
+CallCheck::CallCheck(std::shared_ptr<GroupHealth> health, std::shared_ptr<FailureMonitor> monitor,
+                     c10::intrusive_ptr<c10d::Backend> control, Mode mode)
+    : health_(std::move(health)),
+      monitor_(std::move(monitor)),
+      control_(std::move(control)),
+      rank_(control_->getRank()),
+      size_(control_->getSize()),
+      mode_(mode) {
+  abort_callback_ = health_->addAbortCallback([this] {
+    std::lock_guard lock(mutex_);
+    failed_ = true;
+    changed_.notify_all();
+  });
+}
+
+CallCheck::~CallCheck() { stop(); }
+
+std::optional<CallCheck::Ticket> CallCheck::record(const core::CallHeader& header) {
+  std::optional<core::CallMessage> different;
+  std::optional<Ticket> ticket;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return waiting_ < kMostWaiting || failed_; });
+    const bool predicted = ledger_.record(header) && mode_ == Mode::kNew;
+    const std::uint64_t number = ledger_.count();
+    if (early_ && early_->number == number) {
+      if (early_->header != header) {
+        different = early_;
+      }
+      early_.reset();
+    }
+    if (!predicted || waiting_ > 0) {
+      ++waiting_;
+      ticket = Ticket{number, header, !predicted};
+    }
+  }
+  if (different) {
+    differ(different->number, header, different->sender, different->header);
+    health_->checkUsable(opName(static_cast<c10d::OpType>(header.kind)));  // throws: nothing of this call has begun
+  }
+  return ticket;
+}
+
+void CallCheck::startLater(const Ticket& ticket, const OpInfo& op,
+                           std::function<void(const std::exception_ptr&)> start) {
+  std::lock_guard lock(mutex_);
+  if (failed_) {
+    return;
+  }
+  if (!thread_) {
+    thread_ = std::make_unique<TaskThread>("torchext_start");
+  }
+  thread_->post([this, ticket, op, start = std::move(start)] {
+    std::exception_ptr error;
+    try {
+      if (ticket.agree) {
+        agree(ticket, op);
+      }
+    } catch (const std::exception&) {
+      error = health_->explain(std::current_exception(), op);
+    }
+    start(error);
+    std::lock_guard started(mutex_);
+    --waiting_;
+    changed_.notify_all();
+  });
+}
+
+// Round i tells the rank 2^i ahead, and hears from the one 2^i behind, that the sender and those it has heard of agree.
+void CallCheck::agree(const Ticket& ticket, OpInfo op) {
+  op.nested = true;
+  const core::CallMessage message{.sender = rank_, .number = ticket.number, .header = ticket.header};
+  monitor_->post(message);
+  std::vector<at::Tensor> own{messageBuffer()};
+  std::memcpy(own[0].mutable_data_ptr(), &message, sizeof(message));
+  std::vector<c10::intrusive_ptr<c10d::Work>> sends;
+  for (int distance = 1; distance < size_; distance *= 2) {
+    const int source = (rank_ + size_ - distance) % size_;
+    std::vector<at::Tensor> theirs{messageBuffer()};
+    auto work = control_->recv(theirs, source, kAgreementTag);
+    sends.push_back(control_->send(own, (rank_ + distance) % size_, kAgreementTag));
+    op.peer = source;
+    health_->waitPointToPoint(work, FailureMonitor::kForever, op);
+    const auto its = parseMessage(
+        "agreement on a collective", &core::parseCallMessage,
+        std::span(static_cast<const std::byte*>(theirs[0].const_data_ptr()), sizeof(core::CallMessage)), source);
+    if (its.number != ticket.number || its.header != ticket.header) {
+      differ(ticket.number, ticket.header, source, its.header);
+      std::rethrow_exception(health_->failureOf(op));
+    }
+  }
+  for (const auto& work : sends) {
+    health_->waitPointToPoint(work, FailureMonitor::kForever, op);  // Gloo reads `own` until then
+  }
+}
+
+void CallCheck::received(const core::CallMessage& message) {
+  std::optional<core::CallHeader> own;
+  {
+    std::lock_guard lock(mutex_);
+    if (message.number > ledger_.count()) {
+      early_ = message;
+      return;
+    }
+    own = ledger_.find(message.number);
+  }
+  // What is forgotten is older than the calls that may wait, so it has started, and the sender has agreed to it.
+  if (own && *own != message.header) {
+    differ(message.number, *own, message.sender, message.header);
+  }
+}
+
+void CallCheck::differ(std::uint64_t number, const core::CallHeader& own, int peer, const core::CallHeader& its) {
+  const bool first = rank_ < peer;
+  auto mine = describe(own);
+  auto theirs = describe(its);
+  if (mine == theirs) {
+    mine += " of one shape";
+    theirs += " of another";
+  }
+  health_->poison(
+      -1, c10::str("ranks ", std::min(rank_, peer), " and ", std::max(rank_, peer), " make different calls #", number,
+                   ": ", first ? mine : theirs, " and ", first ? theirs : mine));
+}
+
+void CallCheck::drain() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return waiting_ == 0 || failed_; });
+}
+
+void CallCheck::stop() noexcept {
+  if (const auto id = std::exchange(abort_callback_, 0)) {
+    health_->removeAbortCallback(id);
+  }
+  std::unique_ptr<TaskThread> thread;
+  {
+    std::lock_guard lock(mutex_);
+    failed_ = true;
+    changed_.notify_all();
+    thread = std::move(thread_);
+  }
+  thread.reset();
+  control_.reset();
+}
+
+void CallCheck::abandon() noexcept {
+  static_cast<void>(thread_.release());
+  static_cast<void>(control_.release());
+  abort_callback_ = 0;
+}
+
+std::string describe(const core::CallHeader& header) {
+  using c10d::ReduceOp;
+  static constexpr std::array<const char*, ReduceOp::UNUSED> kReductions{"sum",  "avg", "product", "min",       "max",
+                                                                         "band", "bor", "bxor",    "premul_sum"};
+  std::vector<std::string> parts;
+  if (header.reduce_op < ReduceOp::UNUSED) {
+    parts.emplace_back(kReductions.at(header.reduce_op));
+  }
+  if (header.dtype >= 0 && header.dtype < static_cast<int>(c10::ScalarType::NumOptions)) {
+    parts.emplace_back(c10::getDtypeNames(static_cast<c10::ScalarType>(header.dtype)).first);
+  }
+  if (header.numel >= 0) {
+    parts.push_back(c10::str(header.numel, header.numel == 1 ? " element" : " elements"));
+  }
+  if (header.root >= 0) {
+    parts.push_back(c10::str("root ", header.root));
+  }
+  return c10::str(opName(static_cast<c10d::OpType>(header.kind)), "(", c10::Join(", ", parts), ")");
+}
+
+core::CallHeader headerOf(c10d::OpType type) {
+  core::CallHeader header;
+  header.kind = static_cast<std::uint8_t>(type);
+  header.reduce_op = c10d::ReduceOp::UNUSED;
+  return header;
+}
+
+core::CallHeader headerOfDtype(c10d::OpType type, const at::Tensor& tensor) {
+  auto header = headerOf(type);
+  header.dtype = static_cast<std::int16_t>(tensor.scalar_type());
+  return header;
+}
+
+core::CallHeader headerOf(c10d::OpType type, const std::vector<at::Tensor>& tensors, std::int64_t root) {
+  auto header = headerOf(type);
+  header.root = static_cast<std::int32_t>(root);
+  header.numel = 0;
+  for (const auto& tensor : tensors) {
+    header.numel += tensor.numel();
+    if (header.dtype >= 0 && header.dtype != static_cast<std::int16_t>(tensor.scalar_type())) {
+      header.shapes = core::mixHash(header.shapes, static_cast<std::uint64_t>(tensor.scalar_type()));
+    } else {
+      header.dtype = static_cast<std::int16_t>(tensor.scalar_type());
+    }
+  }
+  return header;
+}
+
+core::CallHeader headerOf(c10d::OpType type, const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op,
+                          std::int64_t root) {
+  auto header = headerOf(type, tensors, root);
+  header.reduce_op = static_cast<std::uint8_t>(op.op_);
+  for (const auto& tensor : tensors) {
+    for (const std::int64_t extent : tensor.sizes()) {
+      if (extent != 1) {
+        header.shapes = core::mixHash(header.shapes, static_cast<std::uint64_t>(extent));
+      }
+    }
+    if (tensors.size() > 1) {
+      header.shapes = core::mixHash(header.shapes, ~0ULL);  // between two tensors
+    }
+  }
+  return header;
+}
+
+}  // namespace torchext

@@ -1,0 +1,268 @@
+"""Ranks that call different collectives: an error on every rank that names both calls, and never a wrong number."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import OPTIONS
+from harness import Rank, elapsed_error, launch, run_ranks
+
+import torchext
+from torchext.backends import BACKENDS
+
+LIMIT = 5.0  # usually a few milliseconds
+
+Reduce = dist.ReduceOp
+
+# name -> (what rank ODD calls, what the others call, both as the error says them)
+ODD = 1
+DIFFERENT: dict[str, tuple[Any, Any, str, str]] = {
+    "numel": (
+        lambda: dist.all_reduce(torch.ones(12)),
+        lambda: dist.all_reduce(torch.ones(10)),
+        "all_reduce(sum, float32, 12 elements)",
+        "all_reduce(sum, float32, 10 elements)",
+    ),
+    "dtype": (  # of equal size: Gloo adds the bits of one as the other
+        lambda: dist.all_reduce(torch.ones(10, dtype=torch.int32)),
+        lambda: dist.all_reduce(torch.ones(10)),
+        "all_reduce(sum, int32, 10 elements)",
+        "all_reduce(sum, float32, 10 elements)",
+    ),
+    "reduction": (
+        lambda: dist.all_reduce(torch.ones(10), op=Reduce.MAX),
+        lambda: dist.all_reduce(torch.ones(10)),
+        "all_reduce(max, float32, 10 elements)",
+        "all_reduce(sum, float32, 10 elements)",
+    ),
+    "shape": (
+        lambda: dist.all_reduce(torch.ones(5, 2)),
+        lambda: dist.all_reduce(torch.ones(2, 5)),
+        "all_reduce(sum, float32, 10 elements)",
+        "all_reduce(sum, float32, 10 elements)",
+    ),
+    "kind": (
+        lambda: dist.barrier(),
+        lambda: dist.all_reduce(torch.ones(10)),
+        "barrier()",
+        "all_reduce(sum, float32, 10 elements)",
+    ),
+    "root": (
+        lambda: dist.broadcast(torch.ones(3), src=1),
+        lambda: dist.broadcast(torch.ones(3), src=0),
+        "broadcast(float32, 3 elements, root 1)",
+        "broadcast(float32, 3 elements, root 0)",
+    ),
+    "gather": (
+        lambda: dist.all_gather_into_tensor(torch.zeros(4 * dist.get_world_size()), torch.ones(4)),
+        lambda: dist.all_gather_into_tensor(torch.zeros(5 * dist.get_world_size()), torch.ones(5)),
+        "all_gather_single(float32, 4 elements)",
+        "all_gather_single(float32, 5 elements)",
+    ),
+}
+
+
+def body_different(rank: Rank, backend: str, name: str, before: int, check: str) -> Any:
+    rank.init(backend, timeout=60, pg_options=OPTIONS[backend](call_check=check, timeout=timedelta(seconds=60)))
+    odd, others, _, _ = DIFFERENT[name]
+    for _ in range(before):  # so that the others' call is one that was predicted
+        others()
+
+    def call() -> None:
+        (odd if rank.rank == ODD else others)()
+        # Of a broadcast whose root agrees with it a rank may have the right result, before it hears of the difference.
+        assert rank.rank != ODD and name == "root"
+        dist.barrier()
+
+    error = elapsed_error(call)
+    untouched = torch.full((4,), 7.0)
+    later = elapsed_error(lambda: dist.all_reduce(untouched))
+    return error, later, untouched.tolist(), torchext.backend_of().failure
+
+
+def check_different(outcomes: list[Any], name: str) -> None:
+    _, _, odd, others = DIFFERENT[name]
+    reasons = set()
+    for outcome in outcomes:
+        assert outcome.ok, outcome.trace
+        error, later, untouched, failure = outcome.value
+        assert error[0] == later[0] == "DistBackendError", (error, later)
+        named = re.search(r"ranks (\d) and (\d) make different calls #(\d+): ", error[1])
+        assert named and str(ODD) in named.groups()[:2], error[1]
+        assert odd in error[1] and others in error[1], error[1]
+        assert error[2] < LIMIT and later[2] < LIMIT
+        assert untouched == [7.0] * 4
+        reasons.add(failure[1])
+    assert len(reasons) <= 2, reasons  # both neighbours of the odd rank may be first
+
+
+@pytest.mark.parametrize("before", [0, 4])
+@pytest.mark.parametrize("name", sorted(DIFFERENT))
+def test_a_difference_is_an_error_on_every_rank(name: str, before: int) -> None:
+    with launch(body_different, 4, "prague", name, before, "new") as ranks:
+        check_different(ranks.outcomes(deadline=20), name)
+
+
+@pytest.mark.parametrize(("backend", "size"), [("dear", 2), ("dssync", 2), ("hop", 2), ("prague", 8)])
+@pytest.mark.parametrize("before", [0, 4])
+def test_on_every_backend_and_at_other_sizes(backend: str, size: int, before: int) -> None:
+    with launch(body_different, size, backend, "numel", before, "new") as ranks:
+        check_different(ranks.outcomes(deadline=20), "numel")
+
+
+def body_every(rank: Rank) -> Any:
+    rank.init(timeout=60, pg_options=torchext.PragueOptions(call_check="every"))
+    for step in range(5):
+        tensor = torch.full((100,), float(rank.rank))
+        dist.all_reduce(tensor)
+        assert tensor[0].item() == sum(range(rank.size)), step
+    tensor = torch.full((100,), 7.0)
+    error = elapsed_error(
+        lambda: dist.all_reduce(tensor, op=Reduce.MAX if rank.rank == 2 else Reduce.SUM)  # the others' was predicted
+    )
+    return error, tensor.tolist()
+
+
+def test_asking_before_every_call_leaves_every_buffer() -> None:
+    for error, tensor in run_ranks(body_every, 4):
+        assert "make different calls #6" in error[1], error
+        assert tensor == [7.0] * 100
+
+
+def body_skipped(rank: Rank) -> Any:
+    """A loop in which one rank leaves out a call that it has made many times."""
+    rank.init(timeout=60)
+
+    def train() -> None:
+        for step in itertools.count():
+            for numel in (10, 20, 30):
+                if step == 6 and numel == 20 and rank.rank == 2:
+                    continue
+                tensor = torch.ones(numel)
+                dist.all_reduce(tensor)
+                assert tensor.tolist() == [float(rank.size)] * numel
+
+    return elapsed_error(train)
+
+
+def test_a_call_that_one_rank_leaves_out() -> None:
+    for kind, text, _ in run_ranks(body_skipped, 4):
+        assert kind == "DistBackendError"
+        assert "make different calls #20" in text and "30 elements" in text and "20 elements" in text, text
+
+
+# ---- What must go on working ----
+
+
+def body_order(rank: Rank) -> Any:
+    """Calls of new shapes, launched before their elders have started, beside messages that the peers wait for."""
+    rank.init(timeout=30)
+    n, me = rank.size, rank.rank
+    if me == 0:
+        first = dist.all_reduce(torch.ones(3), async_op=True)
+        dist.send(torch.ones(1), dst=1)
+        first.wait()
+    else:
+        if me == 1:
+            dist.recv(torch.ones(1), src=0)
+        dist.all_reduce(torch.ones(3))
+    works = []
+    for i in range(60):
+        tensor = torch.full((1 + i % 7,), float(me + i), dtype=(torch.float32, torch.float64)[i % 2])
+        works.append((i, tensor, dist.all_reduce(tensor, async_op=True)))
+    for i, tensor, work in reversed(works):
+        value = work.get_future().wait()[0] if i % 3 == 0 else None
+        work.wait()
+        assert work.is_completed() and work.is_success()
+        assert tensor.tolist() == [float(sum(range(n)) + n * i)] * tensor.numel()
+        assert value is None or value is tensor or torch.equal(value, tensor)
+    dist.monitored_barrier()
+    uneven = torch.zeros(sum(range(1, n + 1)))
+    dist.all_to_all_single(uneven, torch.full((n * (me + 1),), float(me)), list(range(1, n + 1)), [me + 1] * n)
+    assert uneven.tolist() == [float(r) for r in range(n) for _ in range(r + 1)]
+    mask = torch.ones(1) if me == 0 else torch.ones(1, 1)  # equal but for a dimension of one
+    dist.all_reduce(mask)
+    halves = dist.new_group([0, 1])
+    if me < 2:
+        dist.all_reduce(torch.ones(5), group=halves)
+    dist.barrier()
+    sequence = torchext.backend_of()._get_sequence_number_for_group()
+    dist.destroy_process_group()
+    return sequence
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_calls_start_in_their_order(size: int) -> None:
+    assert len(set(run_ranks(body_order, size))) == 1
+
+
+def body_invalid(rank: Rank) -> Any:
+    rank.init()
+    errors = []
+    for call in (
+        lambda: dist.all_reduce(torch.ones(2), op=Reduce.BAND),
+        lambda: dist.all_reduce(torch.ones(2), op=Reduce.BAND, async_op=True).wait(),
+    ):
+        errors.append(elapsed_error(call))
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    return errors, tensor.tolist()
+
+
+def test_an_invalid_call_fails_by_itself() -> None:
+    for errors, tensor in run_ranks(body_invalid, 3):
+        assert all(kind in ("RuntimeError", "ValueError") for kind, _, _ in errors), errors
+        assert tensor == [3.0, 3.0]
+
+
+def body_unstarted(rank: Rank, end: str) -> Any:
+    rank.init(timeout=60)
+    dist.barrier()
+    rank.report("ready")
+    if rank.rank == 0:
+        rank.pause()
+        return None
+    tensor = torch.full((5,), 7.0)
+    work = dist.all_reduce(tensor, async_op=True)
+    future = work.get_future()
+    start = time.monotonic()
+    if end == "destroy":
+        dist.destroy_process_group()
+    else:
+        backend = torchext.backend_of()
+        threading.Thread(target=lambda: (backend.abort(), backend.abort())).start()
+    errors = elapsed_error(work.wait), elapsed_error(future.wait)
+    return errors, time.monotonic() - start, tensor.tolist(), work.is_completed()
+
+
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_a_call_that_has_not_started_ends_with_its_group(end: str) -> None:
+    with launch(body_unstarted, 3, end) as ranks:
+        ranks.expect("ready")
+        for outcome in ranks.outcomes([1, 2], deadline=20):
+            assert outcome.ok, outcome.trace
+            errors, took, tensor, completed = outcome.value
+            assert "all_reduce #2" in errors[0][1] and errors[1][1], errors
+            assert took < (5 if end == "destroy" else 3)  # 2 s and 0.1 s, and a loaded machine's share
+            assert tensor == [7.0] * 5 and completed
+
+
+def body_off(rank: Rank, backend: str) -> Any:
+    rank.init(backend, pg_options=OPTIONS[backend](call_check="off"))
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.tolist()
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_it_can_be_turned_off(backend: str) -> None:
+    assert run_ranks(body_off, 2, backend) == [[2.0] * 3] * 2

@@ -1,0 +1,59 @@
+"""What a group takes of the operating system, checked before it is made.
+
+Gloo without descriptors ends the process (SIGABRT), and without ports it reports something else. So a rank that lacks
+them says so first, before it meets the others, which then learn who is missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+__all__ = ["check_resources"]
+
+# Of one inner group: its listening socket, the event loop's, pipes, and one connection a peer with room for another.
+_OWN_DESCRIPTORS = 8
+_DESCRIPTORS_A_PEER = 2
+
+
+def check_resources(size: int, inner_groups: int) -> None:
+    """Raises if this process cannot open what a group needs.
+
+    Args:
+        size: Ranks of the group.
+        inner_groups: How many Gloo groups it stands on.
+
+    Raises:
+        OSError: ``EMFILE`` when descriptors do not suffice; the error of ``bind`` when no port is free.
+    """
+    _check_descriptors(inner_groups * (_OWN_DESCRIPTORS + _DESCRIPTORS_A_PEER * (size - 1)))
+    _check_ports()
+
+
+def _check_descriptors(wanted: int) -> None:
+    try:
+        import resource
+
+        open_now = len(os.listdir("/proc/self/fd"))
+    except (ImportError, OSError):
+        return  # not Linux: nothing to count
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and open_now + wanted > limit:
+        raise OSError(
+            errno.EMFILE,
+            f"{os.strerror(errno.EMFILE)}: the group may need {wanted} descriptors, and {open_now} of {limit} are open;"
+            " raise the limit (ulimit -n), or close what is not needed",
+        )
+
+
+def _check_ports() -> None:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", 0))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{os.strerror(error.errno or 0)}: no TCP port is free to listen on; widen"
+                " net.ipv4.ip_local_port_range, or see which connections hold them (ss -tan)",
+            ) from error
