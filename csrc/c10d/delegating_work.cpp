@@ -7,6 +7,25 @@
 #include <c10/util/StringUtil.h>
 
 namespace torchext {
+namespace {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// Null for an inner work without one (Gloo's reduce_scatter), which completes inside its own wait.
+FuturePtr futureOf(c10d::Work& work) {
+  try {
+    return work.getFuture();
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
+// What the future of the outer work is completed with.
+c10::IValue valueOf(const FuturePtr& future) {
+  return future ? future->value() : c10::IValue(std::vector<at::Tensor>{});
+}
+
+}  // namespace
 
 c10::intrusive_ptr<DelegatingWork> DelegatingWork::wrap(std::shared_ptr<GroupHealth> health,
                                                         c10::intrusive_ptr<c10d::Work> inner, const OpInfo& op,
@@ -19,11 +38,9 @@ c10::intrusive_ptr<DelegatingWork> DelegatingWork::wrap(std::shared_ptr<GroupHea
     work->mode_ = Mode::kPointToPoint;
     return work;
   }
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  try {
-    future = work->inner_->getFuture();
-  } catch (const c10::Error&) {
-    return work;  // an inner work without a future completes inside its own wait
+  const auto future = futureOf(*work->inner());
+  if (!future) {
+    return work;
   }
   work->mode_ = Mode::kFuture;
   work->enlistAndFollow(future);
@@ -46,15 +63,25 @@ void DelegatingWork::begin(const std::function<c10::intrusive_ptr<c10d::Work>()>
   c10::intrusive_ptr<c10::ivalue::Future> future;
   try {
     auto inner = start();
-    future = inner->getFuture();
-    std::lock_guard lock(stateMutex_);
-    inner_ = std::move(inner);
+    {
+      std::lock_guard lock(stateMutex_);
+      inner_ = inner;
+    }
+    future = futureOf(*inner);
+    if (!future) {
+      inner->wait(kNoTimeout);
+    }
   } catch (const std::exception&) {
     health_->remove(this);  // before explain(), see follow()
     complete(health_->explain(std::current_exception(), op_));
     return;
   }
-  follow(future);
+  if (future) {
+    follow(future);
+  } else {
+    health_->remove(this);
+    complete(nullptr);
+  }
 }
 
 void DelegatingWork::fail(const std::exception_ptr& error) {
@@ -140,7 +167,7 @@ void DelegatingWork::complete(const std::exception_ptr& error) {
   if (error) {
     future->setError(error);
   } else {
-    future->markCompleted(innerFuture_->value());
+    future->markCompleted(valueOf(innerFuture_));
   }
 }
 
@@ -232,7 +259,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DelegatingWork::getFuture() {
   if (error) {
     future_->setError(error);
   } else {
-    future_->markCompleted(innerFuture_->value());
+    future_->markCompleted(valueOf(innerFuture_));
   }
   return future_;
 }

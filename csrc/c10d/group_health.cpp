@@ -148,7 +148,8 @@ void GroupHealth::timedOut(const OpInfo& op, const std::string& detail) {
   }
   const auto own = c10::str("rank ", rank_, " timed out in ", nameOf(op));
   if (answer && answer->laggard >= 0) {
-    poison(answer->laggard, c10::str(GroupProgress::ofLaggard(*answer, op.name), "; ", own), kRemoteGrace);
+    poison(answer->laggard, c10::str(GroupProgress::ofLaggard(*answer, op.name), "; ", own, ": ", detail),
+           kRemoteGrace);
   } else {
     poison(rank_, c10::str(own, answer ? ", which every rank has called: " : ": ", detail), kRemoteGrace);
   }
