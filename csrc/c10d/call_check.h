@@ -5,8 +5,8 @@
 //
 // How
 //   Every rank notes the header of every collective (core/call_header.h) in its ledger, which predicts the next one
-//   (core/call_ledger.h says why that suffices). A call that was predicted starts at once: the check costs no message
-//   and some 100 ns. One that was not, or comes while such a one waits, starts on this object's thread, in order:
+//   (core/call_ledger.h says why that suffices). A call that was predicted starts at once: the check sends no
+//   message. One that was not, or comes while such a one waits, starts on this object's thread, in order:
 //     1. The header goes to the predecessor, on the monitor's ring. If that rank's own call of this number differs, or
 //        will, it says so: the group fails with both calls named. This is what reaches a rank that has started.
 //     2. By log2(size) rounds with peers at growing distances (a dissemination barrier over the control group) every

@@ -100,10 +100,10 @@ TEST(CallLedger, OneMoreCallCostsFewSurprises) {
   }
   EXPECT_EQ(surprises(ledger, {50}), 1);
   int after = 0;
-  for (int round = 0; round < 4; ++round) {
+  for (int round = 0; round < 50; ++round) {
     after += surprises(ledger, loop);
   }
-  EXPECT_LE(after, 4);
+  EXPECT_LE(after, 6);  // one of them where what it follows comes to the place of the 50
   for (int round = 0; round < 100; ++round) {
     EXPECT_EQ(surprises(ledger, loop), 0);
   }
