@@ -1,7 +1,6 @@
-// DelegatingBackend from construction to its end: options, split, shutdown, abort, destructor.
+// DelegatingBackend from construction to its end: options, shutdown, abort, destructor.
 #include "c10d/delegating_backend.h"
 
-#include <algorithm>
 #include <condition_variable>
 #include <thread>
 #include <utility>
@@ -10,7 +9,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/interpreter_lock.h"
 
@@ -106,6 +104,7 @@ void DelegatingBackend::shutdown() {
     monitor_->releaseGroup();
     inner_.control.reset();
   });
+  innerFactory_ = nullptr;  // the last moment at which it surely finds the interpreter that it may belong to
 }
 
 void DelegatingBackend::abort() { abortWithReason(c10::str("rank ", rank_, " called abort()")); }
@@ -226,39 +225,6 @@ void DelegatingBackend::setGroupUid(const std::string& uid) {
   if (inner_.cuda) {
     inner_.cuda->setGroupUid(uid);
   }
-}
-
-c10::intrusive_ptr<c10d::Backend> DelegatingBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
-                                                           const std::vector<int>& ranks,
-                                                           const c10::intrusive_ptr<Options>& opts) {
-  health_->checkUsable("split");
-  const auto split_inner = [&](const c10::intrusive_ptr<c10d::Backend>& backend, const char* prefix) {
-    auto inner_options = cloneOptions(backend->getBackendOptions());
-    inner_options->timeout = opts->timeout;
-    inner_options->group_name = opts->group_name;
-    inner_options->global_ranks_in_group = opts->global_ranks_in_group;
-    return backend->split(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, inner_options);
-  };
-  InnerBackends children;
-  children.cpu = split_inner(inner_.cpu, "cpu");
-  if (inner_.cuda) {
-    children.cuda = split_inner(inner_.cuda, "cuda");
-  }
-  const auto position = std::find(ranks.begin(), ranks.end(), rank_);
-  if (position == ranks.end()) {
-    return nullptr;
-  }
-  // Not of inner_.cpu: Gloo of torch 2.11 mostly hangs when one of its groups is split a second time.
-  if (ranks.size() > 1) {
-    children.control = split_inner(inner_.control ? inner_.control : inner_.cpu, "control");
-  }
-  return createChild(static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), std::move(children),
-                     opts);
-}
-
-c10::intrusive_ptr<c10d::Backend> DelegatingBackend::createChild(int rank, int size, InnerBackends inner,
-                                                                 c10::intrusive_ptr<Options> options) {
-  return c10::make_intrusive<DelegatingBackend>(rank, size, name_, std::move(inner), std::move(options));
 }
 
 void DelegatingBackend::eagerConnectSingleDevice(at::Device device) {

@@ -24,6 +24,17 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * scale)
 
 
+def torch_scales_by_frequency() -> bool:
+    """torch 2.11 counts wrongly where an id repeats after another one: there is nothing to compare with then."""
+    bag = nn.EmbeddingBag(2, 1, mode="sum", scale_grad_by_freq=True)
+    bag(torch.tensor([[1, 0, 0]])).backward(torch.ones(1, 1))
+    assert bag.weight.grad is not None
+    return bag.weight.grad.tolist() == [[1.0], [1.0]]
+
+
+SCALES = torch_scales_by_frequency()
+
+
 class Draw:
     """One random way to call an embedding bag that torch accepts."""
 
@@ -40,7 +51,7 @@ class Draw:
             self.options["padding_idx"] = pick.randrange(-self.rows, self.rows)
         if pick.random() < 0.2:
             self.options |= {"max_norm": pick.choice([0.5, 2.0]), "norm_type": pick.choice([1.0, 2.0, 3.0])}
-        if self.mode != "max" and pick.random() < 0.3:
+        if self.mode != "max" and pick.random() < 0.3 and SCALES:
             self.options["scale_grad_by_freq"] = True
         bags = pick.choice([0, 1, 5, 33])
         ids_type, offsets_type = (pick.choice([torch.int32, torch.int64]) for _ in range(2))
