@@ -1,5 +1,5 @@
 // The inner loops of the embedding bag's passes: n elements of a pool beside n numbers to compute with. Plain loops for
-// the compiler to vectorise; any n, no alignment. A Width is std::size_t or a std::integral_constant.
+// the compiler to vectorise; any n, no alignment. A Width is std::size_t, an integral_constant or Sixteens.
 #pragma once
 
 #include <cstddef>
@@ -13,16 +13,19 @@ namespace torchext::cpu {
 template <class T>
 using MathOf = typename Element<T>::Math;
 
-// Calls body(width) with the number of columns of a chunk: a constant to the compiler where it is a common one, because
-// chunks are short, and a loop of any length spends as much on its ends as on its middle.
+// A number of columns that is known to be a multiple of 16: loops over floats then have no ends to look after, which
+// cost short rows as much as the middle.
+struct Sixteens {
+  std::size_t count;
+  TORCHEXT_ALWAYS_INLINE operator std::size_t() const { return 16 * count; }  // NOLINT(*-explicit-*): it is a width
+};
+
+// Calls body(width) with the columns of a chunk: a constant for common widths, a Sixteens for other multiples. Not a
+// constant 16, because GCC unrolls so short a loop before it looks for vectors, and then finds none.
 template <class T, class Body>
 void withWidth(std::size_t chunk_dim, Body&& body) {
   if constexpr (std::is_same_v<T, float>) {
     switch (chunk_dim) {
-      case 8:
-        return body(std::integral_constant<std::size_t, 8>{});
-      case 16:
-        return body(std::integral_constant<std::size_t, 16>{});
       case 32:
         return body(std::integral_constant<std::size_t, 32>{});
       case 64:
@@ -31,6 +34,9 @@ void withWidth(std::size_t chunk_dim, Body&& body) {
         return body(std::integral_constant<std::size_t, 128>{});
       default:
         break;
+    }
+    if (chunk_dim % 16 == 0) {
+      return body(Sixteens{chunk_dim / 16});
     }
   }
   body(chunk_dim);

@@ -65,7 +65,8 @@ class RowChunks {
 
  private:
   // Which chunks of a row are resident no processor can predict, so there is no branch on it: every chunk is written
-  // down where the next resident one belongs, and asked for; in place of an absent one slot 0.
+  // down where the next resident one belongs, and asked for; in place of an absent one slot 0. (In arithmetic, because
+  // compilers make branches of conditional expressions.)
   TORCHEXT_ALWAYS_INLINE void find(std::size_t p) {
     ResidentChunk* const found = found_.data() + p % kAhead * chunks_;
     index_.findRow(row_of_(p), slots_.data());
@@ -73,8 +74,9 @@ class RowChunks {
     for (std::size_t c = 0; c < chunks_; ++c) {
       const std::int32_t slot = slots_[c];
       found[count] = {static_cast<std::int32_t>(c), slot};
-      count += slot >= 0 ? 1 : 0;
-      prefetch_(static_cast<std::size_t>(std::max(slot, 0)));
+      const std::int32_t absent = slot >> 31;  // all ones or none
+      count += 1 + absent;
+      prefetch_(static_cast<std::size_t>(slot & ~absent));
     }
     counts_[p % kAhead] = count;
   }

@@ -52,7 +52,7 @@ struct AdagradSink {
   }
   template <class Width>
   TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, Width width, const M* __restrict gradient, M squares) const {
-    sums[slot] += squares / static_cast<M>(std::size_t{width});
+    sums[slot] += squares / static_cast<M>(static_cast<std::size_t>(width));
     const M rate = lr / (std::sqrt(sums[slot]) + eps);
     T* __restrict to = pool + slot * width;
     for (std::size_t i = 0; i < width; ++i) {
