@@ -144,7 +144,9 @@ def test_an_unbatched_image_is_a_batch_of_one(size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [LAYERS[n] for n in ("linear", "conv2d, stride 2", "conv2d, correlated")], ids=["linear", "conv", "correlated"]
+    "make",
+    [LAYERS[n] for n in ("linear", "conv2d, stride 2", "conv2d, correlated")],
+    ids=["linear", "conv", "correlated"],
 )
 def test_float32_is_float64_to_rounding(make: Callable[[], Made]) -> None:
     torch.manual_seed(0)
