@@ -67,7 +67,4 @@ class KfacDirections {
   Scratch work_;
 };
 
-// Whether all elements of a dense gradient are finite; any layout and type.
-bool isFinite(const at::Tensor& tensor);
-
 }  // namespace torchext

@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "core/check.h"
+#include "optim/reductions.h"
 #include "optim/timed.h"
 
 namespace torchext {

@@ -159,6 +159,15 @@ def test_float32_is_float64_to_rounding(make: Callable[[], Made]) -> None:
     same(written(module), expected, 1e-4)
 
 
+def test_correlations_need_no_memory_for_patches() -> None:
+    module, batch = nn.Conv2d(8, 4, 3, padding=1).double(), rand(4, 8, 32, 32)()
+    kfac = KFACPreconditioner(module, inverse_update_steps=1)
+    loss_of(module(batch)).backward()
+    kfac.step()
+    patches = 8 * (8 * 9 + 1) * batch.numel() // 8
+    assert kfac.stats()["memory_bytes"] < patches / 4
+
+
 def test_the_scale_of_kfac_pytorch() -> None:
     """A smaller by T^3, G by N^2 T^2 for convolutions; G by N^2 for Linear: the same direction for another damping."""
     for module, batch, positions in (
