@@ -1,19 +1,22 @@
 """What does an iteration with K-FAC cost over SGD's? Every strategy, 2 processes over Gloo, real models and compute.
 
 Models: the digits MLP 64-256-256-10, a digits CNN (conv16-conv32-fc64-fc10), an MLP with 1024-wide layers, ResNet-20 on
-32 x 32 images; batch 64 a process (16 for ResNet-20). Factors in every step, inverses every 10 by default.
-`d-kfac` is the plain algorithm: every factor all-reduced in every step, every rank inverts everything. gpauloski's
-kfac-pytorch takes part if its package `kfac` can be imported (--contenders ...,kfac-pytorch).
+32 x 32 images; batch 64 a process (16 for ResNet-20). Factors in every step and inverses every 10, and factors every 10
+and inverses every 100. `d-kfac` is the plain algorithm: every factor all-reduced in every step, every rank inverts
+everything. gpauloski's kfac-pytorch takes part if its package `kfac` can be imported
+(--contenders ...,kfac-pytorch,kfac-pytorch/inverse).
 
 Checked before it is timed: after some steps each exact strategy holds the parameters of one process that trains on the
 whole batch; kfac-pytorch, whose scale is another, only that ranks agree. Bytes and memory of a rank are noted.
 
     python benchmarks/kfac_iteration.py
-    python benchmarks/kfac_iteration.py --models mlp,cnn --inverses 1
+    python benchmarks/kfac_iteration.py --models mlp --intervals 1/1
+    python benchmarks/kfac_iteration.py --models wide --update    # one case anew, into the results that are there
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from typing import Any
@@ -30,8 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 CONTENDERS = "sgd,spd,pad,comm-opt,mem-opt,dp,auto,spd/eigen,d-kfac"
 # The ratio over SGD that the fastest strategy should reach, as speed.
-TARGETS = {"mlp": 1 / 1.5, "cnn": 1 / 1.7}
+TARGETS = {("mlp", "1/10"): 1 / 1.5, ("cnn", "1/10"): 1 / 1.7, ("mlp", "10/100"): 1 / 1.15, ("cnn", "10/100"): 1 / 1.15}
 CHECK_STEPS = 12
+ROWS = {name: 16 if name == "resnet20" else 64 for name in MODELS}
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -62,7 +66,7 @@ class Training:
         for _ in range(self.check_steps):
             self.step()
         own = flat(self.ddp.module)
-        if self.contender in ("dp", "kfac-pytorch") or self.name == "resnet20":
+        if self.contender.startswith(("dp", "kfac-pytorch")) or self.name == "resnet20":
             # Other factors; other scale; batch statistics of its own share of the batch.
             all_ = [torch.empty_like(own) for _ in range(self.size)]
             dist.all_gather(all_, own)
@@ -135,49 +139,58 @@ def ranks(rank: Rank) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Runs the launch and writes the results."""
-    parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=7)
-    parser.add_argument("--models", default="mlp,cnn", help=f"of {', '.join(MODELS)}; default: mlp,cnn")
-    parser.add_argument("--factors", type=int, default=1, help="steps from one update of the factors to the next")
-    parser.add_argument("--inverses", type=int, default=10, help="steps from one update of the inverses to the next")
-    parser.add_argument("--window", type=float, default=0.6, help="seconds of each repeat")
-    parser.add_argument("--name", default="kfac_iteration", help="of the results")
-    args = parser.parse_args()
-    repeats, window = (1, 0.2) if args.quick else (args.repeats, args.window)
+def measure(report: Report, args: argparse.Namespace, model: str, intervals: str) -> None:
+    """One case: a launch of its own."""
+    factors, inverses = map(int, intervals.split("/"))
     settings: dict[str, Any] = {
-        "models": cli.names(args.models),
+        "models": [model],
         "contenders": cli.names(args.contenders),
-        "repeats": repeats,
-        "window_s": window,
-        "factors": args.factors,
-        "inverses": args.inverses,
-        "rows": {name: 16 if name == "resnet20" else 64 for name in MODELS},
+        "repeats": 1 if args.quick else args.repeats,
+        "window_s": 0.2 if args.quick else args.window,
+        "factors": factors,
+        "inverses": inverses,
+        "rows": ROWS,
     }
-    results = launch("kfac_iteration:ranks", ranks=2, settings=settings, deadline_s=900)
+    found = launch("kfac_iteration:ranks", ranks=2, settings=settings, deadline_s=900)[0][model]
+    report.add(
+        f"{model}, factors/inverses every {intervals}",
+        found["figures"],
+        checks=found["checks"],
+        target=TARGETS.get((model, intervals)),
+        notes={"counters": found["counters"]},
+    )
+    base = found["figures"].get("sgd")
+    for name, values in found["figures"].items():
+        counters = found["counters"][name]
+        ratio = f"{statistics.median(a / b for a, b in zip(values, base, strict=True)):.2f} x SGD" if base else ""
+        sent = sum(counters.get("bytes_a_step", {}).values())
+        memory = counters.get("memory_bytes", 0) / 1e6
+        print(f"{model:<10} {name:<22} {ratio:<12} {sent / 1e3:9.1f} kB/step  {memory:7.2f} MB", flush=True)
+
+
+def main() -> None:
+    """Runs the launches and writes the results."""
+    parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=7)
+    parser.add_argument("--models", default="mlp,cnn,wide,resnet20", help=f"of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--intervals", default="1/10,10/100", help="steps from one update of the factors to the next / of the inverses"
+    )
+    parser.add_argument("--window", type=float, default=0.6, help="seconds of each repeat, at least one whole interval")
+    parser.add_argument("--update", action="store_true", help="keep the other cases of the results that are there")
+    args = parser.parse_args()
     report = Report(
-        args.name,
+        "kfac_iteration",
         script=cli.script_line(),
         unit="ms/iteration",
         reference="sgd",
         higher_is_better=False,
-        conditions={**settings, "processes": 2, "threads": 1},
+        conditions={"processes": 2, "threads": 1, "rows": ROWS, "window_s": args.window},
     )
-    for model, found in results[0].items():
-        report.add(
-            model,
-            found["figures"],
-            checks=found["checks"],
-            target=TARGETS.get(model) if (args.factors, args.inverses) == (1, 10) else None,
-            notes={"counters": found["counters"]},
-        )
-        base = found["figures"].get("sgd")
-        for name, values in found["figures"].items():
-            counters = found["counters"][name]
-            ratio = f"{statistics.median(a / b for a, b in zip(values, base, strict=True)):.2f} x SGD" if base else ""
-            sent = sum(counters.get("bytes_a_step", {}).values())
-            memory = counters.get("memory_bytes", 0) / 1e6
-            print(f"{model:<10} {name:<14} {ratio:<12} {sent / 1e3:9.1f} kB/step  {memory:7.2f} MB")
+    for model in cli.names(args.models):
+        for intervals in cli.names(args.intervals):
+            measure(report, args, model, intervals)
+    if args.update:
+        report.keep(args.results / f"{report.name}.json")
     report.write(args.results)
 
 

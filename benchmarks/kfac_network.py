@@ -9,7 +9,7 @@ on four machines, which is why the notes hold the time spent inverting.
 Needs root, iproute2 and util-linux; anywhere else it says so and runs over loopback, which answers another question.
 
     python benchmarks/kfac_network.py
-    python benchmarks/kfac_network.py --models wide8 --inverses 10
+    python benchmarks/kfac_network.py --models wide8 --inverses 10 --update    # one case anew, into what is there
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--inverses", default="1,10", help="steps from one update of the inverses to the next")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, both ways")
     parser.add_argument("--window", type=float, default=5.0, help="seconds of each repeat, at least")
+    parser.add_argument("--update", action="store_true", help="keep the other cases of the results that are there")
     args = parser.parse_args()
     report = Report(
         "kfac_network",
@@ -71,6 +72,8 @@ def main() -> None:
                     target=TARGETS["pad"],
                     notes={"verdicts": verdicts, "counters": found["counters"], "rows": settings["rows"][model]},
                 )
+    if args.update:
+        report.keep(args.results / f"{report.name}.json")
     report.write(args.results, log_scale=True)
 
 

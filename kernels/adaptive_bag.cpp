@@ -26,7 +26,7 @@ void checkIntegers(const char* op, const char* name, const at::Tensor& tensor) {
 }
 
 template <class Id>
-void readIds(const char* op, const at::Tensor& ids, std::int64_t rows, std::vector<std::uint32_t>& to) {
+void readIds(const char* op, const at::Tensor& ids, std::int64_t rows, cpu::Buffer<std::uint32_t>& to) {
   const at::Tensor dense = ids.contiguous();
   const Id* from = dense.const_data_ptr<Id>();
   const auto count = static_cast<std::size_t>(dense.numel());

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, ProcessGroup, Work
+from torch._C._distributed_c10d import Backend, ProcessGroup, Store, Work
 
 class InnerBackends:
     def __init__(self, *, cpu: Backend, cuda: Backend | None, control: Backend | None) -> None: ...
@@ -13,6 +13,10 @@ class InnerBackends:
 class DelegatingBackend(Backend):
     def __init__(self, rank: int, size: int, name: str, inner: InnerBackends, options: Backend.Options) -> None: ...
     def abort_with_reason(self, reason: str) -> None: ...
+    def _set_inner_factory(self, factory: Callable[[list[int], int], InnerBackends]) -> None: ...
+    def _announce_survival(self, store: Store, key: str) -> None: ...
+    @property
+    def options(self) -> Backend.Options: ...
     @property
     def failure(self) -> tuple[int, str]: ...
 
@@ -184,6 +188,11 @@ class AveragingSynchronizer(Synchronizer):
     def leave_average(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
+class LocalGradients:
+    synchronizer: AveragingSynchronizer | None
+
+def keep_gradients_local(reducer: Any) -> LocalGradients: ...
+
 class DearSynchronizer(Synchronizer):
     def expect_backward(self, exchanges: bool) -> None: ...
     @property
@@ -204,14 +213,12 @@ class HopSynchronizer(AveragingSynchronizer):
 def leave_all(reason: str) -> None: ...
 def attach_prague(
     group: ProcessGroupPrague,
-    reducer: Any,
     parameters: Sequence[Tensor],
     buffers: Sequence[Tensor],
     bucket_bytes: int,
 ) -> AveragingSynchronizer: ...
 def attach_hop(
     group: ProcessGroupHop,
-    reducer: Any,
     parameters: Sequence[Tensor],
     buffers: Sequence[Tensor],
 ) -> HopSynchronizer: ...
@@ -225,7 +232,6 @@ def attach_dear(
 ) -> DearSynchronizer: ...
 def attach_dssync(
     group: ProcessGroupDSSync,
-    reducer: Any,
     parameters: Sequence[Tensor],
     buffers: Sequence[Tensor],
     bucket_bytes: int,

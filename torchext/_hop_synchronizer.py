@@ -41,6 +41,7 @@ class HopSynchronizer(AveragingSynchronizer):
         were jumped over, ``too_late`` models arrived when their iteration had passed, ``not_sent`` ones were not even
         sent for that reason. ``tokens``: by out-neighbour, those left. ``slot_bytes``: memory for models, one and the
         largest lead of a neighbour (at most ``max_iteration_gap``) for each in-neighbour and the worker itself.
-        ``consensus_distance`` is ``||x - mean|| / ||mean||`` at the last exact average.
+        ``consensus_distance`` is ``||x - mean|| / ||mean||`` at the last exact average. With
+        ``on_peer_failure="continue"`` also ``workers``, ``lost_ranks`` and ``recovery_ms``, as with ``prague``.
         """
-        return self._core.stats()
+        return self._with_recoveries(self._core.stats())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import sys
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from torchext import _C
 from torchext._dear_optimizer import check_stepped
 from torchext._dear_synchronizer import DearSynchronizer, Lane
 from torchext._hop_synchronizer import HopSynchronizer
+from torchext._recovery import Recovery
 from torchext.backends import BACKENDS, backend_of
 from torchext.synchronizer import AveragingSynchronizer, Synchronizer
 
@@ -53,7 +56,11 @@ def _check(ddp: Any, optimizer: Any) -> None:
 
 
 def attach(
-    ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, bucket_mb: float | Literal["auto"] = "auto"
+    ddp_model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    bucket_mb: float | Literal["auto"] = "auto",
+    on_peer_failure: Literal["raise", "continue"] = "raise",
 ) -> Synchronizer:
     """Attaches a DDP model to the algorithm of its process group's backend. Collective.
 
@@ -68,6 +75,10 @@ def attach(
         bucket_mb: Size of a bucket in MiB: more overlap with smaller ones, but short messages cost more than few long
             ones. ``"auto"``: with ``prague`` and ``dssync`` 4, with ``dear`` what the group's options say. ``hop``
             sends whole models.
+        on_peer_failure: What a worker's death means to the others. ``"raise"``: an error that names it. ``"continue"``
+            (``prague``, ``dssync``, ``hop``): they train on without it, as a group with new ranks; ``stats()`` and the
+            log tell of it. Needs a store that outlives any worker, as torchrun's. Collectives of your own that are
+            under way raise all the same, and the sampler goes on leaving out what the dead would have trained on.
 
     Raises:
         RuntimeError: Before ``init_process_group``, or attached twice.
@@ -77,12 +88,20 @@ def attach(
     _check(ddp_model, optimizer)
     if bucket_mb != "auto" and not (isinstance(bucket_mb, (int, float)) and 0.001 <= bucket_mb <= 4096):
         raise ValueError(f"torchext.attach: bucket_mb must be 'auto' or in [0.001, 4096], got {bucket_mb!r}")
+    if on_peer_failure not in ("raise", "continue"):
+        raise ValueError(f"torchext.attach: on_peer_failure must be 'raise' or 'continue', got {on_peer_failure!r}")
     backend = backend_of(ddp_model.process_group)
+    go_on = on_peer_failure == "continue"
+    if go_on:
+        _check_can_continue(backend, ddp_model)
     synchronizer: Synchronizer
     if isinstance(backend, (_C.ProcessGroupPrague, _C.ProcessGroupDSSync)):
-        synchronizer = _attach_group(backend, ddp_model, optimizer, 4.0 if bucket_mb == "auto" else bucket_mb)
+        bucket_bytes = int((4.0 if bucket_mb == "auto" else bucket_mb) * _MEBIBYTE)
+        attach_core: Any = _C.attach_prague if isinstance(backend, _C.ProcessGroupPrague) else _C.attach_dssync
+        attach_core = functools.partial(attach_core, bucket_bytes=bucket_bytes)
+        synchronizer = _attach_averaging(attach_core, ddp_model, optimizer, go_on)
     elif isinstance(backend, _C.ProcessGroupHop):
-        synchronizer = _attach_hop(backend, ddp_model, optimizer)
+        synchronizer = _attach_averaging(_C.attach_hop, ddp_model, optimizer, go_on, HopSynchronizer)
     elif isinstance(backend, _C.ProcessGroupDear):
         synchronizer = _attach_dear(backend, ddp_model, optimizer, None if bucket_mb == "auto" else bucket_mb)
     else:
@@ -91,33 +110,40 @@ def attach(
             f"initialize with one of {', '.join(map(repr, sorted(BACKENDS)))}"
         )
     ddp_model._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
-    _leave_at_exit(synchronizer._core)
+    _leave_at_exit(synchronizer)
     return synchronizer
 
 
-def _attach_group(
-    backend: _C.ProcessGroupPrague | _C.ProcessGroupDSSync,
+def _check_can_continue(backend: Any, ddp: DistributedDataParallel) -> None:
+    if isinstance(backend, _C.ProcessGroupDear):
+        raise ValueError(
+            "torchext.attach: on_peer_failure='continue' is for decentralized training; dear's workers hold a slice of"
+            " the optimizer's state each, which dies with them. Let torchrun --max-restarts go on from a checkpoint"
+        )
+    if ddp.find_unused_parameters:
+        raise ValueError(
+            "torchext.attach: on_peer_failure='continue' with find_unused_parameters=True, which makes DDP run a"
+            " collective of its own in every step; use static_graph=True, or leave out what is not used"
+        )
+
+
+def _attach_averaging(
+    attach_core: Callable[..., Any],
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
-    bucket_mb: float,
+    go_on: bool,
+    kind: type[AveragingSynchronizer] = AveragingSynchronizer,
 ) -> Synchronizer:
+    """Attaches to a decentralized backend. attach_core: of backend, parameters and buffers to a C++ synchronizer."""
     parameters, buffers = _averaged_tensors(ddp.module)
-    bucket_bytes = int(bucket_mb * _MEBIBYTE)
-    if isinstance(backend, _C.ProcessGroupPrague):
-        core = _C.attach_prague(backend, ddp.reducer, parameters, buffers, bucket_bytes)
-    else:
-        core = _C.attach_dssync(backend, ddp.reducer, parameters, buffers, bucket_bytes)
-    ddp.broadcast_buffers = False
-    return AveragingSynchronizer(core, ddp, optimizer, [*parameters, *buffers])
 
+    def make_core(backend: Any) -> Any:
+        return attach_core(backend, parameters, buffers)
 
-def _attach_hop(
-    backend: _C.ProcessGroupHop, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer
-) -> Synchronizer:
-    parameters, buffers = _averaged_tensors(ddp.module)
-    core = _C.attach_hop(backend, ddp.reducer, parameters, buffers)
+    core = make_core(backend_of(ddp.process_group))
     ddp.broadcast_buffers = False
-    return HopSynchronizer(core, ddp, optimizer, [*parameters, *buffers])
+    recovery = Recovery(ddp, make_core) if go_on else None
+    return kind(core, ddp, optimizer, [*parameters, *buffers], recovery)
 
 
 def _averaged_tensors(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -174,14 +200,14 @@ def _attach_dear(
     return DearSynchronizer(core, ddp, optimizer, parameters, lane)
 
 
-def _leave_at_exit(core: _C.Synchronizer) -> None:
+def _leave_at_exit(synchronizer: Synchronizer) -> None:
     """A script that ends without detach() or destroy_process_group() still keeps its promises, for two seconds."""
-    reference = weakref.ref(core)
+    reference = weakref.ref(synchronizer)
 
     def leave() -> None:
         alive = reference()
         # After an uncaught exception there is nothing to keep: the peers are told the reason instead.
         if alive is not None and getattr(sys, "last_value", None) is None:
-            alive.leave(timedelta(seconds=2))
+            alive._core.leave(timedelta(seconds=2))
 
     atexit.register(leave)

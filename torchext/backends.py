@@ -31,6 +31,8 @@ __all__ = ["BACKENDS", "BackendClass", "backend_of", "register"]
 
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 _CONNECT_GRACE = timedelta(seconds=5)
+# Survivors come to a new group when the old one has failed for each of them, however short its timeout.
+_SHRINK_PATIENCE = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,24 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
         timeout: timedelta = options._timeout
         check_resources(opts.group_size, 2 if opts.group_size > 1 else 1)
         store = attempt_store(opts.store, opts.group_rank, opts.group_size, timeout)
-        inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts)
+        members = options.global_ranks_in_group
+        inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts.group_id, members)
         store.set(f"connected/{opts.group_rank}", "1")
         try:
-            return BACKENDS[name].create(opts.group_rank, opts.group_size, inner, options)
+            backend = BACKENDS[name].create(opts.group_rank, opts.group_size, inner, options)
         except Exception:
             _await_connected(store, opts.group_size)
             raise
+
+        def inner_of(remaining: list[int], rank: int) -> _C.InnerBackends:
+            """The inner groups of ``dist.shrink_group``, which meet where only this membership does."""
+            meeting = PrefixStore(f"shrunk/{'_'.join(map(str, remaining))}", store)
+            shrunk = attempt_store(meeting, rank, len(remaining), max(timeout, _SHRINK_PATIENCE))
+            ranks = [members[position] for position in remaining]
+            return _inner_backends(shrunk, rank, len(remaining), timeout, f"{opts.group_id}:shrunk", ranks)
+
+        backend._set_inner_factory(inner_of)
+        return backend
 
     return create
 
@@ -118,14 +131,16 @@ def _options(name: str, pg_options: object | None, opts: Any) -> Any:
     return options
 
 
-def _inner_backends(store: Store, rank: int, size: int, timeout: timedelta, opts: Any) -> _C.InnerBackends:
+def _inner_backends(
+    store: Store, rank: int, size: int, timeout: timedelta, group_name: Any, members: list[int]
+) -> _C.InnerBackends:
     cpu = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=timeout)
     cuda = None
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl_options = dist.ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        nccl_options.group_name = opts.group_id
-        nccl_options.global_ranks_in_group = opts.global_ranks_in_group
+        nccl_options.group_name = group_name
+        nccl_options.global_ranks_in_group = members
         cuda = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, nccl_options)
     control = None
     if size > 1:

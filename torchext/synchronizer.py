@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._forward_waits import ForwardWaits
+from torchext._recovery import Recovery
 
 __all__ = ["AveragingSynchronizer", "Synchronizer"]
 
@@ -44,10 +47,19 @@ class Synchronizer(abc.ABC):
     def synchronize(self) -> None:
         """Makes parameters (and what else the backend averages) complete and the same on all workers, now."""
         self._check_attached("synchronize")
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         self._core.synchronize()
 
     def _wait_tensors(self, positions: list[int]) -> None:
         self._core.wait_tensors(positions)
+
+    def _wait_all(self) -> None:
+        self._core.wait_all()
+
+    def _detach_core(self) -> None:
+        self._core.detach()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -66,7 +78,7 @@ class Synchronizer(abc.ABC):
 
     def wait(self) -> None:
         """Blocks until nothing is under way: for code that reads parameters between a step and the next forward."""
-        self._core.wait_all()
+        self._wait_all()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients of the next step so that their norm is at most ``max_norm``; call it before the step.
@@ -100,10 +112,10 @@ class Synchronizer(abc.ABC):
             return
         self._detached = True
         self._remove_hooks()
-        self._core.detach()
+        self._detach_core()
 
     def _enter_average(self) -> None:
-        self.synchronize()
+        self._synchronize()
 
     def _leave_average(self) -> None:  # noqa: B027  # nothing to restore where replicas do not differ
         pass
@@ -138,6 +150,22 @@ class AveragingSynchronizer(Synchronizer):
 
     _core: _C.AveragingSynchronizer
 
+    def __init__(
+        self,
+        core: _C.AveragingSynchronizer,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        tensors: Sequence[torch.Tensor],
+        recovery: Recovery | None = None,
+    ) -> None:
+        super().__init__(core, ddp, optimizer, tensors)
+        self._local_gradients = _C.keep_gradients_local(ddp.reducer)
+        self._local_gradients.synchronizer = core
+        self._recovery = recovery
+        self._collectives = 0  # exact averages formed since attach
+        self._restored = False  # averaged() has nothing to restore any more
+        self._past: list[dict[str, Any]] = []  # stats of the groups before this one
+
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach.
 
@@ -145,11 +173,102 @@ class AveragingSynchronizer(Synchronizer):
         are the averaging thread's, most of it under compute. ``group_sizes`` maps members to averages,
         ``iteration_gap`` is how many averages this worker was behind the fastest, ``consensus_distance`` is
         ``||x - mean|| / ||mean||`` at the last exact average, ``bytes_sent`` and ``bucket_bytes`` are bytes.
+        With ``on_peer_failure="continue"`` also ``workers``, those that train now, ``lost_ranks``, those that died, by
+        their ranks at the time of attach, and ``recovery_ms``, what it took to go on without them.
         """
-        return self._core.stats()
+        return self._with_recoveries(self._core.stats())
+
+    def _with_recoveries(self, stats: dict[str, Any]) -> dict[str, Any]:
+        for past in self._past:
+            for name in _COUNTERS & stats.keys():
+                stats[name] = _sum(stats[name], past[name])
+        if self._recovery is not None:
+            stats["workers"] = len(self._recovery.members)
+            stats["lost_ranks"] = list(self._recovery.lost)
+            stats["recovery_ms"] = self._recovery.seconds * 1e3
+        return stats
+
+    def _wait_all(self) -> None:
+        self._persist(lambda: self._core.wait_all())
+
+    def _detach_core(self) -> None:
+        try:
+            self._core.detach()
+        except dist.DistBackendError:
+            # Nobody waits for this worker any more, and training is over.
+            if self._recovery is None:
+                raise
+            self._core.leave(timedelta(0))
+
+    def _wait_tensors(self, positions: list[int]) -> None:
+        self._persist(lambda: self._core.wait_tensors(positions))
+
+    def _before_step(self, *args: Any) -> None:
+        self._persist(lambda: super(AveragingSynchronizer, self)._before_step(*args))
+
+    def _after_step(self, *_: Any) -> None:
+        self._persist(lambda: self._core.after_step())
+
+    def _synchronize(self) -> None:
+        self._form_average(lambda: self._core.synchronize())
 
     def _enter_average(self) -> None:
-        self._core.enter_average()
+        self._restored = not self._form_average(lambda: self._core.enter_average())
 
     def _leave_average(self) -> None:
-        self._core.leave_average()
+        if not self._restored:
+            self._core.leave_average()
+
+    def _form_average(self, form: Callable[[], None]) -> bool:
+        """Forms an exact average, of which all workers form as many; False if a recovery has formed it."""
+        formed = self._persist(form, self._collectives)
+        self._collectives += 1
+        return formed
+
+    def _persist(self, action: Callable[[], None], collectives: int | None = None) -> bool:
+        """Does something with the core; after a failure again, with that of the survivors, unless they are past it."""
+        while True:
+            try:
+                action()
+                return True
+            except dist.DistBackendError as error:
+                if self._recovery is None:
+                    raise
+                most = self._recover(self._recovery, error)
+            if collectives is not None and most > collectives:
+                return False
+
+    def _recover(self, recovery: Recovery, error: BaseException) -> int:
+        """Goes on with the survivors; returns how many exact averages the furthest of them has formed."""
+        while True:
+            recovery.fail(error)
+            old = self._core
+            if self._averaging and not self._restored:
+                old.leave_average()
+                self._restored = True
+            self._past.append(old.stats())
+            steps = old.steps
+            old.leave(timedelta(0))
+            self._core = self._local_gradients.synchronizer = recovery.run(error)
+            try:
+                furthest = torch.tensor([steps, self._collectives])
+                dist.all_reduce(furthest, dist.ReduceOp.MAX, group=self._ddp.process_group)
+                self._core.steps = int(furthest[0])
+                self._core.synchronize()
+                return int(furthest[1])
+            except dist.DistBackendError as another:
+                error = another
+
+
+# Of stats(), what adds up over several groups.
+_COUNTERS = {
+    *("steps", "averages", "group_sizes", "exposed_ms", "generator_wait_ms", "peer_wait_ms", "transfer_ms", "copy_ms"),
+    *("bytes_sent", "skipped", "gaps", "ages", "too_late", "not_sent", "waits"),
+    *("model_wait_ms", "token_wait_ms", "send_wait_ms"),
+}
+
+
+def _sum(left: Any, right: Any) -> Any:
+    if isinstance(left, dict):
+        return {key: left.get(key, 0) + right.get(key, 0) for key in sorted({*left, *right})}
+    return left + right

@@ -87,7 +87,10 @@ def make_batch(name: str, *, rank: int, rows: int, seed: int = 0) -> tuple[Tenso
 class Peer:
     """gpauloski/kfac-pytorch in front of SGD, behind one optimizer's face."""
 
-    def __init__(self, model: nn.Module, *, lr: float, inverse_update_steps: int, factor_update_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, lr: float, inverse_update_steps: int, factor_update_steps: int, variant: str
+    ) -> None:
+        from kfac.enums import DistributedStrategy  # type: ignore[import-not-found]
         from kfac.preconditioner import KFACPreconditioner  # type: ignore[import-not-found]
 
         self._sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -97,6 +100,8 @@ class Peer:
             inv_update_steps=inverse_update_steps,
             lr=lr,
             damping=0.003,
+            compute_method="inverse" if "inverse" in variant else "eigen",
+            grad_worker_fraction=DistributedStrategy.MEM_OPT if "mem-opt" in variant else DistributedStrategy.COMM_OPT,
         )
 
     def zero_grad(self) -> None:
@@ -110,11 +115,14 @@ class Peer:
 def make_optimizer(
     contender: str, model: nn.Module, *, lr: float, factors: int, inverses: int, group: Any = None
 ) -> Any:
-    """Returns ``sgd``, ``kfac-pytorch`` or K-FAC with the strategy (and ``/method``) of that name."""
+    """Returns ``sgd``, K-FAC with the strategy (and ``/method``) of that name, or the peer.
+
+    The peer is ``kfac-pytorch`` (its defaults: comm-opt, eigen), followed by ``/inverse``, ``/mem-opt`` or both.
+    """
     if contender == "sgd":
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    if contender == "kfac-pytorch":
-        return Peer(model, lr=lr, factor_update_steps=factors, inverse_update_steps=inverses)
+    if contender.startswith("kfac-pytorch"):
+        return Peer(model, lr=lr, factor_update_steps=factors, inverse_update_steps=inverses, variant=contender)
     from torchext.optim import KFAC
 
     strategy, _, method = contender.partition("/")

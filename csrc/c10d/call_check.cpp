@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <iterator>
 #include <span>
 #include <utility>
 
@@ -95,26 +96,36 @@ void CallCheck::agree(const Ticket& ticket, OpInfo op) {
   op.nested = true;
   const core::CallMessage message{.sender = rank_, .number = ticket.number, .header = ticket.header};
   monitor_->post(message);
-  std::vector<at::Tensor> own{messageBuffer()};
-  std::memcpy(own[0].mutable_data_ptr(), &message, sizeof(message));
-  std::vector<c10::intrusive_ptr<c10d::Work>> sends;
-  for (int distance = 1; distance < size_; distance *= 2) {
-    const int source = (rank_ + size_ - distance) % size_;
-    std::vector<at::Tensor> theirs{messageBuffer()};
-    auto work = control_->recv(theirs, source, kAgreementTag);
-    sends.push_back(control_->send(own, (rank_ + distance) % size_, kAgreementTag));
-    op.peer = source;
-    health_->waitPointToPoint(work, FailureMonitor::kForever, op);
-    const auto its = parseMessage(
-        "agreement on a collective", &core::parseCallMessage,
-        std::span(static_cast<const std::byte*>(theirs[0].const_data_ptr()), sizeof(core::CallMessage)), source);
-    if (its.number != ticket.number || its.header != ticket.header) {
-      differ(ticket.number, ticket.header, source, its.header);
-      std::rethrow_exception(health_->failureOf(op));
+  std::vector<at::Tensor> tensors{messageBuffer()};
+  std::memcpy(tensors[0].mutable_data_ptr(), &message, sizeof(message));
+  std::vector<at::Tensor> own{tensors[0]};
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  try {
+    for (int distance = 1; distance < size_; distance *= 2) {
+      const int source = (rank_ + size_ - distance) % size_;
+      std::vector<at::Tensor> theirs{messageBuffer()};
+      tensors.push_back(theirs[0]);
+      works.push_back(control_->recv(theirs, source, kAgreementTag));
+      const auto arrival = works.back();
+      works.push_back(control_->send(own, (rank_ + distance) % size_, kAgreementTag));
+      op.peer = source;
+      health_->waitPointToPoint(arrival, FailureMonitor::kForever, op);
+      const auto its = parseMessage(
+          "agreement on a collective", &core::parseCallMessage,
+          std::span(static_cast<const std::byte*>(theirs[0].const_data_ptr()), sizeof(core::CallMessage)), source);
+      if (its.number != ticket.number || its.header != ticket.header) {
+        differ(ticket.number, ticket.header, source, its.header);
+        std::rethrow_exception(health_->failureOf(op));
+      }
     }
-  }
-  for (const auto& work : sends) {
-    health_->waitPointToPoint(work, FailureMonitor::kForever, op);  // Gloo reads `own` until then
+    for (std::size_t sent = 1; sent < works.size(); sent += 2) {
+      health_->waitPointToPoint(works[sent], FailureMonitor::kForever, op);  // Gloo reads `own` until then
+    }
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    std::move(tensors.begin(), tensors.end(), std::back_inserter(kept_));
+    std::move(works.begin(), works.end(), std::back_inserter(kept_works_));
+    throw;
   }
 }
 

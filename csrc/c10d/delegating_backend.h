@@ -33,6 +33,7 @@
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "c10d/call_check.h"
 #include "c10d/failure_monitor.h"
@@ -102,6 +103,15 @@ class DelegatingBackend : public CompatBackend {
   // not.
   static void leaveAll(const std::string& reason);
 
+  // What shrink() makes the inner groups of the new group with: those of the ranks `remaining` (of this group, in
+  // order), for the one of them that calls it. Collective among them. Comes from where inner backends can be built.
+  using InnerFactory = std::function<InnerBackends(const std::vector<int>& remaining, int rank)>;
+  void setInnerFactory(InnerFactory factory) { innerFactory_ = std::move(factory); }
+
+  // When this group fails, `key` is set in `store`: this process lives, whatever its training thread is doing. At once
+  // if the group has failed already.
+  void announceSurvival(c10::intrusive_ptr<c10d::Store> store, std::string key);
+
   // ---- c10d::Backend: what it is ----
 
   const std::string getBackendName() const override { return name_; }
@@ -114,6 +124,12 @@ class DelegatingBackend : public CompatBackend {
   bool supportsSplitting() const override { return inner_.cpu->supportsSplitting(); }
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& opts) override;
+  bool supportsShrinking() const override { return static_cast<bool>(innerFactory_); }
+  // The group without some ranks (dist.shrink_group). Collective among the others; this group may have failed, and its
+  // connections are not used. flags: 1 (SHRINK_ABORT) aborts this group first. The new one has this one's options as
+  // far as they fit it. Throws if a remaining rank does not come in time.
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
+                                           const c10::intrusive_ptr<Options>& opts_override) override;
   void eagerConnectSingleDevice(at::Device device) override;
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
@@ -157,7 +173,7 @@ class DelegatingBackend : public CompatBackend {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
  protected:
-  // Makes the child group of split(); subclasses return their own class.
+  // Makes the child group of split() and shrink(); subclasses return their own class.
   virtual c10::intrusive_ptr<c10d::Backend> createChild(int rank, int size, InnerBackends inner,
                                                         c10::intrusive_ptr<Options> options);
   // Called once, first thing in shutdown(): end threads of your own. Must not throw.
@@ -195,6 +211,7 @@ class DelegatingBackend : public CompatBackend {
   const std::shared_ptr<GroupHealth> health_;
   const std::shared_ptr<FailureMonitor> monitor_;
   std::shared_ptr<CallCheck> calls_;  // null in a group of one, and where it is turned off
+  InnerFactory innerFactory_;         // until shutdown()
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> shutDown_{false};
 

@@ -1,7 +1,6 @@
-// DelegatingBackend from construction to its end: options, split, shutdown, abort, destructor.
+// DelegatingBackend from construction to its end: options, shutdown, abort, destructor.
 #include "c10d/delegating_backend.h"
 
-#include <algorithm>
 #include <condition_variable>
 #include <thread>
 #include <utility>
@@ -11,7 +10,6 @@
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/debug.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/interpreter_lock.h"
 
@@ -53,6 +51,10 @@ DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, Inner
     TORCH_CHECK_VALUE(!backend || (backend->getRank() == rank && backend->getSize() == size), name_, ": inner backend ",
                       backend ? backend->getBackendName() : "", " does not have rank ", rank, " of ", size);
   }
+  const auto* own = dynamic_cast<const GroupOptions*>(options_.get());
+  const GroupOptions defaults("defaults");
+  const GroupOptions& watched = own ? *own : defaults;
+  watched.validateGroup();
   health_->setMonitor(monitor_);
   health_->setGroupName(options_->group_name);
   health_->setConnectionCloser([this] { closeConnections(); });
@@ -60,10 +62,6 @@ DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, Inner
     std::lock_guard lock(registry().mutex);
     registry().backends.push_back(this);
   }
-  const auto* own = dynamic_cast<const GroupOptions*>(options_.get());
-  const GroupOptions defaults("defaults");
-  const GroupOptions& watched = own ? *own : defaults;
-  watched.validateGroup();
   if (inner_.control && watched.call_check != "off") {
     const bool every = watched.call_check == "every" || c10d::debug_level() == c10d::DebugLevel::Detail;
     calls_ = std::make_shared<CallCheck>(health_, monitor_, inner_.control,
@@ -145,6 +143,7 @@ void DelegatingBackend::shutdown() {
     monitor_->releaseGroup();
     inner_.control.reset();
   });
+  innerFactory_ = nullptr;  // the last moment at which it surely finds the interpreter that it may belong to
 }
 
 void DelegatingBackend::abort() { abortWithReason(c10::str("rank ", rank_, " called abort()")); }
@@ -265,39 +264,6 @@ void DelegatingBackend::setGroupUid(const std::string& uid) {
   if (inner_.cuda) {
     inner_.cuda->setGroupUid(uid);
   }
-}
-
-c10::intrusive_ptr<c10d::Backend> DelegatingBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
-                                                           const std::vector<int>& ranks,
-                                                           const c10::intrusive_ptr<Options>& opts) {
-  health_->checkUsable("split");
-  const auto split_inner = [&](const c10::intrusive_ptr<c10d::Backend>& backend, const char* prefix) {
-    auto inner_options = cloneOptions(backend->getBackendOptions());
-    inner_options->timeout = opts->timeout;
-    inner_options->group_name = opts->group_name;
-    inner_options->global_ranks_in_group = opts->global_ranks_in_group;
-    return backend->split(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, inner_options);
-  };
-  InnerBackends children;
-  children.cpu = split_inner(inner_.cpu, "cpu");
-  if (inner_.cuda) {
-    children.cuda = split_inner(inner_.cuda, "cuda");
-  }
-  const auto position = std::find(ranks.begin(), ranks.end(), rank_);
-  if (position == ranks.end()) {
-    return nullptr;
-  }
-  // Not of inner_.cpu: Gloo of torch 2.11 mostly hangs when one of its groups is split a second time.
-  if (ranks.size() > 1) {
-    children.control = split_inner(inner_.control ? inner_.control : inner_.cpu, "control");
-  }
-  return createChild(static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), std::move(children),
-                     opts);
-}
-
-c10::intrusive_ptr<c10d::Backend> DelegatingBackend::createChild(int rank, int size, InnerBackends inner,
-                                                                 c10::intrusive_ptr<Options> options) {
-  return c10::make_intrusive<DelegatingBackend>(rank, size, name_, std::move(inner), std::move(options));
 }
 
 void DelegatingBackend::eagerConnectSingleDevice(at::Device device) {

@@ -29,9 +29,11 @@ GeneratorService::GeneratorService(PointToPoint control, int tag_base, const cor
       outgoing_(static_cast<std::size_t>(options.world_size)) {
   if (options.world_size > 1) {
     server_ = std::thread([this] { serve(); });
+    server_id_ = server_.get_id();
   }
   if (options.kind == core::GeneratorKind::kReadySet) {
     timer_ = std::thread([this] { watchDeadlines(); });
+    timer_id_ = timer_.get_id();
   }
 }
 
@@ -49,9 +51,14 @@ void GeneratorService::stop(const std::string& reason) {
     }
     changed_.notify_all();
   }
-  // A thread of ours may call stop() through an abort callback: it must not join itself.
+  // A thread of ours may call stop() through an abort callback: it must not join itself, nor wait for whoever joins it.
+  const auto self = std::this_thread::get_id();
+  if (self == server_id_ || self == timer_id_) {
+    return;
+  }
+  const std::lock_guard<std::mutex> joining(joining_);
   for (std::thread* thread : {&server_, &timer_}) {
-    if (thread->joinable() && thread->get_id() != std::this_thread::get_id()) {
+    if (thread->joinable()) {
       thread->join();
     }
   }

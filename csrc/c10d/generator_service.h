@@ -76,8 +76,11 @@ class GeneratorService {
   bool stopped_ = false;
   std::string reason_;        // of stop()
   std::exception_ptr error_;  // or what broke the service
+  std::mutex joining_;        // held while threads are joined; never with mutex_
   std::thread server_;
   std::thread timer_;  // ready-set only
+  std::thread::id server_id_;
+  std::thread::id timer_id_;
 };
 
 class GeneratorClient {

@@ -1,6 +1,8 @@
 #include "chunk_index.h"
 
+#include <algorithm>
 #include <stdexcept>
+#include <vector>
 
 #include "check.h"
 
@@ -90,6 +92,31 @@ std::int32_t ChunkIndex::erase(std::int64_t key) {
     throw std::logic_error(concat("chunk index: key ", key, " is not resident, or may not leave"));
   }
   return slot;
+}
+
+std::size_t ChunkIndex::markSlots(std::span<std::uint8_t> used) const {
+  // An absent chunk marks a byte that nobody reads: which are resident is not to be predicted.
+  std::vector<std::uint8_t> marks(used.size() + 2);
+  const std::size_t absent = used.size();
+  const std::size_t outside = used.size() + 1;
+  std::size_t beyond = 0;
+  const auto mark = [&](bool resident, std::int32_t slot) {
+    const bool inside = static_cast<std::size_t>(slot) < used.size();
+    marks[!resident ? absent : inside ? static_cast<std::size_t>(slot) : outside] = 1;
+    beyond += resident && !inside ? 1 : 0;
+  };
+  if (layout_ == Layout::kHashed) {
+    for (std::size_t at = 0; at < cells_; ++at) {
+      mark(hashed_[at] != kEmpty, slotOf(hashed_[at]));
+    }
+  } else {
+    for (std::int64_t key = 0; key < keys(); ++key) {
+      const std::int32_t slot = find(key);
+      mark(slot != kAbsent, slot);
+    }
+  }
+  std::copy_n(marks.begin(), used.size(), used.begin());
+  return beyond;
 }
 
 }  // namespace torchext::core

@@ -95,13 +95,13 @@ class ChunkIndex {
     return resident;
   }
 
-  // Brings what findRow(row) reads into the cache. Always inlined: GCC takes a function that only prefetches for one
-  // without effect, and drops calls of it.
+  // Brings what findRow(row) reads into the cache's second level, where more can be on its way. Always inlined: GCC
+  // takes a function that only prefetches for one without effect, and drops calls of it.
   [[gnu::always_inline]] void prefetch(std::int64_t row) const {
     if (layout_ == Layout::kDirect) {
-      __builtin_prefetch(direct_ + row * chunks_);
+      __builtin_prefetch(direct_ + row * chunks_, 0, 2);
     } else if (layout_ == Layout::kHashed) {
-      __builtin_prefetch(hashed_ + home(row));
+      __builtin_prefetch(hashed_ + home(row), 0, 2);
     }
   }
 
@@ -109,6 +109,10 @@ class ChunkIndex {
   void insert(std::int64_t key, std::int32_t slot);
   // Returns the slot it had; std::logic_error unless it is resident (always in the identity layout).
   std::int32_t erase(std::int64_t key);
+
+  // Sets used[slot] to 1 for every resident chunk whose slot is below used.size(). Returns how many chunks have slots
+  // beyond.
+  std::size_t markSlots(std::span<std::uint8_t> used) const;
 
   // Calls visit(key, slot) for every resident chunk, in the order of the memory.
   template <class Visit>

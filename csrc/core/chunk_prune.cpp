@@ -11,6 +11,71 @@
 namespace torchext::core {
 namespace {
 
+// Calls visit(key, slot, utility) for every resident chunk, and for the absent ones that have collected utility.
+template <class Visit>
+void forEachCandidate(const ChunkIndex& index, const ChunkUtility& utility, Visit&& visit) {
+  const auto resident = [&](std::int64_t key, std::int32_t slot) { visit(key, slot, utility.get(key, slot)); };
+  if (utility.layout() == ChunkUtility::Layout::kSketch) {
+    index.forEach(resident);
+    utility.forEachCell([&](std::int64_t key, float value) { visit(key, ChunkIndex::kAbsent, value); });
+    return;
+  }
+  if (index.layout() == ChunkIndex::Layout::kHashed) {
+    // A bit a chunk costs less than a look-up each.
+    std::vector<bool> held(static_cast<std::size_t>(index.keys()));
+    index.forEach([&](std::int64_t key, std::int32_t slot) {
+      held[static_cast<std::size_t>(key)] = true;
+      resident(key, slot);
+    });
+    for (std::int64_t key = 0; key < index.keys(); ++key) {
+      const float value = utility.get(key, ChunkIndex::kAbsent);
+      if (value > 0 && !held[static_cast<std::size_t>(key)]) {
+        visit(key, ChunkIndex::kAbsent, value);
+      }
+    }
+    return;
+  }
+  for (std::int64_t key = 0; key < index.keys(); ++key) {
+    const std::int32_t slot = index.find(key);
+    const float value = utility.get(key, slot);
+    if (slot >= 0 || value > 0) {
+      visit(key, slot, value);
+    }
+  }
+}
+
+// Chunks drawn by a hash of their number in the sample: the same on all ranks.
+std::vector<ChunkCandidate> sampleChunks(const ChunkIndex& index, const ChunkUtility& utility, float hysteresis) {
+  constexpr std::size_t kSample = 8192;
+  std::vector<ChunkCandidate> sample;
+  if (static_cast<std::size_t>(index.keys()) <= 4 * kSample) {
+    return sample;
+  }
+  sample.reserve(kSample);
+  for (std::size_t i = 0; i < kSample; ++i) {
+    const std::size_t key = scaleBits(mixBits(i), static_cast<std::size_t>(index.keys()));
+    const std::int32_t slot = index.find(static_cast<std::int64_t>(key));
+    const float value = utility.get(static_cast<std::int64_t>(key), slot);
+    sample.push_back({value * (slot >= 0 ? 1 + hysteresis : 1), static_cast<std::int32_t>(key), slot});
+  }
+  return sample;
+}
+
+ChunkSelection select(const ChunkIndex& index, const ChunkUtility& utility, const SelectionLimits& limits) {
+  const auto look = [&](const SelectionBand& band) {
+    ChunkSelector selector(limits, band);
+    forEachCandidate(index, utility,
+                     [&](std::int64_t key, std::int32_t slot, float value) { selector.offer(key, slot, value); });
+    return selector;
+  };
+  ChunkSelector selector =
+      look(guessBand(sampleChunks(index, utility, limits.hysteresis), index.keys(), limits.capacity));
+  if (!selector.settled()) {
+    selector = look({});
+  }
+  return selector.finish();
+}
+
 class Placement {
  public:
   Placement(ChunkIndex& index, ChunkUtility& utility, ChunkSlots& slots, ChunkPrune& plan)
@@ -62,11 +127,8 @@ class Placement {
 
 std::vector<ChunkCandidate> chunkCandidates(const ChunkIndex& index, const ChunkUtility& utility) {
   std::vector<ChunkCandidate> candidates;
-  index.forEach([&](std::int64_t key, std::int32_t slot) {
-    candidates.push_back({utility.get(key, slot), static_cast<std::int32_t>(key), slot});
-  });
-  utility.forEachAbsent(index, [&](std::int64_t key, float value) {
-    candidates.push_back({value, static_cast<std::int32_t>(key), ChunkIndex::kAbsent});
+  forEachCandidate(index, utility, [&](std::int64_t key, std::int32_t slot, float value) {
+    candidates.push_back({value, static_cast<std::int32_t>(key), slot});
   });
   return candidates;
 }
@@ -75,7 +137,7 @@ ChunkPrune pruneChunks(ChunkIndex& index, ChunkUtility& utility, const Selection
   if (index.layout() == ChunkIndex::Layout::kIdentity) {
     throw std::invalid_argument("chunk prune: the table is wholly resident; there is nothing to choose");
   }
-  const ChunkSelection selection = selectChunks(chunkCandidates(index, utility), limits);
+  const ChunkSelection selection = select(index, utility, limits);
   ChunkPrune plan;
   for (const ChunkCandidate& chunk : selection.admitted) {
     utility.forget(chunk.key);
@@ -86,17 +148,17 @@ ChunkPrune pruneChunks(ChunkIndex& index, ChunkUtility& utility, const Selection
   plan.dropped = selection.dropped;
 
   const auto capacity = static_cast<std::int32_t>(std::min<std::int64_t>(limits.capacity, ChunkIndex::kMaxKeys));
-  std::vector<std::int32_t> taken;
+  std::vector<std::uint8_t> used(static_cast<std::size_t>(capacity));
   std::vector<ChunkAdmission> beyond;
-  index.forEach([&](std::int64_t key, std::int32_t slot) {
-    if (slot < capacity) {
-      taken.push_back(slot);
-    } else {
-      beyond.push_back({static_cast<std::int32_t>(key), slot});
-    }
-  });
-  std::sort(beyond.begin(), beyond.end(), [](const auto& a, const auto& b) { return a.key < b.key; });
-  ChunkSlots slots(capacity, taken);
+  if (index.markSlots(used) > 0) {
+    index.forEach([&](std::int64_t key, std::int32_t slot) {
+      if (slot >= capacity) {
+        beyond.push_back({static_cast<std::int32_t>(key), slot});
+      }
+    });
+    std::sort(beyond.begin(), beyond.end(), [](const auto& a, const auto& b) { return a.key < b.key; });
+  }
+  ChunkSlots slots(used);
   Placement placement(index, utility, slots, plan);
   for (const ChunkAdmission& chunk : beyond) {
     placement.move(chunk.key, slots.allocate(1).front());

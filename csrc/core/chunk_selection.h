@@ -4,13 +4,15 @@
 // residents first (nothing moves without a gain), then the smaller key. That is a total order: the answer is the same
 // on all ranks and for every order of the candidates.
 //
-// The threshold is guessed from a sample, so that one pass over millions of candidates leaves a narrow band around it
-// to be sorted; the band is checked against exact counts and widened where the guess was wrong. The result is always
-// exact.
+// Millions of candidates are looked at once, and most of them only compared with two numbers: a sample says between
+// which two the threshold must be, and only what changes places, and the narrow band between those two, is kept. The
+// band is settled exactly afterwards; where the sample was misleading, everything is looked at again without it. The
+// result is always exact.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace torchext::core {
@@ -19,6 +21,8 @@ struct ChunkCandidate {
   float utility = 0;
   std::int32_t key = 0;
   std::int32_t slot = -1;  // -1: absent
+
+  bool operator==(const ChunkCandidate&) const = default;
 };
 
 struct ChunkSelection {
@@ -44,11 +48,56 @@ inline bool isMoreUseful(const ChunkCandidate& a, const ChunkCandidate& b) {
   return a_stays != (b.slot >= 0) ? a_stays : a.key < b.key;
 }
 
-// Moves the `count` most useful candidates to the front, in no particular order.
-void partitionMostUseful(std::vector<ChunkCandidate>& candidates, std::size_t count);
+// Two candidates between which, or on one of which, the threshold is believed to be. Without a sample: all that is.
+struct SelectionBand {
+  ChunkCandidate high{std::numeric_limits<float>::infinity(), std::numeric_limits<std::int32_t>::min(), 0};
+  ChunkCandidate low{-1, std::numeric_limits<std::int32_t>::max(), -1};
+};
 
-// candidates: every resident, and the absent ones that may enter (utility above 0). std::invalid_argument when capacity
-// or max_swaps is negative or hysteresis is not 0 or more.
-ChunkSelection selectChunks(std::vector<ChunkCandidate> candidates, const SelectionLimits& limits);
+// The band, with an error of at most about one in a million, from `sample`: of `keys` chunks, absent ones without
+// utility among them, each as likely as the others; residents' utility as it counts. Small samples say nothing.
+SelectionBand guessBand(std::vector<ChunkCandidate> sample, std::int64_t keys, std::int64_t capacity);
+
+// One look at all candidates: offer() each once, then settled(), then finish().
+class ChunkSelector {
+ public:
+  // std::invalid_argument when capacity or max_swaps is negative or hysteresis is not 0 or more.
+  ChunkSelector(const SelectionLimits& limits, const SelectionBand& band);
+
+  // Every resident, and the absent ones that may enter (utility above 0); as they are, without hysteresis.
+  void offer(std::int64_t key, std::int32_t slot, float utility) {
+    const bool resident = slot >= 0;
+    utility *= resident ? 1 + limits_.hysteresis : 1;
+    const bool over = utility > band_.high.utility;
+    const bool under = utility < band_.low.utility;
+    residents_ += resident ? 1 : 0;
+    above_ += over ? 1 : 0;
+    below_ += under ? 1 : 0;
+    // No change of places, as with most: the only branch, and one that is easily predicted.
+    if (static_cast<int>(over) + static_cast<int>(under) == 1 && over == resident) {
+      return;
+    }
+    keep({utility, static_cast<std::int32_t>(key), slot}, over, under);
+  }
+
+  // Whether the band was right. If not, nothing can be said: begin again, with SelectionBand{}.
+  bool settled() const;
+  // The answer; once.
+  ChunkSelection finish();
+
+ private:
+  void keep(const ChunkCandidate& candidate, bool over, bool under);
+
+  SelectionLimits limits_;
+  SelectionBand band_;
+  std::size_t residents_ = 0;
+  std::size_t above_ = 0;
+  std::size_t below_ = 0;
+  std::vector<ChunkCandidate> between_;
+  ChunkSelection selection_;
+};
+
+// The same for candidates that exist as a list.
+ChunkSelection selectChunks(const std::vector<ChunkCandidate>& candidates, const SelectionLimits& limits);
 
 }  // namespace torchext::core

@@ -2,51 +2,67 @@
 //
 // Freed slots merge with free neighbours. allocate(n) prefers one run: the chunks of a row that lie side by side cost
 // one walk through memory instead of n. Among runs that are long enough the shortest is taken, then the first: long
-// runs last longer so, and the answer depends on the calls alone, which makes it the same on all ranks.
+// runs last longer so, and the answer depends on the calls alone, which makes it the same on all ranks. Runs of kLong
+// slots and more count as equally long: no row asks for more.
 //
-// Not thread-safe. Memory in proportion to the number of runs.
+// Each free run has its length written at both ends, in 4 bytes a slot, so that neighbours are found without a search;
+// the starts of runs of one length stand in a heap, from which entries of runs that are gone are taken when they come
+// up.
+//
+// Not thread-safe.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <map>
-#include <set>
+#include <functional>
+#include <queue>
 #include <span>
-#include <utility>
 #include <vector>
+
+#include "chunk_index.h"
 
 namespace torchext::core {
 
 class ChunkSlots {
  public:
+  static constexpr std::int32_t kLong = ChunkIndex::kMaxChunks;
+
   // Slots 0..count-1, of which `taken` are in use. std::invalid_argument unless count >= 0, std::out_of_range for a
   // taken slot outside, std::logic_error for one that is named twice.
   ChunkSlots(std::int32_t count, std::span<const std::int32_t> taken);
+  // used[slot] is 0 where the slot is free.
+  explicit ChunkSlots(std::span<const std::uint8_t> used);
 
-  std::int32_t count() const { return count_; }
+  std::int32_t count() const { return static_cast<std::int32_t>(ends_.size()); }
   std::int32_t free() const { return free_; }
-  std::size_t runs() const { return by_start_.size(); }
-  // Whether a free run of n neighbours exists.
-  bool hasRun(std::int32_t n) const { return by_length_.lower_bound({n, 0}) != by_length_.end(); }
+  std::size_t runs() const { return runs_; }
+  // Whether a free run of n neighbours exists, 1 <= n <= kLong.
+  bool hasRun(std::int32_t n) { return shortest(n) <= kLong; }
 
-  // n slots: neighbours in rising order if there is such a run, else the longest runs first. std::logic_error, with
-  // nothing taken, when fewer than n are free.
+  // n slots, n <= kLong: neighbours in rising order if there is such a run, else the longest runs first.
+  // std::logic_error, with nothing taken, for more than kLong or more than are free.
   std::vector<std::int32_t> allocate(std::int32_t n);
-  // Takes this slot. std::logic_error unless it is free.
-  void take(std::int32_t slot);
-  bool isFree(std::int32_t slot) const;
+  bool isFree(std::int32_t slot) const { return free_slots_[static_cast<std::size_t>(slot)]; }
   // Returns a slot. std::out_of_range outside the pool, std::logic_error when it is free already.
   void release(std::int32_t slot);
 
  private:
-  void addRun(std::int32_t start, std::int32_t length);
-  void removeRun(std::map<std::int32_t, std::int32_t>::iterator run);
-  std::map<std::int32_t, std::int32_t>::const_iterator runOf(std::int32_t slot) const;
+  using Starts = std::priority_queue<std::int32_t, std::vector<std::int32_t>, std::greater<>>;  // the first on top
 
-  std::int32_t count_;
+  void addRuns(std::span<const std::uint8_t> used);
+  void addRun(std::int32_t start, std::int32_t length);
+  void forgetRun(std::int32_t start, std::int32_t length);
+  bool isRun(std::int32_t start, std::int32_t length) const;
+  // The least of the lengths n, n + 1, ... kLong that has a run, its first run on top; above kLong: none has.
+  std::int32_t shortest(std::int32_t n);
+
   std::int32_t free_ = 0;
-  std::map<std::int32_t, std::int32_t> by_start_;              // start -> length
-  std::set<std::pair<std::int32_t, std::int32_t>> by_length_;  // (length, start)
+  std::size_t runs_ = 0;
+  std::vector<std::int32_t> ends_;  // a run's length at its first slot, minus its length at its last one
+  std::vector<bool> free_slots_;
+  std::array<Starts, kLong + 1> starts_;  // by length, kLong for that and more; some of runs that are gone
+  std::array<std::uint64_t, kLong / 64 + 1> lengths_{};  // a bit for each element of starts_ that is not empty
 };
 
 }  // namespace torchext::core

@@ -75,7 +75,7 @@ ChunkUtility ChunkUtility::sketch(std::span<std::uint8_t> codes, std::span<std::
 }
 
 void ChunkUtility::add(std::int64_t key, std::int32_t slot, float amount, std::uint64_t step) {
-  if (!(amount > 0) || std::isinf(amount) || layout_ == Layout::kNone) {
+  if (!addable(amount) || layout_ == Layout::kNone) {
     return;
   }
   if (layout_ == Layout::kFloats) {
@@ -104,16 +104,12 @@ void ChunkUtility::add(std::int64_t key, std::int32_t slot, float amount, std::u
   *code = UtilityCode::encode(UtilityCode::decode(*code) + amount, randomBits(key, step));
 }
 
-float ChunkUtility::get(std::int64_t key, std::int32_t slot) const {
-  switch (layout_) {
-    case Layout::kNone:
-      return 0;
-    case Layout::kFloats:
-      return values_[static_cast<std::size_t>(key)];
-    case Layout::kBytes:
-      return UtilityCode::decode(codes_[static_cast<std::size_t>(key)]);
-    default:
-      break;
+float ChunkUtility::getCoded(std::int64_t key, std::int32_t slot) const {
+  if (layout_ == Layout::kNone) {
+    return 0;
+  }
+  if (layout_ == Layout::kBytes) {
+    return UtilityCode::decode(codes_[static_cast<std::size_t>(key)]);
   }
   if (slot != ChunkIndex::kAbsent) {
     return UtilityCode::decode(codes_[index(slot)]);

@@ -23,6 +23,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 
 #include "chunk_index.h"
@@ -58,40 +59,46 @@ class ChunkUtility {
   // it. step: any number that differs from step to step.
   void add(std::int64_t key, std::int32_t slot, float amount, std::uint64_t step);
 
-  // Brings what add() of a row's first key touches into the cache; always inlined as ChunkIndex::prefetch.
+  // The same for the chunks first_key, first_key + 1, ... of a row. Not in the sketch layout, which needs their slots.
+  void addRow(std::int64_t first_key, std::span<const float> amounts, std::uint64_t step) {
+    if (layout_ == Layout::kFloats) {
+      float* const values = values_.data() + first_key;
+      for (std::size_t c = 0; c < amounts.size(); ++c) {
+        values[c] += addable(amounts[c]) ? amounts[c] : 0.0F;
+      }
+      return;
+    }
+    for (std::size_t c = 0; c < amounts.size(); ++c) {
+      add(first_key + static_cast<std::int64_t>(c), ChunkIndex::kAbsent, amounts[c], step);
+    }
+  }
+
+  // Brings what addRow() of a row's first key touches into the cache's second level; always inlined as
+  // ChunkIndex::prefetch.
   [[gnu::always_inline]] void prefetch(std::int64_t key) const {
     if (layout_ == Layout::kFloats) {
-      __builtin_prefetch(values_.data() + key, 1);
+      __builtin_prefetch(values_.data() + key, 0, 2);
     } else if (layout_ == Layout::kBytes) {
-      __builtin_prefetch(codes_.data() + key, 1);
+      __builtin_prefetch(codes_.data() + key, 0, 2);
     }
   }
 
   // The stored utility. In the sketch layout 0 for absent chunks without a cell.
-  float get(std::int64_t key, std::int32_t slot) const;
+  float get(std::int64_t key, std::int32_t slot) const {
+    return layout_ == Layout::kFloats ? values_[static_cast<std::size_t>(key)] : getCoded(key, slot);
+  }
 
   // Whether the factor must be brought back to 1 before it is used.
   bool mustRenormalise(double factor) const { return factor > (layout_ == Layout::kFloats ? 0x1.0p60 : 0x1.0p12); }
   // Divides everything by the factor; bytes by the power of two below it. Returns what the factor is afterwards.
   double renormalise(double factor);
 
-  // Calls visit(key, utility) for every absent chunk that may have collected something; `index` says which are absent.
+  // Sketch layout: calls visit(key, utility) for every cell in use, in the order of the memory.
   template <class Visit>
-  void forEachAbsent(const ChunkIndex& index, Visit&& visit) const {
-    if (layout_ == Layout::kSketch) {
-      for (std::size_t cell = 0; cell < keys_.size(); ++cell) {
-        if (keys_[cell] >= 0) {
-          visit(static_cast<std::int64_t>(keys_[cell]), UtilityCode::decode(codes_[slots() + cell]));
-        }
-      }
-      return;
-    }
-    // The memory of a hash is not in the order of keys: a table of who is resident, a bit a chunk, would cost less than
-    // a look-up each, but this runs once in hundreds of steps.
-    for (std::int64_t key = 0; key < index.keys(); ++key) {
-      const float value = get(key, ChunkIndex::kAbsent);
-      if (value > 0 && index.find(key) == ChunkIndex::kAbsent) {
-        visit(key, value);
+  void forEachCell(Visit&& visit) const {
+    for (std::size_t cell = 0; cell < keys_.size(); ++cell) {
+      if (keys_[cell] >= 0) {
+        visit(static_cast<std::int64_t>(keys_[cell]), UtilityCode::decode(codes_[slots() + cell]));
       }
     }
   }
@@ -106,6 +113,8 @@ class ChunkUtility {
 
  private:
   explicit ChunkUtility(Layout layout) : layout_(layout) {}
+  static bool addable(float amount) { return amount > 0 && amount <= std::numeric_limits<float>::max(); }
+  float getCoded(std::int64_t key, std::int32_t slot) const;
   std::size_t slots() const { return codes_.size() - keys_.size(); }
   std::size_t cellOf(std::int64_t key) const {
     return scaleBits(mixBits(~static_cast<std::uint64_t>(key)), keys_.size());

@@ -11,6 +11,8 @@
 
 namespace torchext {
 
+enum class InverseForm { kInverse, kEigen };
+
 struct FactorInverse {
   // [count, d, d]: the inverse, or eigenvectors as columns; of a diagonal factor [d]: the inverse, or the factor
   // itself.

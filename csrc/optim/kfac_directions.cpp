@@ -1,27 +1,14 @@
 #include "optim/kfac_directions.h"
 
 #include <algorithm>
-#include <bit>
-#include <cstdint>
 
 #include "optim/matrix_product.h"
+#include "optim/reductions.h"
 
 namespace torchext {
 namespace {
 
 using Kind = KfacLayerSpec::Kind;
-
-// By the bits of the exponent: a sum would not be vectorised, as its order must be kept.
-template <class T>
-bool allFinite(const T* data, std::int64_t count) {
-  using Bits = std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>;
-  constexpr Bits kExponent = sizeof(T) == 4 ? Bits(0x7f800000U) : Bits(0x7ff0000000000000ULL);
-  Bits found = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
-    found |= static_cast<Bits>((std::bit_cast<Bits>(data[i]) & kExponent) == kExponent);
-  }
-  return found == 0;
-}
 
 // The gradient as [outputs, inputs], in the type of the buffers.
 template <class T>
@@ -30,17 +17,6 @@ at::Tensor weightGradient(const KfacLayerSpec& spec) {
 }
 
 }  // namespace
-
-bool isFinite(const at::Tensor& tensor) {
-  if (tensor.is_contiguous() && tensor.scalar_type() == at::kFloat) {
-    return allFinite(tensor.const_data_ptr<float>(), tensor.numel());
-  }
-  if (tensor.is_contiguous() && tensor.scalar_type() == at::kDouble) {
-    return allFinite(tensor.const_data_ptr<double>(), tensor.numel());
-  }
-  const at::Tensor values = tensor.layout() == at::kStrided ? tensor : tensor._values();
-  return at::isfinite(values).all().item<bool>();
-}
 
 KfacDirections::KfacDirections(const std::vector<KfacLayerSpec>& layers, at::ScalarType type,
                                const std::vector<int>& order, std::vector<int> parts)
@@ -93,12 +69,6 @@ std::int64_t KfacDirections::rows(int layer) const {
 
 std::int64_t KfacDirections::column(int layer, int part) const {
   return size(layer) / rows(layer) * part / parts(layer);
-}
-
-at::Tensor KfacDirections::matrix(int layer, int part) const {
-  const std::int64_t columns = column(layer, part + 1) - column(layer, part);
-  const std::int64_t place = places_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(part)];
-  return directions_.narrow(0, place, rows(layer) * columns).view({rows(layer), columns});
 }
 
 at::Tensor KfacDirections::slice(int layer) const {
@@ -230,18 +200,31 @@ void KfacDirections::preconditionTyped(int layer, int part, const FactorInverse&
 double KfacDirections::product(const std::vector<double>& rates) const {
   double sum = 0;
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    if (!active_[layer]) {
+    if (active_[layer]) {
+      const int number = static_cast<int>(layer);
+      sum += rates[layer] * rates[layer] *
+             (gradients_.scalar_type() == at::kDouble ? productTyped<double>(number) : productTyped<float>(number));
+    }
+  }
+  return sum;
+}
+
+template <class T>
+double KfacDirections::productTyped(int layer) const {
+  const auto number = static_cast<std::size_t>(layer);
+  const std::int64_t width = size(layer) / rows(layer);
+  double sum = 0;
+  for (int part = 0; part < parts(layer); ++part) {
+    const std::int64_t begin = column(layer, part);
+    const std::int64_t columns = column(layer, part + 1) - begin;
+    const T* gradient = gradients_.const_data_ptr<T>() + offsets_[number] + begin;
+    const T* direction = directions_.const_data_ptr<T>() + places_[number][static_cast<std::size_t>(part)];
+    if (columns == width) {
+      sum += dotProduct(gradient, direction, size(layer));
       continue;
     }
-    const int number = static_cast<int>(layer);
-    const at::Tensor gradient =
-        gradients_.narrow(0, offsets_[layer], size(number)).view({rows(number), size(number) / rows(number)});
-    for (int part = 0; part < parts(number); ++part) {
-      const at::Tensor direction = matrix(number, part);
-      const at::Tensor same = gradient.narrow(1, column(number, part), direction.size(1));
-      const at::Tensor dot =
-          parts(number) == 1 ? at::dot(same.flatten(), direction.flatten()) : (same * direction).sum();
-      sum += rates[layer] * rates[layer] * dot.item<double>();
+    for (std::int64_t row = 0; row < rows(layer); ++row, gradient += width, direction += columns) {
+      sum += dotProduct(gradient, direction, columns);
     }
   }
   return sum;
@@ -252,29 +235,50 @@ void KfacDirections::write(double factor) {
     if (!active_[layer]) {
       continue;
     }
-    const KfacLayerSpec& spec = layers_[layer];
-    const int number = static_cast<int>(layer);
-    const at::Tensor weight = spec.weight.mutable_grad();
-    const std::int64_t inputs = size(number) / rows(number) - (spec.bias ? 1 : 0);
-    // A weight of another memory layout takes its values through a contiguous one.
-    const at::Tensor flat = weight.is_contiguous() ? weight.view({rows(number), inputs})
-                                                   : at::empty({rows(number), inputs}, weight.options());
-    for (int part = 0; part < parts(number); ++part) {
-      at::Tensor direction = matrix(number, part);
-      if (factor != 1) {
-        direction.mul_(factor);
-      }
-      const std::int64_t begin = column(number, part);
-      const std::int64_t end = column(number, part + 1);
-      if (end > inputs) {
-        spec.bias->mutable_grad().copy_(direction.select(1, inputs - begin));
-        direction = direction.narrow(1, 0, inputs - begin);
-      }
-      flat.narrow(1, begin, direction.size(1)).copy_(direction);
+    if (gradients_.scalar_type() == at::kDouble) {
+      writeTyped(static_cast<int>(layer), factor);
+    } else {
+      writeTyped(static_cast<int>(layer), static_cast<float>(factor));
     }
-    if (!weight.is_contiguous()) {
-      weight.copy_(flat.view(weight.sizes()));
+  }
+}
+
+template <class T>
+void KfacDirections::writeTyped(int layer, T factor) {
+  const auto number = static_cast<std::size_t>(layer);
+  const KfacLayerSpec& spec = layers_[number];
+  const std::int64_t inputs = size(layer) / rows(layer) - (spec.bias ? 1 : 0);
+  // A gradient of another memory layout or type takes its values through one that is as the buffers are.
+  const auto plain = [](const at::Tensor& tensor) {
+    return tensor.is_contiguous() && tensor.scalar_type() == c10::CppTypeToScalarType<T>::value
+               ? tensor
+               : at::empty(tensor.sizes(), c10::CppTypeToScalarType<T>::value);
+  };
+  const at::Tensor weight = plain(spec.weight.grad());
+  const at::Tensor bias = spec.bias ? plain(spec.bias->grad()) : at::Tensor();
+  for (int part = 0; part < parts(layer); ++part) {
+    const T* direction = directions_.const_data_ptr<T>() + places_[number][static_cast<std::size_t>(part)];
+    const std::int64_t begin = column(layer, part);
+    const std::int64_t columns = column(layer, part + 1) - begin;
+    const std::int64_t of_weight = std::min(columns, inputs - begin);
+    T* to = weight.mutable_data_ptr<T>() + begin;
+    for (std::int64_t row = 0; row < rows(layer); ++row, to += inputs, direction += columns) {
+      for (std::int64_t i = 0; i < of_weight; ++i) {
+        to[i] = factor * direction[i];
+      }
+      if (of_weight < columns) {
+        bias.mutable_data_ptr<T>()[row] = factor * direction[of_weight];
+      }
     }
+  }
+  const auto give_back = [](const at::Tensor& values, const at::Tensor& gradient) {
+    if (!values.is_same(gradient)) {
+      gradient.copy_(values);
+    }
+  };
+  give_back(weight, spec.weight.grad());
+  if (spec.bias) {
+    give_back(bias, spec.bias->grad());
   }
 }
 

@@ -17,8 +17,6 @@
 
 namespace torchext {
 
-enum class InverseForm { kInverse, kEigen };
-
 class KfacDirections {
  public:
   // order: layers in the order of the buffer. parts: [layer] 1, or into how many it is split. layers outlive this.
@@ -49,11 +47,14 @@ class KfacDirections {
   template <class T>
   void preconditionTyped(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
                          InverseForm form, double damping);
+  template <class T>
+  double productTyped(int layer) const;
+  template <class T>
+  void writeTyped(int layer, T factor);
   std::int64_t size(int layer) const;
   std::int64_t rows(int layer) const;
   // Columns of a part begin here; those of part + 1 are the end.
   std::int64_t column(int layer, int part) const;
-  at::Tensor matrix(int layer, int part) const;  // [rows, columns] of the directions
 
   const std::vector<KfacLayerSpec>& layers_;
   std::vector<int> parts_;                         // [layer]
@@ -65,8 +66,5 @@ class KfacDirections {
   at::Tensor directions_;
   Scratch work_;
 };
-
-// Whether all elements of a dense gradient are finite; any layout and type.
-bool isFinite(const at::Tensor& tensor);
 
 }  // namespace torchext

@@ -8,12 +8,20 @@
 // `inverse_update_steps` brings the ranks' averages together, inverts, distributes the inverses, and then replaces
 // every gradient by its direction V, scaled by the KL clip. The parameters themselves are stepped by the caller.
 //
+// When the sums are made. With a group, and in steps that send no factors, the hook only keeps its two tensors (up to
+// 16 MiB; what is beyond is summed at once), and the sums are made when the backward pass has ended: DDP's all-reduces
+// are on their way then, and waited for afterwards.
+//
 // When communication starts. Factors travel only in steps that make inverses (see KfacStatistics; `exchange_always`
 // does it in all, to compare). In such a step a factor that has had as many calls as in the steps before is packed by
 // the backward hook, and a run of factors (core/kfac_plan.h) leaves as soon as its last one is packed, while the
 // backward pass goes on; runs leave in the order of the plan on every rank, the rest of them in step(). They are waited
-// for in step(), run by run, and what has come is inverted while later runs travel. Inverses, and directions that only
-// some ranks compute, are started all together and waited for all together.
+// for in step(), run by run; a layer whose factors have come is inverted while later runs travel, and its inverse
+// leaves at once, point to point. Only d-kfac, the plain algorithm, waits for all first. Directions that only some
+// ranks compute are started all together and waited for all together.
+//
+// A step that is left out. Gradients may be cleared without step(), on all ranks alike. In a step that sends, that is
+// collective, and each rank says there whether it takes the step: if they differ, all throw.
 //
 // Who owns what. Every rank owns the running averages of its own batches. The mean over ranks exists only in a step's
 // buffer. Inverses belong to the ranks that precondition with them.
@@ -38,27 +46,10 @@
 #include "core/kfac_plan.h"
 #include "optim/kfac_directions.h"
 #include "optim/kfac_exchange.h"
+#include "optim/kfac_options.h"
 #include "optim/kfac_statistics.h"
 
 namespace torchext {
-
-struct KfacOptions {
-  double damping = 0.003;                 // lambda, above 0
-  double decay = 0.95;                    // of the running averages, [0, 1)
-  bool martens_decay = false;             // min(1 - 1/k, decay) in the k-th update
-  std::optional<double> kl_clip = 0.001;  // kappa, above 0; none: no clip
-  int factor_update_steps = 1;            // 1 or more
-  int inverse_update_steps = 10;          // a multiple of factor_update_steps
-  InverseForm form = InverseForm::kInverse;
-  FactorScaling scaling = FactorScaling::kKfc;
-  std::string strategy = "spd";
-  double worker_fraction = 0.5;          // of hybrid, (0, 1]
-  bool exchange_always = false;          // exchange factors in every step that updates them
-  double max_run_mb = 25;                // of factors that travel together, MiB, above 0
-  std::optional<bool> split_directions;  // none: where that costs less by the measured costs
-
-  void validate() const;
-};
 
 struct KfacStats {
   std::int64_t steps = 0;
@@ -99,7 +90,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   // nobody has done so). found_inf: the caller knows already. Collective. False: skip this step.
   bool step(const std::vector<double>& rates, const std::vector<at::Tensor>& others, double loss_scale,
             double gradient_scale, bool found_inf);
-  // Forgets what a backward pass left that no step() used.
+  // Forgets what a backward pass left that no step() used. Collective in a step that sends factors.
   void discard();
 
   const KfacOptions& options() const { return options_; }
@@ -122,23 +113,37 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void makePlan();
   void measureCosts();
   void backward(int layer, const at::Tensor& input, const at::Tensor& gradient);
+  bool defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
+  void addDeferred();
+  void forgetDeferred();
   double currentDecay() const;
   bool exchanging() const;
   bool invertsHere(std::size_t slot) const;
   bool worksOn(int layer) const;
   void prepare(std::size_t slot, bool merged);
   void startRuns(bool overlapped);
-  void drop(bool runs_left);
+  std::vector<KfacExchange::Work> startRest(bool takes_step);
+  void checkVerdicts(std::vector<KfacExchange::Work>& works);
+  void waitForRuns();
+  void endRuns();
+  void drop(bool sent);
+  bool seenBackward() const;
   void replanRuns();
   void updateInverses();
-  std::vector<at::Tensor> traces();
-  void invert(std::size_t slot, const std::vector<at::Tensor>& traces);
+  void invertRuns();
+  void invertLayer(std::size_t first_slot);
+  void invert(std::size_t slot, const at::Tensor& own_mean, const at::Tensor& other_mean);
+  bool tracesTravel() const;
+  at::Tensor tracesOf(std::size_t slot) const;
   at::Tensor meanFactor(std::size_t slot) const;
   void packInverse(std::size_t slot);
   void unpackInverse(std::size_t slot);
-  void distributeInverses();
+  void receiveInverses();
+  void sendInverse(std::size_t slot);
+  void takeInverses();
   void distributeDirections();
-  void route(const at::Tensor& slice, int owner, int workers, bool to_workers, std::vector<KfacExchange::Work>& works);
+  void exchangeShares(std::vector<KfacExchange::Work>& works);
+  void sendDirections(const at::Tensor& slice, int owner, int workers, std::vector<KfacExchange::Work>& works);
 
   std::vector<KfacLayerSpec> layers_;
   KfacOptions options_;
@@ -155,15 +160,30 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   std::vector<bool> prepared_;               // [slot] packed for this step's exchange
   std::size_t started_ = 0;                  // runs that have left
   std::vector<KfacExchange::Work> works_;    // [run]
+  at::Tensor verdicts_;                      // [rank] whether it takes this step
+  at::Tensor traces_;                        // of all factors, summed over ranks, where tracesTravel()
+  KfacExchange::Work traces_work_;           // null once it was waited for
   at::Tensor inverse_buffer_;                // inverses that travel, by owner
   std::vector<std::int64_t> inverse_place_;  // [slot] in it, -1: does not travel
+  std::vector<KfacExchange::Work> inverses_sent_;
+  std::vector<std::pair<std::size_t, KfacExchange::Work>> inverses_coming_;  // by slot
 
   struct Calls {
     int expected = -1;
     bool stable = false;
   };
-  std::vector<Calls> calls_;   // [layer]
-  std::vector<double> ready_;  // [slot] seconds from the first hook of a step
+  std::vector<Calls> calls_;  // [layer]
+  struct Deferred {
+    int layer = 0;
+    at::Tensor input;
+    at::Tensor gradient;
+    int backward_pass = 0;
+  };
+  std::vector<Deferred> deferred_;
+  std::size_t deferred_bytes_ = 0;
+  int deferring_pass_ = -1;    // the backward pass whose end will call addDeferred()
+  std::vector<double> ready_;  // [slot] seconds from the first hook of a step that sends factors
+  int profiled_ = 0;           // such steps
   std::optional<double> pass_start_;
   bool scaled_loss_ = false;
   bool discarded_ = false;

@@ -56,6 +56,16 @@ KfacExchange::Work KfacExchange::receive(at::Tensor slice, int from, int tag) {
   return group_->recv(tensors, from, tag);
 }
 
+std::vector<KfacExchange::Work> KfacExchange::gather(const at::Tensor& all, int tag) {
+  std::vector<Work> works;
+  for (int distance = 1; distance < size(); ++distance) {
+    const int from = (rank() + size() - distance) % size();
+    works.push_back(receive(all.narrow(0, from, 1), from, tag));
+    works.push_back(send(all.narrow(0, rank(), 1), (rank() + distance) % size(), tag));
+  }
+  return works;
+}
+
 void KfacExchange::wait(std::vector<Work>& works) {
   for (const Work& work : works) {
     work->wait();

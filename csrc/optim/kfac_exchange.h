@@ -40,6 +40,8 @@ class KfacExchange {
   Work broadcast(at::Tensor slice, int root);
   Work send(at::Tensor slice, int to, int tag);
   Work receive(at::Tensor slice, int from, int tag);
+  // Every rank's element of all[ranks] to every other, point to point: apart from the order of collectives.
+  std::vector<Work> gather(const at::Tensor& all, int tag);
   static void wait(std::vector<Work>& works);
 
   // Collective; throws c10::DistBackendError on every rank unless `values` are the same everywhere. names[i] says what

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 
+#include "optim/patches.h"
+
 namespace torchext {
 namespace {
 
 using Kind = KfacLayerSpec::Kind;
-using Three = std::array<std::int64_t, 3>;
+using Three = PatchWindow::Three;
 
 template <class T>
 at::Tensor asType(const at::Tensor& tensor) {
@@ -22,48 +24,11 @@ Three threeOf(at::IntArrayRef values, std::int64_t fill) {
 
 std::int64_t productOf(const Three& values) { return values[0] * values[1] * values[2]; }
 
-struct Window {
-  Three size;  // of the input
-  Three kernel;
-  Three stride;
-  Three dilation;
-  Three before;
-  Three out;
-};
-
-// One row of patches: the input shifted by one place of the kernel, zeros outside. Runs along the last dimension.
-template <class T>
-void copyShifted(const T* image, const Window& w, const Three& place, T* row) {
-  for (std::int64_t d = 0; d < w.out[0]; ++d) {
-    const std::int64_t z = d * w.stride[0] + place[0] * w.dilation[0] - w.before[0];
-    for (std::int64_t h = 0; h < w.out[1]; ++h, row += w.out[2]) {
-      const std::int64_t y = h * w.stride[1] + place[1] * w.dilation[1] - w.before[1];
-      if (z < 0 || z >= w.size[0] || y < 0 || y >= w.size[1]) {
-        std::fill(row, row + w.out[2], T(0));
-        continue;
-      }
-      const T* line = image + (z * w.size[1] + y) * w.size[2];
-      const std::int64_t shift = place[2] * w.dilation[2] - w.before[2];
-      const std::int64_t stride = w.stride[2];
-      // x * stride + shift lies in [0, size) for x in [first, last).
-      const std::int64_t first = std::clamp<std::int64_t>((-shift + stride - 1) / stride, 0, w.out[2]);
-      const std::int64_t last =
-          w.size[2] - shift <= 0 ? first : std::clamp((w.size[2] - shift + stride - 1) / stride, first, w.out[2]);
-      std::fill(row, row + (shift < 0 ? first : 0), T(0));
-      const std::int64_t begin = shift < 0 ? first : 0;
-      for (std::int64_t x = begin; x < last; ++x) {
-        row[x] = line[x * stride + shift];
-      }
-      std::fill(row + std::max(begin, last), row + w.out[2], T(0));
-    }
-  }
-}
-
 template <class T>
 SampleMatrix<T> patches(const KfacLayerSpec& spec, const at::Tensor& given, Scratch& scratch) {
   const auto spatial = static_cast<std::int64_t>(spec.stride.size());
   at::Tensor input = asType<T>(given.dim() == spatial + 1 ? given.unsqueeze(0) : given);
-  Window w{};
+  PatchWindow w;
   w.before = threeOf(spec.pad_before, 0);
   Three after = threeOf(spec.pad_after, 0);
   if (spec.padding_mode != "constant") {

@@ -4,11 +4,21 @@
 
 #include "core/packed_triangle.h"
 #include "optim/matrix_product.h"
+#include "optim/patch_correlation.h"
 
 namespace torchext {
 namespace {
 
 std::size_t unsignedOf(std::int64_t value) { return static_cast<std::size_t>(value); }
+
+template <class T>
+void addTriangleOf(const T* full, std::int64_t dim, bool first, T* sums) {
+  if (first) {
+    core::packTriangle(full, unsignedOf(dim), unsignedOf(dim), sums);
+  } else {
+    core::addTriangle(full, unsignedOf(dim), unsignedOf(dim), T(1), sums);
+  }
+}
 
 }  // namespace
 
@@ -79,6 +89,10 @@ void KfacStatistics::addTyped(int layer, const at::Tensor& input, const at::Tens
         counts[token[i]] += T(1);
       }
     }
+  } else if (patchCorrelationPays(spec, input)) {
+    T* full = product_.get<T>(input_slot.dim * input_slot.dim);
+    correlatePatches<T>(spec, input, samples_, full);
+    addTriangleOf(full, input_slot.dim, first, sums_.mutable_data_ptr<T>() + input_slot.offset);
   } else {
     addProduct(input_slot, inputMatrix<T>(spec, input, samples_), first);
   }
@@ -117,11 +131,7 @@ void KfacStatistics::addProduct(const FactorSlot& slot, const SampleMatrix<T>& m
       }
       ones[inner] = static_cast<T>(matrix.count);
     }
-    if (first) {
-      core::packTriangle(full, unsignedOf(dim), unsignedOf(dim), sums);
-    } else {
-      core::addTriangle(full, unsignedOf(dim), unsignedOf(dim), T(1), sums);
-    }
+    addTriangleOf(full, dim, first, sums);
   }
 }
 

@@ -20,23 +20,11 @@
 
 #include <ATen/ATen.h>
 
+#include "optim/factor_slot.h"
 #include "optim/kfac_layer.h"
+#include "optim/kfac_options.h"
 
 namespace torchext {
-
-enum class FactorScaling { kKfc, kKfacPytorch };
-
-// A factor and its place in the flat buffers. Factors are in the order of sending, those of a layer side by side.
-struct FactorSlot {
-  int layer = 0;
-  bool input_side = false;  // A, else G
-  bool diagonal = false;
-  std::int64_t dim = 0;
-  std::int64_t count = 1;   // groups
-  std::int64_t offset = 0;  // elements
-  std::int64_t size = 0;    // elements of all groups
-  std::int64_t triangle() const { return size / count; }
-};
 
 class KfacStatistics {
  public:

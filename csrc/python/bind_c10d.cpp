@@ -53,6 +53,10 @@ void bindC10d(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("abort_with_reason", &DelegatingBackend::abortWithReason, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
+      .def("_set_inner_factory", &DelegatingBackend::setInnerFactory, py::arg("factory"))
+      .def("_announce_survival", &DelegatingBackend::announceSurvival, py::arg("store"), py::arg("key"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options", &DelegatingBackend::getBackendOptions)  // torch's own is newer than 2.11
       .def_property_readonly("failure", [](const DelegatingBackend& self) {
         const auto [rank, reason] = self.health()->firstReason();
         // Text from a peer: what is no UTF-8 is replaced, not raised about.

@@ -89,12 +89,10 @@ void bindDSSync(py::module_& module) {
 
   module.def(
       "attach_dssync",
-      [](const c10::intrusive_ptr<ProcessGroupDSSync>& group, c10d::Reducer& reducer,
-         const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
-        return attachGroup(dssyncTraining(group), reducer, parameters, buffers, bucket_bytes);
-      },
-      py::arg("group"), py::arg("reducer"), py::arg("parameters"), py::arg("buffers"), py::arg("bucket_bytes"),
-      NoGil());
+      [](const c10::intrusive_ptr<ProcessGroupDSSync>& group, const std::vector<at::Tensor>& parameters,
+         const std::vector<at::Tensor>& buffers,
+         std::size_t bucket_bytes) { return attachGroup(dssyncTraining(group), parameters, buffers, bucket_bytes); },
+      py::arg("group"), py::arg("parameters"), py::arg("buffers"), py::arg("bucket_bytes"), NoGil());
 }
 
 }  // namespace torchext

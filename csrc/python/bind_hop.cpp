@@ -9,11 +9,9 @@
 #include <pybind11/stl.h>
 
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "c10d/process_group_hop.h"
 #include "ddp/hop_synchronizer.h"
-#include "ddp/local_gradient_hook.h"
 
 namespace torchext {
 namespace {
@@ -66,12 +64,10 @@ std::optional<Value> unlessEmpty(const Value& value) {
   return value.empty() ? std::nullopt : std::optional<Value>(value);
 }
 
-std::shared_ptr<HopSynchronizer> attachHop(const c10::intrusive_ptr<ProcessGroupHop>& group, c10d::Reducer& reducer,
+std::shared_ptr<HopSynchronizer> attachHop(const c10::intrusive_ptr<ProcessGroupHop>& group,
                                            const std::vector<at::Tensor>& parameters,
                                            const std::vector<at::Tensor>& buffers) {
-  std::shared_ptr<HopSynchronizer> synchronizer(new HopSynchronizer(group, parameters, buffers), DeleteWithoutGil());
-  reducer.register_comm_hook(std::make_unique<LocalGradientHook>(synchronizer));
-  return synchronizer;
+  return {new HopSynchronizer(group, parameters, buffers), DeleteWithoutGil()};
 }
 
 py::dict toDict(const HopSynchronizer& synchronizer) {
@@ -131,8 +127,7 @@ void bindHop(py::module_& module) {
   py::class_<HopSynchronizer, AveragingSynchronizer, std::shared_ptr<HopSynchronizer>>(module, "HopSynchronizer")
       .def("stats", &toDict);
 
-  module.def("attach_hop", &attachHop, py::arg("group"), py::arg("reducer"), py::arg("parameters"), py::arg("buffers"),
-             NoGil());
+  module.def("attach_hop", &attachHop, py::arg("group"), py::arg("parameters"), py::arg("buffers"), NoGil());
 }
 
 }  // namespace torchext

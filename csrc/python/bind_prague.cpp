@@ -69,12 +69,10 @@ void bindPrague(py::module_& module) {
 
   module.def(
       "attach_prague",
-      [](const c10::intrusive_ptr<ProcessGroupPrague>& group, c10d::Reducer& reducer,
-         const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
-        return attachGroup(pragueTraining(group), reducer, parameters, buffers, bucket_bytes);
-      },
-      py::arg("group"), py::arg("reducer"), py::arg("parameters"), py::arg("buffers"), py::arg("bucket_bytes"),
-      NoGil());
+      [](const c10::intrusive_ptr<ProcessGroupPrague>& group, const std::vector<at::Tensor>& parameters,
+         const std::vector<at::Tensor>& buffers,
+         std::size_t bucket_bytes) { return attachGroup(pragueTraining(group), parameters, buffers, bucket_bytes); },
+      py::arg("group"), py::arg("parameters"), py::arg("buffers"), py::arg("bucket_bytes"), NoGil());
 }
 
 }  // namespace torchext

@@ -33,13 +33,9 @@ py::dict toDict(const AveragingStats& stats) {
 
 }  // namespace
 
-std::shared_ptr<AveragingSynchronizer> attachGroup(GroupTraining training, c10d::Reducer& reducer,
-                                                   const std::vector<at::Tensor>& parameters,
+std::shared_ptr<AveragingSynchronizer> attachGroup(GroupTraining training, const std::vector<at::Tensor>& parameters,
                                                    const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
-  std::shared_ptr<GroupSynchronizer> synchronizer(
-      new GroupSynchronizer(std::move(training), parameters, buffers, bucket_bytes), DeleteWithoutGil());
-  reducer.register_comm_hook(std::make_unique<LocalGradientHook>(synchronizer));
-  return synchronizer;
+  return {new GroupSynchronizer(std::move(training), parameters, buffers, bucket_bytes), DeleteWithoutGil()};
 }
 
 void bindSynchronizer(py::module_& module) {
@@ -58,6 +54,10 @@ void bindSynchronizer(py::module_& module) {
       .def("enter_average", &AveragingSynchronizer::enterAverage, NoGil())
       .def("leave_average", &AveragingSynchronizer::leaveAverage, NoGil())
       .def("stats", [](const AveragingSynchronizer& self) { return toDict(self.stats()); });
+
+  py::class_<LocalGradients, std::shared_ptr<LocalGradients>>(module, "LocalGradients")
+      .def_readwrite("synchronizer", &LocalGradients::synchronizer);
+  module.def("keep_gradients_local", &keepGradientsLocal, py::arg("reducer"));
 }
 
 }  // namespace torchext

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "ddp/group_synchronizer.h"
 
@@ -27,8 +26,7 @@ struct DeleteWithoutGil {
 };
 
 // Collective, without the GIL: what prague and dssync make of torchext.attach().
-std::shared_ptr<AveragingSynchronizer> attachGroup(GroupTraining training, c10d::Reducer& reducer,
-                                                   const std::vector<at::Tensor>& parameters,
+std::shared_ptr<AveragingSynchronizer> attachGroup(GroupTraining training, const std::vector<at::Tensor>& parameters,
                                                    const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes);
 
 }  // namespace torchext

@@ -1,8 +1,6 @@
 // What happens to a table between steps: pruning, a list of its chunks, norms brought down, huge pages.
 #include <cmath>
-#include <set>
 
-#include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -12,7 +10,9 @@
 
 #include "csrc/core/chunk_prune.h"
 #include "kernels/adaptive_bag.h"
-#include "kernels/cpu/bag_loops.h"
+#include "kernels/cpu/bag_dispatch.h"
+#include "kernels/cpu/bag_groups.h"
+#include "kernels/cpu/element.h"
 
 namespace torchext::kernels {
 
@@ -89,33 +89,34 @@ void renorm(const at::Tensor& pool, const at::Tensor& index, const at::Tensor& i
   const core::ChunkIndex table = indexOf(kOp, index, rows, chunks);
   const std::optional<at::Tensor> none;
   const cpu::BagBatch batch = batchOf(kOp, {ids, none, 1, false, 0, -1}, rows);
-  const std::set<std::uint32_t> distinct(batch.ids.begin(), batch.ids.end());
+  const cpu::GroupedIds distinct = cpu::groupIds(batch, rows);
   std::vector<std::int32_t> slots(static_cast<std::size_t>(chunks));
   const std::int64_t width = pool.size(1);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, pool.scalar_type(), kOp, [&] {
+  TORCHEXT_DISPATCH_POOL(pool.scalar_type(), [&] {
     using E = cpu::Element<scalar_t>;
     auto* values = pool.mutable_data_ptr<scalar_t>();
-    for (const std::uint32_t id : distinct) {
-      table.findRow(id, slots.data());
+    const auto for_each_value = [&](auto&& visit) {
+      for (const std::int32_t slot : slots) {
+        for (std::int64_t i = 0; slot >= 0 && i < width; ++i) {
+          visit(values[slot * width + i]);
+        }
+      }
+    };
+    for (std::size_t group = 0; group < distinct.groups(); ++group) {
+      table.findRow(distinct.idOf(group), slots.data());
       double sum = 0;
       double largest = 0;
-      cpu::forEachRun(slots.data(), static_cast<int>(chunks), [&](int, std::int32_t slot, int n) {
-        for (std::int64_t i = slot * width; i < (slot + n) * width; ++i) {
-          const double value = std::abs(static_cast<double>(E::load(values[i])));
-          sum += norm_type == 2 ? value * value : norm_type == 1 ? value : std::pow(value, norm_type);
-          largest = std::max(largest, value);
-        }
+      for_each_value([&](scalar_t stored) {
+        const double value = std::abs(static_cast<double>(E::load(stored)));
+        sum += norm_type == 2 ? value * value : norm_type == 1 ? value : std::pow(value, norm_type);
+        largest = std::max(largest, value);
       });
       const double norm = std::isinf(norm_type) ? largest
                           : norm_type == 2      ? std::sqrt(sum)
                                                 : std::pow(sum, 1 / norm_type);
       if (norm > max_norm) {
         const auto factor = static_cast<typename E::Math>(max_norm / (norm + 1e-7));
-        cpu::forEachRun(slots.data(), static_cast<int>(chunks), [&](int, std::int32_t slot, int n) {
-          for (std::int64_t i = slot * width; i < (slot + n) * width; ++i) {
-            values[i] = E::store(E::load(values[i]) * factor);
-          }
-        });
+        for_each_value([&](scalar_t& stored) { stored = E::store(E::load(stored) * factor); });
       }
     }
   });

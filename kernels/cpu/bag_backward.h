@@ -3,17 +3,21 @@
 // resident or not.
 //
 // A row is handled once, by one thread, its positions in rising order: the result does not depend on the number of
-// threads. A sink's apply(slot, gradient, squares) gets the sum of squares that the utility needs anyway.
+// threads.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
-#include <vector>
+#include <span>
+#include <type_traits>
 
 #include "csrc/core/chunk_index.h"
 #include "csrc/core/chunk_utility.h"
 #include "kernels/cpu/bag_batch.h"
+#include "kernels/cpu/bag_groups.h"
 #include "kernels/cpu/bag_loops.h"
+#include "kernels/cpu/bag_rows.h"
+#include "kernels/cpu/buffer.h"
 
 namespace torchext::cpu {
 
@@ -22,7 +26,6 @@ struct BackwardArgs {
   const BagBatch& batch;
   const GroupedIds& grouped;
   const core::ChunkIndex& index;
-  std::size_t chunk_dim;
   const T* gradient;             // of the output, bags x dim
   const T* weights;              // per sample, or null
   const std::int32_t* argmax;    // mode max
@@ -35,12 +38,17 @@ struct BackwardArgs {
   float* amounts;  // groups x chunks: what each chunk's utility grows by, kept for later; or null
 };
 
-// The gradient of one row, dim numbers.
+// The gradient of one row, dim numbers: in `sum`, or where it lies already.
 template <class T, class M>
-TORCHEXT_ALWAYS_INLINE void rowGradient(const BackwardArgs<T>& a, std::size_t group, std::size_t dim, M* sum) {
-  fillZero(sum, dim);
+TORCHEXT_ALWAYS_INLINE const M* rowGradient(const BackwardArgs<T>& a, std::size_t group, std::size_t dim, M* sum) {
   const std::uint32_t begin = a.grouped.starts[group];
   const std::uint32_t end = a.grouped.starts[group + 1];
+  if constexpr (std::is_same_v<T, M>) {
+    if (end - begin == 1 && a.batch.mode == BagMode::kSum && a.weights == nullptr) {  // most rows of most batches
+      return a.gradient + a.bag_of[static_cast<std::uint32_t>(a.grouped.entries[begin])] * dim;
+    }
+  }
+  fillZero(sum, dim);
   for (std::uint32_t i = begin; i < end; ++i) {
     const auto p = static_cast<std::uint32_t>(a.grouped.entries[i]);
     const std::size_t bag = a.bag_of[p];
@@ -66,67 +74,55 @@ TORCHEXT_ALWAYS_INLINE void rowGradient(const BackwardArgs<T>& a, std::size_t gr
       sum[d] *= factor;
     }
   }
+  return sum;
 }
 
 struct BackwardKernel {
-  static constexpr std::size_t kAhead = 12;
+  // The gradient of a row's positions is nearer than the pool, and asked for later.
+  static constexpr std::size_t kGradientAhead = 6;
 
   // Groups begin..end-1.
-  template <class T, class Sink>
-  static TORCHEXT_ALWAYS_INLINE void run(const BackwardArgs<T>& a, const Sink& sink, const std::size_t& begin,
-                                         const std::size_t& end) {
+  template <class T, class Width, class Sink>
+  static TORCHEXT_ALWAYS_INLINE void run(const BackwardArgs<T>& a, const Width& chunk_dim, const Sink& sink,
+                                         const std::size_t& begin, const std::size_t& end) {
     using M = MathOf<T>;
-    const int chunks = a.index.chunks();
-    const auto per_row = static_cast<std::size_t>(chunks);
-    const std::size_t dim = a.chunk_dim * per_row;
-    std::vector<M> sums(dim);
-    std::vector<std::int32_t> ring(kAhead * per_row);
-    const auto prefetch = [&](std::size_t group) __attribute__((always_inline)) {
-      if (group < end) {
-        const std::uint32_t id = a.grouped.idOf(group);
-        a.index.prefetch(id);
-        if (a.utility != nullptr) {
-          a.utility->prefetch(static_cast<std::int64_t>(id) * chunks);
-        }
-      }
-    };
-    const auto find = [&](std::size_t group) __attribute__((always_inline)) {
-      if (group < end) {
-        std::int32_t* slots = ring.data() + group % kAhead * per_row;
-        a.index.findRow(a.grouped.idOf(group), slots);
-        forEachRun(
-            slots, chunks, [&](int, std::int32_t slot, int n) __attribute__((always_inline)) {
-              sink.prefetch(static_cast<std::size_t>(slot), static_cast<std::size_t>(n));
-            });
-      }
-    };
-    for (std::size_t group = begin; group < std::min(end, begin + 2 * kAhead); ++group) {
-      prefetch(group);
-    }
-    for (std::size_t group = begin; group < std::min(end, begin + kAhead); ++group) {
-      find(group);
-    }
+    const auto chunks = static_cast<std::size_t>(a.index.chunks());
+    const std::size_t dim = chunk_dim * chunks;
+    Buffer<M> scratch(dim + chunks);
+    M* const sum = scratch.data();
+    M* const squares = sum + dim;  // of each chunk
+    Buffer<float> own_amounts(chunks);
+    const auto row_of = [&](std::size_t group) __attribute__((always_inline)) { return a.grouped.idOf(group); };
+    const auto prefetch = [&](std::size_t slot) __attribute__((always_inline)) { sink.prefetch(slot, chunk_dim); };
+    RowChunks rows(a.index, begin, end, row_of, prefetch);
     for (std::size_t group = begin; group < end; ++group) {
-      rowGradient(a, group, dim, sums.data());
-      const std::int32_t* slots = ring.data() + group % kAhead * per_row;
-      const auto accesses = static_cast<float>(a.grouped.starts[group + 1] - a.grouped.starts[group]);
-      const std::int64_t first_key = static_cast<std::int64_t>(a.grouped.idOf(group)) * chunks;
-      sink.beginRow(group);
-      for (int c = 0; c < chunks; ++c) {
-        const M* gradient = sums.data() + static_cast<std::size_t>(c) * a.chunk_dim;
-        const M squares = dot(gradient, gradient, a.chunk_dim);
-        if (slots[c] >= 0) {
-          sink.apply(static_cast<std::size_t>(slots[c]), gradient, squares);
+      if (a.utility != nullptr && group + rows.kAhead < end) {
+        a.utility->prefetch(static_cast<std::int64_t>(row_of(group + rows.kAhead)) * a.index.chunks());
+      }
+      if (group + kGradientAhead < end) {
+        const auto p = static_cast<std::uint32_t>(a.grouped.entries[a.grouped.starts[group + kGradientAhead]]);
+        prefetchRangeSoon(a.gradient + a.bag_of[p] * dim, dim);
+      }
+      const M* const gradient = rowGradient(a, group, dim, sum);
+      for (std::size_t c = 0; c < chunks; ++c) {
+        squares[c] = dot(gradient + c * chunk_dim, gradient + c * chunk_dim, chunk_dim);
+      }
+      if (a.utility != nullptr) {
+        float* const amounts = a.amounts != nullptr ? a.amounts + group * chunks : own_amounts.data();
+        const auto accesses = static_cast<float>(a.grouped.starts[group + 1] - a.grouped.starts[group]);
+        for (std::size_t c = 0; c < chunks; ++c) {
+          amounts[c] = accesses * std::sqrt(static_cast<float>(squares[c])) * a.utility_factor;
         }
-        const float amount = accesses * std::sqrt(static_cast<float>(squares)) * a.utility_factor;
-        if (a.amounts != nullptr) {
-          a.amounts[group * per_row + static_cast<std::size_t>(c)] = amount;
-        } else if (a.utility != nullptr) {
-          a.utility->add(first_key + c, slots[c], amount, a.step);
+        if (a.amounts == nullptr) {
+          a.utility->addRow(static_cast<std::int64_t>(row_of(group)) * a.index.chunks(), {amounts, chunks}, a.step);
         }
       }
-      prefetch(group + 2 * kAhead);
-      find(group + kAhead);
+      sink.beginRow(group);
+      for (const auto [chunk, slot] : rows.at(group)) {
+        const auto c = static_cast<std::size_t>(chunk);
+        sink.apply(static_cast<std::size_t>(slot), chunk_dim, gradient + c * chunk_dim, squares[c]);
+      }
+      rows.advance(group);
     }
   }
 };

@@ -1,4 +1,7 @@
-// Where the backward pass puts the gradient of a chunk: three fused optimizers and two kinds of gradient.
+// Where the backward pass puts the gradient of a chunk: three fused optimizers, two kinds of gradient, or nowhere.
+//
+// beginRow(group) comes before a row's chunks; prefetch(slot, width), long before them, asks for what apply() will
+// touch; apply(slot, width, gradient, squares) takes the gradient of one chunk and the sum of its squares.
 //
 // Optimizer state is float32 beside any pool of 16- or 32-bit elements (float64 beside float64). All are lazy: a chunk
 // without a gradient in a step keeps weight and state.
@@ -16,16 +19,17 @@ template <class T>
 struct SgdSink {
   using M = MathOf<T>;
   T* pool;
-  std::size_t chunk_dim;
   M lr;
 
   TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t /*group*/) const {}
-  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, std::size_t chunks) const {
-    prefetchRange(pool + slot * chunk_dim, chunks * chunk_dim);
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, Width width) const {
+    prefetchRange(pool + slot * width, width);
   }
-  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, const M* __restrict gradient, M /*squares*/) const {
-    T* __restrict to = pool + slot * chunk_dim;
-    for (std::size_t i = 0; i < chunk_dim; ++i) {
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, Width width, const M* __restrict gradient, M /*squares*/) const {
+    T* __restrict to = pool + slot * width;
+    for (std::size_t i = 0; i < width; ++i) {
       to[i] = Element<T>::store(Element<T>::load(to[i]) - lr * gradient[i]);
     }
   }
@@ -37,20 +41,21 @@ struct AdagradSink {
   using M = MathOf<T>;
   T* pool;
   M* sums;  // one a slot
-  std::size_t chunk_dim;
   M lr;
   M eps;
 
   TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t /*group*/) const {}
-  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, std::size_t chunks) const {
-    prefetchRange(pool + slot * chunk_dim, chunks * chunk_dim);
-    __builtin_prefetch(sums + slot, 1);
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, Width width) const {
+    prefetchRange(pool + slot * width, width);
+    prefetchRange(sums + slot, std::size_t{1});
   }
-  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, const M* __restrict gradient, M squares) const {
-    sums[slot] += squares / static_cast<M>(chunk_dim);
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, Width width, const M* __restrict gradient, M squares) const {
+    sums[slot] += squares / static_cast<M>(static_cast<std::size_t>(width));
     const M rate = lr / (std::sqrt(sums[slot]) + eps);
-    T* __restrict to = pool + slot * chunk_dim;
-    for (std::size_t i = 0; i < chunk_dim; ++i) {
+    T* __restrict to = pool + slot * width;
+    for (std::size_t i = 0; i < width; ++i) {
       to[i] = Element<T>::store(Element<T>::load(to[i]) - rate * gradient[i]);
     }
   }
@@ -61,25 +66,26 @@ template <class T>
 struct AdamSink {
   using M = MathOf<T>;
   T* pool;
-  M* first;   // slots x chunk_dim
+  M* first;   // slots x width
   M* second;  // the same
-  std::size_t chunk_dim;
-  M rate;  // lr sqrt(1 - beta2^t) / (1 - beta1^t)
+  M rate;     // lr sqrt(1 - beta2^t) / (1 - beta1^t)
   M beta1;
   M beta2;
   M eps;
 
   TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t /*group*/) const {}
-  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, std::size_t chunks) const {
-    prefetchRange(pool + slot * chunk_dim, chunks * chunk_dim);
-    prefetchRange(first + slot * chunk_dim, chunks * chunk_dim);
-    prefetchRange(second + slot * chunk_dim, chunks * chunk_dim);
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, Width width) const {
+    prefetchRange(pool + slot * width, width);
+    prefetchRange(first + slot * width, width);
+    prefetchRange(second + slot * width, width);
   }
-  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, const M* __restrict gradient, M /*squares*/) const {
-    T* __restrict to = pool + slot * chunk_dim;
-    M* __restrict m = first + slot * chunk_dim;
-    M* __restrict v = second + slot * chunk_dim;
-    for (std::size_t i = 0; i < chunk_dim; ++i) {
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, Width width, const M* __restrict gradient, M /*squares*/) const {
+    T* __restrict to = pool + slot * width;
+    M* __restrict m = first + slot * width;
+    M* __restrict v = second + slot * width;
+    for (std::size_t i = 0; i < width; ++i) {
       m[i] += (M{1} - beta1) * (gradient[i] - m[i]);
       v[i] += (M{1} - beta2) * (gradient[i] * gradient[i] - v[i]);
       to[i] = Element<T>::store(Element<T>::load(to[i]) - rate * m[i] / (std::sqrt(v[i]) + eps));
@@ -92,14 +98,15 @@ template <class T>
 struct DenseSink {
   using M = MathOf<T>;
   T* result;
-  std::size_t chunk_dim;
 
   TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t /*group*/) const {}
-  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, std::size_t chunks) const {
-    prefetchRange(result + slot * chunk_dim, chunks * chunk_dim);
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t slot, Width width) const {
+    prefetchRange(result + slot * width, width);
   }
-  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, const M* __restrict gradient, M /*squares*/) const {
-    storeScaled(result + slot * chunk_dim, gradient, chunk_dim, M{1});
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, Width width, const M* __restrict gradient, M /*squares*/) const {
+    storeScaled(result + slot * width, gradient, width, M{1});
   }
 };
 
@@ -110,16 +117,28 @@ struct SparseSink {
   const std::int64_t* starts;  // of each group's chunks in the result
   std::int64_t* slots;
   T* values;
-  std::size_t chunk_dim;
   mutable std::int64_t at = 0;
 
   TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t group) const { at = starts[group]; }
-  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t /*slot*/, std::size_t /*chunks*/) const {}
-  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, const M* __restrict gradient, M /*squares*/) const {
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t /*slot*/, Width /*width*/) const {}
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t slot, Width width, const M* __restrict gradient, M /*squares*/) const {
     slots[at] = static_cast<std::int64_t>(slot);
-    storeScaled(values + at * static_cast<std::int64_t>(chunk_dim), gradient, chunk_dim, M{1});
+    storeScaled(values + at * static_cast<std::int64_t>(width), gradient, width, M{1});
     ++at;
   }
+};
+
+// Collects utility and nothing else.
+template <class T>
+struct NoSink {
+  TORCHEXT_ALWAYS_INLINE void beginRow(std::size_t /*group*/) const {}
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void prefetch(std::size_t /*slot*/, Width /*width*/) const {}
+  template <class Width>
+  TORCHEXT_ALWAYS_INLINE void apply(std::size_t /*slot*/, Width /*width*/, const MathOf<T>* /*gradient*/,
+                                    MathOf<T> /*squares*/) const {}
 };
 
 }  // namespace torchext::cpu

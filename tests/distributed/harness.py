@@ -25,10 +25,8 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -38,10 +36,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torchext
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torchext"])
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(
+    [
+        *("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torchext"),
+        *("sklearn.datasets", "sklearn.model_selection"),  # of the examples; left out where there is none
+    ]
+)
 
 # Generous: shared runners stall. Tests of speed assert times of their own.
 DEADLINE = 60.0
@@ -121,8 +122,8 @@ class Ranks:
         self._outcomes: dict[int, Outcome] = {}
         self._killed: set[int] = set()
         for rank in range(size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_rank_main, args=(body, rank, size, folder, theirs, args), daemon=False)
+            ours, theirs = forkserver.Pipe()
+            process = forkserver.Process(target=_rank_main, args=(body, rank, size, folder, theirs, args), daemon=False)
             process.start()
             theirs.close()
             self._lines.append(ours)
@@ -240,42 +241,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def run_script(folder: Path, source: str, size: int, *args: str) -> list[tuple[int, str, str, float]]:
-    """(exit code, stdout, stderr, seconds until it and all before it had ended) of each rank of a script.
-
-    Each rank is an interpreter of its own, in torchrun's environment: what happens at its exit is part of the test.
-    """
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(source))
-    # The package that this test runs against, wherever it lies.
-    path = [str(Path(torchext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, str(script), *args]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    start = time.monotonic()
-    processes = [
-        subprocess.Popen(command, env=env | {"RANK": str(rank)}, start_new_session=True, **pipes)
-        for rank in range(size)
-    ]
-    results = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=DEADLINE)
-            results.append((process.returncode, out, err, time.monotonic() - start))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return results
 
 
 def thread_count() -> int:

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
-from harness import Rank, elapsed_error, launch, run_script
+from harness import Rank, elapsed_error, launch
+from interpreters import run_script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -185,17 +186,17 @@ WAYS = [
 @pytest.mark.parametrize(("backend", "order"), WAYS)
 @pytest.mark.parametrize("mode", ["nothing", "detach", "destroy", "averaged", "dropped"])
 def test_a_script_ends_cleanly(tmp_path: Path, mode: str, backend: str, order: str) -> None:
-    for code, out, err, _ in run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), mode, backend, order):
-        assert code == 0, (code, err)
-        assert out.endswith("end\n"), out
-        assert "Traceback" not in err and "terminate called" not in err and "Error" not in err, err
+    for ended in run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), mode, backend, order):
+        assert ended.code == 0, ended
+        assert ended.out.endswith("end\n"), ended
+        assert "Traceback" not in ended.err and "terminate called" not in ended.err and "Error" not in ended.err, ended
 
 
 @pytest.mark.parametrize(("backend", "order"), WAYS)
 def test_an_exception_in_training_reaches_the_others(tmp_path: Path, backend: str, order: str) -> None:
     results = run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), "exception", backend, order)
-    for rank, (code, _, err, _) in enumerate(results):
-        assert code == 1, (code, err)
-        assert "terminate called" not in err
-        assert ("ValueError: on purpose" if rank == 1 else "rank 1") in err, err
-        assert rank == 1 or "DistBackendError" in err, err
+    for rank, ended in enumerate(results):
+        assert ended.code == 1, ended
+        assert "terminate called" not in ended.err, ended
+        assert ("ValueError: on purpose" if rank == 1 else "rank 1") in ended.err, ended
+        assert rank == 1 or "DistBackendError" in ended.err, ended

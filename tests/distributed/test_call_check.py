@@ -233,6 +233,8 @@ def body_unstarted(rank: Rank, end: str) -> Any:
     tensor = torch.full((5,), 7.0)
     work = dist.all_reduce(tensor, async_op=True)
     future = work.get_future()
+    rank.report("called")
+    rank.pause()
     start = time.monotonic()
     if end == "destroy":
         dist.destroy_process_group()
@@ -246,7 +248,8 @@ def body_unstarted(rank: Rank, end: str) -> Any:
 @pytest.mark.parametrize("end", ["destroy", "abort"])
 def test_a_call_that_has_not_started_ends_with_its_group(end: str) -> None:
     with launch(body_unstarted, 3, end) as ranks:
-        ranks.expect("ready")
+        ranks.expect("called", ranks=[1, 2])
+        ranks.proceed([1, 2])
         for outcome in ranks.outcomes([1, 2], deadline=20):
             assert outcome.ok, outcome.trace
             errors, took, tensor, completed = outcome.value

@@ -1,17 +1,26 @@
-"""The digits example under torchrun: it learns, writes its log, and resumes to bit-equal weights."""
+"""The digits example: under torchrun it learns and writes its log; killed or ended, it resumes to bit-equal weights.
+
+What needs no launcher runs in ranks of the test harness, as one starts the script without torchrun: these have imported
+torch already, which is most of a short run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import Outcome, Rank, Ranks, free_port, launch
+from interpreters import run_interpreters
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -20,6 +29,7 @@ from processes import descendants, installed, require_averages, run, started, to
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
+SCRIPT = EXAMPLES / "train_digits.py"
 WORKERS = 2
 DEADLINE = 180.0  # seconds for one run; it takes about 10 on an idle machine, most of it importing torch
 
@@ -51,13 +61,36 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def train(folder: Path, backend: str, *arguments: str, deadline: float = DEADLINE) -> str:
     """Run the example to its end; returns what it printed, and fails with that if it did not succeed."""
-    command = torchrun(WORKERS, EXAMPLES / "train_digits.py", f"--backend={backend}", *arguments)
+    command = torchrun(WORKERS, SCRIPT, f"--backend={backend}", *arguments)
     output = folder / "output.txt"
     with output.open("w") as file:
         status = run(command, deadline=deadline, env={"OMP_NUM_THREADS": "1"}, output=file)
     text = output.read_text()
     assert status == 0, f"exit status {status}:\n{text}"
     return text
+
+
+def body_script(rank: Rank, port: int, output: str, arguments: list[str]) -> None:
+    os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = [str(SCRIPT), *arguments]
+    with Path(f"{output}.{rank.rank}").open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+@contextlib.contextmanager
+def running(folder: Path, backend: str, *arguments: str) -> Iterator[Ranks]:
+    """The example in ranks of the harness, started without torchrun; rank 0 prints into ``folder/output.0``."""
+    with launch(
+        body_script, WORKERS, free_port(), str(folder / "output"), [f"--backend={backend}", *arguments]
+    ) as ranks:
+        yield ranks
+
+
+def train_without_launcher(folder: Path, backend: str, *arguments: str) -> str:
+    """Run the example to its end; returns what rank 0 printed."""
+    with running(folder, backend, *arguments) as ranks:
+        ranks.values(DEADLINE)
+        return (folder / "output.0").read_text()
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -92,9 +125,9 @@ def test_learns_and_logs(backend: str, tmp_path: Path) -> None:
 def test_resume_equals_uninterrupted(backend: str, tmp_path: Path) -> None:
     options = REPEATABLE[backend]
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    train(tmp_path, backend, *options, "--epochs=4", f"--checkpoint={whole}")
-    train(tmp_path, backend, *options, "--epochs=2", f"--checkpoint={parts}")
-    text = train(tmp_path, backend, *options, "--epochs=4", f"--checkpoint={parts}", "--resume")
+    train_without_launcher(tmp_path, backend, *options, "--epochs=4", f"--checkpoint={whole}")
+    train_without_launcher(tmp_path, backend, *options, "--epochs=2", f"--checkpoint={parts}")
+    text = train_without_launcher(tmp_path, backend, *options, "--epochs=4", f"--checkpoint={parts}", "--resume")
     assert "after epoch 2" in text
     assert_equal(weights(whole), weights(parts))
     assert list(tmp_path.glob(".*.pt.*")) == [], "a temporary file was left behind"
@@ -116,19 +149,27 @@ def test_restarts_by_itself_after_a_worker_is_killed(tmp_path: Path) -> None:
 def test_resumes_after_a_killed_job(backend: str, tmp_path: Path) -> None:
     options = [*REPEATABLE[backend], "--epochs=6", "--step-ms=10"]
     whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
-    train(tmp_path, backend, *options, f"--checkpoint={whole}")
-    status, text = train_with_a_kill(tmp_path, backend, killed, *options, restarts=0)
-    assert status != 0, f"a job that lost a worker ended well:\n{text}"
-    text = train(tmp_path, backend, *options, f"--checkpoint={killed}", "--resume")
+    train_without_launcher(tmp_path, backend, *options, f"--checkpoint={whole}")
+    with running(tmp_path, backend, *options, f"--checkpoint={killed}") as ranks:
+
+        def first_checkpoint(_: list[list[str]], outcomes: dict[int, Outcome]) -> bool:
+            return killed.exists() or bool(outcomes)
+
+        while not ranks.wait_until(first_checkpoint, 0.02):
+            pass
+        ranks.kill(WORKERS - 1)
+        (survivor,) = ranks.outcomes(deadline=DEADLINE)
+    assert not survivor.ok, "a job that lost a worker ended well"
+    assert 1 <= torch.load(killed)["epoch"] < 6
+    text = train_without_launcher(tmp_path, backend, *options, f"--checkpoint={killed}", "--resume")
     assert "resumed from" in text
     assert_equal(weights(whole), weights(killed))
 
 
 def train_with_a_kill(folder: Path, backend: str, checkpoint: Path, *options: str, restarts: int) -> tuple[int, str]:
     """Run the example and SIGKILL a worker after the first checkpoint; exit status and output."""
-    script = EXAMPLES / "train_digits.py"
     arguments = [f"--backend={backend}", *options, f"--checkpoint={checkpoint}", "--resume"]
-    command = torchrun(WORKERS, script, *arguments, options=[f"--max-restarts={restarts}"])
+    command = torchrun(WORKERS, SCRIPT, *arguments, options=[f"--max-restarts={restarts}"])
     output = folder / "killed.txt"
     limit = time.monotonic() + DEADLINE
     with (
@@ -139,7 +180,7 @@ def train_with_a_kill(folder: Path, backend: str, checkpoint: Path, *options: st
             assert process.poll() is None, f"ended before its first checkpoint:\n{output.read_text()}"
             assert time.monotonic() < limit, f"no checkpoint in {DEADLINE} s:\n{output.read_text()}"
             time.sleep(0.02)
-        workers = [pid for pid in descendants(process.pid) if str(script) in Path(f"/proc/{pid}/cmdline").read_text()]
+        workers = [pid for pid in descendants(process.pid) if str(SCRIPT) in Path(f"/proc/{pid}/cmdline").read_text()]
         assert len(workers) == WORKERS
         os.kill(workers[-1], signal.SIGKILL)
         status = process.wait(max(1.0, limit - time.monotonic()))
@@ -157,8 +198,5 @@ def train_with_a_kill(folder: Path, backend: str, checkpoint: Path, *options: st
     ],
 )
 def test_bad_command_lines_say_what_to_type(arguments: list[str], message: str, tmp_path: Path) -> None:
-    output = tmp_path / "output.txt"
-    with output.open("w") as file:
-        command = [sys.executable, str(EXAMPLES / "train_digits.py"), *arguments]
-        assert run(command, deadline=DEADLINE, output=file) == 2
-    assert message in output.read_text()
+    (ended,) = run_interpreters(tmp_path, [SCRIPT, *arguments], [{}])
+    assert ended.code == 2 and message in ended.err, ended

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, descriptor_count, elapsed_error, launch, run_ranks, run_script, thread_count
+from harness import Rank, descriptor_count, elapsed_error, launch, run_ranks, thread_count
+from interpreters import run_script
 
 import torchext
 
@@ -219,18 +220,17 @@ EXIT_SCRIPT = """
 
 @pytest.mark.parametrize("mode", ["destroy", "nothing", "pending"])
 def test_exit_is_clean(tmp_path: Path, mode: str) -> None:
-    for code, _, err, _ in run_script(tmp_path, EXIT_SCRIPT, 3, mode):
-        assert code == 0, (code, err)
-        assert "terminate" not in err and "Traceback" not in err and "prague" not in err, err
+    for ended in run_script(tmp_path, EXIT_SCRIPT, 3, mode):
+        assert ended.code == 0, ended
+        assert not any(word in ended.err for word in ("terminate", "Traceback", "prague")), ended
 
 
 def test_an_uncaught_exception_reaches_the_peers(tmp_path: Path) -> None:
     results = run_script(tmp_path, EXIT_SCRIPT, 3, "raise")
-    assert results[1][0] == 1
-    for rank in (0, 2):
-        code, out, err, _ = results[rank]
-        assert code == 0, err
-        assert "rank 1 exits with an uncaught KeyError: 'no such sample'" in out, out
+    assert results[1].code == 1
+    for ended in (results[0], results[2]):
+        assert ended.code == 0, ended
+        assert "rank 1 exits with an uncaught KeyError: 'no such sample'" in ended.out, ended
 
 
 # ---- torchrun restarts ----

@@ -24,6 +24,17 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * scale)
 
 
+def torch_scales_by_frequency() -> bool:
+    """torch 2.11 counts wrongly where an id repeats after another one: there is nothing to compare with then."""
+    bag = nn.EmbeddingBag(2, 1, mode="sum", scale_grad_by_freq=True)
+    bag(torch.tensor([[1, 0, 0]])).backward(torch.ones(1, 1))
+    assert bag.weight.grad is not None
+    return bag.weight.grad.tolist() == [[1.0], [1.0]]
+
+
+SCALES = torch_scales_by_frequency()
+
+
 class Draw:
     """One random way to call an embedding bag that torch accepts."""
 
@@ -40,7 +51,7 @@ class Draw:
             self.options["padding_idx"] = pick.randrange(-self.rows, self.rows)
         if pick.random() < 0.2:
             self.options |= {"max_norm": pick.choice([0.5, 2.0]), "norm_type": pick.choice([1.0, 2.0, 3.0])}
-        if self.mode != "max" and pick.random() < 0.3:
+        if self.mode != "max" and pick.random() < 0.3 and SCALES:
             self.options["scale_grad_by_freq"] = True
         bags = pick.choice([0, 1, 5, 33])
         ids_type, offsets_type = (pick.choice([torch.int32, torch.int64]) for _ in range(2))
@@ -366,6 +377,33 @@ def test_results_do_not_depend_on_threads() -> None:
                     assert torch.equal(value, single[name]), (layout, threads, name)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 700])
+@pytest.mark.parametrize("chunk_dim", [8, 16, 20, 32, 64, 128])
+@pytest.mark.parametrize("budget", [1.0, 0.4])
+def test_widths_with_loops_of_their_own(chunk_dim: int, rows: int, budget: float) -> None:
+    """More positions than are looked up ahead, repeated ids and single ones, chunks absent and present."""
+    torch.manual_seed(6)
+    dim = 2 * chunk_dim
+    weight = torch.randn(rows, dim)
+    bag = AdaptiveEmbeddingBag(
+        rows, dim, mode="sum", budget=budget, chunk_dim=chunk_dim, layout="direct", training="fused", lr=0.1, eps=1e-8
+    )
+    bag._take(weight)
+    weight = bag.weight.clone()
+    present = weight.view(-1, chunk_dim).abs().sum(1) > 0
+    ids, offsets = torch.randint(0, rows, (300,)), torch.arange(0, 300, 3)
+    upstream = torch.randn(100, dim)
+    output = bag(ids, offsets)
+    close(output, torch.nn.functional.embedding_bag(ids, weight, offsets, mode="sum"))
+    output.backward(upstream)
+    gradient = torch.zeros(rows, dim).index_add_(0, ids, upstream.repeat_interleave(3, 0)).view(-1, chunk_dim)
+    change = 0.1 * gradient / (gradient.square().mean(1, keepdim=True).sqrt() + 1e-8)
+    close(bag.weight, weight - (change * present.unsqueeze(1)).view(rows, dim))
+    if budget < 1:
+        counts = torch.bincount(ids, minlength=rows).repeat_interleave(2)
+        close(bag.utility, counts * gradient.norm(dim=1) / 0.99)
 
 
 def test_schedulers_reach_the_fused_update() -> None:

@@ -54,6 +54,22 @@ LAYERS: dict[str, Callable[[], Made]] = {
         nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last),
         lambda: rand(3, 2, 5, 5)().to(memory_format=torch.channels_last),
     ),
+    # From 8 channels on, with images large enough, A is made of correlations instead of patches.
+    "conv2d, correlated": lambda: (nn.Conv2d(8, 3, 3, padding=1), rand(3, 8, 9, 12)),
+    "conv2d, correlated, one row of places": lambda: (nn.Conv2d(8, 3, (1, 3), padding=(0, 1)), rand(3, 8, 6, 12)),
+    "conv2d, correlated, one column of places": lambda: (nn.Conv2d(9, 2, (4, 1), bias=False), rand(3, 9, 24, 6)),
+    "conv2d, correlated, valid": lambda: (nn.Conv2d(8, 3, 3), rand(2, 8, 24, 20)),
+    "conv2d, correlated, half padded": lambda: (nn.Conv2d(8, 3, 5, padding=(2, 1)), rand(2, 8, 18, 16)),
+    "conv2d, correlated, padding wider than the kernel": lambda: (nn.Conv2d(8, 2, 3, padding=4), rand(2, 8, 10, 9)),
+    "conv2d, correlated, same": lambda: (nn.Conv2d(8, 3, (2, 4), padding="same"), rand(3, 8, 11, 12)),
+    "conv2d, correlated, circular": lambda: (
+        nn.Conv2d(8, 3, 3, padding=1, padding_mode="circular"),
+        rand(2, 8, 24, 20),
+    ),
+    "conv2d, correlated, channels last": lambda: (
+        nn.Conv2d(8, 3, 3, padding=1).to(memory_format=torch.channels_last),
+        lambda: rand(3, 8, 10, 10)().to(memory_format=torch.channels_last),
+    ),
     "conv3d": lambda: (nn.Conv3d(2, 2, (2, 3, 2), stride=(1, 2, 1), padding=1), rand(2, 2, 4, 5, 4)),
     "embedding": lambda: (nn.Embedding(6, 3), lambda: torch.randint(0, 6, (8,))),
     "embedding of sequences": lambda: (nn.Embedding(6, 3), lambda: torch.randint(0, 6, (4, 5))),
@@ -113,11 +129,13 @@ def test_a_linear_on_a_sequence_is_a_convolution_with_a_kernel_of_one() -> None:
     same(written(linear), written(conv), 1e-12)
 
 
-def test_an_unbatched_image_is_a_batch_of_one() -> None:
+@pytest.mark.parametrize("size", [(2, 4), (8, 12)], ids=["patches", "correlated"])
+def test_an_unbatched_image_is_a_batch_of_one(size: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    modules = [nn.Conv2d(2, 3, 3, padding=1).double() for _ in range(2)]
+    channels, width = size
+    modules = [nn.Conv2d(channels, 3, 3, padding=1).double() for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())
-    image = rand(2, 4, 4)()
+    image = rand(channels, width, width)()
     for module, inputs in zip(modules, (image, image[None]), strict=True):
         kfac = KFACPreconditioner(module, inverse_update_steps=1)
         module(inputs).sin().sum().backward()
@@ -125,7 +143,11 @@ def test_an_unbatched_image_is_a_batch_of_one() -> None:
     same(written(modules[0]), written(modules[1]), 1e-12)
 
 
-@pytest.mark.parametrize("make", [LAYERS["linear"], LAYERS["conv2d, stride 2"]], ids=["linear", "conv"])
+@pytest.mark.parametrize(
+    "make",
+    [LAYERS[n] for n in ("linear", "conv2d, stride 2", "conv2d, correlated")],
+    ids=["linear", "conv", "correlated"],
+)
 def test_float32_is_float64_to_rounding(make: Callable[[], Made]) -> None:
     torch.manual_seed(0)
     module, inputs = make()
@@ -135,6 +157,15 @@ def test_float32_is_float64_to_rounding(make: Callable[[], Made]) -> None:
     expected = reference.directions()[module]
     kfac.step()
     same(written(module), expected, 1e-4)
+
+
+def test_correlations_need_no_memory_for_patches() -> None:
+    module, batch = nn.Conv2d(8, 4, 3, padding=1).double(), rand(4, 8, 32, 32)()
+    kfac = KFACPreconditioner(module, inverse_update_steps=1)
+    loss_of(module(batch)).backward()
+    kfac.step()
+    patches = 8 * (8 * 9 + 1) * batch.numel() // 8
+    assert kfac.stats()["memory_bytes"] < patches / 4
 
 
 def test_the_scale_of_kfac_pytorch() -> None:

@@ -38,6 +38,18 @@ def _chunk_dim(embedding_dim: int, chunk_dim: int | None, whole: bool) -> int:
     return chunk_dim
 
 
+def _bit(rows: Tensor) -> Tensor:
+    """The bit of each row in its byte of ``seen``."""
+    return torch.ones_like(rows, dtype=torch.uint8) << (rows & 7).to(torch.uint8)
+
+
+def _filled(size: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
+    """Memory for random access: in huge pages where they are to be had. They must be asked for before it is written."""
+    made = torch.empty(size, dtype=dtype)
+    _ops.adaptive_table_advise_huge_pages(made)
+    return made.fill_(value)
+
+
 def _capacity(budget: float, chunks: int) -> int:
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(f"budget is a {type(budget).__name__}; it must be a number")
@@ -174,9 +186,9 @@ class AdaptiveTable(nn.Module):
         self.index = self._empty_index(slots)
         self.utility = {
             "identity": lambda: torch.zeros(0),
-            "direct": lambda: torch.zeros(total),
-            "hash": lambda: torch.zeros(total, dtype=torch.uint8),
-            "sketch": lambda: torch.zeros(slots + len(self.sketch), dtype=torch.uint8),
+            "direct": lambda: _filled((total,), 0, torch.float32),
+            "hash": lambda: _filled((total,), 0, torch.uint8),
+            "sketch": lambda: _filled((slots + len(self.sketch),), 0, torch.uint8),
         }[self.layout]()
         self.state = self._empty_state(slots)
 
@@ -184,15 +196,15 @@ class AdaptiveTable(nn.Module):
         if self.layout == "identity":
             return torch.empty(0, dtype=torch.int32)
         if self.layout == "direct":
-            return torch.full((self.num_embeddings * self.chunks,), -1, dtype=torch.int32)
-        return torch.full((slots + slots * 3 // 7 + 8,), -1, dtype=torch.int64)  # ChunkIndex::cellsFor
+            return _filled((self.num_embeddings * self.chunks,), -1, torch.int32)
+        return _filled((slots + slots * 3 // 7 + 8,), -1, torch.int64)  # ChunkIndex::cellsFor
 
     def _empty_state(self, slots: int) -> list[Tensor]:
         if self.pool.requires_grad:
             return []
         dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
         shape = (slots,) if self.optimizer_name == "adagrad" else (slots, self.chunk_dim)
-        return [torch.zeros(shape, dtype=dtype) for _ in range(_OPTIMIZERS[self.optimizer_name])]
+        return [_filled(shape, 0, dtype) for _ in range(_OPTIMIZERS[self.optimizer_name])]
 
     @property
     def _table(self) -> Table:
@@ -363,7 +375,8 @@ class AdaptiveTable(nn.Module):
         self.index[cells] = found << 32 | slots[torch.searchsorted(keys, found)]
 
     def _carry(self, moves: Tensor, admitted: Tensor, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
-        keys, slots = admitted.unbind(1)
+        keys, slots = admitted.t().contiguous()
+        sources, targets = moves.t().contiguous()
 
         def carried(old: Tensor) -> Tensor:
             new = old
@@ -372,7 +385,7 @@ class AdaptiveTable(nn.Module):
                 kept = min(capacity, len(old))
                 new[:kept] = old[:kept]
             if len(moves):
-                new.index_copy_(0, moves[:, 1], old.index_select(0, moves[:, 0]))
+                new.index_copy_(0, targets, old.index_select(0, sources))
             return new.index_fill_(0, slots, 0)
 
         before = self.pool.shape
@@ -384,17 +397,16 @@ class AdaptiveTable(nn.Module):
                 if isinstance(value, Tensor) and value.shape == before:
                     kept[name] = carried(value)
         self.pool.grad = None  # its slots may be others' now
-        rows = keys // self.chunks
-        bits = torch.ones_like(rows, dtype=torch.uint8) << (rows & 7).to(torch.uint8)
-        first = (self.seen[rows >> 3] & bits) == 0
-        if self.init_std > 0 and bool(first.any()):
+        rows = keys // self.chunks  # rising, as the keys
+        first = (self.seen[rows >> 3] & _bit(rows)) == 0
+        if not bool(first.any()):
+            return
+        if self.init_std > 0:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + int(self.clock[0]))
             fresh = torch.randn(int(first.sum()), self.chunk_dim, generator=generator) * self.init_std
             self.pool.data[slots[first]] = fresh.to(self.pool.dtype)
-        new_rows = torch.unique(rows[first])
-        self.seen.index_put_(
-            (new_rows >> 3,), torch.ones_like(new_rows, dtype=torch.uint8) << (new_rows & 7).to(torch.uint8), True
-        )
+        new_rows = torch.unique_consecutive(rows[first])
+        self.seen.index_put_((new_rows >> 3,), _bit(new_rows), accumulate=True)
 
     @torch.no_grad()
     def _take(self, embeddings: Tensor) -> None:
@@ -413,8 +425,8 @@ class AdaptiveTable(nn.Module):
         slots = torch.arange(len(keys))
         self._fill_index(keys, slots, self.budget_chunks)
         self.pool[: len(keys)] = values[keys]
-        rows = torch.unique(keys // self.chunks)
-        self.seen.index_put_((rows >> 3,), torch.ones_like(rows, dtype=torch.uint8) << (rows & 7).to(torch.uint8), True)
+        rows = torch.unique_consecutive(keys // self.chunks)
+        self.seen.index_put_((rows >> 3,), _bit(rows), accumulate=True)
 
     def _meet_ddp(self) -> None:
         """Refuses what plain DDP would let diverge, and makes the ranks begin with rank 0's table."""

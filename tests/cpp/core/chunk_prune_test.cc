@@ -24,24 +24,103 @@ std::vector<ChunkCandidate> randomCandidates(std::size_t n, Random& random, std:
   return candidates;
 }
 
-TEST(ChunkSelection, TheBandAroundTheThresholdIsExact) {
+// The definition: sort everything; who is among the first `capacity` is to be resident.
+ChunkSelection sorted(std::vector<ChunkCandidate> candidates, const SelectionLimits& limits) {
+  std::sort(candidates.begin(), candidates.end(), [&](ChunkCandidate a, ChunkCandidate b) {
+    a.utility *= a.slot >= 0 ? 1 + limits.hysteresis : 1;
+    b.utility *= b.slot >= 0 ? 1 + limits.hysteresis : 1;
+    return isMoreUseful(a, b);
+  });
+  ChunkSelection all;
+  std::size_t residents = 0;
+  for (std::size_t i = 0; i < candidates.size(); ++i) {
+    const bool in = i < static_cast<std::size_t>(limits.capacity);
+    residents += candidates[i].slot >= 0 ? 1U : 0U;
+    if (in != (candidates[i].slot >= 0)) {
+      (in ? all.admitted : all.dropped).push_back(candidates[i]);
+    }
+  }
+  const auto capacity = static_cast<std::size_t>(limits.capacity);
+  const std::size_t most =
+      (residents > capacity ? residents - capacity : 0) + static_cast<std::size_t>(limits.max_swaps);
+  const std::size_t spared = all.dropped.size() > most ? all.dropped.size() - most : 0;
+  all.dropped.erase(all.dropped.begin(), all.dropped.begin() + static_cast<std::ptrdiff_t>(spared));
+  all.admitted.resize(std::min(all.admitted.size(), capacity + all.dropped.size() - residents));
+  const auto by_key = [](const ChunkCandidate& a, const ChunkCandidate& b) { return a.key < b.key; };
+  std::sort(all.dropped.begin(), all.dropped.end(), by_key);
+  std::sort(all.admitted.begin(), all.admitted.end(), by_key);
+  return all;
+}
+
+TEST(ChunkSelection, EqualsASort) {
   Random random(11);
-  for (const std::uint32_t distinct : {1U, 3U, 1U << 30U}) {  // all equal, many ties, none
-    for (const std::size_t n : {10U, 5000U, 40'000U}) {
+  for (const std::uint32_t distinct : {1U, 3U, 1U << 20U}) {  // all equal, many ties, few
+    for (const std::size_t n : {10U, 5000U}) {
       const auto candidates = randomCandidates(n, random, distinct);
-      auto sorted = candidates;
-      std::sort(sorted.begin(), sorted.end(), isMoreUseful);
-      for (const std::size_t count : {std::size_t{0}, std::size_t{1}, n / 50, n / 2, n - 1, n, n + 5}) {
-        auto parted = candidates;
-        partitionMostUseful(parted, count);
-        std::set<std::int32_t> got;
-        std::set<std::int32_t> expected;
-        for (std::size_t i = 0; i < std::min(count, n); ++i) {
-          got.insert(parted[i].key);
-          expected.insert(sorted[i].key);
+      for (const std::size_t capacity : {std::size_t{0}, std::size_t{1}, n / 50, n / 2, n - 1, n, n + 5}) {
+        for (const std::size_t swaps : {std::size_t{0}, n / 7, n}) {
+          const SelectionLimits limits{static_cast<std::int64_t>(capacity), static_cast<std::int64_t>(swaps), 0.5F};
+          const ChunkSelection got = selectChunks(candidates, limits);
+          const ChunkSelection expected = sorted(candidates, limits);
+          EXPECT_TRUE(got.dropped == expected.dropped && got.admitted == expected.admitted)
+              << n << " " << capacity << " " << swaps << " " << distinct;
         }
-        EXPECT_EQ(got, expected) << n << " " << count << " " << distinct;
       }
+    }
+  }
+}
+
+// A selector that was given a band says so when it was wrong, and is exact when it says nothing.
+TEST(ChunkSelection, ABandIsRightOrRefused) {
+  Random random(12);
+  int settled = 0;
+  for (int trial = 0; trial < 300; ++trial) {
+    const auto candidates = randomCandidates(200, random, trial % 2 == 0 ? 5 : 1U << 20U);
+    auto ends = std::vector<ChunkCandidate>{candidates[random.below(200)], candidates[random.below(200)]};
+    std::sort(ends.begin(), ends.end(), isMoreUseful);
+    const SelectionLimits limits{static_cast<std::int64_t>(random.below(220)), 30, 0};
+    ChunkSelector selector(limits, {ends[0], ends[1]});
+    for (const ChunkCandidate& candidate : candidates) {
+      selector.offer(candidate.key, candidate.slot, candidate.utility);
+    }
+    if (selector.settled()) {
+      ++settled;
+      const ChunkSelection got = selector.finish();
+      const ChunkSelection expected = sorted(candidates, limits);
+      EXPECT_TRUE(got.dropped == expected.dropped && got.admitted == expected.admitted) << trial;
+    }
+  }
+  EXPECT_GT(settled, 30);
+  EXPECT_LT(settled, 270);
+}
+
+// Tables large enough for a sample, with utilities that mislead it or do not.
+TEST(ChunkPrune, ALargeTableIsSelectedExactly) {
+  Random random(13);
+  constexpr int kRows = 20'000;
+  constexpr int kChunks = 4;
+  for (int trial = 0; trial < 6; ++trial) {
+    std::vector<std::int32_t> cells(kRows * kChunks, ChunkIndex::kAbsent);
+    std::vector<float> values(cells.size());
+    ChunkIndex index = ChunkIndex::direct(cells, kRows, kChunks);
+    ChunkUtility utility = ChunkUtility::floats(values);
+    const std::uint32_t used = trial < 3 ? 1000 : kRows * kChunks;  // few chunks have any utility, or all
+    for (std::uint32_t i = 0; i < used; ++i) {
+      values[random.below(kRows * kChunks)] += static_cast<float>(1 + random.below(trial % 3 == 0 ? 3 : 1000));
+    }
+    for (std::int32_t slot = 0; slot < 5000; ++slot) {
+      const std::int64_t key = random.below(kRows * kChunks);
+      if (index.find(key) == ChunkIndex::kAbsent) {
+        index.insert(key, slot);
+      }
+    }
+    const SelectionLimits limits{5000, trial % 2 == 0 ? 300 : 90'000, 0.5F};  // exact for whole numbers
+    const ChunkSelection expected = sorted(chunkCandidates(index, utility), limits);
+    const ChunkPrune plan = pruneChunks(index, utility, limits);
+    EXPECT_TRUE(plan.dropped == expected.dropped) << trial;
+    ASSERT_EQ(plan.admitted.size(), expected.admitted.size()) << trial;
+    for (std::size_t i = 0; i < plan.admitted.size(); ++i) {
+      ASSERT_EQ(plan.admitted[i].key, expected.admitted[i].key) << trial;
     }
   }
 }

@@ -123,7 +123,7 @@ TEST(ChunkUtility, SketchNeverCreditsAnotherChunk) {
   EXPECT_GT(utility.get(5, kAbsent), 2000.0F);
   EXPECT_EQ(utility.get(4'000'000, kAbsent), 0.0F);  // never used
   std::size_t visited = 0;
-  utility.forEachAbsent(ChunkIndex::identity(0, 1), [&](std::int64_t key, float value) {
+  utility.forEachCell([&](std::int64_t key, float value) {
     ++visited;
     EXPECT_EQ(value, utility.get(key, kAbsent));
     EXPECT_LT(key, 400);

@@ -1,4 +1,4 @@
-// The parts of the embedding bag's passes that need neither torch nor a table.
+// The parts of the embedding bag's passes that need no torch.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "kernels/cpu/bag_batch.h"
+#include "kernels/cpu/bag_groups.h"
 #include "kernels/cpu/bag_loops.h"
+#include "kernels/cpu/bag_rows.h"
 
 namespace torchext::cpu {
 namespace {
@@ -63,11 +65,58 @@ TEST(BagBatch, CountsLeaveOutPadding) {
   EXPECT_EQ(batch.inverseCounts(), (std::vector<double>{1.0 / 3, 0, 1, 1}));
 }
 
-TEST(BagLoops, RunsAreStretchesOfNeighbours) {
-  const std::vector<std::int32_t> slots{4, 5, -1, 6, 7, 9, -1};
-  std::vector<std::vector<int>> runs;
-  forEachRun(slots.data(), 7, [&](int c, std::int32_t slot, int n) { runs.push_back({c, slot, n}); });
-  EXPECT_EQ(runs, (std::vector<std::vector<int>>{{0, 4, 2}, {3, 6, 2}, {5, 9, 1}}));
+// The resident chunks of every row come out in order, whatever the distance at which they were looked up.
+TEST(RowChunks, AreTheResidentOnes) {
+  constexpr std::int64_t kRows = 50;
+  constexpr int kChunks = 3;
+  std::mt19937 random(2);
+  std::vector<std::int32_t> cells(kRows * kChunks, core::ChunkIndex::kAbsent);
+  std::int32_t slots = 0;
+  for (std::int32_t& cell : cells) {
+    cell = random() % 3 == 0 ? slots++ : core::ChunkIndex::kAbsent;
+  }
+  std::vector<std::int64_t> hash(core::ChunkIndex::cellsFor(static_cast<std::size_t>(slots)), core::ChunkIndex::kEmpty);
+  core::ChunkIndex hashed = core::ChunkIndex::hashed(hash, kRows, kChunks);
+  for (std::size_t key = 0; key < cells.size(); ++key) {
+    if (cells[key] >= 0) {
+      hashed.insert(static_cast<std::int64_t>(key), cells[key]);
+    }
+  }
+  for (const auto& index :
+       {core::ChunkIndex::direct(cells, kRows, kChunks), hashed, core::ChunkIndex::identity(kRows, kChunks)}) {
+    for (const std::size_t count : {0U, 1U, 31U, 32U, 33U, 64U, 200U}) {
+      std::vector<std::uint32_t> rows(count + 7);
+      for (std::uint32_t& row : rows) {
+        row = static_cast<std::uint32_t>(random() % kRows);
+      }
+      const auto row_of = [&](std::size_t p) __attribute__((always_inline)) { return rows[p]; };
+      std::size_t asked = 0;
+      const auto prefetch = [&](std::size_t) __attribute__((always_inline)) { ++asked; };
+      RowChunks found(index, 7, count + 7, row_of, prefetch);  // from a position that is not the first
+      for (std::size_t p = 7; p < count + 7; ++p) {
+        std::vector<std::int32_t> expected(kChunks);
+        index.findRow(rows[p], expected.data());
+        std::vector<std::int32_t> got(kChunks, core::ChunkIndex::kAbsent);
+        std::int32_t before = -1;
+        for (const auto [chunk, slot] : found.at(p)) {
+          ASSERT_GT(chunk, before);
+          before = chunk;
+          got[static_cast<std::size_t>(chunk)] = slot;
+        }
+        ASSERT_EQ(got, expected) << p;
+        found.advance(p);
+      }
+      EXPECT_EQ(asked, count * kChunks);
+    }
+  }
+}
+
+TEST(BagBatch, KnowsTheBagOfEachPosition) {
+  BagBatch batch;
+  batch.ids = {4, 4, 4, 4};
+  batch.offsets = {0, 1, 1, 4};
+  const auto bag_of = batch.bagOf();
+  EXPECT_EQ(std::vector<std::uint32_t>(bag_of.begin(), bag_of.end()), (std::vector<std::uint32_t>{0, 2, 2, 2}));
 }
 
 TEST(BagLoops, DotOfAnyLength) {

@@ -1,0 +1,205 @@
+// What KfacEngine does at its start: options compared, costs measured, the plan made and its buffers laid out.
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <numeric>
+#include <set>
+
+#include "core/check.h"
+#include "optim/kfac_engine.h"
+#include "optim/timed.h"
+
+namespace torchext {
+namespace {
+
+// Ready times are taken from the last of so many steps that send factors, then runs are planned for good.
+constexpr int kProfiledSteps = 3;
+
+std::int64_t hashOf(const std::string& text) {
+  std::uint64_t hash = 1469598103934665603ULL;
+  for (const char c : text) {
+    hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
+  }
+  return static_cast<std::int64_t>(hash);
+}
+
+std::string describeLayers(const std::vector<KfacLayerSpec>& layers) {
+  std::string text;
+  for (const auto& layer : layers) {
+    text += c10::str(layer.name, layer.weight.sizes(), layer.bias ? "+" : "", layer.groups, ";");
+  }
+  return text;
+}
+
+at::ScalarType typeOf(const std::vector<KfacLayerSpec>& layers) {
+  const bool doubles = std::any_of(layers.begin(), layers.end(),
+                                   [](const auto& layer) { return layer.weight.scalar_type() == at::kDouble; });
+  return doubles ? at::kDouble : at::kFloat;
+}
+
+}  // namespace
+
+KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
+                       const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+    : layers_(std::move(layers)),
+      options_((options.validate(), std::move(options))),
+      exchange_(group && group->getSize() > 1 ? std::make_unique<KfacExchange>(group) : nullptr),
+      rank_(exchange_ ? exchange_->rank() : 0),
+      ranks_(exchange_ ? exchange_->size() : 1),
+      statistics_(layers_, typeOf(layers_), options_.scaling),
+      inverses_(statistics_.slots().size()),
+      prepared_(statistics_.slots().size(), false),
+      calls_(layers_.size()),
+      ready_(statistics_.slots().size(), 0.0) {
+  if (exchange_) {
+    const auto bits = [](double value) { return std::bit_cast<std::int64_t>(value); };
+    exchange_->agree(
+        {"the number of layers", "names and shapes of the layers (hash)", "factor_update_steps", "inverse_update_steps",
+         "strategy (hash)", "method and scaling", "factor_decay (bits)", "damping (bits)", "worker_fraction (bits)",
+         "max_run_mb (bits)", "exchange_always and martens_decay", "split_directions"},
+        {static_cast<std::int64_t>(layers_.size()), hashOf(describeLayers(layers_)), options_.factor_update_steps,
+         options_.inverse_update_steps, hashOf(options_.strategy),
+         2 * static_cast<std::int64_t>(options_.form) + static_cast<std::int64_t>(options_.scaling),
+         bits(options_.decay), bits(options_.damping), bits(options_.worker_fraction), bits(options_.max_run_mb),
+         2 * static_cast<std::int64_t>(options_.exchange_always) + static_cast<std::int64_t>(options_.martens_decay),
+         options_.split_directions ? static_cast<std::int64_t>(*options_.split_directions) : -1});
+  }
+  measureCosts();
+  makePlan();
+}
+
+void KfacEngine::measureCosts() {
+  // Sizes of the model's own factors, up to one that takes some milliseconds; beyond it the fit's cubic holds.
+  constexpr std::int64_t kLargest = 512;
+  std::set<std::int64_t> dims{16, 64};
+  for (const FactorSlot& slot : statistics_.slots()) {
+    if (!slot.diagonal) {
+      dims.insert(std::min(slot.dim, kLargest));
+    }
+  }
+  while (dims.size() > 5) {
+    dims.erase(std::next(dims.begin(), 2));  // keeps the largest ones, which weigh most
+  }
+  if (!exchange_) {
+    dims = {16, 64};
+  }
+  std::vector<core::InversionSample> samples;
+  std::vector<double> seconds;
+  for (const std::int64_t dim : dims) {
+    const at::Tensor noise = at::arange(dim * dim, at::kFloat).mul_(0.7548776662).sin_().view({dim, dim});
+    const at::Tensor factor = at::mm(noise, noise.t()).div_(static_cast<double>(dim)).to(statistics_.type());
+    const at::Tensor batch = factor.unsqueeze(0);
+    const at::Tensor damping = at::full({1}, 0.1, factor.options());
+    InverseFailures ignored;
+    double best = std::numeric_limits<double>::infinity();
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      const double start = monotonicSeconds();
+      if (options_.form == InverseForm::kInverse) {
+        invertFactor(batch.clone(), damping, ignored);
+      } else {
+        decomposeFactor(batch, ignored);
+      }
+      best = std::min(best, monotonicSeconds() - start);
+    }
+    samples.push_back({static_cast<std::size_t>(dim), 0});
+    seconds.push_back(best);
+  }
+  if (exchange_) {
+    seconds = exchange_->fromRankZero(seconds);
+    std::vector<core::CommSample> all_reduce;
+    std::vector<core::CommSample> broadcast;
+    exchange_->measure(all_reduce, broadcast);
+    input_.costs.all_reduce = core::fitAlphaBeta(all_reduce);
+    input_.costs.broadcast = core::fitAlphaBeta(broadcast);
+  }
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    samples[i].seconds = std::max(seconds[i], 1e-9);
+  }
+  input_.costs.inversion = core::fitInversion(samples);
+
+  // What a product costs, by one of a common size; all ranks work at once, as they will.
+  constexpr std::int64_t kSize = 192;
+  const at::Tensor square = at::ones({kSize, kSize}, at::TensorOptions(statistics_.type()));
+  double product = std::numeric_limits<double>::infinity();
+  for (int repeat = 0; repeat < 4; ++repeat) {
+    const double start = monotonicSeconds();
+    const at::Tensor result = at::mm(square, square);
+    product = std::min(product, monotonicSeconds() - start);
+  }
+  product /= static_cast<double>(kSize * kSize * kSize);
+  if (exchange_) {
+    product = exchange_->fromRankZero({product}).front();
+  }
+  for (const KfacLayerSpec& spec : layers_) {
+    const auto out = static_cast<double>(spec.outputs());
+    const auto in = static_cast<double>(spec.inputDim());
+    const double diagonal = spec.diagonalInput() ? out * in : out * in * in;
+    const double form = options_.form == InverseForm::kEigen ? 2 : 1;
+    input_.precondition.push_back(form * static_cast<double>(spec.groups) * (out * out * in + diagonal) * product);
+  }
+}
+
+void KfacEngine::makePlan() {
+  const auto& slots = statistics_.slots();
+  const auto width = c10::elementSize(statistics_.type());
+  for (const FactorSlot& slot : slots) {
+    input_.tasks.push_back({slot.layer, static_cast<std::size_t>(slot.dim), static_cast<std::size_t>(slot.count),
+                            static_cast<std::size_t>(slot.size) * width,
+                            static_cast<std::size_t>(inverseElements(slot, options_.form)) * width, slot.diagonal});
+  }
+  for (const KfacLayerSpec& spec : layers_) {
+    input_.gradient_bytes.push_back(static_cast<std::size_t>(spec.groups * spec.outputs() * spec.inputDim()) * width);
+  }
+  input_.ranks = ranks_;
+  input_.steps_per_inverse = options_.inverse_update_steps;
+  input_.worker_fraction = options_.worker_fraction;
+  input_.max_run_bytes = static_cast<std::size_t>(options_.max_run_mb * (1 << 20));
+  plan_ = core::makeKfacPlan(core::parseKfacStrategy(options_.strategy), input_);
+  plan_.split_directions = options_.split_directions.value_or(plan_.split_directions) && ranks_ > 1;
+
+  // Directions that few ranks compute lie together by owner, and so do inverses that travel.
+  std::vector<int> order(layers_.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto key = [&](int layer) {
+    const auto i = static_cast<std::size_t>(layer);
+    return plan_.workers[i] < ranks_ ? plan_.layer_owner[i] : ranks_;
+  };
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return key(a) < key(b); });
+  std::vector<int> parts(layers_.size(), 1);
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    if (plan_.split_directions && plan_.workers[layer] == ranks_ &&
+        KfacDirections::splits(layers_[layer], options_.form)) {
+      parts[layer] = ranks_;
+    }
+  }
+  directions_ = std::make_unique<KfacDirections>(layers_, statistics_.type(), order, parts);
+  inverse_place_.assign(slots.size(), -1);
+  std::int64_t elements = 0;
+  for (int owner = 0; owner < ranks_; ++owner) {
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      const bool travels = !plan_.factors[i].everyone_inverts && plan_.workers[core::index(slots[i].layer)] > 1;
+      if (travels && plan_.factors[i].owner == owner) {
+        inverse_place_[i] = elements;
+        elements += inverseElements(slots[i], options_.form);
+      }
+    }
+  }
+  if (elements > 0) {
+    inverse_buffer_ = at::empty({elements}, at::TensorOptions(statistics_.type()));
+  }
+  if (exchange_) {
+    payload_ = at::empty({statistics_.elements()}, at::TensorOptions(statistics_.type()));
+  }
+}
+
+// After some profiled steps: runs by the ready times that rank 0 saw.
+void KfacEngine::replanRuns() {
+  if (!exchange_ || profiled_ != kProfiledSteps || !input_.ready.empty() ||
+      plan_.strategy == core::KfacStrategy::kDkfac) {
+    return;
+  }
+  input_.ready = exchange_->fromRankZero(ready_);
+  plan_.fusion_ends = core::makeKfacPlan(plan_.strategy, input_).fusion_ends;
+}
+
+}  // namespace torchext

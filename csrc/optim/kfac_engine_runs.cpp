@@ -1,0 +1,136 @@
+// Factors on their way: what leaves when, and how a step ends that will not use it.
+#include <algorithm>
+
+#include "core/check.h"
+#include "optim/kfac_engine.h"
+
+namespace torchext {
+namespace {
+
+// Below those of directions and inverses (kfac_engine_routes.cpp).
+constexpr int kVerdictTag = 0;
+
+}  // namespace
+
+bool KfacEngine::exchanging() const {
+  return exchange_ && (options_.exchange_always || stats_.steps % options_.inverse_update_steps == 0);
+}
+
+void KfacEngine::prepare(std::size_t slot, bool merged) {
+  if (prepared_[slot]) {
+    return;
+  }
+  prepared_[slot] = true;
+  const FactorSlot& place = statistics_.slots()[slot];
+  if (merged) {
+    statistics_.slice(payload_, place).copy_(statistics_.slice(statistics_.running(), place));
+  } else {
+    statistics_.preview(place, currentDecay(), 1.0, payload_);
+  }
+}
+
+void KfacEngine::startRuns(bool overlapped) {
+  const auto& ends = plan_.fusion_ends;
+  while (started_ < ends.size()) {
+    const std::size_t begin = started_ == 0 ? 0 : core::index(ends[started_ - 1]);
+    const std::size_t end = core::index(ends[started_]);
+    const auto from = prepared_.begin() + static_cast<std::ptrdiff_t>(begin);
+    if (!std::all_of(from, prepared_.begin() + static_cast<std::ptrdiff_t>(end), [](bool done) { return done; })) {
+      return;
+    }
+    const FactorSlot& first = statistics_.slots()[begin];
+    const FactorSlot& last = statistics_.slots()[end - 1];
+    const at::Tensor run = payload_.narrow(0, first.offset, last.offset + last.size - first.offset);
+    switch (plan_.factors[begin].exchange) {
+      case core::FactorExchange::kAllReduce:
+        works_.push_back(exchange_->allReduce(run));
+        break;
+      case core::FactorExchange::kReduceToOwner:
+        works_.push_back(exchange_->reduce(run, plan_.factors[begin].owner));
+        break;
+      case core::FactorExchange::kOwnersOwn:
+        works_.emplace_back();
+        break;
+    }
+    ++started_;
+    ++stats_.runs;
+    stats_.runs_overlapped += overlapped ? 1 : 0;
+  }
+}
+
+// Sends what has not left yet, and this rank's word whether it takes the step.
+std::vector<KfacExchange::Work> KfacEngine::startRest(bool takes_step) {
+  for (std::size_t slot = 0; slot < prepared_.size(); ++slot) {
+    prepare(slot, /*merged=*/true);
+  }
+  startRuns(/*overlapped=*/false);
+  verdicts_ = at::empty({ranks_}, at::kByte);
+  verdicts_.fill_(takes_step ? 1 : 0);
+  return exchange_->gather(verdicts_, kVerdictTag);
+}
+
+// All ranks take a step, or none does. If they differ, what has been sent comes to its end on all of them.
+void KfacEngine::checkVerdicts(std::vector<KfacExchange::Work>& works) {
+  KfacExchange::wait(works);
+  const auto* verdicts = verdicts_.const_data_ptr<std::uint8_t>();
+  const auto* other =
+      std::find_if(verdicts, verdicts + ranks_, [&](auto verdict) { return verdict != verdicts[rank_]; });
+  if (other == verdicts + ranks_) {
+    return;
+  }
+  waitForRuns();
+  endRuns();
+  const auto rank = static_cast<int>(other - verdicts);
+  const bool ours = verdicts[rank_] == 0;
+  C10_THROW_ERROR(DistBackendError,
+                  c10::str("torchext.optim: rank ", ours ? rank_ : rank, " left out step ", stats_.steps,
+                           " (cleared its gradients without step()), rank ", ours ? rank : rank_,
+                           " did not; step() is collective: take or leave it on all ranks alike, for example by an "
+                           "all-reduce of the condition"));
+}
+
+void KfacEngine::waitForRuns() {
+  for (const auto& work : works_) {
+    if (work) {
+      work->wait();
+    }
+  }
+}
+
+void KfacEngine::endRuns() {
+  works_.clear();
+  started_ = 0;
+  std::fill(prepared_.begin(), prepared_.end(), false);
+}
+
+// Ends a step without its sums. `sent`: a backward pass may have sent some of them. Every rank then sends all, for
+// nothing: a collective that one rank leaves out would be met by its next one.
+void KfacEngine::drop(bool sent) {
+  statistics_.discard();
+  forgetDeferred();
+  pass_start_.reset();
+  if (!exchanging() || !sent) {
+    return;
+  }
+  auto verdicts = startRest(/*takes_step=*/false);
+  checkVerdicts(verdicts);
+  waitForRuns();
+  endRuns();
+}
+
+// How many runs have left may differ from rank to rank; that there was a backward pass does not.
+bool KfacEngine::seenBackward() const {
+  bool seen = started_ > 0;
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    seen = seen || statistics_.calls(static_cast<int>(layer)) > 0;
+  }
+  return seen;
+}
+
+void KfacEngine::discard() {
+  const at::NoGradGuard no_grad;
+  const Lock lock(mutex_);
+  drop(seenBackward());
+}
+
+}  // namespace torchext

@@ -1,0 +1,37 @@
+#include "optim/kfac_options.h"
+
+#include <cmath>
+
+#include "core/check.h"
+#include "core/kfac_plan.h"
+
+namespace torchext {
+
+void KfacOptions::validate() const {
+  using core::throwInvalid;
+  if (!(damping > 0) || !std::isfinite(damping)) {
+    throwInvalid("damping", damping, "above 0, finite");
+  }
+  if (!(decay >= 0 && decay < 1)) {
+    throwInvalid("factor_decay", decay, "[0, 1)");
+  }
+  if (kl_clip && (!(*kl_clip > 0) || !std::isfinite(*kl_clip))) {
+    throwInvalid("kl_clip", *kl_clip, "above 0, finite; None for no clip");
+  }
+  if (factor_update_steps < 1) {
+    throwInvalid("factor_update_steps", factor_update_steps, "1 or more");
+  }
+  if (inverse_update_steps < 1 || inverse_update_steps % factor_update_steps != 0) {
+    throwInvalid("inverse_update_steps", inverse_update_steps,
+                 core::concat("a multiple of factor_update_steps = ", factor_update_steps));
+  }
+  if (!(worker_fraction > 0 && worker_fraction <= 1)) {
+    throwInvalid("worker_fraction", worker_fraction, "above 0, up to 1");
+  }
+  if (!(max_run_mb > 0) || !std::isfinite(max_run_mb)) {
+    throwInvalid("max_run_mb", max_run_mb, "above 0, finite");
+  }
+  core::parseKfacStrategy(strategy);
+}
+
+}  // namespace torchext

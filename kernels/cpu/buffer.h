@@ -1,0 +1,34 @@
+// A vector whose elements start with no value: for memory that is written whole before it is read, where zeros would
+// cost as much as the writing.
+#pragma once
+
+#include <memory>
+#include <new>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace torchext::cpu {
+
+template <class T>
+struct UninitialisedAllocator : std::allocator<T> {
+  static_assert(std::is_trivial_v<T>, "an element without a value must be of a type that needs none");
+  template <class U>
+  struct rebind {  // NOLINT(readability-identifier-naming): the name that std::allocator_traits looks for
+    using other = UninitialisedAllocator<U>;
+  };
+
+  template <class U>
+  void construct(U* at) {
+    ::new (static_cast<void*>(at)) U;
+  }
+  template <class U, class... Args>
+  void construct(U* at, Args&&... args) {
+    ::new (static_cast<void*>(at)) U(std::forward<Args>(args)...);
+  }
+};
+
+template <class T>
+using Buffer = std::vector<T, UninitialisedAllocator<T>>;
+
+}  // namespace torchext::cpu

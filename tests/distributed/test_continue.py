@@ -1,0 +1,223 @@
+"""A worker dies, the others train on: ``dist.shrink_group``, and ``attach(..., on_peer_failure="continue")``."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import OPTIONS, batch, equal_everywhere, mlp
+from harness import Rank, elapsed_error, launch, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+from torchext.backends import BACKENDS
+
+SHRINK_ABORT = 1
+
+
+# ---- shrink_group ----
+
+
+def body_shrink(rank: Rank, backend: str) -> Any:
+    rank.init(backend)
+    dist.all_reduce(torch.ones(3))
+    rank.report("ready")
+    error = elapsed_error(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1_000_000)])
+    sizes = []
+    # Rank 2 is dead; of what is left, the rank that was 0 goes in good order.
+    for excluded in ([2], [0]):
+        if dist.get_rank() in excluded:
+            return error, sizes
+        group = dist.shrink_group(excluded, shrink_flags=SHRINK_ABORT)
+        assert group is dist.group.WORLD and dist.get_backend() == backend
+        tensor = torch.full((1000,), float(rank.rank))
+        dist.all_reduce(tensor)
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, rank.rank)
+        sizes.append((dist.get_rank(), dist.get_world_size(), gathered, tensor.unique().tolist()))
+    dist.destroy_process_group()
+    return error, sizes
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_a_failed_group_shrinks_to_the_living(backend: str) -> None:
+    with launch(body_shrink, 4, backend) as ranks:
+        ranks.expect("ready")
+        ranks.kill(2)
+        outcomes = ranks.outcomes(deadline=30)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    errors, sizes = zip(*(outcome.value for outcome in outcomes), strict=True)
+    assert all("rank 2 died" in error[1] for error in errors), errors
+    three, two = ([0, 1, 3], [4.0]), ([1, 3], [4.0])
+    assert sizes[0] == [(0, 3, *three)]
+    assert sizes[1] == [(1, 3, *three), (0, 2, *two)]
+    assert sizes[2] == [(2, 3, *three), (1, 2, *two)]
+
+
+def body_shrink_in_order(rank: Rank) -> Any:
+    """A group that is well, and a part of the world."""
+    rank.init("prague")
+    part = dist.new_group([1, 2, 3], backend="prague", pg_options=torchext.PragueOptions(group_size=3))
+    if rank.rank == 1:
+        with pytest.raises(NotImplementedError, match=r"shrink_group takes no pg_options"):
+            dist.shrink_group([1], part, pg_options=torchext.PragueOptions())
+    if rank.rank not in (1, 3):
+        dist.barrier()
+        return None
+    shrunk = dist.shrink_group([1], part)
+    tensor = torch.full((5,), float(rank.rank))
+    dist.all_reduce(tensor, group=shrunk)
+    options = torchext.backend_of(shrunk).options
+    dist.barrier()  # of the world, which is as it was
+    return tensor.tolist(), options.group_size, list(options.global_ranks_in_group)
+
+
+def test_a_part_of_the_world_shrinks() -> None:
+    results = run_ranks(body_shrink_in_order, 4)
+    assert results == [None, ([4.0] * 5, 2, [1, 3]), None, ([4.0] * 5, 2, [1, 3])]
+
+
+# ---- Training goes on ----
+
+
+class Training:
+    """A small regression, trained with on_peer_failure="continue"."""
+
+    def __init__(self, rank: Rank, backend: str, options: dict[str, Any], timeout: float = 60) -> None:
+        pg_options = OPTIONS[backend](timeout=timedelta(seconds=timeout), **options)
+        rank.init(backend, timeout=timeout, pg_options=pg_options)
+        self.rank = rank.rank
+        self.ddp = DistributedDataParallel(mlp())
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.05)
+        self.sync = torchext.attach(self.ddp, self.optimizer, on_peer_failure="continue")
+        self.step = 0
+
+    def train(self, steps: int) -> float:
+        for _ in range(steps):
+            inputs, targets = batch(self.rank, self.step)
+            self.optimizer.zero_grad()
+            loss = (self.ddp(inputs) - targets).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.step += 1
+        return float(loss.detach())
+
+    def workers(self) -> int:
+        return int(self.sync.stats()["workers"])
+
+
+def body_continue(rank: Rank, backend: str, options: dict[str, Any], sizes: list[int]) -> Any:
+    training = Training(rank, backend, options)
+    first = training.train(5)
+    for size in sizes:
+        rank.report(f"ready for {size}")
+        while training.workers() > size:
+            training.train(1)
+        before = training.sync.stats()
+        last = training.train(30)
+        after = training.sync.stats()
+        # It is no training on its own that goes on.
+        assert size == 1 or after["averages"] - before["averages"] >= 5, (before, after)
+        assert after["steps"] - before["steps"] == 30, (before, after)
+        with training.sync.averaged() as module:
+            equal_everywhere(module)
+            assert dist.get_world_size() == size
+    training.sync.detach()
+    return first, last, after
+
+
+DEATHS: list[tuple[list[int], str, dict[str, Any]]] = [
+    ([2], "prague", {"order": "atc"}),
+    ([0], "prague", {}),  # it hosts the generator
+    ([0, 2, 1], "prague", {"generator": "random"}),  # until one is left
+    ([1], "prague", {"generator": "static", "group_size": 4}),
+    ([3], "dssync", {}),
+    ([0, 1], "dssync", {"schedule": "random", "order": "atc"}),
+    ([2], "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),
+    ([2], "hop", {}),
+    ([0], "hop", {"order": "serial"}),
+    ([1], "hop", {"backup_workers": 1, "max_iteration_gap": 4}),
+    ([2], "hop", {"staleness": 3, "max_iteration_gap": 4, "max_jump": 4}),
+    ([3], "hop", {"weights": [[0.6, 0.4, 0, 0], [0, 0.6, 0.4, 0], [0, 0, 0.6, 0.4], [0.4, 0, 0, 0.6]]}),
+]
+
+
+@pytest.mark.parametrize(("victims", "backend", "options"), DEATHS, ids=str)
+def test_the_living_train_on(victims: list[int], backend: str, options: dict[str, Any]) -> None:
+    sizes = [3 - lost for lost in range(len(victims))]
+    with launch(body_continue, 4, backend, options, sizes) as ranks:
+        for victim, size in zip(victims, sizes, strict=True):
+            ranks.expect(f"ready for {size}", deadline=30)
+            ranks.kill(victim)
+        for outcome in ranks.outcomes(deadline=30):
+            assert outcome.ok, outcome.trace
+            first, last, stats = outcome.value
+            assert last < first
+            assert stats["lost_ranks"] == victims and stats["workers"] == sizes[-1]
+            assert 0 < stats["recovery_ms"] < 10_000 * len(victims)
+
+
+def body_average(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
+    """The dead is missed in an exact average, which the others form without it."""
+    training = Training(rank, backend, options)
+    training.train(3)
+    rank.report("ready")
+    if rank.rank == 1:
+        rank.pause()
+    with training.sync.averaged() as module:
+        equal_everywhere(module)
+    training.train(3)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    return training.workers()
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+def test_an_average_is_formed_without_the_dead(backend: str) -> None:
+    with launch(body_average, 4, backend, {}) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1)
+        for outcome in ranks.outcomes(deadline=30):
+            assert outcome.ok, outcome.trace
+            assert outcome.value == 3
+
+
+# ---- Where it cannot ----
+
+
+def body_refused(rank: Rank) -> None:
+    rank.init("dear", store="dear")
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"dear's workers hold a slice .* torchrun --max-restarts"):
+        torchext.attach(ddp, optimizer, on_peer_failure="continue")
+    dist.destroy_process_group()
+    rank.init("prague")
+    ddp = DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"find_unused_parameters=True.*static_graph=True"):
+        torchext.attach(ddp, optimizer, on_peer_failure="continue")
+    with pytest.raises(ValueError, match=r"'raise' or 'continue', got 'ignore'"):
+        torchext.attach(ddp, optimizer, on_peer_failure="ignore")  # type: ignore[arg-type]
+
+
+def test_refused() -> None:
+    run_ranks(body_refused, 2)
+
+
+def body_all_alive(rank: Rank) -> tuple[str, str, float]:
+    training = Training(rank, "prague", {})
+    if rank.rank == 1:
+        torchext.backend_of().abort_with_reason("enough of this")
+    error = elapsed_error(lambda: training.train(1_000_000))
+    assert training.workers() == 3
+    return error
+
+
+def test_a_failure_without_a_death_is_raised() -> None:
+    for kind, text, seconds in run_ranks(body_all_alive, 3):
+        assert kind == "DistBackendError" and "enough of this" in text and seconds < 10, (kind, text, seconds)
