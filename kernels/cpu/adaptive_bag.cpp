@@ -5,7 +5,7 @@
 #include <torch/library.h>
 
 #include "kernels/adaptive_bag.h"
-#include "kernels/cpu/bag_dispatch.h"
+#include "kernels/bag_dispatch.h"
 #include "kernels/cpu/bag_forward.h"
 
 namespace torchext::kernels {

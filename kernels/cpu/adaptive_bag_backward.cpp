@@ -7,8 +7,8 @@
 #include <torch/library.h>
 
 #include "kernels/adaptive_bag.h"
+#include "kernels/bag_dispatch.h"
 #include "kernels/cpu/bag_backward.h"
-#include "kernels/cpu/bag_dispatch.h"
 #include "kernels/cpu/bag_sinks.h"
 
 namespace torchext::kernels {

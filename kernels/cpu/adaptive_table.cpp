@@ -10,7 +10,7 @@
 
 #include "csrc/core/chunk_prune.h"
 #include "kernels/adaptive_bag.h"
-#include "kernels/cpu/bag_dispatch.h"
+#include "kernels/bag_dispatch.h"
 #include "kernels/cpu/bag_groups.h"
 #include "kernels/cpu/element.h"
 

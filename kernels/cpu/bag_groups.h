@@ -26,7 +26,8 @@ struct GroupedIds {
 // a batch two or three passes through the cache, because only the digits that rows - 1 has are sorted.
 inline void radixSort(Buffer<std::uint64_t>& entries, std::int64_t rows) {
   constexpr int kMostBits = 11;
-  const int bits = std::bit_width(static_cast<std::uint64_t>(std::max<std::int64_t>(rows, 1) - 1));
+  const auto most = static_cast<std::uint64_t>(std::max<std::int64_t>(rows, 1) - 1);
+  const auto bits = static_cast<int>(std::bit_width(most));
   const int passes = (bits + kMostBits - 1) / kMostBits;
   const int digit_bits = passes == 0 ? 0 : (bits + passes - 1) / passes;
   const std::uint64_t mask = (std::uint64_t{1} << digit_bits) - 1;

@@ -14,9 +14,11 @@ template <class T>
 struct UninitialisedAllocator : std::allocator<T> {
   static_assert(std::is_trivial_v<T>, "an element without a value must be of a type that needs none");
   template <class U>
-  struct rebind {  // NOLINT(readability-identifier-naming): the name that std::allocator_traits looks for
+  // NOLINTBEGIN(readability-identifier-naming): the names that std::allocator_traits looks for
+  struct rebind {
     using other = UninitialisedAllocator<U>;
   };
+  // NOLINTEND(readability-identifier-naming)
 
   template <class U>
   void construct(U* at) {
