@@ -42,6 +42,7 @@ class HopSynchronizer(AveragingSynchronizer):
         sent for that reason. ``tokens``: by out-neighbour, those left. ``slot_bytes``: memory for models, one and the
         largest lead of a neighbour (at most ``max_iteration_gap``) for each in-neighbour and the worker itself.
         ``consensus_distance`` is ``||x - mean|| / ||mean||`` at the last exact average. With
-        ``on_peer_failure="continue"`` also ``workers``, ``lost_ranks`` and ``recovery_ms``, as with ``prague``.
+        ``on_peer_failure="continue"`` also ``workers``, ``lost_ranks``, ``joined_ranks`` and ``recovery_ms``, as
+        with ``prague``.
         """
-        return self._with_recoveries(self._core.stats())
+        return self._with_membership(self._core.stats())

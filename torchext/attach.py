@@ -19,7 +19,8 @@ from torchext import _C
 from torchext._dear_optimizer import check_stepped
 from torchext._dear_synchronizer import DearSynchronizer, Lane
 from torchext._hop_synchronizer import HopSynchronizer
-from torchext._recovery import Recovery
+from torchext._membership import Membership
+from torchext._newcomers import take_newcomer
 from torchext.backends import BACKENDS, backend_of
 from torchext.synchronizer import AveragingSynchronizer, Synchronizer
 
@@ -90,18 +91,24 @@ def attach(
         raise ValueError(f"torchext.attach: bucket_mb must be 'auto' or in [0.001, 4096], got {bucket_mb!r}")
     if on_peer_failure not in ("raise", "continue"):
         raise ValueError(f"torchext.attach: on_peer_failure must be 'raise' or 'continue', got {on_peer_failure!r}")
+    membership = None
+    newcomer = take_newcomer(ddp_model.process_group)
+    if on_peer_failure == "continue":
+        _check_can_continue(None if newcomer else backend_of(ddp_model.process_group), ddp_model)
+        membership = Membership(ddp_model, optimizer, newcomer)
+    elif newcomer is not None:
+        raise ValueError(
+            "torchext.attach: a worker that joins is attached as those it joins are, with on_peer_failure='continue'"
+        )
     backend = backend_of(ddp_model.process_group)
-    go_on = on_peer_failure == "continue"
-    if go_on:
-        _check_can_continue(backend, ddp_model)
     synchronizer: Synchronizer
     if isinstance(backend, (_C.ProcessGroupPrague, _C.ProcessGroupDSSync)):
         bucket_bytes = int((4.0 if bucket_mb == "auto" else bucket_mb) * _MEBIBYTE)
         attach_core: Any = _C.attach_prague if isinstance(backend, _C.ProcessGroupPrague) else _C.attach_dssync
         attach_core = functools.partial(attach_core, bucket_bytes=bucket_bytes)
-        synchronizer = _attach_averaging(attach_core, ddp_model, optimizer, go_on)
+        synchronizer = _attach_averaging(attach_core, ddp_model, optimizer, membership)
     elif isinstance(backend, _C.ProcessGroupHop):
-        synchronizer = _attach_averaging(_C.attach_hop, ddp_model, optimizer, go_on, HopSynchronizer)
+        synchronizer = _attach_averaging(_C.attach_hop, ddp_model, optimizer, membership, HopSynchronizer)
     elif isinstance(backend, _C.ProcessGroupDear):
         synchronizer = _attach_dear(backend, ddp_model, optimizer, None if bucket_mb == "auto" else bucket_mb)
     else:
@@ -131,7 +138,7 @@ def _attach_averaging(
     attach_core: Callable[..., Any],
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
-    go_on: bool,
+    membership: Membership | None,
     kind: type[AveragingSynchronizer] = AveragingSynchronizer,
 ) -> Synchronizer:
     """Attaches to a decentralized backend. attach_core: of backend, parameters and buffers to a C++ synchronizer."""
@@ -142,8 +149,10 @@ def _attach_averaging(
 
     core = make_core(backend_of(ddp.process_group))
     ddp.broadcast_buffers = False
-    recovery = Recovery(ddp, make_core) if go_on else None
-    return kind(core, ddp, optimizer, [*parameters, *buffers], recovery)
+    synchronizer = kind(core, ddp, optimizer, [*parameters, *buffers])
+    if membership is not None:
+        synchronizer.go_on_with(membership, make_core)
+    return synchronizer
 
 
 def _averaged_tensors(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

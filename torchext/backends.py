@@ -27,7 +27,7 @@ from torchext.errors import BackendOptionsError, NotABackendOfOursError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["BACKENDS", "BackendClass", "backend_of", "register"]
+__all__ = ["BACKENDS", "BackendClass", "backend_of", "options_for", "register"]
 
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 _CONNECT_GRACE = timedelta(seconds=5)
@@ -110,19 +110,26 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
     return create
 
 
+def options_for(name: str, pg_options: object | None) -> Any:
+    """A copy of the options that the user passed for a backend, or its defaults.
+
+    Raises:
+        BackendOptionsError: ``pg_options`` are those of another backend.
+    """
+    expected = BACKENDS[name].options
+    if pg_options is None:
+        return expected()
+    if isinstance(pg_options, expected):
+        return copy.copy(pg_options)  # the user's own may serve several groups
+    raise BackendOptionsError(
+        f"pg_options for backend {name!r} is {type(pg_options).__module__}.{type(pg_options).__qualname__}; leave"
+        f" it out, or pass torchext.{expected.__qualname__}(...)"
+    )
+
+
 def _options(name: str, pg_options: object | None, opts: Any) -> Any:
     """The C++ options of one group: the user's, or defaults, with what torch decides filled in."""
-    expected = BACKENDS[name].options
-    options: Any
-    if pg_options is None:
-        options = expected()
-    elif isinstance(pg_options, expected):
-        options = copy.copy(pg_options)  # the user's own may serve several groups
-    else:
-        raise BackendOptionsError(
-            f"pg_options for backend {name!r} is {type(pg_options).__module__}.{type(pg_options).__qualname__}; leave"
-            f" it out, or pass torchext.{expected.__qualname__}(...)"
-        )
+    options = options_for(name, pg_options)
     # init_process_group always passes a timeout: the default says nothing about what the user wants.
     if opts.timeout != _DEFAULT_TIMEOUT or pg_options is None:
         options._timeout = opts.timeout

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._forward_waits import ForwardWaits
-from torchext._recovery import Recovery
+from torchext._membership import Membership
 
 __all__ = ["AveragingSynchronizer", "Synchronizer"]
 
@@ -48,6 +48,7 @@ class Synchronizer(abc.ABC):
         """Makes parameters (and what else the backend averages) complete and the same on all workers, now."""
         self._check_attached("synchronize")
         self._synchronize()
+        self._after_meeting()
 
     def _synchronize(self) -> None:
         self._core.synchronize()
@@ -75,6 +76,7 @@ class Synchronizer(abc.ABC):
         finally:
             self._averaging = False
             self._leave_average()
+        self._after_meeting()
 
     def wait(self) -> None:
         """Blocks until nothing is under way: for code that reads parameters between a step and the next forward."""
@@ -120,6 +122,9 @@ class Synchronizer(abc.ABC):
     def _leave_average(self) -> None:  # noqa: B027  # nothing to restore where replicas do not differ
         pass
 
+    def _after_meeting(self) -> None:  # noqa: B027  # nothing to do where the workers stay the same
+        """All workers have met, and train on."""
+
     def _check_attached(self, what: str) -> None:
         if self._detached:
             raise RuntimeError(f"Synchronizer.{what} after detach(); wrap the module in a new DistributedDataParallel")
@@ -156,15 +161,26 @@ class AveragingSynchronizer(Synchronizer):
         ddp: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         tensors: Sequence[torch.Tensor],
-        recovery: Recovery | None = None,
     ) -> None:
         super().__init__(core, ddp, optimizer, tensors)
         self._local_gradients = _C.keep_gradients_local(ddp.reducer)
         self._local_gradients.synchronizer = core
-        self._recovery = recovery
-        self._collectives = 0  # exact averages formed since attach
+        self._membership: Membership | None = None
+        self._make_core: Callable[[Any], _C.AveragingSynchronizer] | None = None
+        self._collectives = 0  # since attach: exact averages, and looks for newcomers
         self._restored = False  # averaged() has nothing to restore any more
         self._past: list[dict[str, Any]] = []  # stats of the groups before this one
+
+    def go_on_with(self, membership: Membership, make_core: Callable[[Any], _C.AveragingSynchronizer]) -> None:
+        """From now on a worker that dies is done without, and newcomers are let in; collective, for ``attach``.
+
+        Args:
+            membership: Of this worker's group.
+            make_core: Makes the C++ synchronizer of a backend; collective.
+        """
+        self._membership, self._make_core = membership, make_core
+        if membership.is_newcomer:
+            self._collectives = self._meet(0)
 
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach.
@@ -174,18 +190,20 @@ class AveragingSynchronizer(Synchronizer):
         ``iteration_gap`` is how many averages this worker was behind the fastest, ``consensus_distance`` is
         ``||x - mean|| / ||mean||`` at the last exact average, ``bytes_sent`` and ``bucket_bytes`` are bytes.
         With ``on_peer_failure="continue"`` also ``workers``, those that train now, ``lost_ranks``, those that died, by
-        their ranks at the time of attach, and ``recovery_ms``, what it took to go on without them.
+        their ranks at the time of attach, ``joined_ranks``, by the numbers that newcomers get after those, and
+        ``recovery_ms``, what it took to go on without the ones and with the others.
         """
-        return self._with_recoveries(self._core.stats())
+        return self._with_membership(self._core.stats())
 
-    def _with_recoveries(self, stats: dict[str, Any]) -> dict[str, Any]:
+    def _with_membership(self, stats: dict[str, Any]) -> dict[str, Any]:
         for past in self._past:
             for name in _COUNTERS & stats.keys():
                 stats[name] = _sum(stats[name], past[name])
-        if self._recovery is not None:
-            stats["workers"] = len(self._recovery.members)
-            stats["lost_ranks"] = list(self._recovery.lost)
-            stats["recovery_ms"] = self._recovery.seconds * 1e3
+        if self._membership is not None:
+            stats["workers"] = len(self._membership.members)
+            stats["lost_ranks"] = list(self._membership.lost)
+            stats["joined_ranks"] = list(self._membership.joined)
+            stats["recovery_ms"] = self._membership.seconds * 1e3
         return stats
 
     def _wait_all(self) -> None:
@@ -196,7 +214,7 @@ class AveragingSynchronizer(Synchronizer):
             self._core.detach()
         except dist.DistBackendError:
             # Nobody waits for this worker any more, and training is over.
-            if self._recovery is None:
+            if self._membership is None:
                 raise
             self._core.leave(timedelta(0))
 
@@ -210,20 +228,34 @@ class AveragingSynchronizer(Synchronizer):
         self._persist(lambda: self._core.after_step())
 
     def _synchronize(self) -> None:
-        self._form_average(lambda: self._core.synchronize())
+        self._collective(lambda: self._core.synchronize())
 
     def _enter_average(self) -> None:
-        self._restored = not self._form_average(lambda: self._core.enter_average())
+        self._restored = not self._collective(lambda: self._core.enter_average())
 
     def _leave_average(self) -> None:
         if not self._restored:
             self._core.leave_average()
 
-    def _form_average(self, form: Callable[[], None]) -> bool:
-        """Forms an exact average, of which all workers form as many; False if a recovery has formed it."""
-        formed = self._persist(form, self._collectives)
+    def _after_meeting(self) -> None:
+        membership = self._membership
+        if membership is None:
+            return
+        came = False
+
+        def look() -> None:
+            nonlocal came
+            came = membership.newcomers()
+
+        # Where the look fails for some, the others go on to the next thing they do together, which fails too.
+        if self._collective(look) and came:
+            self._recover(membership, dist.DistBackendError("torchext: newcomers join the group"))
+
+    def _collective(self, action: Callable[[], None]) -> bool:
+        """Does what all workers do equally often; False if others were past it when this one had to start anew."""
+        done = self._persist(action, self._collectives)
         self._collectives += 1
-        return formed
+        return done
 
     def _persist(self, action: Callable[[], None], collectives: int | None = None) -> bool:
         """Does something with the core; after a failure again, with that of the survivors, unless they are past it."""
@@ -232,16 +264,17 @@ class AveragingSynchronizer(Synchronizer):
                 action()
                 return True
             except dist.DistBackendError as error:
-                if self._recovery is None:
+                if self._membership is None:
                     raise
-                most = self._recover(self._recovery, error)
+                most = self._recover(self._membership, error)
             if collectives is not None and most > collectives:
                 return False
 
-    def _recover(self, recovery: Recovery, error: BaseException) -> int:
-        """Goes on with the survivors; returns how many exact averages the furthest of them has formed."""
+    def _recover(self, membership: Membership, error: BaseException) -> int:
+        """Goes on with another group; returns how many collectives the furthest of it has done."""
+        assert self._make_core is not None
         while True:
-            recovery.fail(error)
+            membership.fail(error)
             old = self._core
             if self._averaging and not self._restored:
                 old.leave_average()
@@ -249,15 +282,19 @@ class AveragingSynchronizer(Synchronizer):
             self._past.append(old.stats())
             steps = old.steps
             old.leave(timedelta(0))
-            self._core = self._local_gradients.synchronizer = recovery.run(error)
+            self._core = self._local_gradients.synchronizer = membership.renew(error, self._make_core)
             try:
-                furthest = torch.tensor([steps, self._collectives])
-                dist.all_reduce(furthest, dist.ReduceOp.MAX, group=self._ddp.process_group)
-                self._core.steps = int(furthest[0])
-                self._core.synchronize()
-                return int(furthest[1])
+                return self._meet(steps)
             except dist.DistBackendError as another:
                 error = another
+
+    def _meet(self, steps: int) -> int:
+        """The first thing that a new group does: its workers begin from one average and one number of steps."""
+        furthest = torch.tensor([steps, self._collectives])
+        dist.all_reduce(furthest, dist.ReduceOp.MAX, group=self._ddp.process_group)
+        self._core.steps = int(furthest[0])
+        self._core.synchronize()
+        return int(furthest[1])
 
 
 # Of stats(), what adds up over several groups.

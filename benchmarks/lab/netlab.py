@@ -218,6 +218,10 @@ class NetLab:
         """Runs ``command`` in ``host`` to its end; ``options`` are those of ``subprocess.run``."""
         return subprocess.run(self.command(host, command), **options)
 
+    def set_link(self, host: int, *, up: bool) -> None:
+        """Pulls the cable of ``host``, or puts it in again."""
+        _call("ip", "-n", self._namespace(f"h{host}"), "link", "set", "eth0", "up" if up else "down")
+
     def measure_rate(
         self, source: int = 0, target: int = 1, *, seconds: float = 1.0, skip_s: float = 0.3, flows: int = 1
     ) -> float:

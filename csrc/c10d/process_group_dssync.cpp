@@ -56,6 +56,10 @@ void ProcessGroupDSSync::Options::validate(int world_size) const {
                     racks.size());
 }
 
+void ProcessGroupDSSync::Options::fit(int world_size) {
+  group_size = group_size <= world_size && world_size > 1 ? group_size : 0;
+}
+
 std::int64_t ProcessGroupDSSync::Options::groupSizeFor(int world_size) const {
   if (group_size > 0) {
     return group_size;
@@ -99,10 +103,9 @@ std::optional<core::RackMap> ProcessGroupDSSync::knownRacks() const {
 c10::intrusive_ptr<c10d::Backend> ProcessGroupDSSync::createChild(int rank, int size, InnerBackends inner,
                                                                   c10::intrusive_ptr<c10d::Backend::Options> options) {
   auto own = childOptions(*dssync_options_, *options);
-  // A parent's group size may not fit a smaller child, and its racks are those of other ranks.
-  own->group_size = own->group_size <= size && size > 1 ? own->group_size : 0;
+  own->fit(size);
   if (!own->racks.empty()) {
-    own->racks = ofMembers(*dssync_options_, own->global_ranks_in_group);
+    own->racks = ofMembers(*dssync_options_, own->global_ranks_in_group);  // the parent's are of other ranks
   }
   return c10::make_intrusive<ProcessGroupDSSync>(rank, size, std::move(inner), std::move(own));
 }

@@ -38,6 +38,8 @@ class ProcessGroupDSSync : public AttachableBackend {
     // Throws c10::ValueError with the option's name, its value and the allowed range.
     void validate() const;  // what can be checked without a world
     void validate(int world_size) const;
+    // Changes what does not fit a group that has lost or gained ranks.
+    void fit(int world_size);
     // NOLINTNEXTLINE(modernize-use-override): the options of torch 2.11 have none to override.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
     std::int64_t groupSizeFor(int world_size) const;

@@ -56,6 +56,20 @@ void ProcessGroupHop::Options::validate(int world_size) const {
   asValueError("HopOptions.", [&] { core::validateHopMode(mode(), fitting); });
 }
 
+void ProcessGroupHop::Options::fit(int world_size) {
+  const bool users_graph = !neighbours.empty() || !weights.empty();
+  if (users_graph || (graph == "double-ring" && world_size % 2 != 0)) {
+    graph = "ring-based";
+    neighbours.clear();
+    weights.clear();
+  }
+  const std::int64_t spare = graphFor(world_size).smallestInDegree() - 1;
+  backup_workers = std::clamp<std::int64_t>(spare, 0, backup_workers);
+  if (backup_workers == 0 && staleness == 0) {
+    max_jump = 0;
+  }
+}
+
 core::HopMode ProcessGroupHop::Options::mode() const {
   return {.notify_ack = notify_ack,
           .max_iteration_gap = static_cast<int>(max_iteration_gap),
@@ -88,16 +102,7 @@ ProcessGroupHop::~ProcessGroupHop() { ProcessGroupHop::shutdown(); }
 c10::intrusive_ptr<c10d::Backend> ProcessGroupHop::createChild(int rank, int size, InnerBackends inner,
                                                                c10::intrusive_ptr<c10d::Backend::Options> options) {
   auto own = childOptions(*hop_options_, *options);
-  const bool users_graph = !own->neighbours.empty() || !own->weights.empty();
-  if (users_graph || (own->graph == "double-ring" && size % 2 != 0)) {
-    own->graph = "ring-based";
-    own->neighbours.clear();
-    own->weights.clear();
-  }
-  own->backup_workers = std::min<std::int64_t>(own->backup_workers, own->graphFor(size).smallestInDegree() - 1);
-  if (own->backup_workers == 0 && own->staleness == 0) {
-    own->max_jump = 0;
-  }
+  own->fit(size);
   return c10::make_intrusive<ProcessGroupHop>(rank, size, std::move(inner), std::move(own));
 }
 

@@ -39,6 +39,8 @@ class ProcessGroupHop : public AttachableBackend {
     // (a user's graph as well), and what the graph of world_size ranks decides.
     void validate() const;
     void validate(int world_size) const;
+    // Changes what does not fit a group that has lost or gained ranks; a user's own graph becomes "ring-based".
+    void fit(int world_size);
     // NOLINTNEXTLINE(modernize-use-override): the options of torch 2.11 have none to override.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
 

@@ -62,6 +62,13 @@ void ProcessGroupPrague::Options::validate(int world_size) const {
                     "] in a group of ", world_size, " ranks, got ", group_size, "; leave it out to have it chosen");
 }
 
+void ProcessGroupPrague::Options::fit(int world_size) {
+  group_size = std::min<std::int64_t>(group_size, world_size);
+  if (group_size < 2) {
+    group_size = 0;
+  }
+}
+
 std::int64_t ProcessGroupPrague::Options::groupSizeFor(int world_size) const {
   if (group_size > 0) {
     return group_size;
@@ -169,11 +176,7 @@ void ProcessGroupPrague::onShutdown() {
 c10::intrusive_ptr<c10d::Backend> ProcessGroupPrague::createChild(int rank, int size, InnerBackends inner,
                                                                   c10::intrusive_ptr<c10d::Backend::Options> options) {
   auto own = childOptions(*prague_options_, *options);
-  // A parent's group size may not fit a smaller child.
-  own->group_size = std::min<std::int64_t>(own->group_size, size);
-  if (own->group_size < 2) {
-    own->group_size = 0;
-  }
+  own->fit(size);
   return c10::make_intrusive<ProcessGroupPrague>(rank, size, std::move(inner), std::move(own));
 }
 

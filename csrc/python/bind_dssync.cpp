@@ -77,6 +77,21 @@ void bindDSSync(py::module_& module) {
       .def_readonly("host_bandwidth", &Options::host_bandwidth)
       .def_readonly("uplink_bandwidth", &Options::uplink_bandwidth)
       .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
+      .def(
+          "_fitted",
+          [](const Options& options, const std::vector<std::size_t>& members) {
+            auto own = c10::make_intrusive<Options>(options);
+            own->fit(static_cast<int>(members.size()));
+            if (!own->racks.empty()) {
+              std::vector<std::int64_t> racks;
+              for (const auto member : members) {
+                racks.push_back(own->racks.at(member));
+              }
+              own->racks = std::move(racks);
+            }
+            return own;
+          },
+          py::arg("members"))
       .def("__repr__", &represent);
 
   py::class_<ProcessGroupDSSync, AttachableBackend, c10::intrusive_ptr<ProcessGroupDSSync>>(module,

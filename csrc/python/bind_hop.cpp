@@ -116,6 +116,14 @@ void bindHop(py::module_& module) {
       .def_readonly("max_jump", &Options::max_jump)
       .def_readonly("jump_trigger", &Options::jump_trigger)
       .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
+      .def(
+          "_fitted",
+          [](const Options& options, const std::vector<std::size_t>& members) {
+            auto own = c10::make_intrusive<Options>(options);
+            own->fit(static_cast<int>(members.size()));
+            return own;
+          },
+          py::arg("members"))
       .def("__repr__", &represent);
 
   py::class_<ProcessGroupHop, AttachableBackend, c10::intrusive_ptr<ProcessGroupHop>>(module, "ProcessGroupHop")

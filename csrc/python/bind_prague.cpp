@@ -57,6 +57,14 @@ void bindPrague(py::module_& module) {
       .def_readonly("sync_every", &Options::sync_every)
       .def_readonly("seed", &Options::seed)
       .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
+      .def(
+          "_fitted",
+          [](const Options& options, const std::vector<std::size_t>& members) {
+            auto own = c10::make_intrusive<Options>(options);
+            own->fit(static_cast<int>(members.size()));
+            return own;
+          },
+          py::arg("members"))
       .def("__repr__", &represent);
 
   py::class_<ProcessGroupPrague, AttachableBackend, c10::intrusive_ptr<ProcessGroupPrague>>(module,

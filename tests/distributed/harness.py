@@ -72,14 +72,22 @@ class Rank:
         self.folder = folder
         self._line = line
 
-    def init(self, backend: str = "prague", *, store: str = "store", timeout: float = 30.0, **kwargs: Any) -> None:
+    def init(
+        self,
+        backend: str = "prague",
+        *,
+        store: str = "store",
+        timeout: float = 30.0,
+        world_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         import torch.distributed as dist
 
         dist.init_process_group(
             backend,
             init_method=f"file://{self.folder / store}",
             rank=self.rank,
-            world_size=self.size,
+            world_size=world_size or self.size,
             timeout=timedelta(seconds=timeout),
             **kwargs,
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from attached import OPTIONS, batch, equal_everywhere, mlp
+from attached import GoingOn, equal_everywhere
 from harness import Rank, elapsed_error, launch, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -84,37 +85,8 @@ def test_a_part_of_the_world_shrinks() -> None:
 # ---- Training goes on ----
 
 
-class Training:
-    """A small regression, trained with on_peer_failure="continue"."""
-
-    def __init__(self, rank: Rank, backend: str, options: dict[str, Any], timeout: float = 60) -> None:
-        pg_options = OPTIONS[backend](timeout=timedelta(seconds=timeout), **options)
-        rank.init(backend, timeout=timeout, pg_options=pg_options)
-        self.rank = rank.rank
-        self.ddp = DistributedDataParallel(mlp())
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.05)
-        self.sync = torchext.attach(self.ddp, self.optimizer, on_peer_failure="continue")
-        self.step = 0
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            inputs, targets = batch(self.rank, self.step)
-            self.optimizer.zero_grad()
-            (self.ddp(inputs) - targets).square().mean().backward()
-            self.optimizer.step()
-            self.step += 1
-
-    @torch.no_grad()
-    def validation_loss(self) -> float:
-        inputs, targets = batch(rank=50, step=0, rows=1024)
-        return float((self.ddp.module(inputs) - targets).square().mean())
-
-    def workers(self) -> int:
-        return int(self.sync.stats()["workers"])
-
-
 def body_continue(rank: Rank, backend: str, options: dict[str, Any], sizes: list[int]) -> Any:
-    training = Training(rank, backend, options)
+    training = GoingOn(rank, backend, options)
     first = training.validation_loss()
     training.train(5)
     for size in sizes:
@@ -167,7 +139,7 @@ def test_the_living_train_on(victims: list[int], backend: str, options: dict[str
 
 def body_average(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
     """The dead is missed in an exact average, which the others form without it."""
-    training = Training(rank, backend, options)
+    training = GoingOn(rank, backend, options)
     training.train(3)
     rank.report("ready")
     if rank.rank == 1:
@@ -188,6 +160,35 @@ def test_an_average_is_formed_without_the_dead(backend: str) -> None:
         for outcome in ranks.outcomes(deadline=30):
             assert outcome.ok, outcome.trace
             assert outcome.value == 3
+
+
+def body_stopped(rank: Rank) -> Any:
+    training = GoingOn(rank, "prague", {"heartbeat_timeout": timedelta(seconds=1.5)})
+    training.train(5)
+    rank.report("ready")
+    error = ""
+    try:
+        while training.workers() > 3:
+            training.train(1)
+        training.train(10)
+        training.sync.synchronize()
+        equal_everywhere(training.ddp.module)
+        rank.report("went on")
+    except dist.DistBackendError as caught:
+        error = str(caught)
+    return error, training.sync.stats()["lost_ranks"]
+
+
+def test_who_was_stopped_for_too_long_is_told_so() -> None:
+    with launch(body_stopped, 4) as ranks:
+        ranks.expect("ready")
+        ranks.kill(2, signal.SIGSTOP)
+        ranks.expect("went on", ranks=[0, 1, 3], deadline=30)
+        ranks.kill(2, signal.SIGCONT)
+        outcomes = ranks.outcomes(deadline=30)
+    assert [outcome.ok for outcome in outcomes] == [True] * 4, outcomes
+    assert [outcome.value for outcome in outcomes if outcome.rank != 2] == [("", [2])] * 3
+    assert "the others train on without rank 2" in outcomes[2].value[0], outcomes[2]
 
 
 # ---- Where it cannot ----
@@ -214,7 +215,7 @@ def test_refused() -> None:
 
 
 def body_all_alive(rank: Rank) -> tuple[str, str, float]:
-    training = Training(rank, "prague", {})
+    training = GoingOn(rank, "prague", {})
     if rank.rank == 1:
         torchext.backend_of().abort_with_reason("enough of this")
     error = elapsed_error(lambda: training.train(1_000_000))

@@ -1,0 +1,228 @@
+"""A worker comes to a job that is running: ``torchext.join``."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import GoingOn, equal_everywhere, flat
+from harness import Rank, launch, run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+from torchext import _membership
+from torchext._newcomers import Newcomer
+from torchext.errors import BackendOptionsError
+
+BACKENDS: list[tuple[str, dict[str, Any]]] = [
+    ("prague", {"order": "atc", "group_size": 3}),
+    ("prague", {"generator": "static"}),
+    ("dssync", {}),
+    ("hop", {"backup_workers": 1, "max_iteration_gap": 4}),
+    ("hop", {"weights": [[0.6, 0.4, 0], [0, 0.6, 0.4], [0.4, 0, 0.6]]}),
+]
+
+
+def train_until(training: GoingOn, workers: int, limit: float = 30.0) -> None:
+    """Meets the others now and then, until there are so many."""
+    end = time.monotonic() + limit
+    while training.workers() != workers:
+        assert time.monotonic() < end, training.sync.stats()
+        training.train(3)
+        training.sync.synchronize()
+
+
+def body_joins(rank: Rank, backend: str, options: dict[str, Any], workers: int) -> Any:
+    if rank.rank >= workers:
+        rank.pause()
+    training = GoingOn(rank, backend, options, workers=workers)
+    if rank.rank < workers:
+        training.train(8)
+        rank.report("trains")
+        train_until(training, rank.size)
+    # The newcomer is as far as the others, and has what they have.
+    equal_everywhere(training.ddp.module)
+    momentum = [state["momentum_buffer"].norm().item() for state in training.optimizer.state.values()]
+    steps = training.sync.state_dict()["steps"]
+    before = training.sync.stats()
+    training.train(20)
+    after = training.sync.stats()
+    assert after["averages"] - before["averages"] >= 4, (before, after)
+    with training.sync.averaged() as module:
+        equal_everywhere(module)
+    place = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    training.sync.detach()
+    return steps, place, momentum, after
+
+
+@pytest.mark.parametrize(("backend", "options"), BACKENDS, ids=str)
+def test_a_newcomer_trains_with_the_others(backend: str, options: dict[str, Any]) -> None:
+    with launch(body_joins, 4, backend, options, 3) as ranks:
+        ranks.expect("trains", [0, 1, 2])
+        ranks.proceed([3])
+        values = ranks.values()
+    steps, places, momenta, stats = zip(*values, strict=True)
+    assert len(set(steps)) == 1 and steps[0] >= 8
+    assert list(places) == [(rank, 4, backend) for rank in range(4)]
+    assert momenta[3] == momenta[0] != momenta[1]
+    for each in stats:
+        assert (each["workers"], each["lost_ranks"], each["joined_ranks"]) == (4, [], [3])
+
+
+def test_workers_come_to_one_that_is_alone() -> None:
+    with launch(body_joins, 3, "prague", {}, 1) as ranks:
+        ranks.expect("trains", [0])
+        ranks.proceed([1, 2])
+        values = ranks.values()
+    assert [place[:2] for _, place, _, _ in values] in ([(0, 3), (1, 3), (2, 3)], [(0, 3), (2, 3), (1, 3)])
+    assert all(stats["joined_ranks"] == [1, 2] for *_, stats in values)
+
+
+def body_replaced(rank: Rank, backend: str) -> Any:
+    """Rank 0 dies, and rank 3 comes in its place."""
+    if rank.rank == 3:
+        rank.pause()
+    training = GoingOn(rank, backend, {}, workers=3)
+    if rank.rank < 3:
+        training.train(5)
+        rank.report("trains")
+        while training.workers() == 3:
+            training.train(1)
+        rank.report("two left")
+        train_until(training, 3)
+    training.train(10)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    stats = training.sync.stats()
+    return dist.get_rank(), stats["workers"], stats["lost_ranks"], stats["joined_ranks"]
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+def test_a_newcomer_takes_the_place_of_the_dead(backend: str) -> None:
+    with launch(body_replaced, 4, backend) as ranks:
+        ranks.expect("trains", [0, 1, 2])
+        ranks.kill(0)
+        ranks.expect("two left", [1, 2])
+        ranks.proceed([3])
+        assert ranks.values() == [(place, 3, [0], [3]) for place in range(3)]
+
+
+# ---- Who is not let in, and who is gone ----
+
+
+def body_refused(rank: Rank) -> Any:
+    if rank.rank == 2:
+        rank.pause()
+        options = torchext.PragueOptions(sync_period=2)
+        torchext.join("prague", f"file://{rank.folder / 'store'}", pg_options=options)
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"its options is Prague.*sync_period=2.* the job's is .*sync_period=1"):
+            torchext.attach(ddp, optimizer, on_peer_failure="continue")
+        dist.destroy_process_group()
+        torchext.join("prague", f"file://{rank.folder / 'store'}")
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+        with pytest.raises(ValueError, match=r"its model has weight \(float32, \(3, 3\)\) where the job's has \S+ \("):
+            torchext.attach(ddp, optimizer, on_peer_failure="continue")
+        dist.destroy_process_group()
+        torchext.join("hop", f"file://{rank.folder / 'store'}")
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+        with pytest.raises(ValueError, match=r"its backend is hop, the job's is prague"):
+            torchext.attach(ddp, optimizer, on_peer_failure="continue")
+        dist.destroy_process_group()
+        rank.report("refused")
+    training = GoingOn(rank, "prague", {}, workers=2)
+    if rank.rank < 2:
+        rank.report("trains")
+        train_until(training, 3)
+    equal_everywhere(training.ddp.module)
+    return training.sync.stats()["joined_ranks"]
+
+
+def test_who_does_not_fit_is_refused_and_the_job_goes_on() -> None:
+    with launch(body_refused, 3) as ranks:
+        ranks.expect("trains", [0, 1])
+        ranks.proceed([2])
+        ranks.expect("refused", [2])
+        assert ranks.values() == [[2]] * 3
+
+
+def body_ghosts(rank: Rank) -> Any:
+    """Rank 2 dies while it waits, rank 3 when the others wait for it; rank 4 joins."""
+    _membership.PATIENCE = timedelta(seconds=3)
+    if rank.rank == 2:
+        torchext.join("prague", f"file://{rank.folder / 'store'}")
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+        rank.report("waits")
+        torchext.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), on_peer_failure="continue")
+    if rank.rank in (3, 4):
+        rank.pause()
+    if rank.rank == 3:
+        real = Newcomer.ask
+
+        def ask(self: Newcomer, module: torch.nn.Module) -> Any:
+            answer = real(self, module)
+            rank.report("let in")
+            rank.pause()
+            return answer
+
+        Newcomer.ask = ask  # type: ignore[method-assign]
+    if rank.rank < 2:
+        rank.pause()  # until the ghost has left its request
+    training = GoingOn(rank, "prague", {}, workers=2)
+    if rank.rank < 2:
+        rank.report("trains")
+        train_until(training, 3)
+    training.train(5)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    stats = training.sync.stats()
+    return stats["workers"], stats["lost_ranks"], len(stats["joined_ranks"]), flat(training.ddp.module).isfinite().all()
+
+
+def test_newcomers_that_die_on_the_doorstep() -> None:
+    with launch(body_ghosts, 5) as ranks:
+        ranks.expect("waits", [2])
+        time.sleep(0.5)
+        ranks.kill(2)
+        ranks.proceed([0, 1])
+        ranks.expect("trains", [0, 1])
+        ranks.proceed([3])
+        ranks.expect("let in", [3])
+        ranks.kill(3)
+        ranks.proceed([4])
+        assert [value[:3] for value in ranks.values()] == [(3, [], 1)] * 3
+
+
+def body_arguments(rank: Rank) -> None:
+    with pytest.raises(ValueError, match=r"backend must be one of 'dssync', 'hop', 'prague', got 'dear'"):
+        torchext.join("dear")
+    with pytest.raises(ValueError, match=r"init_method must be env://, tcp://host:port or file:///path, got 'tcp:4'"):
+        torchext.join("hop", "tcp:4")
+    with pytest.raises(ValueError, match=r"'env://' needs MASTER_ADDR and MASTER_PORT in the environment"):
+        torchext.join("hop")
+    with pytest.raises(BackendOptionsError, match=r"pass torchext\.HopOptions"):
+        torchext.join("hop", pg_options=torchext.PragueOptions())
+    assert not dist.is_initialized()
+    torchext.join("prague", store=dist.HashStore(), timeout=timedelta(seconds=0.5))
+    with pytest.raises(RuntimeError, match=r"torchext\.join after init_process_group"):
+        torchext.join("prague", store=dist.HashStore())
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    start = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match=r"no worker let this one in within 0\.5 s\. They do when all meet"):
+        torchext.attach(ddp, optimizer, on_peer_failure="continue")
+    assert time.monotonic() - start < 5
+    dist.destroy_process_group()
+    torchext.join("prague", store=dist.HashStore())
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"attached as those it joins are, with on_peer_failure='continue'"):
+        torchext.attach(ddp, optimizer)
+
+
+def test_arguments() -> None:
+    run_ranks(body_arguments, 1)

@@ -1,0 +1,353 @@
+"""Who trains: what ``attach(..., on_peer_failure="continue")`` does when a worker dies, and when one comes.
+
+Every worker has a number for life: its rank at the time of attach, or the next free one when it joins later.
+
+Who is left. When a group fails, every process of it that lives says so in the store, from a thread of the backend: it
+counts as alive whatever its training thread is doing. Once all have spoken but the one that is known to be dead, or
+after :data:`GRACE` more than half, the first training thread to notice writes down who is left, and what it writes is
+final (``compare_set``). A process that is not on the list, because it was stopped for longer than that, is told so and
+cannot come back by itself. Where half or more are silent and might live, behind a broken link, nobody goes on.
+
+Who comes. When all workers have formed an exact average, the first of them looks for newcomers (``_newcomers.py``) and
+writes the same kind of list, with them on it.
+
+With whom. Those on the list make a new group, which takes the place of the old one as the model's process group (and as
+the default group, if that is what it was). Nothing of the old group is used: a store that outlives the dead is all it
+takes, which is torchrun's, and not that of a rank 0 which keeps it in its own process. Should one of them die before
+the group stands, the others miss it there and draw up another list.
+
+With what. Each has its own replica and optimizer state; what was half exchanged is given up. A newcomer gets the first
+worker's. All begin with the exact average of their replicas.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.nn.parallel import DistributedDataParallel
+
+from torchext import _C
+from torchext._newcomers import Door, Newcomer, Request, root_of
+from torchext._rendezvous import attempt_store
+from torchext.backends import BACKENDS, backend_of
+
+__all__ = ["GRACE", "Membership"]
+
+GRACE = 2.0  # seconds for a survivor to say that it lives; its own thread says so, within milliseconds as a rule
+PATIENCE = timedelta(seconds=30)  # for all to come to a new group, however short the group's timeout is
+ATTEMPTS = 3  # at a new group, which is missed by one that died after the list was made
+
+_SHRINK_ABORT = 1  # dist.distributed_c10d.SHRINK_ABORT, which dist does not export
+_PAUSE = 0.01
+_logger = logging.getLogger("torchext")
+
+
+@dataclass(frozen=True)
+class _List:
+    """Who goes on."""
+
+    survivors: list[int]
+    newcomers: dict[str, int] = field(default_factory=dict)
+    """By their requests, the numbers they get."""
+
+    @property
+    def members(self) -> list[int]:
+        return [*self.survivors, *self.newcomers.values()]
+
+
+@dataclass
+class _Roll:
+    """What the workers know of each other, and a newcomer is told."""
+
+    token: str
+    """Under which they meet in the store."""
+    members: list[int]
+    """The workers that train now, in the order of their ranks."""
+    lost: list[int] = field(default_factory=list)
+    joined: list[int] = field(default_factory=list)
+    numbers: int = 0
+    """Given away so far."""
+
+
+class Membership:
+    """The workers that train a model, and the group that they have at the time.
+
+    Args:
+        ddp: The model to attach. Its group is the workers', or, for a newcomer, that of one made by ``join``.
+        optimizer: Its state goes to newcomers, with the model's.
+        newcomer: What ``join`` has prepared; then this waits until the workers let it in.
+
+    Raises:
+        ValueError: The newcomer does not fit.
+        torch.distributed.DistError: Nobody let the newcomer in.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, newcomer: Newcomer | None = None
+    ) -> None:
+        self._ddp = ddp
+        self._optimizer = optimizer
+        self.is_newcomer = newcomer is not None
+        self.seconds = 0.0
+        """What it took to go on with another group, in all."""
+        if newcomer is None:
+            self._begin()
+        else:
+            self._enter(newcomer)
+        self._door = Door(self._store, Request.of(self._backend, self._options, ddp.module))
+
+    @property
+    def members(self) -> list[int]:
+        """The workers that train now, in the order of their ranks."""
+        return self._roll.members
+
+    @property
+    def lost(self) -> list[int]:
+        """Those that do not any more, in the order of their loss."""
+        return self._roll.lost
+
+    @property
+    def joined(self) -> list[int]:
+        """Those that came later, in the order of their coming."""
+        return self._roll.joined
+
+    def _begin(self) -> None:
+        group = self._ddp.process_group
+        members = list(range(dist.get_world_size(group)))
+        self._me = dist.get_rank(group)
+        self._options = backend_of(group).options
+        name = dist.get_backend(group)
+        # "cpu:gloo,cuda:prague" has no name of its own
+        self._backend = name if name in BACKENDS else dist.get_backend_config(group)
+        self._is_world = group is dist.group.WORLD
+        token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+        dist.broadcast(token, group=group, group_src=0)
+        self._store = root_of(dist.distributed_c10d._world.pg_map[group][1])
+        self._roll = _Roll(bytes(token.tolist()).hex(), members, numbers=len(members))
+        self._announce()
+
+    # ---- Failures ----
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the model's group, if that has not failed already: a timeout, say, which the others must learn of."""
+        backend = backend_of(self._ddp.process_group)
+        if not backend.failure[1]:
+            backend.abort_with_reason(str(error))
+
+    def renew(self, error: BaseException, make_core: Callable[[Any], _C.AveragingSynchronizer]) -> Any:
+        """Makes a group of those that go on, and with it what synchronizes the model; collective among them.
+
+        Args:
+            error: Why the group has failed.
+            make_core: Makes the C++ synchronizer of a backend; collective.
+
+        Raises:
+            torch.distributed.DistBackendError: All live, so that ``error`` is of another kind; or the others went on
+                without this process; or it may be one of a minority.
+        """
+        started = time.monotonic()
+        while True:
+            newcomers = self._regroup(error)
+            try:
+                for rank in newcomers:
+                    self._hand_over(rank)
+                core = make_core(backend_of(self._ddp.process_group))
+                break
+            except dist.DistBackendError as another:
+                self.fail(another)
+                error = another
+        self.seconds += time.monotonic() - started
+        return core
+
+    def _regroup(self, error: BaseException) -> range:
+        """The ranks of newcomers in the new group."""
+        suspect, reason = backend_of(self._ddp.process_group).failure
+        # Whom the reason is about, if it is known to be dead and not only silent.
+        dead = {self.members[suspect]} if f"rank {suspect} died" in reason else set()
+        for attempt in range(ATTEMPTS):
+            decided = self._decide(attempt, dead, reason)
+            if self._me not in decided.survivors:
+                raise dist.DistBackendError(
+                    f"torchext: the others train on without rank {self._me}, which did not answer for {GRACE:g} s when"
+                    f" the group failed ({reason}); start it anew"
+                ) from error
+            if decided.members == self.members and attempt == 0:
+                raise error
+            try:
+                self._form(decided, attempt)
+                break
+            except RuntimeError as missing:  # DistStoreError as a rule, or what Gloo raises when it cannot connect
+                if attempt == ATTEMPTS - 1:
+                    raise
+                _logger.warning("torchext: the new group did not come about (%s); trying again", missing)
+        self._enroll(decided, reason)
+        return range(len(decided.survivors), len(decided.members))
+
+    def _decide(self, attempt: int, dead: set[int], reason: str) -> _List:
+        """Who goes on: the same in every process that is told."""
+        store = self._meeting(attempt)
+        store.set(f"alive/{self._me}", "1")
+        started = time.monotonic()
+        # Who has not heard of the failure finds it by a timeout of its own, in a wait that may only have begun.
+        patience = GRACE + 2 * self._options._timeout.total_seconds()
+        while not store.check(["decision"]):
+            alive = [number for number in self.members if store.check([f"alive/{number}"])]
+            silent = set(self.members) - set(alive)
+            waited = time.monotonic() - started
+            if silent <= dead or (2 * len(alive) > len(self.members) and waited > GRACE):
+                self._write(store, _List(alive))
+                break
+            if waited > patience:
+                raise dist.DistBackendError(
+                    f"torchext: cannot train on with {len(alive)} of {len(self.members)} workers, as it is not known"
+                    f" that the others are dead: after {waited:.1f} s ranks {sorted(silent)} have said nothing, and"
+                    f" might go on by themselves ({reason})"
+                )
+            time.sleep(_PAUSE)
+        return self._read(store)
+
+    # ---- The new group ----
+
+    def _form(self, decided: _List, attempt: int) -> None:
+        """Makes the group of those on a list that of the model."""
+        members = decided.members
+        if not self._is_world:
+            self._shrink(decided)
+            return
+        rank = members.index(self._me)
+        options = self._options._fitted(members)
+        meeting = PrefixStore(f"group/{'_'.join(map(str, members))}/{attempt}", self._place())
+        # All are there before anything of the old group is given up.
+        store = attempt_store(meeting, rank, len(members), max(options._timeout, PATIENCE))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(
+            self._backend,
+            store=store,
+            rank=rank,
+            world_size=len(members),
+            timeout=options._timeout,
+            pg_options=options,
+        )
+        self._adopt(dist.group.WORLD)
+
+    def _shrink(self, decided: _List) -> None:
+        group = self._ddp.process_group
+        stay = [position for position, number in enumerate(self.members) if number in decided.survivors]
+        lost = [position for position in range(len(self.members)) if position not in stay]
+        ranks = [dist.get_process_group_ranks(group)[position] for position in stay]
+        shrunk = dist.shrink_group(lost, group, shrink_flags=_SHRINK_ABORT)
+        # Upstream takes the excluded ranks of the group for ranks of the world here.
+        dist.distributed_c10d._world.pg_group_ranks[shrunk] = {r: position for position, r in enumerate(ranks)}
+        self._adopt(shrunk)
+
+    def _adopt(self, group: Any) -> None:
+        self._ddp.process_group = group
+        self._ddp.reducer._update_process_group(group)
+
+    def _enroll(self, decided: _List, reason: str) -> None:
+        roll = self._roll
+        gone = [number for number in roll.members if number not in decided.survivors]
+        came = list(decided.newcomers.values())
+        roll.lost += gone
+        roll.joined += came
+        roll.numbers += len(came)
+        roll.members = decided.members
+        changes = [f"lost rank {', '.join(map(str, gone))} ({reason})"] if gone else []
+        changes += [f"rank {', '.join(map(str, came))} joined"] if came else []
+        _logger.warning(
+            "torchext: %s; training goes on with %d workers, this one, rank %d, as rank %d of them",
+            "; ".join(changes),
+            len(roll.members),
+            self._me,
+            roll.members.index(self._me),
+        )
+        self._announce()
+
+    # ---- Newcomers ----
+
+    def newcomers(self) -> bool:
+        """Whether there is a list with newcomers on it, for :meth:`renew`; collective."""
+        if not self._takes_newcomers():
+            return False
+        group = self._ddp.process_group
+        decided = torch.zeros(1)
+        if dist.get_rank(group) == 0 and (waiting := self._door.newcomers()):
+            numbers = {str(request): self._roll.numbers + place for place, request in enumerate(waiting)}
+            answer = asdict(self._roll) | {"timeout": self._options._timeout.total_seconds()}
+            for request in waiting:
+                self._door.admit(request, answer)
+            self._write(self._meeting(), _List(self.members, numbers))
+            decided.fill_(1)
+        dist.broadcast(decided, group=group, group_src=0)
+        return bool(decided)
+
+    def _takes_newcomers(self) -> bool:
+        # Of a newcomer it is not known in which rack it stands; and it is in the world, not in a part of it.
+        return self._is_world and not getattr(self._options, "racks", [])
+
+    def _hand_over(self, rank: int) -> None:
+        """The first worker's model and optimizer, to a newcomer."""
+        group = self._ddp.process_group
+        if dist.get_rank(group) == 0:
+            buffer = io.BytesIO()
+            torch.save([self._ddp.module.state_dict(), self._optimizer.state_dict()], buffer)
+            state = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+            dist.send(torch.tensor([state.numel()]), rank, group)
+            dist.send(state, rank, group)
+
+    def _enter(self, newcomer: Newcomer) -> None:
+        request, answer = newcomer.ask(self._ddp.module)
+        self._options, self._backend = newcomer.options, newcomer.backend
+        self._options._timeout = timedelta(seconds=answer.pop("timeout"))
+        self._store = newcomer.store
+        self._is_world = True
+        self._roll = _Roll(**answer)
+        decided = self._read(self._meeting())
+        number = decided.newcomers.get(str(request))
+        if number is None:
+            raise dist.DistBackendError("torchext.join: the workers lost one of them and went on; join again")
+        self._me = number
+        self._form(decided, 0)
+        self._take_over(dist.get_rank())
+        self._enroll(decided, "")
+
+    def _take_over(self, rank: int) -> None:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, 0)
+        state = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(state, 0)
+        model, optimizer = torch.load(io.BytesIO(state.numpy()), weights_only=True)
+        self._ddp.module.load_state_dict(model)
+        self._optimizer.load_state_dict(optimizer)
+
+    # ---- Where they meet in the store ----
+
+    def _place(self) -> PrefixStore:
+        return PrefixStore(f"torchext/workers/{self._roll.token}", self._store)
+
+    def _meeting(self, attempt: int = 0) -> PrefixStore:
+        return PrefixStore(f"{'_'.join(map(str, self.members))}/{attempt}", self._place())
+
+    def _announce(self) -> None:
+        backend_of(self._ddp.process_group)._announce_survival(self._meeting(), f"alive/{self._me}")
+
+    @staticmethod
+    def _write(store: Store, decided: _List) -> None:
+        store.compare_set("decision", "", json.dumps(asdict(decided)))
+
+    @staticmethod
+    def _read(store: Store) -> _List:
+        store.wait(["decision"], PATIENCE)
+        return _List(**json.loads(store.get("decision")))

@@ -1,0 +1,241 @@
+"""Workers that come to a job that is running: :func:`join` on their side, :class:`Door` on that of the job.
+
+They meet in the job's store. A newcomer leaves a request with what it trains, and waits. The job's first worker looks
+for requests whenever all workers meet for an exact average, refuses those that do not fit, with the reason, and makes
+sure that the others still wait: one that was killed meanwhile must not be waited for. Then all workers form a group
+with the newcomers in it (``torchext/_membership.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
+
+from torchext._version import __version__
+from torchext.backends import BACKENDS, options_for
+
+__all__ = ["Door", "Newcomer", "Request", "join", "root_of", "take_newcomer"]
+
+ANSWER = timedelta(seconds=1)  # for a newcomer that waits to say that it does
+
+_PREFIX = "torchext/newcomers"
+_PAUSE = 0.02
+
+
+def root_of(store: Store) -> Store:
+    """The store below all prefixes: the one that processes outside the group can reach."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a newcomer brings, which must be what the workers have."""
+
+    backend: str
+    options: str
+    model: list[tuple[str, str, list[int]]]
+    """Name, dtype and shape of each tensor of the state."""
+    version: str = __version__
+
+    @classmethod
+    def of(cls, backend: str, options: Any, module: nn.Module) -> Request:
+        tensors = [
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            for name, tensor in module.state_dict().items()
+        ]
+        # The timeout may come with init_process_group as well; newcomers take the job's.
+        return cls(backend, re.sub(r", timeout=[^,)]*\)$", ")", repr(options)), tensors)
+
+    def difference(self, job: Request) -> str:
+        """Why a worker with this request cannot join ``job``; empty if it can."""
+        for what in ("version", "backend", "options"):
+            its, ours = getattr(self, what), getattr(job, what)
+            if its != ours:
+                return f"its {what} is {its}, the job's is {ours}"
+        for its, ours in zip(self.model, job.model, strict=False):
+            if list(its) != list(ours):
+                return f"its model has {_tensor(its)} where the job's has {_tensor(ours)}"
+        if len(self.model) != len(job.model):
+            return f"its model has {len(self.model)} tensors, the job's has {len(job.model)}"
+        return ""
+
+
+def _tensor(entry: Any) -> str:
+    name, dtype, shape = entry
+    return f"{name} ({dtype}, {tuple(shape)})"
+
+
+class Door:
+    """The job's side; only its first worker looks out."""
+
+    def __init__(self, store: Store, job: Request) -> None:
+        self._store = PrefixStore(_PREFIX, root_of(store))
+        self._job = job
+        self._done: set[int] = set()
+
+    def newcomers(self) -> list[int]:
+        """The requests of those that fit and wait, which must be answered with :meth:`admit`."""
+        waiting = []
+        for number in range(1, self._store.add("count", 0) + 1):
+            if number in self._done or not self._store.check([f"{number}/request"]):
+                continue
+            self._done.add(number)
+            if self._store.check([f"{number}/heard"]):
+                continue  # by the first worker before this one
+            fields = json.loads(self._store.get(f"{number}/request"))
+            difference = Request(**fields).difference(self._job)
+            self._store.set(f"{number}/heard", difference)
+            if not difference:
+                waiting.append(number)
+        return [number for number in waiting if self._waits(number)]
+
+    def admit(self, number: int, answer: dict[str, Any]) -> None:
+        """Tells a newcomer where the workers meet."""
+        self._store.set(f"{number}/answer", json.dumps(answer))
+
+    def _waits(self, number: int) -> bool:
+        try:
+            self._store.wait([f"{number}/here"], ANSWER)
+        except RuntimeError:  # DistStoreError, or what a FileStore raises
+            return False
+        return True
+
+
+class Newcomer:
+    """The newcomer's side.
+
+    Args:
+        store: The job's.
+        backend: Name of the job's backend.
+        options: The job's, as each of its workers passed them.
+        timeout: For the workers to come to an exact average.
+    """
+
+    def __init__(self, store: Store, backend: str, options: Any, timeout: timedelta) -> None:
+        self.store = store
+        self.backend = backend
+        self.options = options
+        self.group: ProcessGroup | None = None  # that of one, in which the model is built
+        self._timeout = timeout
+
+    def ask(self, module: nn.Module) -> tuple[int, dict[str, Any]]:
+        """Waits until the workers let this one in; returns the request's number and :meth:`Door.admit`'s answer.
+
+        Raises:
+            ValueError: This worker trains something else; says what differs.
+            torch.distributed.DistStoreError: No worker answered in time.
+        """
+        store = PrefixStore(_PREFIX, root_of(self.store))
+        request = Request.of(self.backend, self.options, module)
+        number = store.add("count", 1)
+        store.set(f"{number}/request", json.dumps(asdict(request)))
+        self._wait(store, f"{number}/heard", self._timeout)
+        difference = store.get(f"{number}/heard").decode()
+        if difference:
+            raise ValueError(f"torchext.join: this worker does not fit the running job: {difference}")
+        store.set(f"{number}/here", "1")
+        self._wait(store, f"{number}/answer", max(self._timeout, timedelta(seconds=30)))
+        return number, json.loads(store.get(f"{number}/answer"))
+
+    def _wait(self, store: Store, key: str, limit: timedelta) -> None:
+        # Short waits: one inside the store cannot be interrupted from the keyboard.
+        deadline = time.monotonic() + limit.total_seconds()
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(
+                    f"torchext.join: no worker let this one in within {limit.total_seconds():g} s. They do when all"
+                    " meet, in synchronize() or averaged(); were they attached with on_peer_failure='continue', and is"
+                    " this the job's store?"
+                )
+            time.sleep(_PAUSE)
+
+
+_newcomer: Newcomer | None = None
+
+
+def join(
+    backend: str,
+    init_method: str = "env://",
+    *,
+    store: Store | None = None,
+    pg_options: Any = None,
+    timeout: timedelta = timedelta(minutes=30),
+) -> None:
+    """Takes the place of ``init_process_group`` in a worker that joins a job which is running already.
+
+    The workers of the job train with ``attach(..., on_peer_failure="continue")``. After ``join`` this process is a
+    group of one, in which the model is wrapped as usual. ``attach``, with the same argument, waits for the workers:
+    they let newcomers in when they have formed an exact average (``synchronize``, or at the end of ``averaged``). It
+    returns as one of them, with the parameters, buffers and optimizer state of the first worker. ``dist.get_rank()``
+    and ``dist.get_world_size()`` tell its place then.
+
+        torchext.join("prague", "tcp://10.0.0.1:29500")
+        model = DistributedDataParallel(Net())
+        sync = torchext.attach(model, optimizer, on_peer_failure="continue")
+
+    Args:
+        backend: The job's.
+        init_method: Where the job's store is: ``env://`` (MASTER_ADDR and MASTER_PORT), ``tcp://host:port`` or
+            ``file://path``. One job a store.
+        store: The store itself, instead of ``init_method``.
+        pg_options: The job's.
+        timeout: For the workers to come to an exact average, once this one is in ``attach``.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is initialized already.
+        ValueError: ``backend`` cannot be joined, or ``init_method`` is not understood.
+        torchext.errors.BackendOptionsError: ``pg_options`` are those of another backend.
+        torch.distributed.DistError: There is no store.
+    """
+    global _newcomer
+    if dist.is_initialized():
+        raise RuntimeError("torchext.join after init_process_group; it takes its place")
+    if backend not in BACKENDS or backend == "dear":
+        can = ", ".join(repr(name) for name in sorted(BACKENDS) if name != "dear")
+        raise ValueError(f"torchext.join: backend must be one of {can}, got {backend!r}")
+    options = options_for(backend, pg_options)
+    if store is None:
+        store = _store_at(init_method)
+    newcomer = Newcomer(store, backend, options, timeout)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    newcomer.group = dist.group.WORLD
+    _newcomer = newcomer
+
+
+def take_newcomer(group: ProcessGroup) -> Newcomer | None:
+    """What :func:`join` has prepared, if ``group`` is that of one which it has made; once."""
+    global _newcomer
+    if _newcomer is None or _newcomer.group is not group:
+        return None
+    newcomer, _newcomer = _newcomer, None
+    return newcomer
+
+
+def _store_at(init_method: str) -> Store:
+    url = urlsplit(init_method)
+    if url.scheme == "file" and url.path:
+        return dist.FileStore(url.path)
+    host, port = url.hostname, url.port
+    if url.scheme == "env":
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(f"torchext.join: init_method 'env://' needs {' and '.join(missing)} in the environment")
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    elif url.scheme != "tcp" or host is None or port is None:
+        raise ValueError(
+            f"torchext.join: init_method must be env://, tcp://host:port or file:///path, got {init_method!r}"
+        )
+    assert host is not None and port is not None
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
