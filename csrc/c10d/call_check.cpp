@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
 #include <iterator>
 #include <span>
@@ -18,6 +19,9 @@ namespace {
 constexpr int kAgreementTag = FailureMonitor::kReservedTags + 2;
 // Calls that may wait at a time, well below what the ledger remembers.
 constexpr std::uint64_t kMostWaiting = core::CallLedger::kPast / 2;
+
+// For a rank that knows both calls to say so.
+constexpr std::chrono::milliseconds kVerdictPatience{1000};
 
 at::Tensor messageBuffer() { return at::zeros({static_cast<std::int64_t>(sizeof(core::CallMessage))}, at::kByte); }
 
@@ -114,7 +118,7 @@ void CallCheck::agree(const Ticket& ticket, OpInfo op) {
           "agreement on a collective", &core::parseCallMessage,
           std::span(static_cast<const std::byte*>(theirs[0].const_data_ptr()), sizeof(core::CallMessage)), source);
       if (its.number != ticket.number || its.header != ticket.header) {
-        differ(ticket.number, ticket.header, source, its.header);
+        disagree(ticket, its);
         std::rethrow_exception(health_->failureOf(op));
       }
     }
@@ -127,6 +131,23 @@ void CallCheck::agree(const Ticket& ticket, OpInfo op) {
     std::move(works.begin(), works.end(), std::back_inserter(kept_works_));
     throw;
   }
+}
+
+void CallCheck::disagree(const Ticket& ticket, const core::CallMessage& its) {
+  std::unique_lock lock(mutex_);
+  if (its.number < ticket.number) {
+    // It asks about a call that was predicted here and has started.
+    const auto own = ledger_.find(its.number);
+    lock.unlock();
+    differ(its.number, own.value_or(ticket.header), its.sender, its.header);
+    return;
+  }
+  if (its.number > ticket.number) {
+    // It has started its call of this number, which this rank cannot name. Whoever has our header names both.
+    changed_.wait_for(lock, kVerdictPatience, [this] { return failed_; });
+  }
+  lock.unlock();
+  differ(ticket.number, ticket.header, its.sender, its.header);
 }
 
 void CallCheck::received(const core::CallMessage& message) {
@@ -176,12 +197,6 @@ void CallCheck::stop() noexcept {
   }
   thread.reset();
   control_.reset();
-}
-
-void CallCheck::abandon() noexcept {
-  static_cast<void>(thread_.release());
-  static_cast<void>(control_.release());
-  abort_callback_ = 0;
 }
 
 std::string describe(const core::CallHeader& header) {

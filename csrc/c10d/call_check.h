@@ -70,11 +70,10 @@ class CallCheck {
   void drain();
   // Drops what has not started. After the group was closed or failed.
   void stop() noexcept;
-  // In a forked child.
-  void abandon() noexcept;
 
  private:
   void agree(const Ticket& ticket, OpInfo op);
+  void disagree(const Ticket& ticket, const core::CallMessage& its);
   void differ(std::uint64_t number, const core::CallHeader& own, int peer, const core::CallHeader& its);
 
   const std::shared_ptr<GroupHealth> health_;
