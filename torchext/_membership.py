@@ -176,7 +176,13 @@ class Membership:
         # Whom the reason is about, if it is known to be dead and not only silent.
         dead = {self.members[suspect]} if f"rank {suspect} died" in reason else set()
         for attempt in range(ATTEMPTS):
-            decided = self._decide(attempt, dead, reason)
+            try:
+                decided = self._decide(attempt, dead, reason)
+            except (dist.DistNetworkError, dist.DistStoreError) as lost:
+                raise dist.DistBackendError(
+                    f"torchext: cannot train on, as the store where the workers would agree on who is left does not"
+                    f" answer ({lost}); the group had failed: {reason}"
+                ) from error
             if self._me not in decided.survivors:
                 raise dist.DistBackendError(
                     f"torchext: the others train on without rank {self._me}, which did not answer for {GRACE:g} s when"
