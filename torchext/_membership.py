@@ -16,6 +16,9 @@ the default group, if that is what it was). Nothing of the old group is used: a 
 takes, which is torchrun's, and not that of a rank 0 which keeps it in its own process. Should one of them die before
 the group stands, the others miss it there and draw up another list.
 
+DDP's reducer has a group of this process alone. All that it exchanges where gradients stay local is which parameters
+were used and, once, the order of its buckets: a worker's own business, and newcomers come when the others have done it.
+
 With what. Each has its own replica and optimizer state; what was half exchanged is given up. A newcomer gets the first
 worker's. All begin with the exact average of their replicas.
 """
@@ -40,12 +43,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext._newcomers import Door, Newcomer, Request, root_of
 from torchext._rendezvous import attempt_store
-from torchext.backends import BACKENDS, backend_of
+from torchext.backends import BACKENDS, backend_of, group_of_one
 
 __all__ = ["GRACE", "Membership"]
 
 GRACE = 2.0  # seconds for a survivor to say that it lives; its own thread says so, within milliseconds as a rule
-PATIENCE = timedelta(seconds=30)  # for all to come to a new group, however short the group's timeout is
+PATIENCE = timedelta(seconds=30)  # for all to come to a new group; who does not is done without
 ATTEMPTS = 3  # at a new group, which is missed by one that died after the list was made
 
 _SHRINK_ABORT = 1  # dist.distributed_c10d.SHRINK_ABORT, which dist does not export
@@ -78,6 +81,8 @@ class _Roll:
     joined: list[int] = field(default_factory=list)
     numbers: int = 0
     """Given away so far."""
+    groups: int = 0
+    """Made so far, the first one not counted."""
 
 
 class Membership:
@@ -99,6 +104,7 @@ class Membership:
         self._ddp = ddp
         self._optimizer = optimizer
         self.is_newcomer = newcomer is not None
+        ddp.reducer._update_process_group(group_of_one())
         self.seconds = 0.0
         """What it took to go on with another group, in all."""
         if newcomer is None:
@@ -233,9 +239,8 @@ class Membership:
             return
         rank = members.index(self._me)
         options = self._options._fitted(members)
-        meeting = PrefixStore(f"group/{'_'.join(map(str, members))}/{attempt}", self._place())
         # All are there before anything of the old group is given up.
-        store = attempt_store(meeting, rank, len(members), max(options._timeout, PATIENCE))
+        store = attempt_store(PrefixStore("group", self._meeting(attempt)), rank, len(members), PATIENCE)
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group(
@@ -246,7 +251,7 @@ class Membership:
             timeout=options._timeout,
             pg_options=options,
         )
-        self._adopt(dist.group.WORLD)
+        self._ddp.process_group = dist.group.WORLD
 
     def _shrink(self, decided: _List) -> None:
         group = self._ddp.process_group
@@ -256,11 +261,7 @@ class Membership:
         shrunk = dist.shrink_group(lost, group, shrink_flags=_SHRINK_ABORT)
         # Upstream takes the excluded ranks of the group for ranks of the world here.
         dist.distributed_c10d._world.pg_group_ranks[shrunk] = {r: position for position, r in enumerate(ranks)}
-        self._adopt(shrunk)
-
-    def _adopt(self, group: Any) -> None:
-        self._ddp.process_group = group
-        self._ddp.reducer._update_process_group(group)
+        self._ddp.process_group = shrunk
 
     def _enroll(self, decided: _List, reason: str) -> None:
         roll = self._roll
@@ -269,12 +270,13 @@ class Membership:
         roll.lost += gone
         roll.joined += came
         roll.numbers += len(came)
+        roll.groups += 1
         roll.members = decided.members
         changes = [f"lost rank {', '.join(map(str, gone))} ({reason})"] if gone else []
         changes += [f"rank {', '.join(map(str, came))} joined"] if came else []
         _logger.warning(
             "torchext: %s; training goes on with %d workers, this one, rank %d, as rank %d of them",
-            "; ".join(changes),
+            "; ".join(changes) or "a newcomer did not come",
             len(roll.members),
             self._me,
             roll.members.index(self._me),
@@ -340,11 +342,8 @@ class Membership:
 
     # ---- Where they meet in the store ----
 
-    def _place(self) -> PrefixStore:
-        return PrefixStore(f"torchext/workers/{self._roll.token}", self._store)
-
     def _meeting(self, attempt: int = 0) -> PrefixStore:
-        return PrefixStore(f"{'_'.join(map(str, self.members))}/{attempt}", self._place())
+        return PrefixStore(f"torchext/workers/{self._roll.token}/{self._roll.groups}/{attempt}", self._store)
 
     def _announce(self) -> None:
         backend_of(self._ddp.process_group)._announce_survival(self._meeting(), f"alive/{self._me}")

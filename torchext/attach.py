@@ -94,7 +94,7 @@ def attach(
     membership = None
     newcomer = take_newcomer(ddp_model.process_group)
     if on_peer_failure == "continue":
-        _check_can_continue(None if newcomer else backend_of(ddp_model.process_group), ddp_model)
+        _check_can_continue(None if newcomer else backend_of(ddp_model.process_group))
         membership = Membership(ddp_model, optimizer, newcomer)
     elif newcomer is not None:
         raise ValueError(
@@ -121,16 +121,11 @@ def attach(
     return synchronizer
 
 
-def _check_can_continue(backend: Any, ddp: DistributedDataParallel) -> None:
+def _check_can_continue(backend: Any) -> None:
     if isinstance(backend, _C.ProcessGroupDear):
         raise ValueError(
             "torchext.attach: on_peer_failure='continue' is for decentralized training; dear's workers hold a slice of"
             " the optimizer's state each, which dies with them. Let torchrun --max-restarts go on from a checkpoint"
-        )
-    if ddp.find_unused_parameters:
-        raise ValueError(
-            "torchext.attach: on_peer_failure='continue' with find_unused_parameters=True, which makes DDP run a"
-            " collective of its own in every step; use static_graph=True, or leave out what is not used"
         )
 
 

@@ -27,7 +27,7 @@ from torchext.errors import BackendOptionsError, NotABackendOfOursError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["BACKENDS", "BackendClass", "backend_of", "options_for", "register"]
+__all__ = ["BACKENDS", "BackendClass", "backend_of", "group_of_one", "options_for", "register"]
 
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 _CONNECT_GRACE = timedelta(seconds=5)
@@ -141,20 +141,38 @@ def _options(name: str, pg_options: object | None, opts: Any) -> Any:
 def _inner_backends(
     store: Store, rank: int, size: int, timeout: timedelta, group_name: Any, members: list[int]
 ) -> _C.InnerBackends:
+    """Gloo, NCCL where there is a GPU, and Gloo for control messages where there is a peer; collective."""
     cpu = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=timeout)
-    cuda = None
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
-        nccl_options.group_name = group_name
-        nccl_options.global_ranks_in_group = members
-        cuda = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, nccl_options)
+    cuda = _nccl(store, rank, size, timeout, group_name, members)
     control = None
     if size > 1:
         # Its timeout is that of connecting, so that a rank that never comes is an error and not a hang; endless waits
         # on it say so themselves.
         control = dist.ProcessGroupGloo(PrefixStore("control", store), rank, size, timeout=timeout)
     return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control)
+
+
+def _nccl(store: Store, rank: int, size: int, timeout: timedelta, group_name: Any, members: list[int]) -> Any:
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.group_name = group_name
+    options.global_ranks_in_group = members
+    return dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
+
+
+def group_of_one() -> ProcessGroup:
+    """A group of this process alone, for what torch wants a group for; ``torch.distributed`` does not know of it."""
+    store, timeout = dist.HashStore(), timedelta(minutes=1)
+    kinds = ProcessGroup.BackendType
+    group = ProcessGroup(store, 0, 1)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(store, 0, 1, timeout=timeout))
+    nccl = _nccl(store, 0, 1, timeout, "torchext: one", [0])
+    if nccl is not None:
+        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    group._set_default_backend(kinds.GLOO)
+    return group
 
 
 def _await_connected(store: Store, size: int) -> None:

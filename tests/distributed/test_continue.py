@@ -191,6 +191,46 @@ def test_who_was_stopped_for_too_long_is_told_so() -> None:
     assert "the others train on without rank 2" in outcomes[2].value[0], outcomes[2]
 
 
+class Branches(nn.Module):
+    """Uses one of two layers, whichever the step says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, inputs: torch.Tensor, which: int) -> torch.Tensor:
+        return self.layers[which](inputs)
+
+
+def body_unused(rank: Rank) -> Any:
+    rank.init("prague")
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    sync = torchext.attach(ddp, optimizer, on_peer_failure="continue")
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            ddp(torch.ones(2, 4), (step + rank.rank) % 2).square().mean().backward()
+            optimizer.step()
+
+    train(4)
+    rank.report("ready")
+    while sync.stats()["workers"] == 3:
+        train(1)
+    train(10)
+    sync.synchronize()
+    equal_everywhere(ddp.module)
+    return sync.stats()["lost_ranks"]
+
+
+def test_parameters_that_only_some_workers_use() -> None:
+    with launch(body_unused, 3) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1)
+        assert ranks.values() == [[1], [1]]
+
+
 # ---- Where it cannot ----
 
 
@@ -199,12 +239,6 @@ def body_refused(rank: Rank) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"dear's workers hold a slice .* torchrun --max-restarts"):
-        torchext.attach(ddp, optimizer, on_peer_failure="continue")
-    dist.destroy_process_group()
-    rank.init("prague")
-    ddp = DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"find_unused_parameters=True.*static_graph=True"):
         torchext.attach(ddp, optimizer, on_peer_failure="continue")
     with pytest.raises(ValueError, match=r"'raise' or 'continue', got 'ignore'"):
         torchext.attach(ddp, optimizer, on_peer_failure="ignore")  # type: ignore[arg-type]

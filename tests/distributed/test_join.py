@@ -43,7 +43,7 @@ def body_joins(rank: Rank, backend: str, options: dict[str, Any], workers: int) 
     if rank.rank < workers:
         training.train(8)
         rank.report("trains")
-        train_until(training, rank.size)
+    train_until(training, rank.size)
     # The newcomer is as far as the others, and has what they have.
     equal_everywhere(training.ddp.module)
     momentum = [state["momentum_buffer"].norm().item() for state in training.optimizer.state.values()]
@@ -126,11 +126,13 @@ def body_refused(rank: Rank) -> Any:
         dist.destroy_process_group()
         torchext.join("prague", f"file://{rank.folder / 'store'}")
         ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         with pytest.raises(ValueError, match=r"its model has weight \(float32, \(3, 3\)\) where the job's has \S+ \("):
             torchext.attach(ddp, optimizer, on_peer_failure="continue")
         dist.destroy_process_group()
         torchext.join("hop", f"file://{rank.folder / 'store'}")
         ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         with pytest.raises(ValueError, match=r"its backend is hop, the job's is prague"):
             torchext.attach(ddp, optimizer, on_peer_failure="continue")
         dist.destroy_process_group()
@@ -220,6 +222,7 @@ def body_arguments(rank: Rank) -> None:
     dist.destroy_process_group()
     torchext.join("prague", store=dist.HashStore())
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"attached as those it joins are, with on_peer_failure='continue'"):
         torchext.attach(ddp, optimizer)
 
