@@ -221,7 +221,7 @@ def _report(run: Run, begin: float, end: float) -> dict[str, Any]:
         if len(events) == max(workers) and all(event["calm"] for event in events):
             checked += 1
             for place, after in enumerate(events[0]["after"]):
-                mean = statistics.fmean(event["before"][place] for event in events)
+                mean = statistics.fmean(event["own"][place] for event in events)
                 if abs(mean - after) > 1e-5 * max(1.0, abs(mean)):
                     wrong.append(f"{digest}: projection {place} is {after}, the mean was {mean}")
     ends = [event for log in logs for event in log if event["event"] == "end"]

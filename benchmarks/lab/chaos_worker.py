@@ -132,25 +132,24 @@ def train(settings: dict[str, Any], log: Log) -> None:
             loss.backward()
             optimizer.step()
             time.sleep(max(0.0, settings["step_s"] - (time.monotonic() - begin)))
-        sync.wait()
         if dist.get_rank() == 0 and store.check(["stop"]):
             module.stop.fill_(1)
-        before = projections(module)
         recoveries = sync.stats()["recovery_ms"]
         with sync.averaged():
             stats = sync.stats()
-            log.note(
-                "met",
-                before=before,
-                after=projections(module),
-                digest=digest(module),
-                loss=loss.item(),
-                calm=stats["recovery_ms"] == recoveries,
-                workers=stats["workers"],
-                steps=stats["steps"],
-                stop=module.stop.item(),
-            )
-            stop = module.stop.item()
+            met = {"after": projections(module), "digest": digest(module), "stop": module.stop.item()}
+        # What each one goes on with is what it gave to the average.
+        calm = sync.stats()["recovery_ms"] == recoveries
+        log.note(
+            "met",
+            own=projections(module),
+            loss=loss.item(),
+            calm=calm,
+            workers=stats["workers"],
+            steps=stats["steps"],
+            **met,
+        )
+        stop = met["stop"]
         module.stop.fill_(stop)  # averaged() gives each its own back
     with sync.averaged():
         log.note("end", accuracy=accuracy(module), digest=digest(module), steps=sync.stats()["steps"])
