@@ -90,7 +90,6 @@ def body_different(rank: Rank, backend: str, name: str, before: int, check: str)
 
 def check_different(outcomes: list[Any], name: str) -> None:
     _, _, odd, others = DIFFERENT[name]
-    reasons = set()
     for outcome in outcomes:
         assert outcome.ok, outcome.trace
         error, later, untouched, failure = outcome.value
@@ -100,8 +99,7 @@ def check_different(outcomes: list[Any], name: str) -> None:
         assert odd in error[1] and others in error[1], error[1]
         assert error[2] < LIMIT and later[2] < LIMIT
         assert untouched == [7.0] * 4
-        reasons.add(failure[1])
-    assert len(reasons) <= 2, reasons  # both neighbours of the odd rank may be first
+        assert failure[1] in error[1]
 
 
 @pytest.mark.parametrize("before", [0, 4])

@@ -173,7 +173,7 @@ def body_store(rank: Rank, port: int, backend: str) -> Any:
     rank.report("ready")
     rank.pause()
     end = time.monotonic() + 1.5
-    while time.monotonic() < end:
+    while True:
         dist.all_reduce(torch.ones(10))
         # Every rank stops in the same round.
         again = torch.tensor([float(time.monotonic() < end)])
