@@ -251,7 +251,7 @@ class Membership:
             timeout=options._timeout,
             pg_options=options,
         )
-        self._ddp.process_group = dist.group.WORLD
+        self._ddp.process_group = dist.distributed_c10d._get_default_group()
 
     def _shrink(self, decided: _List) -> None:
         group = self._ddp.process_group
@@ -336,7 +336,7 @@ class Membership:
         dist.recv(size, 0)
         state = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(state, 0)
-        model, optimizer = torch.load(io.BytesIO(state.numpy()), weights_only=True)
+        model, optimizer = torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
         self._ddp.module.load_state_dict(model)
         self._optimizer.load_state_dict(optimizer)
 

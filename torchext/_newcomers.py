@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, ProcessGroup, Store, TCPStore
 
 from torchext._version import __version__
 from torchext.backends import BACKENDS, options_for
@@ -209,7 +209,7 @@ def join(
     if store is None:
         store = _store_at(init_method)
     newcomer = Newcomer(store, backend, options, timeout)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     newcomer.group = dist.group.WORLD
     _newcomer = newcomer
 
@@ -226,7 +226,7 @@ def take_newcomer(group: ProcessGroup) -> Newcomer | None:
 def _store_at(init_method: str) -> Store:
     url = urlsplit(init_method)
     if url.scheme == "file" and url.path:
-        return dist.FileStore(url.path)
+        return FileStore(url.path)
     host, port = url.hostname, url.port
     if url.scheme == "env":
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -238,4 +238,4 @@ def _store_at(init_method: str) -> Store:
             f"torchext.join: init_method must be env://, tcp://host:port or file:///path, got {init_method!r}"
         )
     assert host is not None and port is not None
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))

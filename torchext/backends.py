@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, Store
 
 from torchext import _C
 from torchext._rendezvous import attempt_store
@@ -164,7 +164,7 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta, group_name: An
 
 def group_of_one() -> ProcessGroup:
     """A group of this process alone, for what torch wants a group for; ``torch.distributed`` does not know of it."""
-    store, timeout = dist.HashStore(), timedelta(minutes=1)
+    store, timeout = HashStore(), timedelta(minutes=1)
     kinds = ProcessGroup.BackendType
     group = ProcessGroup(store, 0, 1)
     group._register_backend(torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(store, 0, 1, timeout=timeout))
