@@ -2,6 +2,7 @@
 #include "c10d/delegating_backend.h"
 
 #include <condition_variable>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -101,10 +102,9 @@ FailureMonitor::Events DelegatingBackend::monitorEvents() const {
 
 DelegatingBackend::~DelegatingBackend() {
   if (health_->inForkedChild()) {
-    // The threads that inner destructors would join exist only in the parent.
+    // The threads that destructors would join exist only in the parent: what has some is leaked.
     monitor_->abandon();
-    static_cast<void>(
-        new std::shared_ptr<CallCheck>(std::move(calls_)));  // leaked: its thread is not here to be joined
+    static_cast<void>(new (std::nothrow) std::shared_ptr<CallCheck>(std::move(calls_)));
     inner_.cpu.release();
     inner_.cuda.release();
     inner_.control.release();
