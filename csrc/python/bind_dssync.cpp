@@ -84,6 +84,7 @@ void bindDSSync(py::module_& module) {
             own->fit(static_cast<int>(members.size()));
             if (!own->racks.empty()) {
               std::vector<std::int64_t> racks;
+              racks.reserve(members.size());
               for (const auto member : members) {
                 racks.push_back(own->racks.at(member));
               }
