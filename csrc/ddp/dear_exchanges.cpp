@@ -18,7 +18,7 @@ void DearSynchronizer::expectBackward(bool exchanges) {
   armed_ = exchanges && !detached_;
   if (armed_ && buckets_ && started_) {
     // Gradients that nobody has stepped with: this pass adds to the tensors that are being sent.
-    TORCH_CHECK(exchange_->waitIdle(group_->timeout()), "dear: exchanges did not end within the group's timeout");
+    waitExchanges();
   }
   started_ = started_ && !armed_;
 }

@@ -222,7 +222,7 @@ void DearSynchronizer::afterStep() {
   }
   if (replan) {
     waitAll();
-    TORCH_CHECK(exchange_->waitIdle(group_->timeout()), "dear: exchanges did not end within the group's timeout");
+    waitExchanges();
     rebuild();
   }
 }
@@ -274,6 +274,27 @@ void DearSynchronizer::waitAll() {
   stats_.exposed_ag_ms += waited;
 }
 
+void DearSynchronizer::synchronize() {
+  group_->checkUsable("synchronize");  // nothing may be under way here when the group fails
+  waitAll();
+}
+
+void DearSynchronizer::waitExchanges() {
+  // Each wait of an exchange has the group's timeout; one may just have begun, and the next behind it.
+  if (exchange_->waitIdle(2 * group_->timeout())) {
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+  }
+  const std::string text = "exchanges did not end within twice the group's timeout";
+  group_->poison(group_->getRank(), text);
+  C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
+}
+
 // ---- The end ----
 
 void DearSynchronizer::fail(std::exception_ptr error) {
@@ -292,7 +313,7 @@ void DearSynchronizer::detach() {
     return;
   }
   waitAll();
-  TORCH_CHECK(exchange_->waitIdle(group_->timeout()), "dear: exchanges did not end within the group's timeout");
+  waitExchanges();
   leave(std::chrono::milliseconds(0));
 }
 

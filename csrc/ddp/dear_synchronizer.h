@@ -99,7 +99,7 @@ class DearSynchronizer : public Synchronizer {
   void afterStep() override;
   void waitTensors(const std::vector<std::int64_t>& tensors) override;
   void waitAll() override;
-  void synchronize() override { waitAll(); }
+  void synchronize() override;
   void detach() override;
   void leave(std::chrono::milliseconds limit) override;
 
@@ -123,6 +123,8 @@ class DearSynchronizer : public Synchronizer {
   void takeWhole(std::size_t bucket, const std::vector<at::Tensor>& locals);
   void rebuild();
   void fail(std::exception_ptr error);
+  // Until nothing is on its way; throws the error of what failed.
+  void waitExchanges();
   template <class Ready>
   double waitUntil(const char* what, Ready ready);
 
