@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
@@ -167,6 +168,7 @@ class AveragingSynchronizer(Synchronizer):
         self._local_gradients.synchronizer = core
         self._membership: Membership | None = None
         self._make_core: Callable[[Any], _C.AveragingSynchronizer] | None = None
+        self._tensors = tuple(tensors)
         self._collectives = 0  # since attach: exact averages, and looks for newcomers
         self._restored = False  # averaged() has nothing to restore any more
         self._past: list[dict[str, Any]] = []  # stats of the groups before this one
@@ -271,7 +273,16 @@ class AveragingSynchronizer(Synchronizer):
                 return False
 
     def _recover(self, membership: Membership, error: BaseException) -> int:
-        """Goes on with another group; returns how many collectives the furthest of it has done."""
+        """Goes on with another group; returns how many collectives the furthest of it has done.
+
+        The failure may show in the middle of a forward pass, where layers before have saved their parameters for the
+        backward pass. Those take the average's values, as under any average that runs beside a step; autograd must not
+        take it for a mistake.
+        """
+        with _unsafe_preserve_version_counter(self._tensors):
+            return self._renew(membership, error)
+
+    def _renew(self, membership: Membership, error: BaseException) -> int:
         assert self._make_core is not None
         while True:
             membership.fail(error)

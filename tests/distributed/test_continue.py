@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -229,6 +230,55 @@ def test_parameters_that_only_some_workers_use() -> None:
         ranks.expect("ready")
         ranks.kill(1)
         assert ranks.values() == [[1], [1]]
+
+
+class Pause(nn.Module):
+    """Between two layers: waits there for the group to fail, when told so."""
+
+    armed = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        while self.armed and not torchext.backend_of().failure[1]:
+            time.sleep(0.01)
+        self.armed = False
+        return inputs
+
+
+def body_in_forward(rank: Rank, backend: str) -> Any:
+    rank.init(backend)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    pause = Pause()
+    ddp = DistributedDataParallel(nn.Sequential(*layers, pause, nn.Linear(16, 16), nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    sync = torchext.attach(ddp, optimizer, on_peer_failure="continue", bucket_mb=0.001)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            ddp(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+
+    train(5)
+    sync.synchronize()
+    if rank.rank == 2:
+        rank.report("ready")
+        rank.pause()
+    pause.armed = True
+    train(1)
+    train(10)
+    sync.synchronize()
+    equal_everywhere(ddp.module)
+    return sync.stats()["workers"]
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+def test_a_death_in_the_middle_of_a_forward_pass(backend: str) -> None:
+    with launch(body_in_forward, 4, backend) as ranks:
+        ranks.expect("ready", [2])
+        time.sleep(0.3)
+        ranks.kill(2)
+        assert ranks.values() == [3] * 3
 
 
 # ---- Where it cannot ----
