@@ -13,6 +13,11 @@ VENV ?= .venv
 # What `make test` runs; empty is everything but the slow tests.
 SUITES ?=
 export MAX_JOBS ?= 2
+# What `make sanitize` runs: threads, connections and faults of every backend.
+KINDS ?= thread address
+SANITIZE_TESTS ?= partial_all_reduce attach attach_exact attach_features attach_faults lifecycle faults liveness \
+  call_check continue join resources dear_exact dear_features dear_errors dear_planner dssync dssync_topology hop \
+  hop_errors
 
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$(DEPS)/bin:$$PATH" $(VENV)/bin/python
 CXX_FILES = $(shell find csrc kernels tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cc' -o -name '*.cu')
@@ -44,13 +49,9 @@ matrix:  ## builds and tests also against torch 2.11, in a copy of the tree; the
 	@$(MAKE) --no-print-directory install
 	@$(RUN) tools/run_tests.py slow
 
-sanitize: deps  ## the multi-process tests of attached models with the thread sanitizer in the extension (20 minutes)
-	@bash tools/sanitize.sh thread "$(DEPS)/bin/python" tests/distributed/test_partial_all_reduce.py \
-	  tests/distributed/test_attach.py tests/distributed/test_attach_exact.py tests/distributed/test_attach_features.py \
-	  tests/distributed/test_lifecycle.py tests/distributed/test_dear_exact.py \
-	  tests/distributed/test_dear_features.py tests/distributed/test_dear_errors.py \
-	  tests/distributed/test_dear_planner.py tests/distributed/test_attach_faults.py \
-	  tests/distributed/test_dssync.py tests/distributed/test_hop.py tests/distributed/test_hop_errors.py
+sanitize: deps  ## the multi-process tests with sanitizers in the extension (an hour; KINDS=thread for one of them)
+	@for kind in $(KINDS); do \
+	  bash tools/sanitize.sh $$kind "$(DEPS)/bin/python" $(SANITIZE_TESTS:%=tests/distributed/test_%.py) || exit 1; done
 
 install: deps
 	@bash tools/install.sh "$(DEPS)" "$(VENV)"

@@ -91,10 +91,10 @@ def body(rank: Rank, backend: str, fault: str) -> dict[str, Any]:
     rank.report("ready")
     rank.pause()
     begin = time.monotonic()
-    if fault == "abort" and rank.rank == VICTIM:
-        group = dist.group.WORLD._get_backend(torch.device("cpu"))
-        threading.Timer(0.5, group.abort).start()
+    if fault == "abort":
         begin += 0.5
+        if rank.rank == VICTIM:
+            threading.Timer(0.5, dist.group.WORLD._get_backend(torch.device("cpu")).abort).start()
     try:
         saw, kind = _act(rank, fault), ""
     except Exception as error:  # what it is, is the question

@@ -26,7 +26,12 @@ from torch.utils import cpp_extension
 DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
 
 CUDA_CHOICES = ("auto", "1", "0")
-SANITIZERS = ("thread", "address", "undefined")
+# The address sanitizer brings that for undefined behaviour, as in CMake; torch is built without the type information
+# that its vptr check wants.
+SANITIZERS = {
+    "thread": ["-fsanitize=thread"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined"],
+}
 
 
 class BuildError(SystemExit):
@@ -116,8 +121,8 @@ def extensions(root: Path) -> list[Extension]:
         if sanitizer not in SANITIZERS:
             raise BuildError(f"TORCHEXT_SANITIZE={sanitizer!r}: allowed are {', '.join(map(repr, SANITIZERS))}.")
         cxx = [flag for flag in cxx if flag not in ("-O3", "-g0")]
-        cxx += ["-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
-        link = [f"-fsanitize={sanitizer}"]
+        link = SANITIZERS[sanitizer]
+        cxx += ["-O1", "-g", "-fno-omit-frame-pointer", *link]
     native = cpp_extension.CppExtension(
         "torchext._C",
         backends,
@@ -125,29 +130,26 @@ def extensions(root: Path) -> list[Extension]:
         extra_compile_args={"cxx": cxx},
         extra_link_args=link,
     )
-    return [native, _kernels_extension(root, include_dirs, cxx)]
+    return [native, _kernels_extension(root, include_dirs, cxx, link)]
 
 
-def _kernels_extension(root: Path, include_dirs: list[str], cxx: list[str]) -> Extension:
+def _kernels_extension(root: Path, include_dirs: list[str], cxx: list[str], link: list[str]) -> Extension:
     cuda = decide_cuda()
     # -fopenmp makes at::parallel_for parallel. It is not passed to the linker: the calls bind to the OpenMP runtime
     # that torch itself has loaded, so that there is one thread pool, under torch.set_num_threads.
-    flags = {"cxx": [*cxx, "-fopenmp"]}
+    settings = {
+        "include_dirs": list(include_dirs),
+        "extra_compile_args": {"cxx": [*cxx, "-fopenmp"], "nvcc": ["-O3", "-std=c++20"]},
+        "extra_link_args": link,
+    }
     # The storage of embeddings is an algorithm of the core that only kernels use.
     sources = _relative(root, "kernels/*.cpp", "kernels/cpu/*.cpp", "csrc/core/chunk_*.cpp")
     if not cuda.enabled:
         sources += _relative(root, "kernels/cuda/absent/*.cpp")
-        return cpp_extension.CppExtension(
-            "torchext._kernels", sources, include_dirs=list(include_dirs), extra_compile_args=flags
-        )
+        return cpp_extension.CppExtension("torchext._kernels", sources, **settings)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCH_LIST)
-    flags["nvcc"] = ["-O3", "-std=c++20"]
-    return cpp_extension.CUDAExtension(
-        "torchext._kernels",
-        sources + _relative(root, "kernels/cuda/*.cpp", "kernels/cuda/*.cu"),
-        include_dirs=list(include_dirs),
-        extra_compile_args=flags,
-    )
+    sources += _relative(root, "kernels/cuda/*.cpp", "kernels/cuda/*.cu")
+    return cpp_extension.CUDAExtension("torchext._kernels", sources, **settings)
 
 
 def _compiler() -> str:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Multi-process tests with torchext._C under a sanitizer, in a copy of the tree: sanitize.sh KIND PYTHON PYTEST-ARGUMENTS...
-#   KIND: thread or address. Fails when a test fails or any process of a test left a report.
+#   KIND: thread, or address (and undefined behaviour). Fails when a test fails or any process of a test left a report.
 # torch and Python themselves are not instrumented: a race between two of our accesses is found, one inside torch is not.
 set -euo pipefail
 kind=$1 python=$2
@@ -24,7 +24,7 @@ preload="$(g++ -print-file-name=$library) $(g++ -print-file-name=libstdc++.so.6)
 status=0
 env LD_PRELOAD="$preload" PYTHONPATH="$copy" \
   TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66 suppressions=$copy/tools/tsan.supp log_path=$reports/tsan second_deadlock_stack=1" \
-  ASAN_OPTIONS="detect_leaks=0 log_path=$reports/asan" \
+  ASAN_OPTIONS="detect_leaks=0 log_path=$reports/asan" UBSAN_OPTIONS="print_stacktrace=1 log_path=$reports/ubsan" \
   "$python" -m pytest -q -p no:cacheprovider "$@" </dev/null || status=$?
 found=$(find "$reports" -type f | wc -l)
 if ((found)); then

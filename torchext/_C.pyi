@@ -25,6 +25,8 @@ class GroupOptions(Backend.Options):
     def heartbeat_timeout(self) -> timedelta: ...
     @property
     def call_check(self) -> str: ...
+    @property
+    def operation_timeout(self) -> timedelta: ...
 
 class PragueOptions(GroupOptions):
     def __init__(
@@ -39,6 +41,7 @@ class PragueOptions(GroupOptions):
         seed: int = 0,
         heartbeat_timeout: timedelta = ...,
         call_check: str = "new",
+        operation_timeout: timedelta = ...,
         timeout: timedelta = ...,
     ) -> None: ...
     def __copy__(self) -> PragueOptions: ...
@@ -74,6 +77,7 @@ class DeAROptions(GroupOptions):
         transport: str = "auto",
         heartbeat_timeout: timedelta = ...,
         call_check: str = "new",
+        operation_timeout: timedelta = ...,
         timeout: timedelta = ...,
     ) -> None: ...
     def __copy__(self) -> DeAROptions: ...
@@ -103,6 +107,7 @@ class DSSyncOptions(GroupOptions):
         uplink_bandwidth: float = 0.0,
         heartbeat_timeout: timedelta = ...,
         call_check: str = "new",
+        operation_timeout: timedelta = ...,
         timeout: timedelta = ...,
     ) -> None: ...
     def __copy__(self) -> DSSyncOptions: ...
@@ -145,6 +150,7 @@ class HopOptions(GroupOptions):
         jump_trigger: int = 1,
         heartbeat_timeout: timedelta = ...,
         call_check: str = "new",
+        operation_timeout: timedelta = ...,
         timeout: timedelta = ...,
     ) -> None: ...
     def __copy__(self) -> HopOptions: ...

@@ -208,6 +208,7 @@ class DelegatingBackend : public CompatBackend {
   const std::string name_;
   InnerBackends inner_;
   const c10::intrusive_ptr<Options> options_;
+  std::chrono::milliseconds operation_timeout_{0};  // GroupOptions'
   const std::shared_ptr<GroupHealth> health_;
   const std::shared_ptr<FailureMonitor> monitor_;
   std::shared_ptr<CallCheck> calls_;  // null in a group of one, and where it is turned off

@@ -86,7 +86,7 @@ DelegatingBackend::Works DelegatingBackend::collective(const char* name, OpType 
   health_->checkUsable(name);
   const auto& backend = inner(device);
   beforeCollective();
-  OpInfo op{.name = name, .type = type, .sequence = nextSequence()};
+  OpInfo op{.name = name, .type = type, .sequence = nextSequence(), .limit = operation_timeout_};
   health_->progress().started(type, op.sequence);
   if (!calls_ || device != c10::DeviceType::CPU) {
     return forward(op, device, call);

@@ -56,6 +56,7 @@ DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, Inner
   const GroupOptions defaults("defaults");
   const GroupOptions& watched = own ? *own : defaults;
   watched.validateGroup();
+  operation_timeout_ = watched.operation_timeout;
   health_->setMonitor(monitor_);
   health_->setGroupName(options_->group_name);
   health_->setConnectionCloser([this] { closeConnections(); });

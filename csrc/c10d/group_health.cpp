@@ -167,7 +167,9 @@ void GroupHealth::expire() {
     }
   }
   if (late) {
-    timedOut(*late, c10::str("Timed out waiting ", late->limit.count(), "ms for all ranks to call it"));
+    timedOut(*late, late->nested
+                        ? c10::str("Timed out waiting ", late->limit.count(), "ms for all ranks to call it")
+                        : c10::str("not complete after its operation_timeout of ", late->limit.count(), "ms"));
   }
 }
 

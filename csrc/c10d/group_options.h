@@ -22,6 +22,10 @@ struct GroupOptions : c10d::Backend::Options {
   // so far did not predict, which finds every difference; "every": all, so that on a difference no rank has touched its
   // buffers, at a round of messages a call; "off": none. Under TORCH_DISTRIBUTED_DEBUG=DETAIL "new" is "every".
   std::string call_check = "new";
+  // How long a collective of CPU tensors may take altogether; 0: no limit. `timeout` bounds every wait inside Gloo, for
+  // a part of the tensor, so an operation on a slow link goes on for as long as bytes flow. Half a second or more; looked
+  // at twice a second.
+  std::chrono::milliseconds operation_timeout{0};
 
   // c10::ValueError with the option's name, its value and the allowed range. All ranks must have the same values.
   void validateGroup() const {
@@ -29,6 +33,10 @@ struct GroupOptions : c10d::Backend::Options {
     TORCH_CHECK_VALUE(beat == 0 || (beat >= 200 && beat <= 86'400'000),
                       "heartbeat_timeout must be 0 (off) or from 0.2 s to a day, got ", static_cast<double>(beat) / 1e3,
                       " s");
+    const auto total = static_cast<std::int64_t>(operation_timeout.count());
+    TORCH_CHECK_VALUE(total == 0 || (total >= 500 && total <= 86'400'000),
+                      "operation_timeout must be 0 (no limit) or from 0.5 s to a day, got ",
+                      static_cast<double>(total) / 1e3, " s");
     checkChoice("call_check", call_check, {"new", "every", "off"});
   }
 };

@@ -24,16 +24,18 @@ void releaseInterpreterLock(const std::function<void()>& body) {
 
 }  // namespace
 
-void setGroupOptions(GroupOptions& options, std::chrono::milliseconds heartbeat_timeout, std::string call_check) {
+void setGroupOptions(GroupOptions& options, std::chrono::milliseconds heartbeat_timeout, std::string call_check,
+                     std::chrono::milliseconds operation_timeout) {
   options.heartbeat_timeout = heartbeat_timeout;
   options.call_check = std::move(call_check);
+  options.operation_timeout = operation_timeout;
   options.validateGroup();
 }
 
 std::string endOf(const GroupOptions& options) {
   const auto seconds = [](std::chrono::milliseconds time) { return std::chrono::duration<double>(time).count(); };
   return c10::str(", heartbeat_timeout=", seconds(options.heartbeat_timeout), "s, call_check='", options.call_check,
-                  "', timeout=", seconds(options.timeout), "s)");
+                  "', operation_timeout=", seconds(options.operation_timeout), "s, timeout=", seconds(options.timeout), "s)");
 }
 
 void bindC10d(py::module_& module) {
@@ -66,7 +68,8 @@ void bindC10d(py::module_& module) {
 
   py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(module, "GroupOptions")
       .def_readonly("heartbeat_timeout", &GroupOptions::heartbeat_timeout)
-      .def_readonly("call_check", &GroupOptions::call_check);
+      .def_readonly("call_check", &GroupOptions::call_check)
+      .def_readonly("operation_timeout", &GroupOptions::operation_timeout);
 
   // Nothing of its own to call; the systems derive from it.
   const py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>> attachable(

@@ -17,8 +17,12 @@ inline py::arg_v heartbeatArgument() {
   return py::arg_v("heartbeat_timeout", GroupOptions("defaults").heartbeat_timeout);
 }
 inline py::arg_v callCheckArgument() { return py::arg_v("call_check", GroupOptions("defaults").call_check); }
-void setGroupOptions(GroupOptions& options, std::chrono::milliseconds heartbeat_timeout, std::string call_check);
-// ", heartbeat_timeout=5s, call_check='new', timeout=1800s)"
+inline py::arg_v operationTimeoutArgument() {
+  return py::arg_v("operation_timeout", GroupOptions("defaults").operation_timeout);
+}
+void setGroupOptions(GroupOptions& options, std::chrono::milliseconds heartbeat_timeout, std::string call_check,
+                     std::chrono::milliseconds operation_timeout);
+// ", heartbeat_timeout=5s, call_check='new', operation_timeout=0s, timeout=1800s)"
 std::string endOf(const GroupOptions& options);
 
 void bindC10d(py::module_& module);

@@ -27,7 +27,7 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string sch
                                         std::int64_t sync_period, std::int64_t seed, std::vector<std::int64_t> racks,
                                         double host_bandwidth, double uplink_bandwidth,
                                         std::chrono::milliseconds heartbeat_timeout, std::string call_check,
-                                        std::chrono::milliseconds timeout) {
+                                        std::chrono::milliseconds operation_timeout, std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
   options->group_size = group_size;
   options->schedule = std::move(schedule);
@@ -37,7 +37,7 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string sch
   options->racks = std::move(racks);
   options->host_bandwidth = host_bandwidth;
   options->uplink_bandwidth = uplink_bandwidth;
-  setGroupOptions(*options, heartbeat_timeout, std::move(call_check));
+  setGroupOptions(*options, heartbeat_timeout, std::move(call_check), operation_timeout);
   options->validate();
   return options;
 }
@@ -66,7 +66,7 @@ void bindDSSync(py::module_& module) {
       .def(py::init(&makeOptions), py::kw_only(), py::arg("group_size") = 0, py::arg("schedule") = "grid",
            py::arg("order") = "cta", py::arg("sync_period") = 1, py::arg("seed") = 0,
            py::arg("racks") = std::vector<std::int64_t>(), py::arg("host_bandwidth") = 0.0,
-           py::arg("uplink_bandwidth") = 0.0, heartbeatArgument(), callCheckArgument(),
+           py::arg("uplink_bandwidth") = 0.0, heartbeatArgument(), callCheckArgument(), operationTimeoutArgument(),
            py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("group_size", &Options::group_size)
       .def_readonly("schedule", &Options::schedule)

@@ -23,9 +23,11 @@ SCRIPT = """
     from datetime import timedelta
     import torch, torch.distributed as dist, torchext
 
-    rank, store, heartbeat, timeout, seconds, numel = sys.argv[1:]
+    rank, store, heartbeat, timeout, operation, seconds, numel = sys.argv[1:]
     options = torchext.PragueOptions(
-        heartbeat_timeout=timedelta(seconds=float(heartbeat)), timeout=timedelta(seconds=float(timeout))
+        heartbeat_timeout=timedelta(seconds=float(heartbeat)),
+        operation_timeout=timedelta(seconds=float(operation)),
+        timeout=timedelta(seconds=float(timeout)),
     )
     dist.init_process_group(
         "prague", init_method="file://" + store, rank=int(rank), world_size=2, pg_options=options
@@ -93,7 +95,7 @@ def cable(pair: list[Host], state: str) -> None:
 
 
 def test_a_flap_of_two_seconds_is_no_alarm(hosts: list[Host], tmp_path: Path) -> None:  # noqa: F811
-    with two_ranks(hosts, tmp_path, 5, 60, 5, 1000) as processes:
+    with two_ranks(hosts, tmp_path, 5, 60, 0, 5, 1000) as processes:
         time.sleep(0.5)
         cable(hosts, "down")
         time.sleep(2)
@@ -103,7 +105,7 @@ def test_a_flap_of_two_seconds_is_no_alarm(hosts: list[Host], tmp_path: Path) ->
 
 
 def test_a_cable_that_is_pulled(hosts: list[Host], tmp_path: Path) -> None:  # noqa: F811
-    with two_ranks(hosts, tmp_path, 1.5, 60, 30, 1000) as processes:
+    with two_ranks(hosts, tmp_path, 1.5, 60, 0, 30, 1000) as processes:
         time.sleep(0.5)
         cable(hosts, "down")
         start = time.monotonic()
@@ -112,12 +114,29 @@ def test_a_cable_that_is_pulled(hosts: list[Host], tmp_path: Path) -> None:  # n
         assert time.monotonic() - start < 6
 
 
-def test_a_slow_cable_is_no_fault(hosts: list[Host], tmp_path: Path) -> None:  # noqa: F811
-    """An all_reduce that takes longer than the timeout while its bytes flow: 12 MB over 20 Mb/s, and 2 s."""
-    for host in hosts:
+def slow(pair: list[Host]) -> None:
+    for host in pair:
         shape = f"tc qdisc add dev {host.device} root tbf rate 20mbit burst 20kb latency 50ms"
         subprocess.run(["ip", "netns", "exec", host.namespace, *shape.split()], check=True)
-    with two_ranks(hosts, tmp_path, 2, 2, 0, 3_000_000) as processes:
+
+
+def test_a_slow_cable_is_no_fault(hosts: list[Host], tmp_path: Path) -> None:  # noqa: F811
+    """An all_reduce that takes longer than the timeout while its bytes flow: 12 MB over 20 Mb/s, and 2 s."""
+    slow(hosts)
+    with two_ranks(hosts, tmp_path, 2, 2, 0, 0, 3_000_000) as processes:
         for line in results(processes):
             took = re.match(r"went on for ([0-9.]+) s \(-1, ''\)", line)
             assert took and float(took.group(1)) > 2, line
+
+
+def test_the_limit_of_a_whole_operation(hosts: list[Host], tmp_path: Path) -> None:  # noqa: F811
+    """``operation_timeout`` ends what would take 20 s of flowing bytes, on both ranks, with one reason."""
+    slow(hosts)
+    with two_ranks(hosts, tmp_path, 10, 60, 1.5, 0, 12_000_000) as processes:
+        start = time.monotonic()
+        reasons = set()
+        for line in results(processes):
+            reason = re.search(r"rank [01] timed out in all_reduce #[0-9]+, .* its operation_timeout of 1500ms", line)
+            assert reason, line
+            reasons.add(reason.group())
+        assert len(reasons) == 1 and time.monotonic() - start < 10

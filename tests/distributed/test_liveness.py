@@ -207,13 +207,16 @@ def test_a_group_outlives_the_store(backend: str) -> None:
 def test_options(backend: str) -> None:
     make = OPTIONS[backend]
     assert make().heartbeat_timeout == timedelta(seconds=5)
-    assert make().call_check == "new"
-    options = make(heartbeat_timeout=timedelta(seconds=0.2), call_check="every")
+    assert make().call_check == "new" and make().operation_timeout == timedelta(0)
+    options = make(heartbeat_timeout=timedelta(seconds=0.2), call_check="every", operation_timeout=timedelta(seconds=90))
+    assert options.operation_timeout == timedelta(seconds=90)
     assert options.heartbeat_timeout == timedelta(seconds=0.2) and options.call_check == "every"
-    assert "heartbeat_timeout=0.2s, call_check='every', timeout=1800s)" in repr(options)
+    assert "heartbeat_timeout=0.2s, call_check='every', operation_timeout=90s, timeout=1800s)" in repr(options)
     assert make(heartbeat_timeout=timedelta(0)).heartbeat_timeout == timedelta(0)
     for bad in (-1, 0.1, 1e6):
         with pytest.raises(ValueError, match=r"heartbeat_timeout must be 0 \(off\) or from 0\.2 s to a day, got"):
             make(heartbeat_timeout=timedelta(seconds=bad))
+        with pytest.raises(ValueError, match=r"operation_timeout must be 0 \(no limit\) or from 0\.5 s to a day, got"):
+            make(operation_timeout=timedelta(seconds=bad))
     with pytest.raises(ValueError, match='call_check must be one of new, every, off; got "some"'):
         make(call_check="some")
