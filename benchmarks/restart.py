@@ -92,7 +92,7 @@ def _undisturbed(backend: str) -> list[torch.Tensor]:
 
 def main() -> None:
     """Runs and writes ``restart.json`` and its plot."""
-    parser = cli.parser(__doc__ or "", contenders="dear,prague,gloo", repeats=5)
+    parser = cli.parser(__doc__ or "", contenders="dear,gloo", repeats=5)
     args = parser.parse_args()
     if args.quick:
         args.repeats = 1
