@@ -97,16 +97,4 @@ class CallCheck {
   std::unique_ptr<TaskThread> thread_;  // made when first needed
 };
 
-// "all_reduce(sum, float32, 10 elements)"
-std::string describe(const core::CallHeader& header);
-
-// The headers of calls. Of `tensors` the dtype and number of elements must be the same on all ranks.
-core::CallHeader headerOf(c10d::OpType type);
-core::CallHeader headerOf(c10d::OpType type, const std::vector<at::Tensor>& tensors, std::int64_t root = -1);
-// A reduction: the shapes count, too, but for dimensions of one.
-core::CallHeader headerOf(c10d::OpType type, const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op,
-                          std::int64_t root = -1);
-// The dtype only.
-core::CallHeader headerOfDtype(c10d::OpType type, const at::Tensor& tensor);
-
 }  // namespace torchext

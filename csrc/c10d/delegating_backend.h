@@ -192,11 +192,12 @@ class DelegatingBackend : public CompatBackend {
 
  private:
   // Checks, numbers, calls `call` with the inner backend for `device`, and wraps its work. `call` owns what it needs:
-  // it may run later, on another thread. header: of a collective, made where it is needed.
-  template <typename Header, typename Call>
-  Works collective(const char* name, c10d::OpType type, c10::DeviceType device, const Header& header, Call call);
+  // it may run later, on another thread.
   template <typename Call>
-  Works pointToPoint(const char* name, c10d::OpType type, c10::DeviceType device, int peer, Call&& call);
+  Works collective(const char* name, c10d::OpType type, c10::DeviceType device, const core::CallHeader& header,
+                   Call call);
+  template <typename Call>
+  Works pointToPoint(const char* name, c10d::OpType type, int peer, const Tensors& tensors, Call&& call);
   template <typename Call>
   Works forward(const OpInfo& op, c10::DeviceType device, Call&& call);
   FailureMonitor::Events monitorEvents() const;

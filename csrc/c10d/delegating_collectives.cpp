@@ -1,6 +1,7 @@
 // The collectives of DelegatingBackend: pick the inner backend by device, number the call, wrap the work.
 #include "c10d/delegating_backend.h"
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -9,6 +10,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/collective_header.h"
 #include "c10d/delegating_work.h"
 
 namespace torchext {
@@ -74,24 +76,34 @@ DelegatingBackend::Works DelegatingBackend::forward(const OpInfo& op, c10::Devic
 }
 
 template <typename Call>
-DelegatingBackend::Works DelegatingBackend::pointToPoint(const char* name, OpType type, c10::DeviceType device,
-                                                         int peer, Call&& call) {
+DelegatingBackend::Works DelegatingBackend::pointToPoint(const char* name, OpType type, int peer,
+                                                         const Tensors& tensors, Call&& call) {
   health_->checkUsable(name);
-  return forward({.name = name, .type = type, .peer = peer}, device, std::forward<Call>(call));
+  const OpInfo op{.name = name,
+                  .type = type,
+                  .peer = peer,
+                  .header = headerOf(type, tensors),
+                  .since = std::chrono::steady_clock::now()};
+  return forward(op, deviceOf(tensors), std::forward<Call>(call));
 }
 
-template <typename Header, typename Call>
+template <typename Call>
 DelegatingBackend::Works DelegatingBackend::collective(const char* name, OpType type, c10::DeviceType device,
-                                                       const Header& header, Call call) {
+                                                       const core::CallHeader& header, Call call) {
   health_->checkUsable(name);
   const auto& backend = inner(device);
   beforeCollective();
-  OpInfo op{.name = name, .type = type, .sequence = nextSequence(), .limit = operation_timeout_};
+  OpInfo op{.name = name,
+            .type = type,
+            .sequence = nextSequence(),
+            .limit = operation_timeout_,
+            .header = header,
+            .since = std::chrono::steady_clock::now()};
   health_->progress().started(type, op.sequence);
   if (!calls_ || device != c10::DeviceType::CPU) {
     return forward(op, device, call);
   }
-  const auto ticket = calls_->record(header());
+  const auto ticket = calls_->record(header);
   if (!ticket) {
     return forward(op, device, call);
   }
@@ -121,23 +133,21 @@ DelegatingBackend::Works DelegatingBackend::wrap(const OpInfo& op, Works work, b
 }
 
 DelegatingBackend::Works DelegatingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  return collective(
-      "broadcast", OpType::BROADCAST, deviceOf(tensors),
-      [&] { return headerOf(OpType::BROADCAST, tensors, opts.rootRank); },
-      [tensors, opts](c10d::Backend& backend) mutable { return backend.broadcast(tensors, opts); });
+  return collective("broadcast", OpType::BROADCAST, deviceOf(tensors),
+                    headerOf(OpType::BROADCAST, tensors, opts.rootRank),
+                    [tensors, opts](c10d::Backend& backend) mutable { return backend.broadcast(tensors, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  return collective(
-      "all_reduce", OpType::ALLREDUCE, deviceOf(tensors),
-      [&] { return headerOf(OpType::ALLREDUCE, tensors, opts.reduceOp); },
-      [tensors, opts](c10d::Backend& backend) mutable { return backend.allreduce(tensors, opts); });
+  return collective("all_reduce", OpType::ALLREDUCE, deviceOf(tensors),
+                    headerOf(OpType::ALLREDUCE, tensors, opts.reduceOp),
+                    [tensors, opts](c10d::Backend& backend) mutable { return backend.allreduce(tensors, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   return collective(
       "all_reduce_sparse", OpType::_ALLREDUCE_SPARSE, deviceOf(tensors),
-      [&] { return headerOf(OpType::_ALLREDUCE_SPARSE, tensors, opts.reduceOp); },
+      headerOf(OpType::_ALLREDUCE_SPARSE, tensors, opts.reduceOp),
       [tensors, opts](c10d::Backend& backend) mutable { return backend.allreduce_sparse(tensors, opts); });
 }
 
@@ -145,105 +155,96 @@ DelegatingBackend::Works DelegatingBackend::allreduce_coalesced(Tensors& tensors
                                                                 const c10d::AllreduceCoalescedOptions& opts) {
   return collective(
       "all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, deviceOf(tensors),
-      [&] { return headerOf(OpType::ALLREDUCE_COALESCED, tensors, opts.reduceOp); },
+      headerOf(OpType::ALLREDUCE_COALESCED, tensors, opts.reduceOp),
       [tensors, opts](c10d::Backend& backend) mutable { return backend.allreduce_coalesced(tensors, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  return collective(
-      "reduce", OpType::REDUCE, deviceOf(tensors),
-      [&] { return headerOf(OpType::REDUCE, tensors, opts.reduceOp, opts.rootRank); },
-      [tensors, opts](c10d::Backend& backend) mutable { return backend.reduce(tensors, opts); });
+  return collective("reduce", OpType::REDUCE, deviceOf(tensors),
+                    headerOf(OpType::REDUCE, tensors, opts.reduceOp, opts.rootRank),
+                    [tensors, opts](c10d::Backend& backend) mutable { return backend.reduce(tensors, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
   return collective(
-      "all_gather", OpType::ALLGATHER, deviceOf(inputs), [&] { return headerOf(OpType::ALLGATHER, inputs); },
+      "all_gather", OpType::ALLGATHER, deviceOf(inputs), headerOf(OpType::ALLGATHER, inputs),
       [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.allgather(outputs, inputs, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                             const c10d::AllgatherOptions& opts) {
   return collective(
-      "all_gather_single", OpType::_ALLGATHER_BASE, deviceOf(input),
-      [&] { return headerOf(OpType::_ALLGATHER_BASE, {input}); },
+      "all_gather_single", OpType::_ALLGATHER_BASE, deviceOf(input), headerOf(OpType::_ALLGATHER_BASE, {input}),
       [output, input, opts](c10d::Backend& backend) mutable { return backend._allgather_base(output, input, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                                                 const c10d::AllgatherOptions& opts) {
-  return collective(
-      "all_gather_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs),
-      [&] { return headerOf(OpType::ALLGATHER_COALESCED, inputs); },
-      [outputs, inputs, opts](c10d::Backend& backend) mutable {
-        return backend.allgather_coalesced(outputs, inputs, opts);
-      });
+  return collective("all_gather_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs),
+                    headerOf(OpType::ALLGATHER_COALESCED, inputs),
+                    [outputs, inputs, opts](c10d::Backend& backend) mutable {
+                      return backend.allgather_coalesced(outputs, inputs, opts);
+                    });
 }
 
 DelegatingBackend::Works DelegatingBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                             const c10d::AllgatherOptions& opts) {
-  return collective(
-      "all_gather_single_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs),
-      [&] { return headerOf(OpType::ALLGATHER_COALESCED, inputs); },
-      [outputs, inputs, opts](c10d::Backend& backend) mutable {
-        return backend.allgather_into_tensor_coalesced(outputs, inputs, opts);
-      });
+  return collective("all_gather_single_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs),
+                    headerOf(OpType::ALLGATHER_COALESCED, inputs),
+                    [outputs, inputs, opts](c10d::Backend& backend) mutable {
+                      return backend.allgather_into_tensor_coalesced(outputs, inputs, opts);
+                    });
 }
 
 DelegatingBackend::Works DelegatingBackend::gather(TensorLists& outputs, Tensors& inputs,
                                                    const c10d::GatherOptions& opts) {
   return collective(
-      "gather", OpType::GATHER, deviceOf(inputs), [&] { return headerOf(OpType::GATHER, inputs, opts.rootRank); },
+      "gather", OpType::GATHER, deviceOf(inputs), headerOf(OpType::GATHER, inputs, opts.rootRank),
       [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.gather(outputs, inputs, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::gatherSingle(at::Tensor& output, at::Tensor& input,
                                                          const c10d::GatherOptions& opts) {
-  return collective(
-      "gather_single", OpType::GATHER, deviceOf(input),
-      [&] { return headerOf(OpType::GATHER, {input}, opts.rootRank); },
-      [output, input, opts](c10d::Backend& backend) mutable {
-        return gatherSingleIfAny(backend, output, input, opts);
-      });
+  return collective("gather_single", OpType::GATHER, deviceOf(input), headerOf(OpType::GATHER, {input}, opts.rootRank),
+                    [output, input, opts](c10d::Backend& backend) mutable {
+                      return gatherSingleIfAny(backend, output, input, opts);
+                    });
 }
 
 DelegatingBackend::Works DelegatingBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                                     const c10d::ScatterOptions& opts) {
   return collective(
-      "scatter", OpType::SCATTER, deviceOf(outputs), [&] { return headerOf(OpType::SCATTER, outputs, opts.rootRank); },
+      "scatter", OpType::SCATTER, deviceOf(outputs), headerOf(OpType::SCATTER, outputs, opts.rootRank),
       [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.scatter(outputs, inputs, opts); });
 }
 
 // Outputs may differ between ranks; the lists of inputs may not.
 DelegatingBackend::Works DelegatingBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                            const c10d::ReduceScatterOptions& opts) {
-  return collective(
-      "reduce_scatter", OpType::REDUCE_SCATTER, deviceOf(outputs),
-      [&] { return headerOf(OpType::REDUCE_SCATTER, firstOf(inputs), opts.reduceOp); },
-      [outputs, inputs, opts](c10d::Backend& backend) mutable {
-        return backend.reduce_scatter(outputs, inputs, opts);
-      });
+  return collective("reduce_scatter", OpType::REDUCE_SCATTER, deviceOf(outputs),
+                    headerOf(OpType::REDUCE_SCATTER, firstOf(inputs), opts.reduceOp),
+                    [outputs, inputs, opts](c10d::Backend& backend) mutable {
+                      return backend.reduce_scatter(outputs, inputs, opts);
+                    });
 }
 
 DelegatingBackend::Works DelegatingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                                  const c10d::ReduceScatterOptions& opts) {
-  return collective(
-      "reduce_scatter_single", OpType::_REDUCE_SCATTER_BASE, deviceOf(input),
-      [&] { return headerOf(OpType::_REDUCE_SCATTER_BASE, {input}, opts.reduceOp); },
-      [output, input, opts](c10d::Backend& backend) mutable {
-        return backend._reduce_scatter_base(output, input, opts);
-      });
+  return collective("reduce_scatter_single", OpType::_REDUCE_SCATTER_BASE, deviceOf(input),
+                    headerOf(OpType::_REDUCE_SCATTER_BASE, {input}, opts.reduceOp),
+                    [output, input, opts](c10d::Backend& backend) mutable {
+                      return backend._reduce_scatter_base(output, input, opts);
+                    });
 }
 
 DelegatingBackend::Works DelegatingBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                             const c10d::ReduceScatterOptions& opts) {
-  return collective(
-      "reduce_scatter_single_coalesced", OpType::REDUCE_SCATTER, deviceOf(inputs),
-      [&] { return headerOf(OpType::REDUCE_SCATTER, inputs, opts.reduceOp); },
-      [outputs, inputs, opts](c10d::Backend& backend) mutable {
-        return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
-      });
+  return collective("reduce_scatter_single_coalesced", OpType::REDUCE_SCATTER, deviceOf(inputs),
+                    headerOf(OpType::REDUCE_SCATTER, inputs, opts.reduceOp),
+                    [outputs, inputs, opts](c10d::Backend& backend) mutable {
+                      return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+                    });
 }
 
 // What ranks exchange all to all may differ from pair to pair, so that of each rank says nothing about the others'.
@@ -251,42 +252,40 @@ DelegatingBackend::Works DelegatingBackend::alltoall_base(at::Tensor& output, at
                                                           std::vector<int64_t>& output_splits,
                                                           std::vector<int64_t>& input_splits,
                                                           const c10d::AllToAllOptions& opts) {
-  return collective(
-      "all_to_all_single", OpType::ALLTOALL_BASE, deviceOf(input),
-      [&] { return headerOfDtype(OpType::ALLTOALL_BASE, input); },
-      [output, input, output_splits, input_splits, opts](c10d::Backend& backend) mutable {
-        return backend.alltoall_base(output, input, output_splits, input_splits, opts);
-      });
+  return collective("all_to_all_single", OpType::ALLTOALL_BASE, deviceOf(input),
+                    headerOfDtype(OpType::ALLTOALL_BASE, input),
+                    [output, input, output_splits, input_splits, opts](c10d::Backend& backend) mutable {
+                      return backend.alltoall_base(output, input, output_splits, input_splits, opts);
+                    });
 }
 
 DelegatingBackend::Works DelegatingBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                                      const c10d::AllToAllOptions& opts) {
   return collective(
-      "all_to_all", OpType::ALLTOALL, deviceOf(inputs), [&] { return headerOf(OpType::ALLTOALL); },
+      "all_to_all", OpType::ALLTOALL, deviceOf(inputs), headerOf(OpType::ALLTOALL),
       [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.alltoall(outputs, inputs, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::send(Tensors& tensors, int dst_rank, int tag) {
-  return pointToPoint("send", OpType::SEND, deviceOf(tensors), dst_rank,
+  return pointToPoint("send", OpType::SEND, dst_rank, tensors,
                       [&](c10d::Backend& backend) { return backend.send(tensors, dst_rank, tag); });
 }
 
 DelegatingBackend::Works DelegatingBackend::recv(Tensors& tensors, int src_rank, int tag) {
-  return pointToPoint("recv", OpType::RECV, deviceOf(tensors), src_rank,
+  return pointToPoint("recv", OpType::RECV, src_rank, tensors,
                       [&](c10d::Backend& backend) { return backend.recv(tensors, src_rank, tag); });
 }
 
 DelegatingBackend::Works DelegatingBackend::recvAnysource(Tensors& tensors, int tag) {
-  return pointToPoint("recv from any rank", OpType::RECVANYSOURCE, deviceOf(tensors), -1,
+  return pointToPoint("recv from any rank", OpType::RECVANYSOURCE, -1, tensors,
                       [&](c10d::Backend& backend) { return backend.recvAnysource(tensors, tag); });
 }
 
 DelegatingBackend::Works DelegatingBackend::barrier(const c10d::BarrierOptions& opts) {
   // Device indices only mean anything on GPUs; without them the barrier is one of processes, which the CPU carries.
   const bool on_cuda = (opts.device && opts.device->is_cuda()) || (!opts.device_ids.empty() && inner_.cuda);
-  return collective(
-      "barrier", OpType::BARRIER, on_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU,
-      [] { return headerOf(OpType::BARRIER); }, [opts](c10d::Backend& backend) { return backend.barrier(opts); });
+  return collective("barrier", OpType::BARRIER, on_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU,
+                    headerOf(OpType::BARRIER), [opts](c10d::Backend& backend) { return backend.barrier(opts); });
 }
 
 void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {

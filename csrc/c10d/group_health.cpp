@@ -2,13 +2,16 @@
 
 #include <unistd.h>
 
+#include <iomanip>
 #include <optional>
+#include <sstream>
 #include <string_view>
 #include <vector>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/collective_header.h"
 #include "c10d/connection_error.h"
 
 namespace torchext {
@@ -33,6 +36,19 @@ std::exception_ptr makeError(std::string text) {
 std::string nameOf(const OpInfo& op) {
   return c10::str(op.name, op.sequence > 0 ? c10::str(" #", op.sequence) : "",
                   op.peer >= 0 ? c10::str(" with rank ", op.peer) : "");
+}
+
+// " (sum, float32, 10 elements; 0.4 s after the call)"
+std::string detailsOf(const OpInfo& op) {
+  if (!op.header) {
+    return "";
+  }
+  const auto arguments = argumentsOf(*op.header);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - op.since;
+  std::ostringstream text;
+  text << " (" << arguments << (arguments.empty() ? "" : "; ") << std::fixed << std::setprecision(1) << elapsed.count()
+       << " s after the call)";
+  return text.str();
 }
 
 // A blocked point-to-point wait, on the stack of the waiting thread.
@@ -72,7 +88,7 @@ std::string GroupHealth::label() const {
   return c10::str(backendName_, " [rank ", rank_, " of ", size_, groupName_.empty() ? "" : ", group ", groupName_, "]");
 }
 
-std::string GroupHealth::describe(const OpInfo& op) const { return label() + ": " + nameOf(op); }
+std::string GroupHealth::describe(const OpInfo& op) const { return label() + ": " + nameOf(op) + detailsOf(op); }
 
 bool GroupHealth::inForkedChild() const noexcept { return getpid() != creator_; }
 
@@ -167,9 +183,8 @@ void GroupHealth::expire() {
     }
   }
   if (late) {
-    timedOut(*late, late->nested
-                        ? c10::str("Timed out waiting ", late->limit.count(), "ms for all ranks to call it")
-                        : c10::str("not complete after its operation_timeout of ", late->limit.count(), "ms"));
+    timedOut(*late, late->nested ? c10::str("Timed out waiting ", late->limit.count(), "ms for all ranks to call it")
+                                 : c10::str("not complete after its operation_timeout of ", late->limit.count(), "ms"));
   }
 }
 

@@ -26,6 +26,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -35,6 +36,7 @@
 
 #include "c10d/failure_monitor.h"
 #include "c10d/group_progress.h"
+#include "core/call_header.h"
 
 namespace torchext {
 
@@ -52,6 +54,9 @@ struct OpInfo {
   // When the operation takes longer the group fails, with the rank named that has not come; 0: no limit here. A clock
   // of half a second; Gloo's own timeouts do not need it.
   std::chrono::milliseconds limit{0};
+  // What it exchanges, and when it was called, for describe(); nothing for waits that are no call of the user's.
+  std::optional<core::CallHeader> header{};
+  std::chrono::steady_clock::time_point since{};
 };
 
 // Something under way that a failure must end. Linked into GroupHealth's list while pending.
@@ -90,7 +95,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
 
   // "prague [rank 2 of 4, group default]"
   std::string label() const;
-  // label() and the call: "prague [...]: all_reduce #17"
+  // label() and the call: "prague [...]: all_reduce #17 (sum, float32, 10 elements; 0.4 s after the call)"
   std::string describe(const OpInfo& op) const;
 
   bool usable() const noexcept { return !failed_.load(std::memory_order_acquire) && !closed_ && !inForkedChild(); }

@@ -23,8 +23,8 @@ struct GroupOptions : c10d::Backend::Options {
   // buffers, at a round of messages a call; "off": none. Under TORCH_DISTRIBUTED_DEBUG=DETAIL "new" is "every".
   std::string call_check = "new";
   // How long a collective of CPU tensors may take altogether; 0: no limit. `timeout` bounds every wait inside Gloo, for
-  // a part of the tensor, so an operation on a slow link goes on for as long as bytes flow. Half a second or more; looked
-  // at twice a second.
+  // a part of the tensor, so an operation on a slow link goes on for as long as bytes flow. Half a second or more;
+  // looked at twice a second.
   std::chrono::milliseconds operation_timeout{0};
 
   // c10::ValueError with the option's name, its value and the allowed range. All ranks must have the same values.

@@ -108,7 +108,8 @@ void KfacEngine::measureCosts() {
     seconds = exchange_->fromRankZero(seconds);
     std::vector<core::CommSample> all_reduce;
     std::vector<core::CommSample> broadcast;
-    exchange_->measure(all_reduce, broadcast);
+    const auto width = c10::elementSize(statistics_.type());
+    exchange_->measure(static_cast<std::size_t>(statistics_.elements()) * width, all_reduce, broadcast);
     input_.costs.all_reduce = core::fitAlphaBeta(all_reduce);
     input_.costs.broadcast = core::fitAlphaBeta(broadcast);
   }

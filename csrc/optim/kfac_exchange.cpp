@@ -95,11 +95,16 @@ void KfacExchange::agree(const std::vector<std::string>& names, const std::vecto
   }
 }
 
-void KfacExchange::measure(std::vector<core::CommSample>& all_reduce, std::vector<core::CommSample>& broadcast) {
+void KfacExchange::measure(std::size_t most, std::vector<core::CommSample>& all_reduce,
+                           std::vector<core::CommSample>& broadcast) {
   constexpr int kRepeats = 3;
   const ExchangeBytes counted = bytes_;
   std::vector<double> seconds;
+  constexpr std::size_t kAlways = 64 << 10;  // with the smallest, enough for the fit
   for (const std::int64_t elements : {1LL << 10, 1LL << 14, 1LL << 17, 1LL << 20}) {
+    if (static_cast<std::size_t>(elements) * sizeof(float) > std::max(most, kAlways)) {
+      break;
+    }
     const at::Tensor data = at::zeros({elements}, at::kFloat);
     const auto bytes = static_cast<std::size_t>(bytesOf(data));
     allReduce(data)->wait();  // connects

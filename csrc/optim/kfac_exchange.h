@@ -47,8 +47,9 @@ class KfacExchange {
   // Collective; throws c10::DistBackendError on every rank unless `values` are the same everywhere. names[i] says what
   // values[i] is; both are of equal length on all ranks.
   void agree(const std::vector<std::string>& names, const std::vector<std::int64_t>& values);
-  // Collective: a few timed all-reduces and broadcasts of 4 KiB to 4 MiB; the same samples on all ranks.
-  void measure(std::vector<core::CommSample>& all_reduce, std::vector<core::CommSample>& broadcast);
+  // Collective: a few timed all-reduces and broadcasts of 4 KiB to 4 MiB, the larger ones only if as much as `most`
+  // bytes will ever travel; the same samples on all ranks.
+  void measure(std::size_t most, std::vector<core::CommSample>& all_reduce, std::vector<core::CommSample>& broadcast);
   // Collective: rank 0's numbers, to all.
   std::vector<double> fromRankZero(const std::vector<double>& values);
 

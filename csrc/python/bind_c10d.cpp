@@ -35,7 +35,8 @@ void setGroupOptions(GroupOptions& options, std::chrono::milliseconds heartbeat_
 std::string endOf(const GroupOptions& options) {
   const auto seconds = [](std::chrono::milliseconds time) { return std::chrono::duration<double>(time).count(); };
   return c10::str(", heartbeat_timeout=", seconds(options.heartbeat_timeout), "s, call_check='", options.call_check,
-                  "', operation_timeout=", seconds(options.operation_timeout), "s, timeout=", seconds(options.timeout), "s)");
+                  "', operation_timeout=", seconds(options.operation_timeout), "s, timeout=", seconds(options.timeout),
+                  "s)");
 }
 
 void bindC10d(py::module_& module) {

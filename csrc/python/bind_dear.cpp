@@ -44,7 +44,8 @@ std::string represent(const Options& o) {
 
 c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
                                         std::string transport, std::chrono::milliseconds heartbeat_timeout,
-                                        std::string call_check, std::chrono::milliseconds operation_timeout, std::chrono::milliseconds timeout) {
+                                        std::string call_check, std::chrono::milliseconds operation_timeout,
+                                        std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
   options->form = std::move(form);
   options->bucket_mb = bucketMebibytes(bucket_mb);
@@ -97,7 +98,8 @@ void bindDear(py::module_& module) {
   py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, "DeAROptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("form") = "sharded", py::arg("bucket_mb") = "auto",
            py::arg("allreduce_fallback") = true, py::arg("transport") = "auto", heartbeatArgument(),
-           callCheckArgument(), operationTimeoutArgument(), py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+           callCheckArgument(), operationTimeoutArgument(),
+           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("form", &Options::form)
       .def_property_readonly("bucket_mb", &bucketSize)
       .def_readonly("allreduce_fallback", &Options::allreduce_fallback)

@@ -27,7 +27,8 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string sch
                                         std::int64_t sync_period, std::int64_t seed, std::vector<std::int64_t> racks,
                                         double host_bandwidth, double uplink_bandwidth,
                                         std::chrono::milliseconds heartbeat_timeout, std::string call_check,
-                                        std::chrono::milliseconds operation_timeout, std::chrono::milliseconds timeout) {
+                                        std::chrono::milliseconds operation_timeout,
+                                        std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
   options->group_size = group_size;
   options->schedule = std::move(schedule);

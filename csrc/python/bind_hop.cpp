@@ -40,7 +40,8 @@ c10::intrusive_ptr<Options> makeOptions(std::string graph, std::optional<Neighbo
                                         std::int64_t max_iteration_gap, std::int64_t backup_workers,
                                         std::int64_t staleness, std::int64_t max_jump, std::int64_t jump_trigger,
                                         std::chrono::milliseconds heartbeat_timeout, std::string call_check,
-                                        std::chrono::milliseconds operation_timeout, std::chrono::milliseconds timeout) {
+                                        std::chrono::milliseconds operation_timeout,
+                                        std::chrono::milliseconds timeout) {
   TORCH_CHECK_VALUE(!neighbours || !neighbours->empty(), "HopOptions.neighbours must have a list a rank, got []");
   TORCH_CHECK_VALUE(!weights || !weights->empty(), "HopOptions.weights must have a row a rank, got []");
   auto options = c10::make_intrusive<Options>(timeout);
@@ -103,8 +104,8 @@ void bindHop(py::module_& module) {
       .def(py::init(&makeOptions), py::kw_only(), py::arg("graph") = "ring-based", py::arg("neighbours") = std::nullopt,
            py::arg("weights") = std::nullopt, py::arg("order") = "parallel", py::arg("notify_ack") = false,
            py::arg("max_iteration_gap") = 0, py::arg("backup_workers") = 0, py::arg("staleness") = 0,
-           py::arg("max_jump") = 0, py::arg("jump_trigger") = 1, heartbeatArgument(), callCheckArgument(), operationTimeoutArgument(),
-           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+           py::arg("max_jump") = 0, py::arg("jump_trigger") = 1, heartbeatArgument(), callCheckArgument(),
+           operationTimeoutArgument(), py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("graph", &Options::graph)
       .def_property_readonly("neighbours", [](const Options& o) { return unlessEmpty(o.neighbours); })
       .def_property_readonly("weights", [](const Options& o) { return unlessEmpty(o.weights); })

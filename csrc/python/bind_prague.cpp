@@ -27,7 +27,8 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
                                         std::int64_t slowdown_threshold, std::int64_t sync_period,
                                         std::int64_t sync_every, std::int64_t seed,
                                         std::chrono::milliseconds heartbeat_timeout, std::string call_check,
-                                        std::chrono::milliseconds operation_timeout, std::chrono::milliseconds timeout) {
+                                        std::chrono::milliseconds operation_timeout,
+                                        std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
   options->group_size = group_size;
   options->generator = std::move(generator);
@@ -47,8 +48,8 @@ void bindPrague(py::module_& module) {
   py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, "PragueOptions")
       .def(py::init(&makeOptions), py::kw_only(), py::arg("group_size") = 0, py::arg("generator") = "smart",
            py::arg("order") = "cta", py::arg("slowdown_threshold") = -1, py::arg("sync_period") = 1,
-           py::arg("sync_every") = -1, py::arg("seed") = 0, heartbeatArgument(), callCheckArgument(), operationTimeoutArgument(),
-           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+           py::arg("sync_every") = -1, py::arg("seed") = 0, heartbeatArgument(), callCheckArgument(),
+           operationTimeoutArgument(), py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
       .def_readonly("group_size", &Options::group_size)
       .def_readonly("generator", &Options::generator)
       .def_readonly("order", &Options::order)

@@ -53,7 +53,8 @@ def test_sigkill_in_all_reduce(size: int, victim: int) -> None:
             assert kind == kind2 == "DistBackendError"
             label = f"prague [rank {outcome.rank} of {size}, group "
             assert text.startswith(label) and f"rank {victim} died" in text, text
-            assert re.search(r"all_reduce #\d+", text), text
+            call = r"all_reduce #\d+ \(sum, float32, 100000 elements; [0-9.]+ s after the call\): "
+            assert re.search(call + f"rank {victim} died", text), text
             assert text2.startswith(label) and f"rank {victim} died" in text2, text2
             assert seconds2 < 3  # at once, but for a loaded machine
             assert untouched == [7.0] * 4
@@ -93,6 +94,8 @@ def test_sigkill_while_waiting(mode: str) -> None:
             kind, text, _ = outcome.value
             assert "rank 2 died" in text, text
             assert mode == "future" or kind == "DistBackendError"
+            if mode == "recv":
+                assert re.search(r": recv with rank 2 \(float32, 10 elements; [0-9.]+ s after the call\): ", text), text
         assert time.monotonic() - start < DEATH_LIMIT
 
 

@@ -1,0 +1,30 @@
+// What a call is (core/call_header.h), made of its arguments, and as text: for the check of calls and for errors.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "core/call_header.h"
+
+namespace torchext {
+
+// "sum, float32, 10 elements"; empty where a call has nothing to say.
+std::string argumentsOf(const core::CallHeader& header);
+// "all_reduce(sum, float32, 10 elements)"
+std::string describe(const core::CallHeader& header);
+
+// The headers of calls. Of `tensors` the dtype and number of elements must be the same on all ranks.
+core::CallHeader headerOf(c10d::OpType type);
+core::CallHeader headerOf(c10d::OpType type, const std::vector<at::Tensor>& tensors, std::int64_t root = -1);
+// A reduction: the shapes count, too, but for dimensions of one.
+core::CallHeader headerOf(c10d::OpType type, const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op,
+                          std::int64_t root = -1);
+// The dtype only.
+core::CallHeader headerOfDtype(c10d::OpType type, const at::Tensor& tensor);
+
+}  // namespace torchext
