@@ -208,8 +208,9 @@ def test_options(backend: str) -> None:
     make = OPTIONS[backend]
     assert make().heartbeat_timeout == timedelta(seconds=5)
     assert make().call_check == "new" and make().operation_timeout == timedelta(0)
-    options = make(heartbeat_timeout=timedelta(seconds=0.2), call_check="every", operation_timeout=timedelta(seconds=90))
-    assert options.operation_timeout == timedelta(seconds=90)
+    whole = timedelta(seconds=90)
+    options = make(heartbeat_timeout=timedelta(seconds=0.2), call_check="every", operation_timeout=whole)
+    assert options.operation_timeout == whole
     assert options.heartbeat_timeout == timedelta(seconds=0.2) and options.call_check == "every"
     assert "heartbeat_timeout=0.2s, call_check='every', operation_timeout=90s, timeout=1800s)" in repr(options)
     assert make(heartbeat_timeout=timedelta(0)).heartbeat_timeout == timedelta(0)
