@@ -146,6 +146,7 @@ def _kernels_extension(root: Path, include_dirs: list[str], cxx: list[str]) -> E
         "torchext._kernels",
         sources + _relative(root, "kernels/cuda/*.cpp", "kernels/cuda/*.cu"),
         include_dirs=list(include_dirs),
+        libraries=["cublas"],  # which torch has loaded before this module is
         extra_compile_args=flags,
     )
 
