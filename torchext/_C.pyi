@@ -263,6 +263,7 @@ class KfacOptions:
         exchange_always: bool,
         max_run_mb: float,
         split_directions: bool | None,
+        queued: bool,
     ) -> None: ...
 
 class KfacLayer:

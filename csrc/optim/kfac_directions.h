@@ -3,11 +3,16 @@
 // Two flat buffers, gradients and directions, hold every layer as [outputs, inputs (+ 1 for the bias)], directions in
 // such an order that what one rank computes for others lies together. A layer's direction may be split by columns into
 // as many parts as there are ranks: both products of V shrink with the number of columns. A step: collect(),
-// precondition() of this rank's layers and parts, (the engine exchanges the others), product(), write(). Not
-// thread-safe: the engine locks.
+// precondition() of this rank's layers and parts, (the engine exchanges the others), write(). Not thread-safe: the
+// engine locks.
+//
+// The arithmetic has two implementations. makeCpuDirections(): loops and BLAS on raw memory. makeQueuedDirections():
+// ATen on any device; the answer of collect() is the one thing that waits for it, once a step.
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -19,43 +24,53 @@ namespace torchext {
 
 class KfacDirections {
  public:
-  // order: layers in the order of the buffer. parts: [layer] 1, or into how many it is split. layers outlive this.
-  KfacDirections(const std::vector<KfacLayerSpec>& layers, at::ScalarType type, const std::vector<int>& order,
-                 std::vector<int> parts);
+  struct Layout {
+    std::vector<int> order;  // layers in the order of the buffer
+    std::vector<int> parts;  // [layer] 1, or into how many it is split
+  };
+  virtual ~KfacDirections() = default;
+  KfacDirections(const KfacDirections&) = delete;
+  KfacDirections& operator=(const KfacDirections&) = delete;
   // Whether a layer can be split: the products of one matrix, in the form that needs no full intermediate.
   static bool splits(const KfacLayerSpec& spec, InverseForm form);
 
-  // Copies the parameters' gradients, times `scale`. Layers without a gradient take no part. False: one is not finite.
-  bool collect(double scale);
+  // Copies the parameters' gradients, times `scale`. Layers without a gradient take no part. False: one of them, or of
+  // `others`, is not finite.
+  virtual bool collect(double scale, const std::vector<at::Tensor>& others) = 0;
   bool active(int layer) const { return active_[static_cast<std::size_t>(layer)]; }
   int parts(int layer) const { return parts_[static_cast<std::size_t>(layer)]; }
   // V of one part of a layer; the gradient itself where an inverse was never made. damping is used by kEigen only.
-  void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
-                    double damping);
-  // sum of rates[layer]^2 <V, dW> over the active layers.
-  double product(const std::vector<double>& rates) const;
-  // .grad = factor * V.
-  void write(double factor);
+  virtual void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
+                            InverseForm form, double damping) = 0;
+  // .grad = nu V, with nu = min(1, sqrt(kl_clip / |sum of rates[layer]^2 <V, dW>|)) over the active layers; 1 without
+  // kl_clip.
+  virtual void write(const std::vector<double>& rates, std::optional<double> kl_clip) = 0;
+  virtual double clip() const = 0;  // nu of the last write()
 
   at::Tensor slice(int layer) const;      // of the directions, of a layer in one part
   at::Tensor splitSlice(int part) const;  // of that part of all layers that are split; may be empty
-  std::size_t bytes() const { return gradients_.nbytes() + directions_.nbytes() + work_.bytes(); }
+  virtual std::size_t bytes() const { return gradients_.nbytes() + directions_.nbytes(); }
 
- private:
-  template <class T>
-  bool collectTyped(double scale);
-  template <class T>
-  void preconditionTyped(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
-                         InverseForm form, double damping);
-  template <class T>
-  double productTyped(int layer) const;
-  template <class T>
-  void writeTyped(int layer, T factor);
+ protected:
+  // layers outlive this. options: kFloat or kDouble, and the device.
+  KfacDirections(const std::vector<KfacLayerSpec>& layers, const at::TensorOptions& options, Layout layout);
+
+  const std::vector<KfacLayerSpec>& layers() const { return layers_; }
+  // Finds out which layers are active.
+  void findActive();
   std::int64_t size(int layer) const;
   std::int64_t rows(int layer) const;
+  std::int64_t width(int layer) const { return size(layer) / rows(layer); }
   // Columns of a part begin here; those of part + 1 are the end.
   std::int64_t column(int layer, int part) const;
+  std::int64_t offset(int layer) const { return offsets_[static_cast<std::size_t>(layer)]; }
+  std::int64_t place(int layer, int part) const {
+    return places_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(part)];
+  }
+  const at::Tensor& gradients() const { return gradients_; }
+  const at::Tensor& directions() const { return directions_; }
 
+ private:
   const std::vector<KfacLayerSpec>& layers_;
   std::vector<int> parts_;                         // [layer]
   std::vector<std::int64_t> offsets_;              // [layer] in the gradients
@@ -64,7 +79,11 @@ class KfacDirections {
   std::vector<bool> active_;                       // [layer]
   at::Tensor gradients_;
   at::Tensor directions_;
-  Scratch work_;
 };
+
+std::unique_ptr<KfacDirections> makeCpuDirections(const std::vector<KfacLayerSpec>& layers, at::ScalarType type,
+                                                  KfacDirections::Layout layout);
+std::unique_ptr<KfacDirections> makeQueuedDirections(const std::vector<KfacLayerSpec>& layers,
+                                                     const at::TensorOptions& options, KfacDirections::Layout layout);
 
 }  // namespace torchext

@@ -2,13 +2,13 @@
 #include "optim/kfac_engine.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "optim/reductions.h"
+#include "optim/plain_mode.h"
 #include "optim/timed.h"
 
 namespace torchext {
@@ -49,7 +49,7 @@ void KfacEngine::forward(int layer, const at::Tensor& input, const at::Tensor& o
 }
 
 void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& gradient) {
-  const at::NoGradGuard no_grad;
+  const PlainMode plain;
   const Lock lock(mutex_);
   const Timed timed(stats_.factor_seconds);
   const int pass = torch::autograd::get_current_graph_task_id();
@@ -57,26 +57,44 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
     return;
   }
   const auto number = static_cast<std::size_t>(layer);
-  if (!pass_start_) {
-    pass_start_ = monotonicSeconds();
+  const bool together = onFirstStream();
+  const bool profiled = exchanging() && input_.ready.empty();
+  if (profiled) {
+    ready_.start();
   }
-  statistics_.add(layer, input, gradient.detach(), pass);
+  statistics_->add(layer, input, gradient.detach(), pass);
   Calls& calls = calls_[number];
   const auto first = 2 * (layers_.size() - 1 - number);
   for (const std::size_t slot : {first, first + 1}) {
-    ready_[slot] = monotonicSeconds() - *pass_start_;
-    if (exchanging() && calls.stable && !scaled_loss_ && statistics_.calls(layer) == calls.expected) {
+    if (profiled) {
+      ready_.mark(slot);
+    }
+    if (exchanging() && calls.stable && !scaled_loss_ && statistics_->calls(layer) == calls.expected) {
       prepare(slot, /*merged=*/false);
     }
   }
-  if (exchanging()) {
+  if (exchanging() && together) {
     startRuns(/*overlapped=*/true);
   }
 }
 
+// Whether this hook runs on the stream of the step's first one. A run leaves from the stream of its last factor;
+// factors of other streams are there for certain only when the backward pass has ended.
+bool KfacEngine::onFirstStream() {
+  if (device_.is_cpu()) {
+    return true;
+  }
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  if (!stream_) {
+    stream_ = stream;
+  }
+  several_streams_ = several_streams_ || *stream_ != stream;
+  return !several_streams_;
+}
+
 bool KfacEngine::defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass) {
   const std::size_t bytes = input.nbytes() + gradient.nbytes();
-  if (!exchange_ || exchanging() || deferred_bytes_ + bytes > kLargestDeferred) {
+  if (!exchange_ || queued_ || exchanging() || deferred_bytes_ + bytes > kLargestDeferred) {
     return false;
   }
   deferred_.push_back({layer, input, gradient, backward_pass});
@@ -85,7 +103,7 @@ bool KfacEngine::defer(int layer, const at::Tensor& input, const at::Tensor& gra
     deferring_pass_ = backward_pass;
     torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
       if (const auto engine = weak.lock()) {
-        const at::NoGradGuard no_grad;
+        const PlainMode plain;
         const Lock lock(engine->mutex_);
         engine->addDeferred();
       }
@@ -97,7 +115,7 @@ bool KfacEngine::defer(int layer, const at::Tensor& input, const at::Tensor& gra
 void KfacEngine::addDeferred() {
   const Timed timed(stats_.factor_seconds);
   for (const Deferred& call : deferred_) {
-    statistics_.add(call.layer, call.input, call.gradient, call.backward_pass);
+    statistics_->add(call.layer, call.input, call.gradient, call.backward_pass);
   }
   forgetDeferred();
 }
@@ -116,14 +134,11 @@ double KfacEngine::currentDecay() const {
 
 bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Tensor>& others, double loss_scale,
                       double gradient_scale, bool found_inf) {
-  const at::NoGradGuard no_grad;
+  const PlainMode plain;
   const Lock lock(mutex_);
   TORCH_CHECK_VALUE(rates.size() == layers_.size(), "rates: ", rates.size(), " for ", layers_.size(), " layers");
   scaled_loss_ = scaled_loss_ || loss_scale != 1;
-  bool finite = directions_->collect(gradient_scale) && !found_inf;
-  for (const at::Tensor& other : others) {
-    finite = finite && isFinite(other);
-  }
+  const bool finite = directions_->collect(gradient_scale, others) && !found_inf;
   if (!finite) {
     drop(/*sent=*/true);
     ++stats_.skipped;
@@ -138,11 +153,11 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     addDeferred();  // of a backward pass that ended with an error
     const Timed timed(stats_.factor_seconds);
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-      const int calls = statistics_.calls(static_cast<int>(layer));
+      const int calls = statistics_->calls(static_cast<int>(layer));
       calls_[layer].stable = calls > 0 && calls == calls_[layer].expected;
       calls_[layer].expected = calls;
     }
-    stats_.factors_left_out += statistics_.merge(currentDecay(), loss_scale);
+    statistics_->merge(currentDecay(), loss_scale);
     ++stats_.factor_updates;
     profiled_ += exchanging() ? 1 : 0;
   }
@@ -162,25 +177,28 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
   }
   distributeDirections();
   const Timed timed(stats_.precondition_seconds);
-  stats_.clip = 1;
-  if (options_.kl_clip) {
-    const double product = std::abs(directions_->product(rates));
-    stats_.clip = product > 0 ? std::min(1.0, std::sqrt(*options_.kl_clip / product)) : 1.0;
-  }
-  directions_->write(stats_.clip);
-  pass_start_.reset();
+  directions_->write(rates, options_.kl_clip);
+  endPass();
   ++stats_.steps;
   replanRuns();
   return true;
 }
 
+void KfacEngine::endPass() {
+  ready_.restart();
+  stream_.reset();
+  several_streams_ = false;
+}
+
 KfacStats KfacEngine::stats() const {
   const Lock lock(mutex_);
   KfacStats stats = stats_;
+  stats.clip = directions_->clip();
+  stats.factors_left_out = statistics_->leftOut();
   if (exchange_) {
     stats.bytes = exchange_->bytes();
   }
-  std::size_t bytes = statistics_.bytes() + directions_->bytes();
+  std::size_t bytes = statistics_->bytes() + directions_->bytes();
   for (const at::Tensor* buffer : {&payload_, &inverse_buffer_}) {
     bytes += buffer->defined() ? buffer->nbytes() : 0;
   }

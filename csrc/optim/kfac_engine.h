@@ -23,6 +23,12 @@
 // A step that is left out. Gradients may be cleared without step(), on all ranks alike. In a step that sends, that is
 // collective, and each rank says there whether it takes the step: if they differ, all throw.
 //
+// On an accelerator nothing waits for the device but one question a step (are all gradients finite?), in updates of the
+// inverses another or two (did all succeed? were those of other ranks ever made?), and stats(). All is queued on the
+// streams where the hooks and step() run: sums at once in the hook, not deferred; inverses of equal size in one call
+// (factor_batch.h); messages in one group a time, hence after all inversions. What the host decides by travels between
+// CPUs.
+//
 // Who owns what. Every rank owns the running averages of its own batches. The mean over ranks exists only in a step's
 // buffer. Inverses belong to the ranks that precondition with them.
 //
@@ -31,10 +37,11 @@
 // there. Both are counted.
 //
 // Threads: hooks run in autograd's thread, everything else where the caller is; one lock. No call needs the GIL.
-// Errors: std::invalid_argument for an option; c10::DistBackendError if ranks disagree, at construction; errors of the
-// group as they come.
+// Errors: std::invalid_argument for an option; c10::ValueError for layers on several devices; c10::DistBackendError if
+// ranks disagree, at construction; errors of the group as they come.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -43,11 +50,14 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/Stream.h>
+
 #include "core/kfac_plan.h"
 #include "optim/kfac_directions.h"
 #include "optim/kfac_exchange.h"
 #include "optim/kfac_options.h"
 #include "optim/kfac_statistics.h"
+#include "optim/ready_clock.h"
 
 namespace torchext {
 
@@ -63,7 +73,7 @@ struct KfacStats {
   InverseFailures failures;
   ExchangeBytes bytes;
   std::int64_t memory_bytes = 0;
-  // Seconds, summed.
+  // Seconds of the host, summed; on an accelerator it only queues the work.
   double factor_seconds = 0;
   double exchange_wait_seconds = 0;
   double invert_seconds = 0;
@@ -98,7 +108,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void setKlClip(std::optional<double> kl_clip);
 
   const std::vector<KfacLayerSpec>& layers() const { return layers_; }
-  const std::vector<FactorSlot>& slots() const { return statistics_.slots(); }
+  const std::vector<FactorSlot>& slots() const { return statistics_->slots(); }
   const core::KfacPlan& plan() const { return plan_; }
   const core::KfacCosts& costs() const { return input_.costs; }
   core::KfacPrediction prediction() const { return core::predictKfac(plan_, input_); }
@@ -132,25 +142,37 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void updateInverses();
   void invertRuns();
   void invertLayer(std::size_t first_slot);
-  void invert(std::size_t slot, const at::Tensor& own_mean, const at::Tensor& other_mean);
+  void invert(std::size_t slot, const at::Tensor& damping);
+  void invertQueued();
+  at::Tensor dampingOf(const at::Tensor& own_mean, const at::Tensor& other_mean) const;
+  std::array<at::Tensor, 2> dampingOfLayer(std::size_t first_slot);
+  FactorInverse diagonalInverse(const at::Tensor& factor, const at::Tensor& damping) const;
   bool tracesTravel() const;
   at::Tensor tracesOf(std::size_t slot) const;
   at::Tensor meanFactor(std::size_t slot) const;
   void packInverse(std::size_t slot);
   void unpackInverse(std::size_t slot);
+  bool comesHere(std::size_t slot) const;
+  at::Tensor inverseBuffer(std::size_t slot) const;
+  void exchangeInverses();
   void receiveInverses();
   void sendInverse(std::size_t slot);
   void takeInverses();
   void distributeDirections();
-  void exchangeShares(std::vector<KfacExchange::Work>& works);
-  void sendDirections(const at::Tensor& slice, int owner, int workers, std::vector<KfacExchange::Work>& works);
+  void exchangeShares(std::vector<KfacExchange::Message>& messages) const;
+  void sendDirections(const at::Tensor& slice, int owner, int workers,
+                      std::vector<KfacExchange::Message>& messages) const;
+  bool onFirstStream();
+  void endPass();
 
   std::vector<KfacLayerSpec> layers_;
   KfacOptions options_;
+  at::Device device_;
+  bool queued_;                             // all work is queued: an accelerator's path
   std::unique_ptr<KfacExchange> exchange_;  // null: one rank
   int rank_ = 0;
   int ranks_ = 1;
-  KfacStatistics statistics_;
+  std::unique_ptr<KfacStatistics> statistics_;
   core::KfacPlanInput input_;
   core::KfacPlan plan_;
   std::unique_ptr<KfacDirections> directions_;
@@ -181,10 +203,11 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   };
   std::vector<Deferred> deferred_;
   std::size_t deferred_bytes_ = 0;
-  int deferring_pass_ = -1;    // the backward pass whose end will call addDeferred()
-  std::vector<double> ready_;  // [slot] seconds from the first hook of a step that sends factors
-  int profiled_ = 0;           // such steps
-  std::optional<double> pass_start_;
+  int deferring_pass_ = -1;            // the backward pass whose end will call addDeferred()
+  ReadyClock ready_;                   // by slot, in steps that send factors
+  int profiled_ = 0;                   // such steps
+  std::optional<c10::Stream> stream_;  // of the first hook of a step, on an accelerator
+  bool several_streams_ = false;       // later ones of the step ran on others, too
   bool scaled_loss_ = false;
   bool discarded_ = false;
   KfacStats stats_;

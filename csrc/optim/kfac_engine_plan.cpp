@@ -6,6 +6,7 @@
 #include <set>
 
 #include "core/check.h"
+#include "optim/factor_batch.h"
 #include "optim/kfac_engine.h"
 #include "optim/timed.h"
 
@@ -37,32 +38,47 @@ at::ScalarType typeOf(const std::vector<KfacLayerSpec>& layers) {
   return doubles ? at::kDouble : at::kFloat;
 }
 
+at::Device deviceOf(const std::vector<KfacLayerSpec>& layers) {
+  TORCH_CHECK_VALUE(!layers.empty(), "torchext.optim: no layers");
+  const at::Device device = layers.front().weight.device();
+  for (const auto& layer : layers) {
+    TORCH_CHECK_VALUE(layer.weight.device() == device, "torchext.optim: ", layers.front().name, " is on ", device, ", ",
+                      layer.name, " on ", layer.weight.device(), "; all layers must be on one device");
+  }
+  return device;
+}
+
 }  // namespace
 
 KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& group)
     : layers_(std::move(layers)),
       options_((options.validate(), std::move(options))),
+      device_(deviceOf(layers_)),
+      queued_(options_.queued || !device_.is_cpu()),
       exchange_(group && group->getSize() > 1 ? std::make_unique<KfacExchange>(group) : nullptr),
       rank_(exchange_ ? exchange_->rank() : 0),
       ranks_(exchange_ ? exchange_->size() : 1),
-      statistics_(layers_, typeOf(layers_), options_.scaling),
-      inverses_(statistics_.slots().size()),
-      prepared_(statistics_.slots().size(), false),
+      statistics_(
+          queued_ ? makeQueuedStatistics(layers_, at::TensorOptions(typeOf(layers_)).device(device_), options_.scaling)
+                  : makeCpuStatistics(layers_, typeOf(layers_), options_.scaling)),
+      inverses_(statistics_->slots().size()),
+      prepared_(statistics_->slots().size(), false),
       calls_(layers_.size()),
-      ready_(statistics_.slots().size(), 0.0) {
+      ready_(device_, statistics_->slots().size()) {
   if (exchange_) {
     const auto bits = [](double value) { return std::bit_cast<std::int64_t>(value); };
     exchange_->agree(
         {"the number of layers", "names and shapes of the layers (hash)", "factor_update_steps", "inverse_update_steps",
          "strategy (hash)", "method and scaling", "factor_decay (bits)", "damping (bits)", "worker_fraction (bits)",
-         "max_run_mb (bits)", "exchange_always and martens_decay", "split_directions"},
+         "max_run_mb (bits)", "exchange_always and martens_decay", "split_directions", "the type of the device"},
         {static_cast<std::int64_t>(layers_.size()), hashOf(describeLayers(layers_)), options_.factor_update_steps,
          options_.inverse_update_steps, hashOf(options_.strategy),
          2 * static_cast<std::int64_t>(options_.form) + static_cast<std::int64_t>(options_.scaling),
          bits(options_.decay), bits(options_.damping), bits(options_.worker_fraction), bits(options_.max_run_mb),
          2 * static_cast<std::int64_t>(options_.exchange_always) + static_cast<std::int64_t>(options_.martens_decay),
-         options_.split_directions ? static_cast<std::int64_t>(*options_.split_directions) : -1});
+         options_.split_directions ? static_cast<std::int64_t>(*options_.split_directions) : -1,
+         static_cast<std::int64_t>(device_.type())});
   }
   measureCosts();
   makePlan();
@@ -72,7 +88,7 @@ void KfacEngine::measureCosts() {
   // Sizes of the model's own factors, up to one that takes some milliseconds; beyond it the fit's cubic holds.
   constexpr std::int64_t kLargest = 512;
   std::set<std::int64_t> dims{16, 64};
-  for (const FactorSlot& slot : statistics_.slots()) {
+  for (const FactorSlot& slot : statistics_->slots()) {
     if (!slot.diagonal) {
       dims.insert(std::min(slot.dim, kLargest));
     }
@@ -87,18 +103,22 @@ void KfacEngine::measureCosts() {
   std::vector<double> seconds;
   for (const std::int64_t dim : dims) {
     const at::Tensor noise = at::arange(dim * dim, at::kFloat).mul_(0.7548776662).sin_().view({dim, dim});
-    const at::Tensor factor = at::mm(noise, noise.t()).div_(static_cast<double>(dim)).to(statistics_.type());
+    const at::Tensor factor = at::mm(noise, noise.t()).div_(static_cast<double>(dim)).to(statistics_->options());
     const at::Tensor batch = factor.unsqueeze(0);
     const at::Tensor damping = at::full({1}, 0.1, factor.options());
     InverseFailures ignored;
     double best = std::numeric_limits<double>::infinity();
     for (int repeat = 0; repeat < 3; ++repeat) {
+      waitForDevice(device_);
       const double start = monotonicSeconds();
-      if (options_.form == InverseForm::kInverse) {
+      if (queued_) {
+        invertFactors({FactorToInvert{batch, damping}}, options_.form, ignored);
+      } else if (options_.form == InverseForm::kInverse) {
         invertFactor(batch.clone(), damping, ignored);
       } else {
         decomposeFactor(batch, ignored);
       }
+      waitForDevice(device_);
       best = std::min(best, monotonicSeconds() - start);
     }
     samples.push_back({static_cast<std::size_t>(dim), 0});
@@ -108,8 +128,8 @@ void KfacEngine::measureCosts() {
     seconds = exchange_->fromRankZero(seconds);
     std::vector<core::CommSample> all_reduce;
     std::vector<core::CommSample> broadcast;
-    const auto width = c10::elementSize(statistics_.type());
-    exchange_->measure(static_cast<std::size_t>(statistics_.elements()) * width, all_reduce, broadcast);
+    const auto width = c10::elementSize(statistics_->type());
+    exchange_->measure(device_, static_cast<std::size_t>(statistics_->elements()) * width, all_reduce, broadcast);
     input_.costs.all_reduce = core::fitAlphaBeta(all_reduce);
     input_.costs.broadcast = core::fitAlphaBeta(broadcast);
   }
@@ -120,11 +140,13 @@ void KfacEngine::measureCosts() {
 
   // What a product costs, by one of a common size; all ranks work at once, as they will.
   constexpr std::int64_t kSize = 192;
-  const at::Tensor square = at::ones({kSize, kSize}, at::TensorOptions(statistics_.type()));
+  const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
   double product = std::numeric_limits<double>::infinity();
   for (int repeat = 0; repeat < 4; ++repeat) {
+    waitForDevice(device_);
     const double start = monotonicSeconds();
     const at::Tensor result = at::mm(square, square);
+    waitForDevice(device_);
     product = std::min(product, monotonicSeconds() - start);
   }
   product /= static_cast<double>(kSize * kSize * kSize);
@@ -141,8 +163,8 @@ void KfacEngine::measureCosts() {
 }
 
 void KfacEngine::makePlan() {
-  const auto& slots = statistics_.slots();
-  const auto width = c10::elementSize(statistics_.type());
+  const auto& slots = statistics_->slots();
+  const auto width = c10::elementSize(statistics_->type());
   for (const FactorSlot& slot : slots) {
     input_.tasks.push_back({slot.layer, static_cast<std::size_t>(slot.dim), static_cast<std::size_t>(slot.count),
                             static_cast<std::size_t>(slot.size) * width,
@@ -173,7 +195,9 @@ void KfacEngine::makePlan() {
       parts[layer] = ranks_;
     }
   }
-  directions_ = std::make_unique<KfacDirections>(layers_, statistics_.type(), order, parts);
+  KfacDirections::Layout layout{std::move(order), std::move(parts)};
+  directions_ = queued_ ? makeQueuedDirections(layers_, statistics_->options(), std::move(layout))
+                        : makeCpuDirections(layers_, statistics_->type(), std::move(layout));
   inverse_place_.assign(slots.size(), -1);
   std::int64_t elements = 0;
   for (int owner = 0; owner < ranks_; ++owner) {
@@ -186,10 +210,10 @@ void KfacEngine::makePlan() {
     }
   }
   if (elements > 0) {
-    inverse_buffer_ = at::empty({elements}, at::TensorOptions(statistics_.type()));
+    inverse_buffer_ = at::empty({elements}, statistics_->options());
   }
   if (exchange_) {
-    payload_ = at::empty({statistics_.elements()}, at::TensorOptions(statistics_.type()));
+    payload_ = at::empty({statistics_->elements()}, statistics_->options());
   }
 }
 
@@ -199,7 +223,7 @@ void KfacEngine::replanRuns() {
       plan_.strategy == core::KfacStrategy::kDkfac) {
     return;
   }
-  input_.ready = exchange_->fromRankZero(ready_);
+  input_.ready = exchange_->fromRankZero(ready_.seconds());
   plan_.fusion_ends = core::makeKfacPlan(plan_.strategy, input_).fusion_ends;
 }
 

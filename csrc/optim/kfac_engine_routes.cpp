@@ -1,4 +1,5 @@
 // How KfacEngine's results reach the ranks that need them: inverses, and directions that only some ranks compute.
+#include <cmath>
 #include <limits>
 
 #include "core/check.h"
@@ -13,9 +14,9 @@ constexpr int kFirstTag = 1;
 
 }  // namespace
 
-// Starts what brings directions from the workers of `owner` to the other ranks.
+// What brings directions from the workers of `owner` to the other ranks.
 void KfacEngine::sendDirections(const at::Tensor& slice, int owner, int workers,
-                                std::vector<KfacExchange::Work>& works) {
+                                std::vector<KfacExchange::Message>& messages) const {
   using core::KfacPlan;
   for (int rank = 0; rank < ranks_; ++rank) {
     if (KfacPlan::isWorker(rank, owner, workers, ranks_)) {
@@ -23,16 +24,25 @@ void KfacEngine::sendDirections(const at::Tensor& slice, int owner, int workers,
     }
     const int from = KfacPlan::serverOf(rank, owner, workers, ranks_);
     if (from == rank_) {
-      works.push_back(exchange_->send(slice, rank, kFirstTag + owner));
+      messages.push_back({slice, rank, kFirstTag + owner, /*sends=*/true});
     } else if (rank == rank_) {
-      works.push_back(exchange_->receive(slice, from, kFirstTag + owner));
+      messages.push_back({slice, from, kFirstTag + owner, /*sends=*/false});
     }
   }
 }
 
+at::Tensor KfacEngine::inverseBuffer(std::size_t slot) const {
+  return inverse_buffer_.narrow(0, inverse_place_[slot], inverseElements(statistics_->slots()[slot], options_.form));
+}
+
+// Whether another rank sends this inverse here.
+bool KfacEngine::comesHere(std::size_t slot) const {
+  return inverse_place_[slot] >= 0 && plan_.factors[slot].owner != rank_ && worksOn(statistics_->slots()[slot].layer);
+}
+
 void KfacEngine::packInverse(std::size_t slot) {
-  const FactorSlot& place = statistics_.slots()[slot];
-  const at::Tensor to = inverse_buffer_.narrow(0, inverse_place_[slot], inverseElements(place, options_.form));
+  const FactorSlot& place = statistics_->slots()[slot];
+  const at::Tensor to = inverseBuffer(slot);
   const FactorInverse& inverse = inverses_[slot];
   if (!inverse.defined()) {
     to.fill_(std::numeric_limits<double>::quiet_NaN());  // never made: receivers have none either
@@ -42,18 +52,15 @@ void KfacEngine::packInverse(std::size_t slot) {
     to.narrow(0, 0, inverse.values.numel()).copy_(inverse.values.flatten());
     to.narrow(0, inverse.values.numel(), inverse.matrix.numel()).copy_(inverse.matrix.flatten());
   } else {
-    packFactor(inverse.matrix, place, to);
+    statistics_->pack(inverse.matrix, place, to);
   }
 }
 
 void KfacEngine::unpackInverse(std::size_t slot) {
-  const FactorSlot& place = statistics_.slots()[slot];
-  const at::Tensor from = inverse_buffer_.narrow(0, inverse_place_[slot], inverseElements(place, options_.form));
-  if (std::isnan(from.select(0, 0).item<double>())) {
-    return;
-  }
+  const FactorSlot& place = statistics_->slots()[slot];
+  const at::Tensor from = inverseBuffer(slot);
   if (place.diagonal || options_.form == InverseForm::kInverse) {
-    inverses_[slot] = {unpackedFactor(from, place), {}};
+    inverses_[slot] = {statistics_->unpacked(from, place), {}};
     return;
   }
   const std::int64_t values = place.count * place.dim;
@@ -69,8 +76,8 @@ void KfacEngine::sendInverse(std::size_t slot) {
   }
   const Timed timed(stats_.distribute_seconds);
   packInverse(slot);
-  const FactorSlot& place = statistics_.slots()[slot];
-  const at::Tensor from = inverse_buffer_.narrow(0, inverse_place_[slot], inverseElements(place, options_.form));
+  const FactorSlot& place = statistics_->slots()[slot];
+  const at::Tensor from = inverseBuffer(slot);
   const int workers = plan_.workers[core::index(place.layer)];
   for (int distance = 1; distance < workers; ++distance) {
     inverses_sent_.push_back(
@@ -79,12 +86,11 @@ void KfacEngine::sendInverse(std::size_t slot) {
 }
 
 void KfacEngine::receiveInverses() {
-  const auto& slots = statistics_.slots();
+  const auto& slots = statistics_->slots();
   for (std::size_t i = 0; i < slots.size(); ++i) {
-    const int owner = plan_.factors[i].owner;
-    if (inverse_place_[i] >= 0 && owner != rank_ && worksOn(slots[i].layer)) {
-      const at::Tensor to = inverse_buffer_.narrow(0, inverse_place_[i], inverseElements(slots[i], options_.form));
-      inverses_coming_.emplace_back(i, exchange_->receive(to, owner, kFirstTag + 2 * ranks_ + static_cast<int>(i)));
+    if (comesHere(i)) {
+      const int tag = kFirstTag + 2 * ranks_ + static_cast<int>(i);
+      inverses_coming_.emplace_back(i, exchange_->receive(inverseBuffer(i), plan_.factors[i].owner, tag));
     }
   }
 }
@@ -93,25 +99,63 @@ void KfacEngine::takeInverses() {
   const Timed timed(stats_.distribute_seconds);
   for (const auto& [slot, work] : inverses_coming_) {
     work->wait();
-    unpackInverse(slot);
+    if (!std::isnan(inverseBuffer(slot).select(0, 0).item<double>())) {
+      unpackInverse(slot);
+    }
   }
   inverses_coming_.clear();
   KfacExchange::wait(inverses_sent_);
 }
 
+// The same in one go, with one question whether each was ever made.
+void KfacEngine::exchangeInverses() {
+  const Timed timed(stats_.distribute_seconds);
+  const auto& slots = statistics_->slots();
+  std::vector<KfacExchange::Message> messages;
+  std::vector<std::size_t> coming;
+  std::vector<at::Tensor> marks;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const int tag = kFirstTag + 2 * ranks_ + static_cast<int>(i);
+    if (comesHere(i)) {
+      messages.push_back({inverseBuffer(i), plan_.factors[i].owner, tag, /*sends=*/false});
+      coming.push_back(i);
+      marks.push_back(inverseBuffer(i).select(0, 0));
+    } else if (inverse_place_[i] >= 0 && plan_.factors[i].owner == rank_) {
+      packInverse(i);
+      for (int distance = 1; distance < plan_.workers[core::index(slots[i].layer)]; ++distance) {
+        messages.push_back({inverseBuffer(i), (rank_ + distance) % ranks_, tag, /*sends=*/true});
+      }
+    }
+  }
+  if (messages.empty()) {
+    return;
+  }
+  auto works = exchange_->start(messages);
+  KfacExchange::wait(works);
+  if (coming.empty()) {
+    return;
+  }
+  const at::Tensor never_made = at::stack(marks).isnan().cpu();
+  for (std::size_t i = 0; i < coming.size(); ++i) {
+    if (!never_made.const_data_ptr<bool>()[i]) {
+      unpackInverse(coming[i]);
+    }
+  }
+}
+
 // Every rank's share of the split directions to every other. Point to point: Gloo hands its collectives to threads of
 // its own, which on a machine without spare cores takes longer than the transfer.
-void KfacEngine::exchangeShares(std::vector<KfacExchange::Work>& works) {
+void KfacEngine::exchangeShares(std::vector<KfacExchange::Message>& messages) const {
   for (int distance = 1; distance < ranks_; ++distance) {
     const int to = (rank_ + distance) % ranks_;
     const int from = (rank_ + ranks_ - distance) % ranks_;
     const at::Tensor own = directions_->splitSlice(rank_);
     const at::Tensor others = directions_->splitSlice(from);
     if (own.numel() > 0) {
-      works.push_back(exchange_->send(own, to, kFirstTag + ranks_ + rank_));
+      messages.push_back({own, to, kFirstTag + ranks_ + rank_, /*sends=*/true});
     }
     if (others.numel() > 0) {
-      works.push_back(exchange_->receive(others, from, kFirstTag + ranks_ + from));
+      messages.push_back({others, from, kFirstTag + ranks_ + from, /*sends=*/false});
     }
   }
 }
@@ -121,7 +165,7 @@ void KfacEngine::distributeDirections() {
     return;
   }
   const double start = monotonicSeconds();
-  std::vector<KfacExchange::Work> works;
+  std::vector<KfacExchange::Message> messages;
   for (int owner = 0; owner < ranks_; ++owner) {
     at::Tensor slice;
     int workers = ranks_;
@@ -136,10 +180,11 @@ void KfacEngine::distributeDirections() {
                                                   slice.storage_offset());
     }
     if (slice.defined()) {
-      sendDirections(slice, owner, workers, works);
+      sendDirections(slice, owner, workers, messages);
     }
   }
-  exchangeShares(works);
+  exchangeShares(messages);
+  auto works = exchange_->start(messages);
   KfacExchange::wait(works);
   stats_.distribute_seconds += monotonicSeconds() - start;
 }

@@ -3,6 +3,7 @@
 
 #include "core/check.h"
 #include "optim/kfac_engine.h"
+#include "optim/plain_mode.h"
 
 namespace torchext {
 namespace {
@@ -21,11 +22,11 @@ void KfacEngine::prepare(std::size_t slot, bool merged) {
     return;
   }
   prepared_[slot] = true;
-  const FactorSlot& place = statistics_.slots()[slot];
+  const FactorSlot& place = statistics_->slots()[slot];
   if (merged) {
-    statistics_.slice(payload_, place).copy_(statistics_.slice(statistics_.running(), place));
+    statistics_->slice(payload_, place).copy_(statistics_->slice(statistics_->running(), place));
   } else {
-    statistics_.preview(place, currentDecay(), 1.0, payload_);
+    statistics_->preview(place, currentDecay(), 1.0, payload_);
   }
 }
 
@@ -38,8 +39,8 @@ void KfacEngine::startRuns(bool overlapped) {
     if (!std::all_of(from, prepared_.begin() + static_cast<std::ptrdiff_t>(end), [](bool done) { return done; })) {
       return;
     }
-    const FactorSlot& first = statistics_.slots()[begin];
-    const FactorSlot& last = statistics_.slots()[end - 1];
+    const FactorSlot& first = statistics_->slots()[begin];
+    const FactorSlot& last = statistics_->slots()[end - 1];
     const at::Tensor run = payload_.narrow(0, first.offset, last.offset + last.size - first.offset);
     switch (plan_.factors[begin].exchange) {
       case core::FactorExchange::kAllReduce:
@@ -106,9 +107,9 @@ void KfacEngine::endRuns() {
 // Ends a step without its sums. `sent`: a backward pass may have sent some of them. Every rank then sends all, for
 // nothing: a collective that one rank leaves out would be met by its next one.
 void KfacEngine::drop(bool sent) {
-  statistics_.discard();
+  statistics_->discard();
   forgetDeferred();
-  pass_start_.reset();
+  endPass();
   if (!exchanging() || !sent) {
     return;
   }
@@ -122,13 +123,13 @@ void KfacEngine::drop(bool sent) {
 bool KfacEngine::seenBackward() const {
   bool seen = started_ > 0;
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    seen = seen || statistics_.calls(static_cast<int>(layer)) > 0;
+    seen = seen || statistics_->calls(static_cast<int>(layer)) > 0;
   }
   return seen;
 }
 
 void KfacEngine::discard() {
-  const at::NoGradGuard no_grad;
+  const PlainMode plain;
   const Lock lock(mutex_);
   drop(seenBackward());
 }

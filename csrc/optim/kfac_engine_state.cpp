@@ -1,15 +1,16 @@
 // Checkpoints of KfacEngine.
 #include "optim/kfac_engine.h"
+#include "optim/plain_mode.h"
 
 namespace torchext {
 
 using core::FactorExchange;
 
 std::vector<FactorState> KfacEngine::state() {
-  const at::NoGradGuard no_grad;
+  const PlainMode plain;
   const Lock lock(mutex_);
-  const auto& slots = statistics_.slots();
-  at::Tensor mean = statistics_.running().clone();
+  const auto& slots = statistics_->slots();
+  at::Tensor mean = statistics_->running().clone();
   if (exchange_) {
     exchange_->allReduce(mean)->wait();
     mean.div_(ranks_);
@@ -18,17 +19,17 @@ std::vector<FactorState> KfacEngine::state() {
   for (std::size_t i = 0; i < slots.size(); ++i) {
     if (plan_.factors[i].exchange == FactorExchange::kOwnersOwn && exchange_) {
       const at::Tensor own =
-          statistics_.slice(mean, slots[i]).copy_(statistics_.slice(statistics_.running(), slots[i]));
+          statistics_->slice(mean, slots[i]).copy_(statistics_->slice(statistics_->running(), slots[i]));
       exchange_->broadcast(own, plan_.factors[i].owner)->wait();
     }
-    FactorState state{statistics_.slice(mean, slots[i]).clone(), {}, {}};
+    FactorState state{statistics_->slice(mean, slots[i]).clone(), {}, {}};
     FactorInverse inverse = inverses_[i];
     if (exchange_) {
       // Everyone takes the owner's, whatever it has itself.
       const int owner = plan_.factors[i].everyone_inverts ? 0 : plan_.factors[i].owner;
       const at::Tensor has = at::full({1}, inverse.defined() ? 1 : 0, at::kLong);
       exchange_->broadcast(has, owner)->wait();
-      const auto options = at::TensorOptions(statistics_.type());
+      const at::TensorOptions options = statistics_->options();
       if (has.item<std::int64_t>() == 0) {
         inverse = {};
       } else if (owner != rank_) {
@@ -55,18 +56,18 @@ std::vector<FactorState> KfacEngine::state() {
 }
 
 void KfacEngine::load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates) {
-  const at::NoGradGuard no_grad;
+  const PlainMode plain;
   const Lock lock(mutex_);
   drop(seenBackward());
-  const auto& slots = statistics_.slots();
+  const auto& slots = statistics_->slots();
   TORCH_CHECK_VALUE(state.size() == slots.size(), "the state has ", state.size(), " factors, the model ", slots.size());
   for (std::size_t i = 0; i < slots.size(); ++i) {
     const bool used = worksOn(slots[i].layer) || invertsHere(i);
-    statistics_.slice(statistics_.running(), slots[i]).copy_(state[i].factor);
+    statistics_->slice(statistics_->running(), slots[i]).copy_(state[i].factor);
     inverses_[i] = {};
     if (used && state[i].matrix.defined()) {
       const auto copy = [&](const at::Tensor& from) {
-        return from.defined() ? from.to(statistics_.type(), false, true).contiguous() : at::Tensor();
+        return from.defined() ? from.to(statistics_->options(), false, true).contiguous() : at::Tensor();
       };
       inverses_[i] = {copy(state[i].matrix), copy(state[i].values)};
     }

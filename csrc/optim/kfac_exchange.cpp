@@ -1,7 +1,8 @@
 #include "optim/kfac_exchange.h"
 
 #include <algorithm>
-#include <chrono>
+
+#include "optim/timed.h"
 
 namespace torchext {
 namespace {
@@ -9,12 +10,14 @@ namespace {
 std::int64_t bytesOf(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
 
 template <class Call>
-double fastestSeconds(int repeats, const Call& call) {
+double fastestSeconds(at::Device device, int repeats, const Call& call) {
   double best = 1e9;
   for (int i = 0; i < repeats; ++i) {
-    const auto start = std::chrono::steady_clock::now();
+    waitForDevice(device);
+    const double start = monotonicSeconds();
     call();
-    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    waitForDevice(device);
+    best = std::min(best, monotonicSeconds() - start);
   }
   return best;
 }
@@ -56,6 +59,28 @@ KfacExchange::Work KfacExchange::receive(at::Tensor slice, int from, int tag) {
   return group_->recv(tensors, from, tag);
 }
 
+std::vector<KfacExchange::Work> KfacExchange::start(const std::vector<Message>& messages) {
+  std::vector<Work> works;
+  const bool together = !messages.empty() && !messages.front().slice.is_cpu();
+  const auto device = together ? messages.front().slice.device().type() : at::kCPU;
+  if (together) {
+    group_->startCoalescing(device);
+  }
+  for (const Message& message : messages) {
+    const Work work = message.sends ? send(message.slice, message.peer, message.tag)
+                                    : receive(message.slice, message.peer, message.tag);
+    if (!together) {
+      works.push_back(work);
+    }
+  }
+  if (together) {
+    if (const Work work = group_->endCoalescing(device)) {
+      works.push_back(work);
+    }
+  }
+  return works;
+}
+
 std::vector<KfacExchange::Work> KfacExchange::gather(const at::Tensor& all, int tag) {
   std::vector<Work> works;
   for (int distance = 1; distance < size(); ++distance) {
@@ -95,7 +120,7 @@ void KfacExchange::agree(const std::vector<std::string>& names, const std::vecto
   }
 }
 
-void KfacExchange::measure(std::size_t most, std::vector<core::CommSample>& all_reduce,
+void KfacExchange::measure(at::Device device, std::size_t most, std::vector<core::CommSample>& all_reduce,
                            std::vector<core::CommSample>& broadcast) {
   constexpr int kRepeats = 3;
   const ExchangeBytes counted = bytes_;
@@ -105,17 +130,17 @@ void KfacExchange::measure(std::size_t most, std::vector<core::CommSample>& all_
     if (static_cast<std::size_t>(elements) * sizeof(float) > std::max(most, kAlways)) {
       break;
     }
-    const at::Tensor data = at::zeros({elements}, at::kFloat);
+    const at::Tensor data = at::zeros({elements}, at::TensorOptions(at::kFloat).device(device));
     const auto bytes = static_cast<std::size_t>(bytesOf(data));
     allReduce(data)->wait();  // connects
-    all_reduce.push_back({bytes, fastestSeconds(kRepeats, [&] { allReduce(data)->wait(); })});
+    all_reduce.push_back({bytes, fastestSeconds(device, kRepeats, [&] { allReduce(data)->wait(); })});
     // A broadcast's root is done when it has sent; there and back again takes twice its time everywhere.
     const int last = size() - 1;
     const auto there_and_back = [&] {
       this->broadcast(data, 0)->wait();
       this->broadcast(data, last)->wait();
     };
-    broadcast.push_back({bytes, fastestSeconds(kRepeats, there_and_back) / 2});
+    broadcast.push_back({bytes, fastestSeconds(device, kRepeats, there_and_back) / 2});
     seconds.insert(seconds.end(), {all_reduce.back().seconds, broadcast.back().seconds});
   }
   seconds = fromRankZero(seconds);

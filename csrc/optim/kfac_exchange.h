@@ -1,8 +1,10 @@
 // The collectives of K-FAC: slices of flat buffers over one c10d group, counted.
 //
 // The group belongs to K-FAC alone, so that its collectives never come between those of DDP; every rank must start them
-// in the same order. Nothing here waits but wait() and the measurements. A group of one rank needs no object of this
-// class. Threads: the caller's lock; the calls come without the GIL.
+// in the same order. Tensors may be on an accelerator (then Work::wait() holds up its current stream, not the host),
+// where the group needs a backend for it beside one for the CPU: what the host decides by goes as CPU tensors, past
+// what is queued. Nothing here waits but wait(), agree(), fromRankZero() and the measurements. A group of one rank
+// needs no object of this class. Threads: the caller's lock; the calls come without the GIL.
 #pragma once
 
 #include <cstddef>
@@ -40,6 +42,15 @@ class KfacExchange {
   Work broadcast(at::Tensor slice, int root);
   Work send(at::Tensor slice, int to, int tag);
   Work receive(at::Tensor slice, int from, int tag);
+  // Messages that are started together. On an accelerator they must be: NCCL knows no tags and keeps the order between
+  // two ranks, so that single ones would wait for each other, and two ranks must list theirs in the same order.
+  struct Message {
+    at::Tensor slice;
+    int peer = 0;
+    int tag = 0;
+    bool sends = false;  // else it is received
+  };
+  std::vector<Work> start(const std::vector<Message>& messages);
   // Every rank's element of all[ranks] to every other, point to point: apart from the order of collectives.
   std::vector<Work> gather(const at::Tensor& all, int tag);
   static void wait(std::vector<Work>& works);
@@ -47,9 +58,10 @@ class KfacExchange {
   // Collective; throws c10::DistBackendError on every rank unless `values` are the same everywhere. names[i] says what
   // values[i] is; both are of equal length on all ranks.
   void agree(const std::vector<std::string>& names, const std::vector<std::int64_t>& values);
-  // Collective: a few timed all-reduces and broadcasts of 4 KiB to 4 MiB, the larger ones only if as much as `most`
-  // bytes will ever travel; the same samples on all ranks.
-  void measure(std::size_t most, std::vector<core::CommSample>& all_reduce, std::vector<core::CommSample>& broadcast);
+  // Collective: a few timed all-reduces and broadcasts of 4 KiB to 4 MiB on that device, the larger ones only if as
+  // much as `most` bytes will ever travel; the same samples on all ranks.
+  void measure(at::Device device, std::size_t most, std::vector<core::CommSample>& all_reduce,
+               std::vector<core::CommSample>& broadcast);
   // Collective: rank 0's numbers, to all.
   std::vector<double> fromRankZero(const std::vector<double>& values);
 

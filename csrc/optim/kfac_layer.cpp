@@ -75,17 +75,11 @@ SampleMatrix<T> patches(const KfacLayerSpec& spec, const at::Tensor& given, Scra
   return matrix;
 }
 
-// [N, ..., dim] as [N * positions, dim], or with the positions averaged or summed.
 template <class T>
 SampleMatrix<T> rowsOf(const at::Tensor& tensor, bool reduce, bool mean) {
-  at::Tensor rows = asType<T>(tensor);
+  const at::Tensor rows = sampleRows(tensor, c10::CppTypeToScalarType<T>::value, reduce, mean);
   const std::int64_t dim = rows.size(-1);
-  const std::int64_t samples = rows.dim() > 1 ? rows.size(0) : 1;
-  if (reduce && rows.dim() > 2) {
-    rows = rows.reshape({samples, -1, dim});
-    rows = mean ? rows.mean(1) : rows.sum(1);
-  }
-  return {rows, rows.const_data_ptr<T>(), false, dim, dim == 0 ? 0 : rows.numel() / dim, samples};
+  return {rows, rows.const_data_ptr<T>(), false, dim, dim == 0 ? 0 : rows.numel() / dim, samplesOf(rows)};
 }
 
 }  // namespace
@@ -96,6 +90,15 @@ std::int64_t KfacLayerSpec::outputs() const {
 
 std::int64_t KfacLayerSpec::inputs() const {
   return kind == Kind::kEmbedding ? weight.size(0) : weight.numel() / weight.size(0);
+}
+
+at::Tensor sampleRows(const at::Tensor& tensor, at::ScalarType type, bool reduce, bool mean) {
+  at::Tensor rows = tensor.to(type).contiguous();
+  if (reduce && rows.dim() > 2) {
+    rows = rows.reshape({rows.size(0), -1, rows.size(-1)});
+    rows = mean ? rows.mean(1) : rows.sum(1);
+  }
+  return rows;
 }
 
 template <class T>

@@ -72,6 +72,12 @@ struct SampleMatrix {
   std::int64_t samples = 0;
 };
 
+// [N, ..., dim] dense and in the type asked for; of a sequence with `reduce` [N, dim], its positions averaged (mean) or
+// summed. Any device.
+at::Tensor sampleRows(const at::Tensor& tensor, at::ScalarType type, bool reduce, bool mean);
+// N; a single sample has no such dimension.
+inline std::int64_t samplesOf(const at::Tensor& rows) { return rows.dim() > 1 ? rows.size(0) : 1; }
+
 // Of the layer's input [N, ...]. Patches include the row of ones where there is a bias; Linear's matrix does not.
 template <class T>
 SampleMatrix<T> inputMatrix(const KfacLayerSpec& spec, const at::Tensor& input, Scratch& scratch);

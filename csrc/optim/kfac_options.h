@@ -24,6 +24,7 @@ struct KfacOptions {
   bool exchange_always = false;          // exchange factors in every step that updates them
   double max_run_mb = 25;                // of factors that travel together, MiB, above 0
   std::optional<bool> split_directions;  // none: where that costs less by the measured costs
+  bool queued = false;                   // take an accelerator's path on the CPU too; for tests
 
   void validate() const;  // std::invalid_argument: name, value, allowed range
 };

@@ -11,7 +11,10 @@
 // travel only when inverses are made, however often they are updated in between.
 //
 // Storage: all factors as packed triangles in two flat buffers (running, and this step's sums), in the order of
-// sending. Not thread-safe: the engine locks.
+// sending, on the model's device. Not thread-safe: the engine locks.
+//
+// The arithmetic has two implementations. makeCpuStatistics(): loops and BLAS on raw memory. makeQueuedStatistics():
+// ATen and the operators of kernels/factor.h, on any device; no call but leftOut() waits for it.
 #pragma once
 
 #include <cstdint>
@@ -28,12 +31,14 @@ namespace torchext {
 
 class KfacStatistics {
  public:
-  // layers outlive this. type: kFloat or kDouble.
-  KfacStatistics(const std::vector<KfacLayerSpec>& layers, at::ScalarType type, FactorScaling scaling);
+  virtual ~KfacStatistics() = default;
+  KfacStatistics(const KfacStatistics&) = delete;
+  KfacStatistics& operator=(const KfacStatistics&) = delete;
 
   const std::vector<FactorSlot>& slots() const { return slots_; }
   std::int64_t elements() const { return running_.numel(); }
-  at::ScalarType type() const { return type_; }
+  at::ScalarType type() const { return running_.scalar_type(); }
+  at::TensorOptions options() const { return running_.options(); }  // type and device
   at::Tensor slice(const at::Tensor& buffer, const FactorSlot& slot) const {
     return buffer.narrow(0, slot.offset, slot.size);
   }
@@ -43,14 +48,49 @@ class KfacStatistics {
   void add(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
   int calls(int layer) const { return steps_[static_cast<std::size_t>(layer)].calls; }
 
-  // What merge() will make of a slot, into `out`, nothing changed. False: the sums are not finite, out is what it was.
-  bool preview(const FactorSlot& slot, double decay, double loss_scale, const at::Tensor& out) const;
-  // Ends the step: takes its sums into the running averages. Sums that are not finite are left out; returns how many.
-  int merge(double decay, double loss_scale);
+  // What merge() will make of a slot, into `out`, laid out as the running averages; nothing changed.
+  void preview(const FactorSlot& slot, double decay, double loss_scale, const at::Tensor& out) const;
+  // Ends the step: takes its sums into the running averages. Sums that are not finite are left out.
+  void merge(double decay, double loss_scale);
+  // How many were, ever.
+  virtual std::int64_t leftOut() const = 0;
   // Ends the step without it.
   void discard();
 
-  std::size_t bytes() const;
+  // In these three slot is one of slots().
+  // [count, dim, dim] from a slot's packed triangles; a copy of a diagonal.
+  virtual at::Tensor unpacked(const at::Tensor& packed, const FactorSlot& slot) const = 0;
+  // The triangles of full [count, dim, dim] into packed.
+  virtual void pack(const at::Tensor& full, const FactorSlot& slot, const at::Tensor& packed) const = 0;
+  // [count] in float64, of a packed factor.
+  virtual at::Tensor traces(const at::Tensor& packed, const FactorSlot& slot) const = 0;
+
+  virtual std::size_t bytes() const { return running_.nbytes() + sums_.nbytes(); }
+
+ protected:
+  // layers outlive this. options: kFloat or kDouble, and the device.
+  KfacStatistics(const std::vector<KfacLayerSpec>& layers, const at::TensorOptions& options, FactorScaling scaling);
+
+  // Rows of g that a call had, and samples.
+  struct CallSize {
+    std::int64_t rows = 0;
+    std::int64_t samples = 0;
+  };
+  // Adds a call's products to the sums of its two slots, or begins them. Nothing where there are no rows.
+  virtual CallSize addProducts(const KfacLayerSpec& spec, const FactorSlot& output_slot, const FactorSlot& input_slot,
+                               const at::Tensor& input, const at::Tensor& gradient, bool first) = 0;
+  // out = decay * running + weight * sums at each slot; where the sums are not finite, out = running.
+  struct Share {
+    const FactorSlot* slot;
+    double weight;
+  };
+  virtual void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) const = 0;
+  // The same with out = running(); counts what was not finite.
+  virtual void averageInPlace(const std::vector<Share>& shares, double decay) = 0;
+
+  const at::Tensor& sums() const { return sums_; }
+  // Where the diagonal of all groups lies in the slot, as indices on the CPU.
+  static at::Tensor diagonalPlaces(const FactorSlot& slot);
 
  private:
   struct LayerStep {
@@ -59,24 +99,20 @@ class KfacStatistics {
     int calls = 0;
     int backward_pass = -2;
   };
-  template <class T>
-  void addTyped(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
-  template <class T>
-  void addProduct(const FactorSlot& slot, const SampleMatrix<T>& matrix, bool first);
-  template <class T>
-  bool mergeInto(const FactorSlot& slot, double decay, double loss_scale, T* out) const;
-  double coefficient(const FactorSlot& slot, double loss_scale) const;
+  double weightOf(const FactorSlot& slot, double decay, double loss_scale) const;
 
   const std::vector<KfacLayerSpec>& layers_;
-  at::ScalarType type_;
   FactorScaling scaling_;
   std::vector<FactorSlot> slots_;
   std::vector<std::size_t> first_slot_;  // [layer] its G; its A follows
   std::vector<LayerStep> steps_;         // [layer]
   at::Tensor running_;
   at::Tensor sums_;
-  Scratch samples_;
-  Scratch product_;
 };
+
+std::unique_ptr<KfacStatistics> makeCpuStatistics(const std::vector<KfacLayerSpec>& layers, at::ScalarType type,
+                                                  FactorScaling scaling);
+std::unique_ptr<KfacStatistics> makeQueuedStatistics(const std::vector<KfacLayerSpec>& layers,
+                                                     const at::TensorOptions& options, FactorScaling scaling);
 
 }  // namespace torchext

@@ -24,7 +24,7 @@ constexpr core::EnumNames<core::FactorExchange, 3> kExchanges{{{core::FactorExch
 KfacOptions makeOptions(double damping, double factor_decay, bool martens_decay, std::optional<double> kl_clip,
                         int factor_update_steps, int inverse_update_steps, const std::string& method,
                         const std::string& factor_scaling, std::string strategy, double worker_fraction,
-                        bool exchange_always, double max_run_mb, std::optional<bool> split_directions) {
+                        bool exchange_always, double max_run_mb, std::optional<bool> split_directions, bool queued) {
   KfacOptions options{damping,
                       factor_decay,
                       martens_decay,
@@ -37,7 +37,8 @@ KfacOptions makeOptions(double damping, double factor_decay, bool martens_decay,
                       worker_fraction,
                       exchange_always,
                       max_run_mb,
-                      split_directions};
+                      split_directions,
+                      queued};
   options.validate();
   return options;
 }
@@ -146,7 +147,8 @@ void bindKfac(py::module_& module) {
       .def(py::init(&makeOptions), py::kw_only(), py::arg("damping"), py::arg("factor_decay"), py::arg("martens_decay"),
            py::arg("kl_clip").none(true), py::arg("factor_update_steps"), py::arg("inverse_update_steps"),
            py::arg("method"), py::arg("factor_scaling"), py::arg("strategy"), py::arg("worker_fraction"),
-           py::arg("exchange_always"), py::arg("max_run_mb"), py::arg("split_directions").none(true));
+           py::arg("exchange_always"), py::arg("max_run_mb"), py::arg("split_directions").none(true),
+           py::arg("queued"));
 
   py::class_<KfacLayerSpec>(module, "KfacLayer")
       .def(py::init(&makeLayer), py::kw_only(), py::arg("name"), py::arg("kind"), py::arg("weight"),
@@ -166,7 +168,15 @@ void bindKfac(py::module_& module) {
       .def_property(
           "kl_clip", [](const KfacEngine& self) { return self.options().kl_clip; }, &KfacEngine::setKlClip)
       .def("plan", &planDict)
-      .def("stats", [](const KfacEngine& self) { return toDict(self.stats()); })
+      .def("stats",
+           [](const KfacEngine& self) {
+             KfacStats stats;
+             {
+               const py::gil_scoped_release no_gil;  // some are counted on the device
+               stats = self.stats();
+             }
+             return toDict(stats);
+           })
       .def("state", &saveState, NoGil())
       .def("load", &loadState, py::arg("factors"), py::arg("steps"), py::arg("factor_updates"), NoGil());
 }

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from torchext.optim import KFACPreconditioner
 
+pytestmark = pytest.mark.usefixtures("path")
+
 # The upper triangle of X^T X / n for 11 samples of 15 features, 4 of them ever active, all tiny: finite, of rank 4. As
 # bits of float32, because another rounding makes it converge. syevd of MKL 2024.2 does not, in float32; float64 does.
 BITS = (
@@ -87,3 +89,30 @@ def test_the_last_good_inverse_is_used_where_none_can_be_made(method: str) -> No
     assert kfac.step()
     assert kfac.stats()["inverses_kept"] == kept + 1
     assert torch.equal(model.weight.grad, expected)
+
+
+@pytest.mark.parametrize("method", ["inverse", "eigen"])
+def test_a_factor_that_fails_leaves_others_of_its_size_alone(method: str) -> None:
+    """Factors of equal size are inverted in one call on accelerators."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(2)))
+    rows, columns = torch.triu_indices(DIM, DIM).unbind()
+    noise = [torch.randn(40, DIM) for _ in range(4)]
+    packed = [(x.T @ x / 40)[rows, columns] for x in noise]  # G and A of the last layer, then of the first
+    gradients = [torch.randn(DIM, DIM) for _ in range(2)]
+    found = []
+    for broken in (False, True):
+        kfac = KFACPreconditioner(model, method=method, damping=0.1, kl_clip=None, inverse_update_steps=1)
+        state = kfac.state_dict()
+        if broken:
+            packed[1] = torch.full_like(packed[1], float("nan"))
+        state["factors"] = [(factor, None, None) for factor in packed]
+        kfac.load_state_dict(state)
+        for layer, gradient in zip(model, gradients, strict=True):
+            layer.weight.grad = gradient.clone()  # type: ignore[assignment, union-attr]
+        assert kfac.step()
+        assert kfac.stats()["inverses_kept"] == broken
+        found.append([layer.weight.grad for layer in model])
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[1][1], gradients[1])  # its inverse was never made
+    assert not torch.equal(found[0][1], gradients[1])

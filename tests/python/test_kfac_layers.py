@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from torchext.optim import KFACPreconditioner
 
+pytestmark = pytest.mark.usefixtures("path")
+
 Made = tuple[nn.Module, Callable[[], Tensor]]
 
 
@@ -161,7 +163,7 @@ def test_float32_is_float64_to_rounding(make: Callable[[], Made]) -> None:
 
 def test_correlations_need_no_memory_for_patches() -> None:
     module, batch = nn.Conv2d(8, 4, 3, padding=1).double(), rand(4, 8, 32, 32)()
-    kfac = KFACPreconditioner(module, inverse_update_steps=1)
+    kfac = KFACPreconditioner(module, inverse_update_steps=1, _queued=False)
     loss_of(module(batch)).backward()
     kfac.step()
     patches = 8 * (8 * 9 + 1) * batch.numel() // 8
@@ -191,3 +193,18 @@ def test_the_scale_of_kfac_pytorch() -> None:
             kfac.remove()
             found.append(written(module) / scale ** len(found))
         same(found[1], found[0])
+
+
+def test_patches_are_made_some_samples_at_a_time() -> None:
+    """94 MB of them are more than the queued path makes at once."""
+    torch.manual_seed(0)
+    module, batch = nn.Conv2d(4, 2, 3, padding=1).double(), rand(20, 4, 128, 128)()
+    found = []
+    for queued in (False, True):
+        kfac = KFACPreconditioner(module, inverse_update_steps=1, _queued=queued)
+        module.zero_grad()
+        loss_of(module(batch)).backward()
+        kfac.step()
+        kfac.remove()
+        found.append(written(module))
+    same(found[1], found[0], 1e-12)

@@ -1,5 +1,6 @@
 """Second-order optimizers: distributed K-FAC, drop-in for ``torch.optim.SGD`` or in front of any optimizer."""
 
+from torchext.optim import _operators as _operators
 from torchext.optim.kfac import KFAC, PADKFAC, SPDKFAC
 from torchext.optim.preconditioner import KFACPreconditioner
 

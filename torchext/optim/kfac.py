@@ -104,8 +104,11 @@ class KFAC(torch.optim.Optimizer):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return
+        kinds = dict.fromkeys((p.device, p.dtype) for p in params)
+        for kind in kinds:  # the kernel takes one of them
+            self._step_params(group, params if len(kinds) == 1 else [p for p in params if (p.device, p.dtype) == kind])
+
+    def _step_params(self, group: dict[str, Any], params: list[Any]) -> None:
         momentum = group["momentum"]
         buffers: list[Tensor] = []
         for p in params if momentum != 0 else ():

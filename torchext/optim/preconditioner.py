@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext.errors import KFACStateError
-from torchext.optim._layers import find_layers, install_hooks
+from torchext.optim._layers import Layer, find_layers, install_hooks
 from torchext.optim._plan import KFACPlan
 
 __all__ = ["KFACPreconditioner"]
@@ -32,7 +32,10 @@ class KFACPreconditioner:
 
     Layers: Linear, Conv1d/2d/3d (any stride, padding, dilation, groups, padding mode), Embedding (diagonal A). All
     other parameters keep their gradients, among them the projections of MultiheadAttention, weights that layers of
-    different kinds share, and frozen ones. The model's device is the CPU.
+    different kinds share, and frozen ones.
+
+    Devices: the CPU, or one CUDA device for all of these layers (not yet run on a GPU, see docs/kfac.md). There work is
+    queued: a step waits for the device once, and again where inverses are made. Factors travel over NCCL.
 
     Conventions: a is a layer's input with a 1 appended for the bias, g the gradient of the *mean* loss at its output, N
     the samples, T the positions of a convolution or a sequence. A = (1/N) sum a a^T, G = (N/T) sum g g^T (KFC,
@@ -69,11 +72,12 @@ class KFACPreconditioner:
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
 
     Raises:
-        ValueError: a value out of its range, with name, value and range; a lazy module without parameters.
+        ValueError: a value out of its range, with name, value and range; a lazy module without parameters; layers on
+            several devices.
         NoSupportedLayerError: no layer that K-FAC takes.
         torch.distributed.DistBackendError: ranks passed different models or options.
-        RuntimeError: another rank could not build its part.
-        NotImplementedError: the model is on a GPU.
+        RuntimeError: another rank could not build its part; a CUDA model on several ranks, and no NCCL in this torch.
+        NotImplementedError: the model is neither on the CPU nor on a CUDA device.
     """
 
     def __init__(
@@ -99,11 +103,15 @@ class KFACPreconditioner:
         split_directions: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         _failure: Exception | None = None,
+        _queued: bool = False,
     ) -> None:
         module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        group = _own_group(model, process_group)
+        on_cuda = any(parameter.is_cuda for parameter in module.parameters())
+        group = _own_group(model, process_group, on_cuda)
         failure = _failure
         try:
+            if group is not None and on_cuda and not dist.is_nccl_available():
+                raise RuntimeError("factors of a CUDA model travel over NCCL, which this build of torch does not have")
             if sequences not in ("expand", "reduce"):
                 raise ValueError(f'sequences = "{sequences}": allowed expand, reduce')
             options = _C.KfacOptions(
@@ -120,11 +128,10 @@ class KFACPreconditioner:
                 exchange_always=exchange_always,
                 max_run_mb=max_run_mb,
                 split_directions=split_directions,
+                queued=_queued,
             )
             self._layers = find_layers(module, skip=skip_layers, sequences=sequences)
-            for layer in self._layers:
-                if layer.weight.device.type != "cpu":
-                    raise NotImplementedError(f"{layer.name} is on {layer.weight.device}; K-FAC runs on the CPU so far")
+            _check_devices(self._layers)
         except Exception as error:  # told to the other ranks first: they wait for this one
             failure = failure or error
         _agree_that_all_can(group, failure)
@@ -225,7 +232,8 @@ class KFACPreconditioner:
         ``steps``, ``skipped`` (not finite, on all ranks), ``factors_left_out`` (overflowed on this rank alone),
         ``factor_updates``, ``inverse_updates``, ``inverses_retried`` (in float64), ``inverses_kept`` (failed; the last
         good one was used), ``clip`` (of the last step), ``runs`` and ``runs_overlapped`` (that left during a backward
-        pass), ``*_bytes`` of the tensors passed to collectives, ``memory_bytes`` of K-FAC's own buffers, ``*_seconds``.
+        pass), ``*_bytes`` of the tensors passed to collectives, ``memory_bytes`` of K-FAC's own buffers, ``*_seconds``
+        (of the host: on CUDA they end when the work is queued). On CUDA it waits for the device.
         """
         return self._engine.stats()
 
@@ -266,8 +274,23 @@ class KFACPreconditioner:
         self._engine.load(state["factors"], state["steps"], state["factor_updates"])
 
 
-def _own_group(model: nn.Module, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A Gloo group for K-FAC alone over the same ranks, so that its collectives never mix with DDP's."""
+def _check_devices(layers: Sequence[Layer]) -> None:
+    first = layers[0]
+    for layer in layers:
+        if layer.weight.device != first.weight.device:
+            raise ValueError(
+                f"{first.name} is on {first.weight.device}, {layer.name} on {layer.weight.device}; all layers must be "
+                "on one device (skip_layers leaves some to the plain gradient)"
+            )
+    if first.weight.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{first.name} is on {first.weight.device}; K-FAC runs on the CPU and on CUDA")
+
+
+def _own_group(model: nn.Module, group: dist.ProcessGroup | None, on_cuda: bool) -> dist.ProcessGroup | None:
+    """A group for K-FAC alone over the same ranks, so that its collectives never mix with DDP's.
+
+    Gloo, and NCCL beside it for what lies on a GPU: what the host decides by need not wait for the device then.
+    """
     if group is None and isinstance(model, DistributedDataParallel):
         group = model.process_group
     if not dist.is_available() or not dist.is_initialized():
@@ -276,7 +299,8 @@ def _own_group(model: nn.Module, group: dist.ProcessGroup | None) -> dist.Proces
     if len(ranks) < 2:
         return None
     some = len(ranks) < dist.get_world_size()
-    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=some)
+    backend = "cpu:gloo,cuda:nccl" if on_cuda and dist.is_nccl_available() else "gloo"
+    own = dist.new_group(ranks, backend=backend, use_local_synchronization=some)
     assert isinstance(own, dist.ProcessGroup)
     return own
 

@@ -1,0 +1,161 @@
+// KfacStatistics on the CPU: loops over raw memory, and torch's BLAS.
+#include <algorithm>
+#include <cmath>
+
+#include "core/packed_triangle.h"
+#include "optim/kfac_statistics.h"
+#include "optim/matrix_product.h"
+#include "optim/patch_correlation.h"
+
+namespace torchext {
+namespace {
+
+std::size_t unsignedOf(std::int64_t value) { return static_cast<std::size_t>(value); }
+
+template <class T>
+void addTriangleOf(const T* full, std::int64_t dim, bool first, T* sums) {
+  if (first) {
+    core::packTriangle(full, unsignedOf(dim), unsignedOf(dim), sums);
+  } else {
+    core::addTriangle(full, unsignedOf(dim), unsignedOf(dim), T(1), sums);
+  }
+}
+
+template <class T>
+class CpuStatistics final : public KfacStatistics {
+ public:
+  CpuStatistics(const std::vector<KfacLayerSpec>& layers, FactorScaling scaling)
+      : KfacStatistics(layers, at::TensorOptions(c10::CppTypeToScalarType<T>::value), scaling) {}
+
+  std::int64_t leftOut() const override { return left_out_; }
+  at::Tensor unpacked(const at::Tensor& packed, const FactorSlot& slot) const override {
+    return unpackedFactor(packed, slot);
+  }
+  void pack(const at::Tensor& full, const FactorSlot& slot, const at::Tensor& packed) const override {
+    packFactor(full, slot, packed);
+  }
+  at::Tensor traces(const at::Tensor& packed, const FactorSlot& slot) const override {
+    return tracesOfFactor(packed, slot);
+  }
+  std::size_t bytes() const override { return KfacStatistics::bytes() + samples_.bytes() + product_.bytes(); }
+
+ protected:
+  CallSize addProducts(const KfacLayerSpec& spec, const FactorSlot& output_slot, const FactorSlot& input_slot,
+                       const at::Tensor& input, const at::Tensor& gradient, bool first) override;
+  void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) const override {
+    for (const Share& share : shares) {
+      averageSlot(share, decay, out.mutable_data_ptr<T>() + share.slot->offset);
+    }
+  }
+  void averageInPlace(const std::vector<Share>& shares, double decay) override {
+    for (const Share& share : shares) {
+      left_out_ += averageSlot(share, decay, running().template mutable_data_ptr<T>() + share.slot->offset) ? 0 : 1;
+    }
+  }
+
+ private:
+  void addProduct(const FactorSlot& slot, const SampleMatrix<T>& matrix, bool first);
+  bool averageSlot(const Share& share, double decay, T* out) const;
+
+  Scratch samples_;
+  Scratch product_;
+  std::int64_t left_out_ = 0;
+};
+
+template <class T>
+KfacStatistics::CallSize CpuStatistics<T>::addProducts(const KfacLayerSpec& spec, const FactorSlot& output_slot,
+                                                       const FactorSlot& input_slot, const at::Tensor& input,
+                                                       const at::Tensor& gradient, bool first) {
+  const auto gradients = gradientMatrix<T>(spec, gradient, samples_);
+  if (gradients.count == 0) {
+    return {};
+  }
+  const CallSize size{gradients.count, gradients.samples};
+  addProduct(output_slot, gradients, first);
+  if (spec.kind == KfacLayerSpec::Kind::kEmbedding) {
+    T* counts = sums().template mutable_data_ptr<T>() + input_slot.offset;
+    if (first) {
+      std::fill(counts, counts + input_slot.size, T(0));
+    }
+    const at::Tensor tokens = input.to(at::kLong).contiguous();
+    const auto* token = tokens.const_data_ptr<std::int64_t>();
+    for (std::int64_t i = 0; i < tokens.numel(); ++i) {
+      if (token[i] != spec.padding_idx) {
+        counts[token[i]] += T(1);
+      }
+    }
+  } else if (patchCorrelationPays(spec, input)) {
+    T* full = product_.get<T>(input_slot.dim * input_slot.dim);
+    correlatePatches<T>(spec, input, samples_, full);
+    addTriangleOf(full, input_slot.dim, first, sums().template mutable_data_ptr<T>() + input_slot.offset);
+  } else {
+    addProduct(input_slot, inputMatrix<T>(spec, input, samples_), first);
+  }
+  return size;
+}
+
+template <class T>
+void CpuStatistics<T>::addProduct(const FactorSlot& slot, const SampleMatrix<T>& matrix, bool first) {
+  const std::int64_t dim = slot.dim;
+  T* full = product_.get<T>(dim * dim);
+  T* to = sums().template mutable_data_ptr<T>() + slot.offset;
+  for (std::int64_t group = 0; group < slot.count; ++group, to += slot.triangle()) {
+    // By samples, the 1 of the bias is not in the matrix: its products are sums over the samples.
+    const std::int64_t inner = matrix.dim < dim ? matrix.dim : dim;
+    if (matrix.by_dimension) {
+      symmetricProduct(matrix.data + group * dim * matrix.count, matrix.count, true, dim, matrix.count, full, dim);
+    } else {
+      symmetricProduct(matrix.data, matrix.dim, false, inner, matrix.count, full, dim);
+    }
+    if (inner < dim) {
+      T* ones = full + inner * dim;  // the last row, then its copy in the last column
+      std::fill(ones, ones + inner, T(0));
+      for (std::int64_t sample = 0; sample < matrix.count; ++sample) {
+        const T* row = matrix.data + sample * inner;
+        for (std::int64_t i = 0; i < inner; ++i) {
+          ones[i] += row[i];
+        }
+      }
+      for (std::int64_t i = 0; i < inner; ++i) {
+        full[i * dim + inner] = ones[i];
+      }
+      ones[inner] = static_cast<T>(matrix.count);
+    }
+    addTriangleOf(full, dim, first, to);
+  }
+}
+
+template <class T>
+bool CpuStatistics<T>::averageSlot(const Share& share, double decay, T* out) const {
+  const FactorSlot& slot = *share.slot;
+  const T* old = running().template const_data_ptr<T>() + slot.offset;
+  const T* sum = sums().template const_data_ptr<T>() + slot.offset;
+  T trace = 0;
+  for (std::int64_t group = 0; group < slot.count && !slot.diagonal; ++group) {
+    trace += core::packedTrace(sum + group * slot.triangle(), unsignedOf(slot.dim));
+  }
+  if (!std::isfinite(trace) || !std::isfinite(share.weight)) {
+    if (out != old) {
+      std::copy(old, old + slot.size, out);
+    }
+    return false;
+  }
+  const auto keep = static_cast<T>(decay);
+  const auto take = static_cast<T>(share.weight);
+  for (std::int64_t i = 0; i < slot.size; ++i) {
+    out[i] = keep * old[i] + take * sum[i];
+  }
+  return true;
+}
+
+}  // namespace
+
+std::unique_ptr<KfacStatistics> makeCpuStatistics(const std::vector<KfacLayerSpec>& layers, at::ScalarType type,
+                                                  FactorScaling scaling) {
+  if (type == at::kDouble) {
+    return std::make_unique<CpuStatistics<double>>(layers, scaling);
+  }
+  return std::make_unique<CpuStatistics<float>>(layers, scaling);
+}
+
+}  // namespace torchext

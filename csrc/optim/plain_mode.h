@@ -1,0 +1,17 @@
+// The engine's arithmetic is its own: without a graph, and in the types it chooses, whatever the caller has switched on
+// (a step under torch.autocast would else multiply factors in bfloat16).
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace torchext {
+
+class PlainMode {
+ private:
+  at::NoGradGuard no_grad_;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+};
+
+}  // namespace torchext

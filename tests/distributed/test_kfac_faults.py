@@ -1,0 +1,201 @@
+"""Distributed K-FAC where something goes wrong: steps left out, NaN, ranks that differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import equal_everywhere, flat
+from harness import Rank, launch, run_ranks
+from kfac_net import EXACT, OPTIONS, Net, Uneven, both, train, use_path, whole_batch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchext.optim import KFAC, SPDKFAC
+
+
+def body_skip_uneven(rank: Rank, queued: bool) -> int:
+    """NaN in a step in which one rank has sent during the backward pass, and another has not."""
+    use_path(queued)
+    rank.init("gloo", timeout=20)
+    model = DistributedDataParallel(Uneven(), find_unused_parameters=True)
+    optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=1)
+    for step in range(8):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 6, dtype=torch.float64)
+        if step == 5 and rank.rank == 0:
+            inputs[0, 0] = float("nan")
+        times = 2 if step == 5 and rank.rank == 1 else 1
+        model(inputs, times, extra=True).sin().sum(1).mean().backward()
+        optimizer.step()
+    equal_everywhere(model.module)
+    return int(optimizer.stats()["skipped"])
+
+
+@both
+def test_a_skipped_step_ends_what_it_had_sent(queued: bool) -> None:
+    assert run_ranks(body_skip_uneven, 2, queued) == [1, 1]
+
+
+def body_left_out(rank: Rank, interval: int, queued: bool) -> int:
+    """Steps 3, 4 and 9 are left out by hand on all ranks. In step 3 factors leave on rank 0 only."""
+    use_path(queued)
+    rank.init("gloo", timeout=20)
+    model = DistributedDataParallel(Uneven())
+    optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=interval)
+    for step in range(14):
+        optimizer.zero_grad()
+        batch = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        times = 2 if step == 2 and rank.rank == 1 else 1  # so that rank 1 does not know what to expect of step 3
+        model(batch, times, extra=True).sin().sum(1).mean().backward()
+        if step not in (3, 4, 9):
+            optimizer.step()
+    equal_everywhere(model.module)
+    assert torch.isfinite(flat(model.module)).all()
+    return int(optimizer.stats()["steps"])
+
+
+@both
+@pytest.mark.parametrize("interval", [1, 3])
+def test_steps_left_out_by_hand_on_all_ranks(interval: int, queued: bool) -> None:
+    assert run_ranks(body_left_out, 2, interval, queued) == [11, 11]
+
+
+def body_left_out_on_one(rank: Rank, queued: bool) -> tuple[list[str], int]:
+    use_path(queued)
+    rank.init("gloo", timeout=20)
+    model = DistributedDataParallel(Net())
+    optimizer = SPDKFAC(model, **{**OPTIONS, "inverse_update_steps": 1})
+    train(model, optimizer, 4, rank=rank.rank, size=rank.size)
+    errors = []
+    for step in range(4, 9):
+        image, token, target = (part.chunk(rank.size)[rank.rank] for part in whole_batch(step))
+        nn.functional.cross_entropy(model(image, token), target).backward()
+        try:
+            if step == 5 and rank.rank == 1:
+                optimizer.zero_grad()
+            else:
+                optimizer.step()
+        except dist.DistBackendError as error:
+            errors.append(str(error))
+        optimizer.zero_grad()
+    equal_everywhere(model.module)  # it goes on: nobody has taken that step
+    return errors, optimizer.stats()["steps"]
+
+
+@both
+def test_a_step_left_out_on_one_rank_is_an_error_on_all(queued: bool) -> None:
+    for errors, steps in run_ranks(body_left_out_on_one, 3, queued):
+        assert len(errors) == 1
+        assert "rank 1 left out step 5" in errors[0]
+        assert "on all ranks alike" in errors[0]
+        assert steps == 8
+
+
+def body_uneven(rank: Rank, queued: bool) -> list[bool]:
+    use_path(queued)
+    rank.init("gloo")
+    finite = []
+    for strategy in EXACT:
+        model = DistributedDataParallel(Uneven(), find_unused_parameters=True)
+        optimizer = KFAC(model, strategy=strategy, lr=0.1, inverse_update_steps=1)
+        for step in range(10):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 6, dtype=torch.float64)
+            times = 1 + (step + rank.rank) % 3 if step > 5 else 1
+            model(inputs, times, extra=step % 2 == rank.rank % 2).sin().sum(1).mean().backward()
+            optimizer.step()
+        equal_everywhere(model.module)
+        finite.append(bool(torch.isfinite(flat(model.module)).all()))
+    return finite
+
+
+@both
+def test_ranks_that_call_layers_differently_stay_equal(queued: bool) -> None:
+    assert all(all(finite) for finite in run_ranks(body_uneven, 3, queued))
+
+
+def body_nan(rank: Rank, queued: bool) -> list[tuple[int, float]]:
+    use_path(queued)
+    rank.init("gloo")
+    results = []
+    for strategy in ("spd", "pad", "mem-opt"):
+        models = [DistributedDataParallel(Net()) for _ in range(2)]
+        optimizers = [KFAC(model, strategy=strategy, **(OPTIONS | {"inverse_update_steps": 1})) for model in models]
+        for step in range(6):
+            train(models[0], optimizers[0], 1, first=step, rank=rank.rank, size=rank.size)
+            if step in (0, 4):
+                before = flat(models[1].module)
+                optimizers[1].zero_grad()
+                image, token, target = (part.chunk(rank.size)[rank.rank] for part in whole_batch(99))
+                if rank.rank == 1:
+                    image[0, 0, 2, 2] = float("nan")
+                nn.functional.cross_entropy(models[1](image, token), target).backward()
+                optimizers[1].step()
+                assert torch.equal(flat(models[1].module), before)
+            train(models[1], optimizers[1], 1, first=step, rank=rank.rank, size=rank.size)
+        difference = (flat(models[0].module) - flat(models[1].module)).abs().max()
+        results.append((optimizers[1].stats()["skipped"], float(difference)))
+    return results
+
+
+@both
+def test_nan_on_one_rank_skips_the_step_on_all(queued: bool) -> None:
+    for results in run_ranks(body_nan, 3, queued):
+        assert all(skipped == 2 and difference < 1e-12 for skipped, difference in results), results
+
+
+def body_overflow(rank: Rank, queued: bool) -> int:
+    """Rank 1's inputs have squares beyond float32, its gradients are finite."""
+    use_path(queued)
+    rank.init("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
+    optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=1)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs = torch.full((2, 3), 1e25 if rank.rank == 1 and step == 2 else 1.0)
+        (model(inputs) * (1e-20 if rank.rank == 1 and step == 2 else 1.0)).sum(1).mean().backward()
+        optimizer.step()
+    equal_everywhere(model.module)
+    assert torch.isfinite(flat(model.module)).all()
+    return int(optimizer.stats()["factors_left_out"])
+
+
+@both
+def test_an_overflow_on_one_rank_is_left_out_there(queued: bool) -> None:
+    assert run_ranks(body_overflow, 2, queued) == [0, 1]
+
+
+def body_different(rank: Rank, what: str) -> None:
+    rank.init("gloo", timeout=20)
+    torch.manual_seed(0)
+    second = rank.rank == 1
+    if what == "no layer":
+        KFAC(nn.LayerNorm(4) if second else nn.Linear(4, 4))
+    elif what == "shape":
+        KFAC(nn.Linear(4, 5 if second else 4))
+    elif what == "count":
+        KFAC(nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] if second else [])))
+    elif what == "damping":
+        KFAC(nn.Linear(4, 4), damping=0.1 if second else 0.2)
+    elif what == "lr":
+        KFAC(nn.Linear(4, 4), lr=-1.0 if second else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("shape", "DistBackendError", "names and shapes of the layers"),
+        ("count", "DistBackendError", "the number of layers is 1 on rank 0 and 2 on rank 1"),
+        ("damping", "DistBackendError", "damping"),
+        ("no layer", "RuntimeError", "rank 1 could not build its optimizer"),
+        ("lr", "RuntimeError", "rank 1 could not build its optimizer"),
+    ],
+)
+def test_ranks_that_differ_are_told_at_construction(what: str, error: str, message: str) -> None:
+    with launch(body_different, 2, what) as ranks:
+        outcomes = ranks.outcomes(deadline=15)
+    assert outcomes[0].error == error, outcomes[0]
+    assert message in outcomes[0].message
+    assert not outcomes[1].ok
