@@ -26,13 +26,13 @@ std::tuple<at::Tensor, at::Tensor> forwardCuda(const at::Tensor& pool, const at:
   const bool max = batch.view().mode == cpu::BagMode::kMax;
   at::Tensor output = at::empty({batch.view().bags, dim}, pool.options());
   at::Tensor argmax = at::empty({max ? batch.view().bags : 0, dim}, pool.options().dtype(at::kInt));
-  const OptionalTensor dense = weights.has_value() ? OptionalTensor(weights->contiguous()) : std::nullopt;
+  const at::Tensor dense = weights.has_value() ? weights->contiguous() : at::Tensor();
   setAligned(table, {pool.const_data_ptr(), output.const_data_ptr()});
   TORCHEXT_DISPATCH_POOL(pool.scalar_type(), [&] {
     using T = cuda::ElementOf<scalar_t>;
     DeviceScope::check(cuda::launchForward<T>(
         {batch.view(), table, static_cast<const T*>(pool.const_data_ptr()),
-         dense.has_value() ? static_cast<const T*>(dense->const_data_ptr()) : nullptr,
+         dense.defined() ? static_cast<const T*>(dense.const_data_ptr()) : nullptr,
          static_cast<T*>(output.mutable_data_ptr()), max ? argmax.mutable_data_ptr<std::int32_t>() : nullptr},
         scope.stream()));
   });

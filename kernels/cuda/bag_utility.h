@@ -41,7 +41,7 @@ TORCHEXT_HD std::uint8_t encodeUtility(float value, std::uint32_t random) {
   int below = 0;
   if (value >= decodeUtility(1)) {
     const auto bits = std::bit_cast<std::uint32_t>(value);
-    const float mantissa = std::bit_cast<float>((bits & 0x7FFFFFU) | 0x3F800000U);
+    const auto mantissa = std::bit_cast<float>((bits & 0x7FFFFFU) | 0x3F800000U);
     const int quarter = mantissa >= 1.6817929F ? 3 : mantissa >= 1.4142135F ? 2 : mantissa >= 1.1892071F ? 1 : 0;
     below = core::UtilityCode::kCodeOfOne + 4 * (static_cast<int>(bits >> 23U) - 127) + quarter;
   }
