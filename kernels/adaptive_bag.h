@@ -1,6 +1,7 @@
 // The operators of the adaptive embedding bag (FIITED, Luo et al., arXiv 2401.04408): what all devices share.
 //
-// State of a table, all of it in tensors that the caller owns, so that state_dict, broadcasts and torch.compile see it:
+// State of a table, all of it in tensors that the caller owns, so that state_dict, broadcasts and torch.compile see it.
+// On CUDA all are on the pool's device but clock and lr, which stay on the CPU (kernels/cuda/bag_views.h).
 //   pool     slots x chunk_dim   the values of resident chunks; float32, float64, float16 or bfloat16
 //   state    0 to 2 tensors      of the fused optimizer: Adagrad (slots), Adam 2 x (slots x chunk_dim); float32, beside
 //   a
@@ -44,11 +45,18 @@ struct BagLayout {
 // anything is written.
 void checkTable(const char* op, const at::Tensor& pool, const at::Tensor& index, std::int64_t rows,
                 std::int64_t chunks);
-core::ChunkIndex indexOf(const char* op, const at::Tensor& index, std::int64_t rows, std::int64_t chunks);
-core::ChunkUtility utilityOf(const char* op, const at::Tensor& utility, const at::Tensor& sketch, std::int64_t slots,
-                             std::int64_t rows, std::int64_t chunks);
+// The next two check tensors on any device, which must be `device`; what they return may only be used where it is the
+// CPU, all but its sizes and layout.
+core::ChunkIndex indexOf(const char* op, const at::Tensor& index, at::Device device, std::int64_t rows,
+                         std::int64_t chunks);
+core::ChunkUtility utilityOf(const char* op, const at::Tensor& utility, const at::Tensor& sketch, at::Device device,
+                             std::int64_t slots, std::int64_t rows, std::int64_t chunks);
+// All of a batch but the values of ids and offsets.
+void checkLayout(const char* op, const BagLayout& layout, at::Device device, std::int64_t rows);
+// The values, too; for tensors on the CPU.
 cpu::BagBatch batchOf(const char* op, const BagLayout& layout, std::int64_t rows);
 void checkWeights(const char* op, const std::optional<at::Tensor>& weights, const BagLayout& layout,
                   const at::Tensor& pool);
+void checkClock(const char* op, const at::Tensor& clock, double gamma);
 
 }  // namespace torchext::kernels

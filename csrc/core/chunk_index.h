@@ -19,8 +19,8 @@
 
 namespace torchext::core {
 
-// Well mixed bits of x (the finaliser of splitmix64).
-inline std::uint64_t mixBits(std::uint64_t x) {
+// Well mixed bits of x (the finaliser of splitmix64). constexpr, here and below, lets device code call it.
+constexpr std::uint64_t mixBits(std::uint64_t x) {
   x += 0x9E3779B97F4A7C15ULL;
   x = (x ^ (x >> 30U)) * 0xBF58476D1CE4E5B9ULL;
   x = (x ^ (x >> 27U)) * 0x94D049BB133111EBULL;
@@ -28,7 +28,7 @@ inline std::uint64_t mixBits(std::uint64_t x) {
 }
 
 // Maps mixed bits onto 0..count-1, count < 2^32.
-inline std::size_t scaleBits(std::uint64_t bits, std::size_t count) { return ((bits >> 32U) * count) >> 32U; }
+constexpr std::size_t scaleBits(std::uint64_t bits, std::size_t count) { return ((bits >> 32U) * count) >> 32U; }
 
 class ChunkIndex {
  public:

@@ -23,7 +23,7 @@ struct ReadableTable {
 ReadableTable readableTable(const char* op, const at::Tensor& pool, const at::Tensor& index, std::int64_t rows,
                             std::int64_t chunks) {
   checkTable(op, pool, index, rows, chunks);
-  const core::ChunkIndex table = indexOf(op, index, rows, chunks);
+  const core::ChunkIndex table = indexOf(op, index, at::kCPU, rows, chunks);
   if (table.layout() == core::ChunkIndex::Layout::kIdentity) {
     return {core::ChunkIndex::identity(rows, 1), static_cast<std::size_t>(chunks * pool.size(1))};
   }

@@ -31,7 +31,7 @@ class Backward {
         table_([&] {
           checkTable(op, pool, index, rows, chunks);
           checkWeights(op, weights, layout, pool);
-          return indexOf(op, index, rows, chunks);
+          return indexOf(op, index, at::kCPU, rows, chunks);
         }()),
         batch_(batchOf(op, layout, rows)) {
     const std::int64_t dim = chunks * pool.size(1);
@@ -55,10 +55,8 @@ class Backward {
 
   // Lets the pass collect utility as well. Moves the clock one step on.
   void observe(const at::Tensor& utility, const at::Tensor& sketch, const at::Tensor& clock, double gamma) {
-    TORCH_CHECK_VALUE(clock.numel() == 2 && clock.scalar_type() == at::kDouble && clock.device().is_cpu(), op_,
-                      ": clock must be two float64 on cpu, got ", clock.sizes(), " ", clock.scalar_type());
-    TORCH_CHECK_VALUE(gamma > 0 && gamma <= 1, op_, ": gamma is ", gamma, "; allowed 0 < gamma <= 1");
-    utility_ = utilityOf(op_, utility, sketch, pool_.size(0), rows_, chunks_);
+    checkClock(op_, clock, gamma);
+    utility_ = utilityOf(op_, utility, sketch, at::kCPU, pool_.size(0), rows_, chunks_);
     auto* now = clock.mutable_data_ptr<double>();
     now[0] += 1;
     now[1] /= gamma;

@@ -25,8 +25,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> prune(const at::Tensor& index, co
                                                      std::int64_t chunks, std::int64_t capacity, std::int64_t max_swaps,
                                                      double hysteresis) {
   constexpr const char* kOp = "adaptive_table_prune_";
-  core::ChunkIndex table = indexOf(kOp, index, rows, chunks);
-  core::ChunkUtility worth = utilityOf(kOp, utility, sketch, slots, rows, chunks);
+  core::ChunkIndex table = indexOf(kOp, index, at::kCPU, rows, chunks);
+  core::ChunkUtility worth = utilityOf(kOp, utility, sketch, at::kCPU, slots, rows, chunks);
   TORCH_CHECK_VALUE(table.layout() != core::ChunkIndex::Layout::kIdentity, kOp,
                     ": the table is wholly resident; there is nothing to prune");
   TORCH_CHECK_VALUE(capacity >= 0 && max_swaps >= 0 && hysteresis >= 0, kOp, ": capacity ", capacity, ", max_swaps ",
@@ -61,8 +61,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> candidates(const at::Tensor& inde
                                                           const at::Tensor& sketch, std::int64_t slots,
                                                           std::int64_t rows, std::int64_t chunks) {
   constexpr const char* kOp = "adaptive_table_candidates";
-  const core::ChunkIndex table = indexOf(kOp, index, rows, chunks);
-  const core::ChunkUtility worth = utilityOf(kOp, utility, sketch, slots, rows, chunks);
+  const core::ChunkIndex table = indexOf(kOp, index, at::kCPU, rows, chunks);
+  const core::ChunkUtility worth = utilityOf(kOp, utility, sketch, at::kCPU, slots, rows, chunks);
   std::vector<core::ChunkCandidate> found = core::chunkCandidates(table, worth);
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.key < b.key; });
   const auto count = static_cast<std::int64_t>(found.size());
@@ -86,7 +86,7 @@ void renorm(const at::Tensor& pool, const at::Tensor& index, const at::Tensor& i
   constexpr const char* kOp = "adaptive_bag_renorm_";
   TORCH_CHECK_VALUE(norm_type > 0, kOp, ": norm_type is ", norm_type, "; allowed: above 0");
   checkTable(kOp, pool, index, rows, chunks);
-  const core::ChunkIndex table = indexOf(kOp, index, rows, chunks);
+  const core::ChunkIndex table = indexOf(kOp, index, at::kCPU, rows, chunks);
   const std::optional<at::Tensor> none;
   const cpu::BagBatch batch = batchOf(kOp, {ids, none, 1, false, 0, -1}, rows);
   const cpu::GroupedIds distinct = cpu::groupIds(batch, rows);

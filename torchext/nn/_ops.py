@@ -1,6 +1,6 @@
 """The operators of the adaptive embedding bag: fake kernels, derivative, and the three ways to train.
 
-The schemas and CPU kernels are in ``kernels/`` (``adaptive_bag.h`` says which tensor holds what). Everything here
+The schemas and kernels are in ``kernels/`` (``adaptive_bag.h`` says which tensor holds what). Everything here
 works on shapes; nothing looks at an element.
 """
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchext._build import build_info
 from torchext.nn._ops import BagSpec, Table, _ops
 
 __all__ = ["AdaptiveTable"]
@@ -43,11 +44,34 @@ def _bit(rows: Tensor) -> Tensor:
     return torch.ones_like(rows, dtype=torch.uint8) << (rows & 7).to(torch.uint8)
 
 
-def _filled(size: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
+def _memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for random access: in huge pages where they are to be had. They must be asked for before it is written."""
-    made = torch.empty(size, dtype=dtype)
-    _ops.adaptive_table_advise_huge_pages(made)
-    return made.fill_(value)
+    made = torch.empty(size, dtype=dtype, device=device)
+    if device.type == "cpu":
+        _ops.adaptive_table_advise_huge_pages(made)
+    return made
+
+
+def _check_device(device: torch.device, layout: str, training: str) -> None:
+    """Refuses devices that a table cannot live on."""
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device {device}: adaptive embeddings run on the CPU and on CUDA")
+    if device.type == "cpu":
+        return
+    if layout == "sketch":
+        raise NotImplementedError(
+            f"device {device}: the layout 'sketch' runs on the CPU only; make the table with layout='hash' or "
+            "layout='direct'"
+        )
+    if training == "sharded":
+        raise NotImplementedError(
+            f"device {device}: training = 'sharded' runs on the CPU only; take 'fused' on one GPU, 'dense' under DDP"
+        )
+    if not build_info()["cuda"]:
+        raise NotImplementedError(
+            f"device {device}: torchext was built without CUDA kernels (python -m torchext says why). Build them with "
+            "TORCHEXT_CUDA=1 pip install --no-build-isolation <the torchext source folder>"
+        )
 
 
 def _capacity(budget: float, chunks: int) -> int:
@@ -68,8 +92,11 @@ class AdaptiveTable(nn.Module):
     Attributes:
         pool: Parameter, (slots, chunk_dim): the values of resident chunks. Trained by an optimizer of yours unless
             training is fused or sharded.
-        lr: Tensor of one number, float64 on the CPU: the learning rate of the fused update.
+        lr: Tensor of one number, float64, on the CPU wherever the table is: the learning rate of the fused update.
         budget_chunks: Slots of the pool.
+
+    On CUDA the pool, the fused optimizer's state, the index and utilities are on the device; the learning rate and the
+    count of steps stay on the CPU. Pruning fetches index and utilities, decides on the CPU, and sends the index back.
     """
 
     _version = 1
@@ -79,6 +106,7 @@ class AdaptiveTable(nn.Module):
     trigger: nn.Parameter | None
 
     _PLAIN = ("index", "utility", "sketch", "seen", "clock", "lr")
+    _ON_HOST = ("clock", "lr")  # read in every step, so that none waits for a device
 
     def __init__(
         self,
@@ -102,8 +130,7 @@ class AdaptiveTable(nn.Module):
         nn.Module.__init__(self)  # not nn.EmbeddingBag's, which would make the whole table
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self._check(num_embeddings, embedding_dim, layout, training, optimizer, lr, betas, eps, gamma, init_std, dtype)
-        if torch.device(device or "cpu").type != "cpu":
-            raise NotImplementedError(f"device {device}: adaptive embeddings run on the CPU so far")
+        device = torch.get_default_device() if device is None else torch.device(device)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         whole = budget == 1.0 and isinstance(budget, float)
         self.chunk_dim = _chunk_dim(embedding_dim, chunk_dim, whole)
@@ -118,17 +145,17 @@ class AdaptiveTable(nn.Module):
         self.budget_chunks = _capacity(budget, total)
         self.training_mode, self.optimizer_name = training, optimizer
         self.betas, self.eps, self.gamma, self.init_std, self.seed = betas, eps, gamma, init_std, seed
-        self.layout = "identity" if self.budget_chunks == total else self._choose_layout(layout)
+        self.layout = "identity" if self.budget_chunks == total else self._choose_layout(layout, device)
+        _check_device(device, self.layout, training)
         trained = training in ("dense", "sparse")
-        pool = torch.empty(self.budget_chunks, self.chunk_dim, dtype=dtype)
-        _ops.adaptive_table_advise_huge_pages(pool)
+        pool = _memory((self.budget_chunks, self.chunk_dim), dtype, device)
         # Autograd runs a backward pass only towards something that requires grad.
-        trigger = None if trained else nn.Parameter(torch.empty(0, dtype=dtype))
+        trigger = None if trained else nn.Parameter(torch.empty(0, dtype=dtype, device=device))
         if training == "sharded":  # not registered: DDP would give every rank the shard of rank 0
             self.__dict__.update(pool=nn.Parameter(pool, requires_grad=False), trigger=trigger)
         else:
             self.pool, self.trigger = nn.Parameter(pool, requires_grad=trained), trigger
-        self.lr = torch.tensor(float(lr), dtype=torch.float64)
+        self.lr = torch.tensor(float(lr), dtype=torch.float64, device="cpu")
         self._make_plain()
         self._ddp: Any = None
         self.reset_parameters()
@@ -172,39 +199,44 @@ class AdaptiveTable(nn.Module):
         if dtype not in _DTYPES:
             raise TypeError(f"dtype is {dtype}; supported are {', '.join(map(str, _DTYPES))}")
 
-    def _choose_layout(self, layout: str) -> str:
+    def _choose_layout(self, layout: str, device: torch.device) -> str:
         share = self.budget_chunks / (self.num_embeddings * self.chunks)
         if layout == "auto":
-            return "direct" if share >= _DIRECT_FROM else "hash" if share >= _HASH_FROM else "sketch"
+            hash_from = _HASH_FROM if device.type == "cpu" else 0.0  # no sketch elsewhere
+            return "direct" if share >= _DIRECT_FROM else "hash" if share >= hash_from else "sketch"
         return layout
 
     def _make_plain(self) -> None:
         rows, total, slots = self.num_embeddings, self.num_embeddings * self.chunks, self.budget_chunks
-        self.clock = torch.tensor([0.0, 1.0], dtype=torch.float64)
-        self.seen = torch.zeros(0 if self.layout == "identity" else (rows + 7) // 8, dtype=torch.uint8)
-        self.sketch = torch.full((max(64, slots // 2) if self.layout == "sketch" else 0,), -1, dtype=torch.int32)
+        device = self.pool.device
+        self.clock = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
+        self.seen = torch.zeros(0 if self.layout == "identity" else (rows + 7) // 8, dtype=torch.uint8, device=device)
+        cells = max(64, slots // 2) if self.layout == "sketch" else 0
+        self.sketch = torch.full((cells,), -1, dtype=torch.int32, device=device)
         self.index = self._empty_index(slots)
-        self.utility = {
-            "identity": lambda: torch.zeros(0),
-            "direct": lambda: _filled((total,), 0, torch.float32),
-            "hash": lambda: _filled((total,), 0, torch.uint8),
-            "sketch": lambda: _filled((slots + len(self.sketch),), 0, torch.uint8),
-        }[self.layout]()
+        count, dtype = {
+            "identity": (0, torch.float32),
+            "direct": (total, torch.float32),
+            "hash": (total, torch.uint8),
+            "sketch": (slots + cells, torch.uint8),
+        }[self.layout]
+        self.utility = _memory((count,), dtype, device).zero_()
         self.state = self._empty_state(slots)
 
     def _empty_index(self, slots: int) -> Tensor:
+        device = self.pool.device
         if self.layout == "identity":
-            return torch.empty(0, dtype=torch.int32)
+            return torch.empty(0, dtype=torch.int32, device=device)
         if self.layout == "direct":
-            return _filled((self.num_embeddings * self.chunks,), -1, torch.int32)
-        return _filled((slots + slots * 3 // 7 + 8,), -1, torch.int64)  # ChunkIndex::cellsFor
+            return _memory((self.num_embeddings * self.chunks,), torch.int32, device).fill_(-1)
+        return _memory((slots + slots * 3 // 7 + 8,), torch.int64, device).fill_(-1)  # ChunkIndex::cellsFor
 
     def _empty_state(self, slots: int) -> list[Tensor]:
         if self.pool.requires_grad:
             return []
         dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
         shape = (slots,) if self.optimizer_name == "adagrad" else (slots, self.chunk_dim)
-        return [_filled(shape, 0, dtype) for _ in range(_OPTIMIZERS[self.optimizer_name])]
+        return [_memory(shape, dtype, self.pool.device).zero_() for _ in range(_OPTIMIZERS[self.optimizer_name])]
 
     @property
     def _table(self) -> Table:
@@ -272,7 +304,7 @@ class AdaptiveTable(nn.Module):
             table with all chunks; ``layout``.
         """
         keys, _ = self._resident()
-        widths = torch.bincount(keys // self.chunks, minlength=self.num_embeddings)
+        widths = torch.bincount(keys.cpu() // self.chunks, minlength=self.num_embeddings)
         tensors = [self.pool, *self.state, *(getattr(self, name) for name in self._PLAIN)]
         return {
             "layout": self.layout,
@@ -364,7 +396,7 @@ class AdaptiveTable(nn.Module):
             self.index[keys] = slots.to(torch.int32)
             return
         # The operator gives a table that is filled with useful chunks slots of its own: put their contents in order.
-        utility = torch.zeros(self.num_embeddings * self.chunks)
+        utility = torch.zeros(self.num_embeddings * self.chunks, dtype=torch.float32, device=keys.device)
         utility[keys] = 1
         none = self.sketch.new_empty(0)
         _ops.adaptive_table_prune_(
@@ -402,9 +434,10 @@ class AdaptiveTable(nn.Module):
         if not bool(first.any()):
             return
         if self.init_std > 0:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + int(self.clock[0]))
-            fresh = torch.randn(int(first.sum()), self.chunk_dim, generator=generator) * self.init_std
-            self.pool.data[slots[first]] = fresh.to(self.pool.dtype)
+            # On the CPU, so that a row begins with the same values on every device.
+            generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + int(self.clock[0]))
+            fresh = torch.randn(int(first.sum()), self.chunk_dim, generator=generator, device="cpu") * self.init_std
+            self.pool.data[slots[first]] = fresh.to(self.pool)
         new_rows = torch.unique_consecutive(rows[first])
         self.seen.index_put_((new_rows >> 3,), _bit(new_rows), accumulate=True)
 
@@ -414,7 +447,7 @@ class AdaptiveTable(nn.Module):
         if embeddings.shape != (self.num_embeddings, self.embedding_dim):
             expected = (self.num_embeddings, self.embedding_dim)
             raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; the table is {expected}")
-        values = embeddings.detach().to(self.pool.dtype).reshape(-1, self.chunk_dim)
+        values = embeddings.detach().to(self.pool).reshape(-1, self.chunk_dim)
         if self.layout == "identity":
             self.pool.copy_(values)
             return
@@ -422,7 +455,7 @@ class AdaptiveTable(nn.Module):
         norms = values.float().norm(dim=1)
         largest = norms.topk(min(self.budget_chunks, len(norms))).indices
         keys = largest[norms[largest] > 0].sort().values
-        slots = torch.arange(len(keys))
+        slots = torch.arange(len(keys), device=keys.device)
         self._fill_index(keys, slots, self.budget_chunks)
         self.pool[: len(keys)] = values[keys]
         rows = torch.unique_consecutive(keys // self.chunks)
@@ -441,7 +474,11 @@ class AdaptiveTable(nn.Module):
             )
         if self._ddp is not ddp.process_group:
             for name in self._PLAIN:
-                torch.distributed.broadcast(getattr(self, name), group_src=0, group=ddp.process_group)
+                tensor = getattr(self, name)
+                sent = tensor.to(self.pool.device)  # what is on the CPU cannot travel where the table does
+                torch.distributed.broadcast(sent, group_src=0, group=ddp.process_group)
+                if sent is not tensor:
+                    tensor.copy_(sent)
             self._ddp = ddp.process_group
 
     def __getstate__(self) -> dict[str, Any]:
@@ -449,14 +486,16 @@ class AdaptiveTable(nn.Module):
         return {**self.__dict__, "_ddp": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptiveTable:
-        moved = fn(torch.empty(0, dtype=self.pool.dtype))
-        if moved.device.type != "cpu":
-            raise NotImplementedError(f"device {moved.device}: adaptive embeddings run on the CPU so far")
+        device = fn(self.pool.new_empty(0)).device
+        _check_device(device, self.layout, self.training_mode)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.training_mode == "sharded" and self.trigger is not None:
             self.pool.data, self.trigger.data = fn(self.pool.data), fn(self.trigger.data)
         dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
-        self.state = [state.to(dtype) for state in self.state]
+        self.state = [state.to(device, dtype) for state in self.state]
+        for name in self._PLAIN:
+            if name not in self._ON_HOST:
+                setattr(self, name, getattr(self, name).to(device))
         return self
 
     def _extra_tensors(self) -> Iterable[tuple[str, Tensor]]:
@@ -520,7 +559,10 @@ class AdaptiveTable(nn.Module):
                 self.budget_chunks = slots
                 self.pool.data = self.pool.new_empty(slots, self.chunk_dim)
                 self.state = self._empty_state(slots)
-                self.index, self.utility = (torch.empty_like(state_dict[prefix + n]) for n in ("index", "utility"))
+                self.index, self.utility = (
+                    torch.empty_like(state_dict[prefix + name], device=self.pool.device)
+                    for name in ("index", "utility")
+                )
             self.pool.copy_(state_dict[prefix + "pool"])
             for name, tensor in self._extra_tensors():
                 tensor.copy_(state_dict[prefix + name])

@@ -157,7 +157,8 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[ov
         init_std: Standard deviation of initial values, 0 or more.
         seed: Of the values of rows that are admitted for the first time; the same on all ranks.
         process_group: Of the shards; None: the default group.
-        device: Only the CPU so far.
+        device: The CPU, or CUDA: there ``"auto"`` picks no sketch, training cannot be sharded, every forward pass waits
+            for the check of its ids, and CUDA graphs cannot record it.
         dtype: float32, float64, bfloat16 or float16.
 
     Raises:
@@ -236,7 +237,7 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[ov
         """
         if embeddings.dim() != 2:
             raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
-        made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, **options})
+        made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, "device": embeddings.device, **options})
         made._take(embeddings)
         made.requires_grad_(not freeze and made.trigger is None)
         if made.trigger is not None and not freeze:
@@ -345,7 +346,7 @@ class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[override
         """As :meth:`AdaptiveEmbeddingBag.from_pretrained`."""
         if embeddings.dim() != 2:
             raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
-        made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, **options})
+        made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, "device": embeddings.device, **options})
         made._take(embeddings)
         made.requires_grad_(not freeze and made.trigger is None)
         if made.trigger is not None and not freeze:

@@ -126,11 +126,11 @@ class ChunkPruner:
             )
             used = utilities[utilities > 0]
             high = used.sort().values[int(0.95 * (len(used) - 1))] if len(used) else utilities.new_ones(())
-            scaled.append(used / high)
-        owner = torch.cat([torch.full((len(part),), at) for at, part in enumerate(scaled)])
+            scaled.append((used / high).cpu())
+        owner = torch.cat([torch.full((len(part),), at, device="cpu") for at, part in enumerate(scaled)])
         chosen = torch.cat(scaled).sort(descending=True, stable=True).indices[: self.shared_budget]
         counts = torch.bincount(owner[chosen], minlength=len(self.tables)).clamp(min=1)
-        most = torch.tensor([table.num_embeddings * table.chunks for table in self.tables])
+        most = torch.tensor([table.num_embeddings * table.chunks for table in self.tables], device="cpu")
         spare = self.shared_budget - int(counts.sum())
         for at in torch.argsort(most - counts, descending=True, stable=True).tolist():
             given = max(-int(counts[at]) + 1, min(spare, int(most[at] - counts[at])))
@@ -144,8 +144,9 @@ class ChunkPruner:
             return
         group, world = self.process_group, dist.get_world_size(self.process_group)
         index = table.index.to(torch.int64)
-        odd = torch.arange(1, 2 * len(index), 2)
-        mark = torch.stack([(index * odd).sum(), torch.tensor(table.budget_chunks), table.clock[0].to(torch.int64)])
+        odd = torch.arange(1, 2 * len(index), 2, device=index.device)
+        mark = index.new_tensor([0, table.budget_chunks, int(table.clock[0])])
+        mark[0] = (index * odd).sum()
         marks = [torch.empty_like(mark) for _ in range(world)]
         dist.all_gather(marks, mark, group=group)
         for rank, other in enumerate(marks):

@@ -6,17 +6,11 @@ namespace torchext::kernels {
 
 namespace {
 
-[[noreturn]] void raise(const char* op) {
+void raise(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, op,
+      false, op.schema().name(),
       ": torchext was built without CUDA kernels (python -m torchext says why). Build them with "
       "TORCHEXT_CUDA=1 pip install --no-build-isolation <the torchext source folder>");
-}
-
-void flattenAbsent(at::TensorList /*tensors*/, const at::Tensor& /*flat*/) { raise("multi_tensor_flatten"); }
-
-void averageAbsent(at::TensorList /*tensors*/, const at::Tensor& /*flat*/, double /*scale*/) {
-  raise("multi_tensor_average_");
 }
 
 }  // namespace
@@ -24,6 +18,10 @@ void averageAbsent(at::TensorList /*tensors*/, const at::Tensor& /*flat*/, doubl
 }  // namespace torchext::kernels
 
 TORCH_LIBRARY_IMPL(torchext, CUDA, m) {
-  m.impl("multi_tensor_flatten", torchext::kernels::flattenAbsent);
-  m.impl("multi_tensor_average_", torchext::kernels::averageAbsent);
+  for (const char* name : {"multi_tensor_flatten", "multi_tensor_average_", "adaptive_bag",
+                           "adaptive_bag_weight_gradient", "adaptive_bag_dense_gradient", "adaptive_bag_observe_",
+                           "adaptive_bag_sparse_gradient", "adaptive_bag_update_", "adaptive_bag_renorm_",
+                           "adaptive_table_prune_", "adaptive_table_candidates", "adaptive_table_advise_huge_pages"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&torchext::kernels::raise>());
+  }
 }

@@ -1,0 +1,392 @@
+"""Adaptive embeddings on CUDA are those on the CPU: outputs, gradients, updates, utilities, pruning, errors.
+
+On two devices: a GPU where one is visible, and anywhere a simulated one. That runs the CUDA operators' own code, from
+tensors to the passes of the kernels, with loops in the place of launches (tests/cpp/simulated_cuda, compiled here).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_adaptive_bag import Draw, close
+from torch import Tensor
+from torch.utils import cpp_extension
+
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner, _ops, _table, adaptive_embedding, pruning
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")
+NAMES = [
+    "adaptive_bag",
+    "adaptive_bag_weight_gradient",
+    "adaptive_bag_dense_gradient",
+    "adaptive_bag_observe_",
+    "adaptive_bag_sparse_gradient",
+    "adaptive_bag_update_",
+    "adaptive_bag_renorm_",
+    "adaptive_table_prune_",
+    "adaptive_table_candidates",
+    "adaptive_table_advise_huge_pages",
+]
+
+
+class SimulatedOps:
+    """torch.ops.torchext, with the kernels that the simulated device has registered."""
+
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(getattr(torch.ops.torchext, name).default.redispatch, self.keys)
+
+
+class Device:
+    """Where the second of two equal modules runs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The module that is on the device is used in here."""
+        if self.name == "cuda":
+            yield
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (_ops, _table, adaptive_embedding, pruning):
+                patch.setattr(module, "_ops", SimulatedOps())
+            yield
+
+    def put(self, thing: Any) -> Any:
+        """A copy on the device."""
+        if isinstance(thing, torch.nn.Module):
+            thing = copy.deepcopy(thing)
+        elif isinstance(thing, Tensor):
+            thing = thing.detach().clone().requires_grad_(thing.requires_grad)
+        return thing.to("cuda") if self.name == "cuda" and thing is not None else thing
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The simulated device's kernels, compiled and registered."""
+    here = ROOT / "tests" / "cpp" / "simulated_cuda"
+    built = tmp_path_factory.mktemp("simulated_cuda") / "simulated.so"
+    folders = [here, ROOT, ROOT / "csrc", *cpp_extension.include_paths()]
+    libraries = Path(torch.__file__).parent / "lib"
+    command = [
+        *shlex.split(os.environ.get("CXX", "c++")),
+        *("-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
+        *(f"-I{folder}" for folder in folders),
+        *(str(here / "simulated.cpp"), "-o", str(built)),
+        *(f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    torch.ops.load_library(str(built))
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=NO_GPU)])
+def device(request: pytest.FixtureRequest) -> Device:
+    if request.param == "simulated":
+        request.getfixturevalue("library")
+    return Device(request.param)
+
+
+def same(ours: Tensor, expected: Tensor) -> None:
+    """To rounding."""
+    close(ours.detach().cpu(), expected.detach())
+
+
+def same_tables(ours: Any, expected: Any) -> None:
+    same(ours.pool, expected.pool)
+    assert torch.equal(ours.index.cpu(), expected.index)
+    assert torch.equal(ours.seen.cpu(), expected.seen)
+    assert torch.equal(ours.clock, expected.clock)
+    for state, other in zip(ours.state, expected.state, strict=True):
+        same(state, other)
+    utility = ours.utility.cpu()
+    if utility.dtype == torch.uint8 and len(utility):  # what is rounded otherwise may have the next code
+        assert int((utility.int() - expected.utility.int()).abs().max()) <= 1
+    else:
+        same(utility, expected.utility)
+
+
+def made(draw: Draw, **options: Any) -> AdaptiveEmbeddingBag:
+    options = {"lr": 0.1, "eps": 1e-8, "chunk_dim": draw.chunk_dim, **options}
+    if options.get("budget", 1.0) == 1.0 and draw.chunk_dim == draw.dim:
+        options["chunk_dim"] = None
+    bag = AdaptiveEmbeddingBag(draw.rows, draw.dim, **draw.options, **options)
+    bag._take(torch.randn(draw.rows, draw.dim).to(draw.dtype))
+    return bag
+
+
+def step(bag: AdaptiveEmbeddingBag, draw: Draw, weights: Tensor | None, upstream: Tensor, put: Any) -> Tensor:
+    ids, offsets = put(draw.ids), None if draw.offsets is None else put(draw.offsets)
+    output = bag(ids, offsets, weights)
+    output.backward(put(upstream))
+    gradient = bag.pool.grad
+    if gradient is not None:  # plain SGD, on either kind of gradient
+        with torch.no_grad():
+            bag.pool -= 0.1 * (gradient.to_dense() if gradient.is_sparse else gradient)
+        bag.pool.grad = None
+    return output.detach()  # type: ignore[no-any-return]
+
+
+TRAINING = [
+    {"training": "dense"},
+    {"training": "sparse"},
+    {"training": "fused", "optimizer": "sgd"},
+    {"training": "fused", "optimizer": "adagrad"},
+    {"training": "fused", "optimizer": "adam"},
+]
+
+
+@pytest.mark.parametrize("training", TRAINING, ids=lambda options: "-".join(options.values()))
+@pytest.mark.parametrize("table", [{}, {"budget": 0.5, "layout": "direct"}, {"budget": 0.5, "layout": "hash"}])
+@pytest.mark.parametrize("seed", range(6))
+def test_training_equals_the_cpu(device: Device, seed: int, table: dict[str, Any], training: dict[str, str]) -> None:
+    draw = Draw(1000 * len(table) + 17 * seed + len(training))
+    if draw.mode == "max" and training["training"] == "sparse":
+        draw.mode = draw.options["mode"] = "sum"
+    ours_on_cpu = made(draw, **table, **training)
+    ours = device.put(ours_on_cpu)
+    for number in range(3):
+        weights = None if draw.weights is None else draw.weights.clone().requires_grad_()
+        upstream = torch.randn(_bags(draw), draw.dim).to(draw.dtype)
+        expected = step(ours_on_cpu, draw, weights, upstream, lambda tensor: tensor)
+        with device.active():
+            own_weights = device.put(None if draw.weights is None else draw.weights.clone().requires_grad_())
+            if own_weights is not None:
+                own_weights = own_weights.detach().requires_grad_()
+            output = step(ours, draw, own_weights, upstream, device.put)
+        same(output, expected)
+        if weights is not None and weights.grad is not None:
+            same(own_weights.grad, weights.grad)
+        same_tables(ours, ours_on_cpu)
+        if ours.layout != "identity":
+            # Equal utilities, to the bit: roundings must not decide what is pruned.
+            ours.utility.copy_(ours_on_cpu.utility)
+            capacity = min(draw.rows * ours.chunks, ours.budget_chunks + number)
+            done = ours_on_cpu.prune(hysteresis=0.1, capacity=capacity)
+            with device.active():
+                assert ours.prune(hysteresis=0.1, capacity=capacity) == done
+            same_tables(ours, ours_on_cpu)
+            with device.active():
+                same(ours.weight, ours_on_cpu.weight)
+                assert ours.stats() == ours_on_cpu.stats()
+    with torch.no_grad():  # evaluation takes another path
+        expected = ours_on_cpu(draw.ids, draw.offsets, draw.weights)
+        with device.active():
+            ids, offsets, weights = map(device.put, (draw.ids, draw.offsets, draw.weights))
+            same(ours(ids, offsets, weights), expected)
+
+
+def _bags(draw: Draw) -> int:
+    if draw.offsets is None:
+        return len(draw.ids)
+    return len(draw.offsets) - (1 if draw.options.get("include_last_offset") else 0)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("chunk_dim", [4, 16, 64, 136])
+def test_popular_rows_are_summed_in_pieces(device: Device, chunk_dim: int, optimizer: str) -> None:
+    """Runs far longer than a piece, and the same bits from run to run."""
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"mode": "mean", "training": "fused", "optimizer": optimizer, "chunk_dim": chunk_dim}
+    on_cpu = AdaptiveEmbeddingBag(40, 136 if chunk_dim == 136 else 64, budget=0.7, layout="direct", **options)
+    on_cpu._take(torch.randn(40, on_cpu.embedding_dim))
+    twins = [device.put(on_cpu) for _ in range(2)]
+    ids, offsets = (torch.rand(3000) ** 4 * 40).long(), torch.arange(0, 3000, 7, dtype=torch.int32)
+    upstream = torch.randn(len(offsets), on_cpu.embedding_dim)
+    for _ in range(2):
+        on_cpu(ids, offsets).backward(upstream)
+        for twin in twins:
+            with device.active():
+                twin(device.put(ids), device.put(offsets)).backward(device.put(upstream))
+        same_tables(twins[0], on_cpu)
+        for name, value in twins[0].state_dict().items():
+            assert torch.equal(twins[1].state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("training", ["dense", "sparse", "fused"])
+def test_single_vectors_equal_the_cpu(device: Device, training: str) -> None:
+    torch.manual_seed(2)
+    on_cpu = AdaptiveEmbedding(30, 16, padding_idx=3, training=training, budget=0.5, chunk_dim=4, layout="hash")
+    on_cpu._take(torch.randn(30, 16))
+    ours = device.put(on_cpu)
+    ids = torch.randint(0, 30, (5, 7), dtype=torch.int32)
+    ids[0, 0] = 3
+    expected = on_cpu(ids)
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+    with device.active():
+        output = ours(device.put(ids))
+        output.backward(device.put(upstream))
+    same(output, expected)
+    same_tables(ours, on_cpu)
+    if training != "fused":
+        gradients = [table.pool.grad.to_dense() for table in (ours, on_cpu)]
+        same(*gradients)
+
+
+def test_the_clock_is_set_back_with_the_utilities(device: Device) -> None:
+    for layout in ("direct", "hash"):
+        on_cpu = AdaptiveEmbeddingBag(
+            9, 8, budget=0.5, chunk_dim=4, layout=layout, training="fused", gamma=0.5, mode="sum"
+        )
+        on_cpu._take(torch.randn(9, 8))
+        ours = device.put(on_cpu)
+        ids = torch.tensor([[0, 1, 1, 8]])
+        for number in range(150):  # 2^150 is past both limits
+            on_cpu(ids).square().sum().backward()
+            with device.active():
+                ours(device.put(ids)).square().sum().backward()
+            assert torch.equal(ours.clock, on_cpu.clock), number
+        assert float(on_cpu.clock[1]) < 2.0**61
+        same_tables(ours, on_cpu)
+
+
+@pytest.mark.parametrize("training", ["dense", "fused"])
+def test_bad_batches_get_the_errors_of_the_cpu(device: Device, training: str) -> None:
+    torch.manual_seed(3)
+    on_cpu = AdaptiveEmbeddingBag(10, 8, mode="sum", training=training, max_norm=0.1)
+    ours = device.put(on_cpu)
+    before = copy.deepcopy(ours.state_dict())
+    ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2])
+    for batch in (
+        (torch.tensor([1, 10, 3]), torch.tensor([0])),
+        (torch.tensor([1, 2, -1]), torch.tensor([0])),
+        (torch.tensor([1, 2**32 + 1]), torch.tensor([0])),
+        (ids, torch.tensor([1, 2])),
+        (ids, torch.tensor([0, 5])),
+        (ids, torch.tensor([0, 3, 2])),
+        (ids, torch.tensor([0, -1])),
+        (ids, offsets, torch.ones(4).double()),
+        (ids.view(2, 2), offsets),
+    ):
+        on_cpu.max_norm = ours.max_norm = 0.1 if training == "dense" and batch[0].max() > 9 else None
+        with pytest.raises((ValueError, IndexError, TypeError)) as expected:
+            on_cpu(*batch)
+        with device.active(), pytest.raises((ValueError, IndexError, TypeError)) as caught:
+            ours(*map(device.put, batch))
+        assert caught.type is expected.type
+        assert str(caught.value) == str(expected.value)
+        assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+
+
+def test_a_shared_budget_is_shared_as_on_the_cpu(device: Device) -> None:
+    torch.manual_seed(4)
+    options: dict[str, Any] = {"chunk_dim": 4, "layout": "hash", "training": "fused", "mode": "sum", "budget": 50}
+    tables = [AdaptiveEmbeddingBag(200, 16, **options), AdaptiveEmbeddingBag(200, 8, **options)]
+    twins = [device.put(table) for table in tables]
+    pruners = [ChunkPruner(both, first=1, interval=4, shared_budget=100) for both in (tables, twins)]
+    for _ in range(12):
+        for table, twin, rows in zip(tables, twins, (30, 5), strict=True):
+            ids = torch.randint(0, rows, (64, 4))
+            table(ids).sub(1).square().sum().backward()
+            with device.active():
+                twin(device.put(ids)).sub(1).square().sum().backward()
+            twin.utility.copy_(table.utility)
+        done = pruners[0].step()
+        with device.active():
+            assert pruners[1].step() == done
+        for table, twin in zip(tables, twins, strict=True):
+            same_tables(twin, table)
+
+
+def test_the_sketch_is_refused_with_the_way_out(device: Device) -> None:
+    bag = AdaptiveEmbeddingBag(100, 16, budget=0.01, chunk_dim=4, layout="sketch", training="fused")
+    if device.name == "cuda":
+        with pytest.raises(NotImplementedError, match="layout='hash'"):
+            bag.to("cuda")
+        assert bag.pool.device.type == bag.index.device.type == "cpu"
+        return
+    with device.active(), pytest.raises(NotImplementedError, match="layout='hash' or layout='direct'"):
+        bag(torch.tensor([[1, 2]])).sum().backward()
+
+
+@NO_GPU
+@pytest.mark.parametrize("layout", ["direct", "hash"])
+def test_checkpoints_cross_devices(layout: str) -> None:
+    torch.manual_seed(5)
+    options: dict[str, Any] = {"budget": 0.3, "chunk_dim": 4, "layout": layout, "training": "fused"}
+    bag = AdaptiveEmbeddingBag(50, 16, device="cuda", **options)
+    assert bag.pool.is_cuda
+    for _ in range(5):
+        bag(torch.randint(0, 50, (10, 4), device="cuda")).sub(1).square().sum().backward()
+        bag.prune()
+    for device in ("cpu", "cuda"):
+        other = AdaptiveEmbeddingBag(50, 16, device=device, **options)
+        other.load_state_dict(bag.state_dict())
+        for name, value in other.state_dict().items():
+            assert value.device.type == ("cpu" if name in ("clock", "lr") else device), name
+            assert torch.equal(value.cpu(), bag.state_dict()[name].cpu()), name
+    back = copy.deepcopy(bag).cpu()
+    assert torch.equal(back.weight, bag.weight.cpu())
+
+
+@NO_GPU
+def test_mixed_devices_are_named() -> None:
+    bag = AdaptiveEmbeddingBag(10, 8, mode="sum", device="cuda")
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0])
+    with pytest.raises(ValueError, match="ids is on cpu; the table is on cuda:0"):
+        bag(ids, offsets.cuda())
+    with pytest.raises(ValueError, match="offsets is on cpu; the table is on cuda:0"):
+        bag(ids.cuda(), offsets)
+    with pytest.raises(ValueError, match="per_sample_weights is on cpu, the table on cuda:0"):
+        bag(ids.cuda(), offsets.cuda(), torch.ones(2))
+    with pytest.raises(ValueError, match="pool is on cpu"):
+        bag.cpu()(ids.cuda(), offsets.cuda())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cuda_key_holds_a_kernel_that_checks_or_explains(name: str) -> None:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"torchext::{name}", "CUDA")
+    if name == "adaptive_bag":
+        key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+        layout = (torch.tensor([0]), None, 1, False, None, 4, 1, 0, -1)
+        with pytest.raises((ValueError, NotImplementedError), match=r"all must be on one device|without CUDA kernels"):
+            torch.ops.torchext.adaptive_bag.default.redispatch(
+                key, torch.zeros(4, 4), torch.empty(0, dtype=torch.int32), *layout
+            )
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash"])
+def test_moving_takes_all_but_what_every_step_reads(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the meta device, in place of one that may not be here."""
+    monkeypatch.setattr(_table, "_check_device", lambda *_: None)
+    bag = AdaptiveEmbeddingBag(50, 8, budget=0.3, chunk_dim=4, layout=layout, training="fused", optimizer="adam")
+    bag.to("meta")
+    moved = {name for name, value in bag.state_dict().items() if value.device.type == "meta"}
+    assert moved == {"pool", "trigger", "index", "utility", "sketch", "seen", "state.0", "state.1"}
+    assert set(bag.state_dict()) - moved == {"clock", "lr"}
+
+
+def test_devices_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"budget": 0.01, "chunk_dim": 4}
+    with pytest.raises(NotImplementedError, match="run on the CPU and on CUDA"):
+        AdaptiveEmbeddingBag(100, 16, device="meta", **options)
+    with pytest.raises(NotImplementedError, match="layout='hash'"):
+        AdaptiveEmbeddingBag(100, 16, device="cuda", layout="sketch", **options)
+    with pytest.raises(NotImplementedError, match="'sharded' runs on the CPU only"):
+        _table._check_device(torch.device("cuda"), "direct", "sharded")
+    monkeypatch.setattr(_table, "build_info", lambda: {"cuda": False})
+    with pytest.raises(NotImplementedError, match=r"without CUDA kernels .* TORCHEXT_CUDA=1"):
+        AdaptiveEmbeddingBag(100, 16, device="cuda", **options)
+    bag = AdaptiveEmbeddingBag(100, 16, **options)
+    assert bag.layout == "sketch"
+    assert bag._choose_layout("auto", torch.device("cuda")) == "hash"
+    bag = AdaptiveEmbeddingBag(100, 16, **options)
+    with pytest.raises(NotImplementedError, match="run on the CPU and on CUDA"):
+        bag.to("meta")
+    assert bag.pool.device.type == bag.index.device.type == "cpu"
