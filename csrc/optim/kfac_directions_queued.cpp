@@ -158,6 +158,7 @@ void QueuedDirections::write(const std::vector<double>& rates, std::optional<dou
       continue;
     }
     std::vector<at::Tensor> of_parts;
+    of_parts.reserve(static_cast<std::size_t>(parts(layer)));
     for (int part = 0; part < parts(layer); ++part) {
       of_parts.push_back(direction(layer, part));
     }
