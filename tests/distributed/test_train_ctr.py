@@ -59,7 +59,7 @@ def run(data: Path, world: int, *args: str) -> list[float]:
         for rank in range(world)
     ]
     try:
-        outputs = [process.communicate(timeout=90) for process in processes]
+        outputs = [process.communicate(timeout=180) for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:

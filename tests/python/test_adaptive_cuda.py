@@ -22,7 +22,16 @@ from test_adaptive_bag import Draw, close
 from torch import Tensor
 from torch.utils import cpp_extension
 
-from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner, _ops, _table, adaptive_embedding, pruning
+from torchext.nn import (
+    AdaptiveEmbedding,
+    AdaptiveEmbeddingBag,
+    ChunkPruner,
+    _arguments,
+    _ops,
+    _table,
+    adaptive_embedding,
+    pruning,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")
@@ -364,7 +373,7 @@ def test_the_cuda_key_holds_a_kernel_that_checks_or_explains(name: str) -> None:
 @pytest.mark.parametrize("layout", ["direct", "hash"])
 def test_moving_takes_all_but_what_every_step_reads(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the meta device, in place of one that may not be here."""
-    monkeypatch.setattr(_table, "_check_device", lambda *_: None)
+    monkeypatch.setattr(_table, "check_device", lambda *_: None)
     bag = AdaptiveEmbeddingBag(50, 8, budget=0.3, chunk_dim=4, layout=layout, training="fused", optimizer="adam")
     bag.to("meta")
     moved = {name for name, value in bag.state_dict().items() if value.device.type == "meta"}
@@ -379,13 +388,13 @@ def test_devices_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(NotImplementedError, match="layout='hash'"):
         AdaptiveEmbeddingBag(100, 16, device="cuda", layout="sketch", **options)
     with pytest.raises(NotImplementedError, match="'sharded' runs on the CPU only"):
-        _table._check_device(torch.device("cuda"), "direct", "sharded")
-    monkeypatch.setattr(_table, "build_info", lambda: {"cuda": False})
+        _arguments.check_device(torch.device("cuda"), "direct", "sharded")
+    monkeypatch.setattr(_arguments, "build_info", lambda: {"cuda": False})
     with pytest.raises(NotImplementedError, match=r"without CUDA kernels .* TORCHEXT_CUDA=1"):
         AdaptiveEmbeddingBag(100, 16, device="cuda", **options)
     bag = AdaptiveEmbeddingBag(100, 16, **options)
     assert bag.layout == "sketch"
-    assert bag._choose_layout("auto", torch.device("cuda")) == "hash"
+    assert _arguments.layout_of("auto", 1, 100, torch.device("cuda")) == "hash"
     bag = AdaptiveEmbeddingBag(100, 16, **options)
     with pytest.raises(NotImplementedError, match="run on the CPU and on CUDA"):
         bag.to("meta")

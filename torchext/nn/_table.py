@@ -9,34 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext._build import build_info
+from torchext.nn._arguments import (
+    MODES,
+    OPTIMIZERS,
+    capacity_of,
+    check_arguments,
+    check_device,
+    chunk_dim_of,
+    layout_of,
+    refuse,
+)
 from torchext.nn._ops import BagSpec, Table, _ops
 
 __all__ = ["AdaptiveTable"]
-
-_MODES = {"sum": 0, "mean": 1, "max": 2}
-_TRAINING = ("dense", "sparse", "fused", "sharded")
-_OPTIMIZERS = {"sgd": 0, "adagrad": 1, "adam": 2}  # tensors of state
-_LAYOUTS = ("auto", "direct", "hash", "sketch")
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-# Shares of resident chunks from which a layout pays (see AdaptiveEmbeddingBag).
-_DIRECT_FROM, _HASH_FROM = 1 / 8, 1 / 32
-
-
-def _refuse(name: str, value: object, allowed: str) -> ValueError:
-    return ValueError(f"{name} = {value!r}: allowed {allowed}")
-
-
-def _chunk_dim(embedding_dim: int, chunk_dim: int | None, whole: bool) -> int:
-    if chunk_dim is None:
-        fitting = [c for c in (16, 8, 4) if embedding_dim % c == 0]
-        chunk_dim = embedding_dim if whole or not fitting else fitting[0]
-    elif isinstance(chunk_dim, bool) or not isinstance(chunk_dim, int):
-        raise TypeError(f"chunk_dim is a {type(chunk_dim).__name__}; it must be an int")
-    fits = [c for c in range(4, embedding_dim + 1) if embedding_dim % c == 0]
-    if chunk_dim not in fits and not (whole and chunk_dim == embedding_dim):
-        raise _refuse("chunk_dim", chunk_dim, f"divisors of embedding_dim = {embedding_dim} from 4 on: {fits}")
-    return chunk_dim
 
 
 def _bit(rows: Tensor) -> Tensor:
@@ -50,40 +35,6 @@ def _memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type == "cpu":
         _ops.adaptive_table_advise_huge_pages(made)
     return made
-
-
-def _check_device(device: torch.device, layout: str, training: str) -> None:
-    """Refuses devices that a table cannot live on."""
-    if device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"device {device}: adaptive embeddings run on the CPU and on CUDA")
-    if device.type == "cpu":
-        return
-    if layout == "sketch":
-        raise NotImplementedError(
-            f"device {device}: the layout 'sketch' runs on the CPU only; make the table with layout='hash' or "
-            "layout='direct'"
-        )
-    if training == "sharded":
-        raise NotImplementedError(
-            f"device {device}: training = 'sharded' runs on the CPU only; take 'fused' on one GPU, 'dense' under DDP"
-        )
-    if not build_info()["cuda"]:
-        raise NotImplementedError(
-            f"device {device}: torchext was built without CUDA kernels (python -m torchext says why). Build them with "
-            "TORCHEXT_CUDA=1 pip install --no-build-isolation <the torchext source folder>"
-        )
-
-
-def _capacity(budget: float, chunks: int) -> int:
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(f"budget is a {type(budget).__name__}; it must be a number")
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise _refuse("budget", budget, "0 < share <= 1, or a number of chunks as an int")
-        return max(1, round(budget * chunks)) if chunks else 0
-    if not min(1, chunks) <= budget <= chunks:
-        raise _refuse("budget", budget, f"1..{chunks} chunks, or a share as a float")
-    return budget
 
 
 class AdaptiveTable(nn.Module):
@@ -129,24 +80,26 @@ class AdaptiveTable(nn.Module):
     ) -> None:
         nn.Module.__init__(self)  # not nn.EmbeddingBag's, which would make the whole table
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        self._check(num_embeddings, embedding_dim, layout, training, optimizer, lr, betas, eps, gamma, init_std, dtype)
+        check_arguments(
+            num_embeddings, embedding_dim, layout, training, optimizer, lr, betas, eps, gamma, init_std, dtype
+        )
         device = torch.get_default_device() if device is None else torch.device(device)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         whole = budget == 1.0 and isinstance(budget, float)
-        self.chunk_dim = _chunk_dim(embedding_dim, chunk_dim, whole)
+        self.chunk_dim = chunk_dim_of(embedding_dim, chunk_dim, whole)
         self.chunks = embedding_dim // self.chunk_dim
         total = num_embeddings * self.chunks
         if total > 2**31 - 1 or self.chunks > 256:
-            raise _refuse(
+            raise refuse(
                 "num_embeddings x chunks",
                 (num_embeddings, self.chunks),
                 "2^31 - 1 chunks, 256 a row; take a larger chunk_dim or share the rows out (training='sharded')",
             )
-        self.budget_chunks = _capacity(budget, total)
+        self.budget_chunks = capacity_of(budget, total)
         self.training_mode, self.optimizer_name = training, optimizer
         self.betas, self.eps, self.gamma, self.init_std, self.seed = betas, eps, gamma, init_std, seed
-        self.layout = "identity" if self.budget_chunks == total else self._choose_layout(layout, device)
-        _check_device(device, self.layout, training)
+        self.layout = layout_of(layout, self.budget_chunks, total, device)
+        check_device(device, self.layout, training)
         trained = training in ("dense", "sparse")
         pool = _memory((self.budget_chunks, self.chunk_dim), dtype, device)
         # Autograd runs a backward pass only towards something that requires grad.
@@ -159,52 +112,6 @@ class AdaptiveTable(nn.Module):
         self._make_plain()
         self._ddp: Any = None
         self.reset_parameters()
-
-    @staticmethod
-    def _check(
-        num_embeddings: int,
-        embedding_dim: int,
-        layout: str,
-        training: str,
-        optimizer: str,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        gamma: float,
-        init_std: float,
-        dtype: torch.dtype,
-    ) -> None:
-        for name, size, least in (("num_embeddings", num_embeddings, 0), ("embedding_dim", embedding_dim, 1)):
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"{name} is a {type(size).__name__}; it must be an int")
-            if size < least:
-                raise _refuse(name, size, f"{least} or more")
-        for name, choice, choices in (
-            ("layout", layout, _LAYOUTS),
-            ("training", training, _TRAINING),
-            ("optimizer", optimizer, tuple(_OPTIMIZERS)),
-        ):
-            if choice not in choices:
-                raise _refuse(name, choice, ", ".join(map(repr, choices)))
-        if not 0 <= lr < float("inf"):
-            raise _refuse("lr", lr, "0 or more, finite")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise _refuse("betas", betas, "two numbers, 0 <= beta < 1")
-        if not eps >= 0:
-            raise _refuse("eps", eps, "0 or more")
-        if not 0.5 <= gamma < 1:
-            raise _refuse("gamma", gamma, "0.5 <= gamma < 1")
-        if not init_std >= 0:
-            raise _refuse("init_std", init_std, "0 or more")
-        if dtype not in _DTYPES:
-            raise TypeError(f"dtype is {dtype}; supported are {', '.join(map(str, _DTYPES))}")
-
-    def _choose_layout(self, layout: str, device: torch.device) -> str:
-        share = self.budget_chunks / (self.num_embeddings * self.chunks)
-        if layout == "auto":
-            hash_from = _HASH_FROM if device.type == "cpu" else 0.0  # no sketch elsewhere
-            return "direct" if share >= _DIRECT_FROM else "hash" if share >= hash_from else "sketch"
-        return layout
 
     def _make_plain(self) -> None:
         rows, total, slots = self.num_embeddings, self.num_embeddings * self.chunks, self.budget_chunks
@@ -236,19 +143,19 @@ class AdaptiveTable(nn.Module):
             return []
         dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
         shape = (slots,) if self.optimizer_name == "adagrad" else (slots, self.chunk_dim)
-        return [_memory(shape, dtype, self.pool.device).zero_() for _ in range(_OPTIMIZERS[self.optimizer_name])]
+        return [_memory(shape, dtype, self.pool.device).zero_() for _ in range(OPTIMIZERS[self.optimizer_name])]
 
     @property
     def _table(self) -> Table:
         return Table(self.index, self.utility, self.sketch, self.clock, self.lr, self.state)
 
     def _spec(self, mode: str, padding: int | None, frozen: int | None, last: bool, by_frequency: bool) -> BagSpec:
-        if mode not in _MODES:
-            raise _refuse("mode", mode, "'sum', 'mean', 'max'")
+        if mode not in MODES:
+            raise refuse("mode", mode, "'sum', 'mean', 'max'")
         return BagSpec(
             self.num_embeddings,
             self.chunks,
-            _MODES[mode],
+            MODES[mode],
             -1 if padding is None else padding,
             -1 if frozen is None else frozen,
             last,
@@ -351,14 +258,14 @@ class AdaptiveTable(nn.Module):
         total, slots = self.num_embeddings * self.chunks, self.budget_chunks
         capacity = slots if capacity is None else capacity
         if max_swaps is not None and max_swaps < 0:
-            raise _refuse("max_swaps", max_swaps, "0 or more, or None")
+            raise refuse("max_swaps", max_swaps, "0 or more, or None")
         if not hysteresis >= 0:
-            raise _refuse("hysteresis", hysteresis, "0 or more")
+            raise refuse("hysteresis", hysteresis, "0 or more")
         if not 0 <= capacity <= total:
-            raise _refuse("capacity", capacity, f"0..{total}")
+            raise refuse("capacity", capacity, f"0..{total}")
         if self.layout == "identity":
             if capacity != slots:
-                raise _refuse("capacity", capacity, f"{slots}: a table with budget 1.0 keeps everything")
+                raise refuse("capacity", capacity, f"{slots}: a table with budget 1.0 keeps everything")
             return {"admitted": 0, "dropped": 0, "moved": 0}
         if capacity > slots:
             self._grow_index(capacity)
@@ -487,7 +394,7 @@ class AdaptiveTable(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptiveTable:
         device = fn(self.pool.new_empty(0)).device
-        _check_device(device, self.layout, self.training_mode)
+        check_device(device, self.layout, self.training_mode)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.training_mode == "sharded" and self.trigger is not None:
             self.pool.data, self.trigger.data = fn(self.pool.data), fn(self.trigger.data)

@@ -1,0 +1,118 @@
+"""What adaptive tables can be made with: names, ranges, devices, and the errors that say so."""
+
+from __future__ import annotations
+
+import torch
+
+from torchext._build import build_info
+
+MODES = {"sum": 0, "mean": 1, "max": 2}
+_TRAINING = ("dense", "sparse", "fused", "sharded")
+OPTIMIZERS = {"sgd": 0, "adagrad": 1, "adam": 2}  # tensors of state
+_LAYOUTS = ("auto", "direct", "hash", "sketch")
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# Shares of resident chunks from which a layout pays (see AdaptiveEmbeddingBag).
+_DIRECT_FROM, _HASH_FROM = 1 / 8, 1 / 32
+
+
+def refuse(name: str, value: object, allowed: str) -> ValueError:
+    """The error for a value out of its range."""
+    return ValueError(f"{name} = {value!r}: allowed {allowed}")
+
+
+def chunk_dim_of(embedding_dim: int, chunk_dim: int | None, whole: bool) -> int:
+    """The columns of a chunk: as asked, if they fit, else chosen."""
+    if chunk_dim is None:
+        fitting = [c for c in (16, 8, 4) if embedding_dim % c == 0]
+        chunk_dim = embedding_dim if whole or not fitting else fitting[0]
+    elif isinstance(chunk_dim, bool) or not isinstance(chunk_dim, int):
+        raise TypeError(f"chunk_dim is a {type(chunk_dim).__name__}; it must be an int")
+    fits = [c for c in range(4, embedding_dim + 1) if embedding_dim % c == 0]
+    if chunk_dim not in fits and not (whole and chunk_dim == embedding_dim):
+        raise refuse("chunk_dim", chunk_dim, f"divisors of embedding_dim = {embedding_dim} from 4 on: {fits}")
+    return chunk_dim
+
+
+def check_device(device: torch.device, layout: str, training: str) -> None:
+    """Refuses devices that a table cannot live on."""
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device {device}: adaptive embeddings run on the CPU and on CUDA")
+    if device.type == "cpu":
+        return
+    if layout == "sketch":
+        raise NotImplementedError(
+            f"device {device}: the layout 'sketch' runs on the CPU only; make the table with layout='hash' or "
+            "layout='direct'"
+        )
+    if training == "sharded":
+        raise NotImplementedError(
+            f"device {device}: training = 'sharded' runs on the CPU only; take 'fused' on one GPU, 'dense' under DDP"
+        )
+    if not build_info()["cuda"]:
+        raise NotImplementedError(
+            f"device {device}: torchext was built without CUDA kernels (python -m torchext says why). Build them with "
+            "TORCHEXT_CUDA=1 pip install --no-build-isolation <the torchext source folder>"
+        )
+
+
+def capacity_of(budget: float, chunks: int) -> int:
+    """Slots of the pool, from a number of chunks (int) or a share of them (float)."""
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(f"budget is a {type(budget).__name__}; it must be a number")
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise refuse("budget", budget, "0 < share <= 1, or a number of chunks as an int")
+        return max(1, round(budget * chunks)) if chunks else 0
+    if not min(1, chunks) <= budget <= chunks:
+        raise refuse("budget", budget, f"1..{chunks} chunks, or a share as a float")
+    return budget
+
+
+def layout_of(layout: str, budget: int, total: int, device: torch.device) -> str:
+    """How a table of so many resident chunks of all finds them; "identity" where all are resident."""
+    if budget == total:
+        return "identity"
+    if layout == "auto":
+        hash_from = _HASH_FROM if device.type == "cpu" else 0.0  # no sketch elsewhere
+        return "direct" if budget / total >= _DIRECT_FROM else "hash" if budget / total >= hash_from else "sketch"
+    return layout
+
+
+def check_arguments(
+    num_embeddings: int,
+    embedding_dim: int,
+    layout: str,
+    training: str,
+    optimizer: str,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    gamma: float,
+    init_std: float,
+    dtype: torch.dtype,
+) -> None:
+    """Refuses what no table can be made with."""
+    for name, size, least in (("num_embeddings", num_embeddings, 0), ("embedding_dim", embedding_dim, 1)):
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} is a {type(size).__name__}; it must be an int")
+        if size < least:
+            raise refuse(name, size, f"{least} or more")
+    for name, choice, choices in (
+        ("layout", layout, _LAYOUTS),
+        ("training", training, _TRAINING),
+        ("optimizer", optimizer, tuple(OPTIMIZERS)),
+    ):
+        if choice not in choices:
+            raise refuse(name, choice, ", ".join(map(repr, choices)))
+    if not 0 <= lr < float("inf"):
+        raise refuse("lr", lr, "0 or more, finite")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise refuse("betas", betas, "two numbers, 0 <= beta < 1")
+    if not eps >= 0:
+        raise refuse("eps", eps, "0 or more")
+    if not 0.5 <= gamma < 1:
+        raise refuse("gamma", gamma, "0.5 <= gamma < 1")
+    if not init_std >= 0:
+        raise refuse("init_std", init_std, "0 or more")
+    if dtype not in _DTYPES:
+        raise TypeError(f"dtype is {dtype}; supported are {', '.join(map(str, _DTYPES))}")
