@@ -37,7 +37,8 @@ FactorInverse invertFactor(const at::Tensor& factor, const at::Tensor& damping, 
     ++failures.kept;
     return {};
   }
-  return {inverse.contiguous(), {}};
+  // Symmetric, and LAPACK leaves it by columns: read by rows it is the same matrix, and nothing is copied.
+  return {inverse.is_contiguous() ? inverse : inverse.mT().contiguous(), {}};
 }
 
 FactorInverse decomposeFactor(const at::Tensor& factor, InverseFailures& failures) {

@@ -78,7 +78,8 @@ def test_a_lab_is_gone_after_a_signal(number: signal.Signals) -> None:
         "with NetLab(2) as lab:\n"
         "    inside = lab.popen(0, ['sleep', '600'])\n"
         "    print(inside.pid, flush=True)\n"
-        "    time.sleep(600)\n"
+        # Not one long sleep: a signal between the look for signals and the system call does not end that.
+        "    while True: time.sleep(0.1)\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:

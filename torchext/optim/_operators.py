@@ -23,7 +23,7 @@ def _check_packed(op: str, packed: Tensor, groups: int, dim: int) -> None:
 def _(packed: Tensor, samples: Tensor, by_dimension: bool, append_one: bool, add: bool) -> None:
     torch._check(samples.dim() == 3, lambda: f"packed_gram_: samples must be 3-D, got shape {tuple(samples.shape)}")
     inner = samples.shape[1 if by_dimension else 2]
-    _check_packed("packed_gram_", packed, samples.shape[0], inner + append_one)
+    _check_packed("packed_gram_", packed, samples.shape[0], inner + int(append_one))
 
 
 @torch.library.register_fake("torchext::pack_triangle_")  # type: ignore[untyped-decorator]
