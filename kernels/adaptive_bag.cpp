@@ -30,6 +30,8 @@ TORCH_LIBRARY_FRAGMENT(torchext, m) {
       "adaptive_table_prune_(Tensor(a!) index, Tensor(b!) utility, Tensor(c!) sketch, int slots, "
       "int num_embeddings, int chunks, int capacity, int max_swaps, float hysteresis) -> "
       "(Tensor moves, Tensor admitted, Tensor dropped)");
+  m.def("adaptive_table_carry_(Tensor(a!) values, Tensor moves, Tensor admitted) -> ()");
+  m.def("adaptive_table_meet_(Tensor(a!) seen, Tensor admitted, int chunks) -> Tensor slots");
   m.def(
       "adaptive_table_candidates(Tensor index, Tensor utility, Tensor sketch, int slots, int num_embeddings, "
       "int chunks) -> (Tensor keys, Tensor slots, Tensor utilities)");

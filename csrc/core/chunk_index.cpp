@@ -94,29 +94,42 @@ std::int32_t ChunkIndex::erase(std::int64_t key) {
   return slot;
 }
 
-std::size_t ChunkIndex::markSlots(std::span<std::uint8_t> used) const {
-  // An absent chunk marks a byte that nobody reads: which are resident is not to be predicted.
-  std::vector<std::uint8_t> marks(used.size() + 2);
-  const std::size_t absent = used.size();
-  const std::size_t outside = used.size() + 1;
-  std::size_t beyond = 0;
-  const auto mark = [&](bool resident, std::int32_t slot) {
-    const bool inside = static_cast<std::size_t>(slot) < used.size();
-    marks[!resident ? absent : inside ? static_cast<std::size_t>(slot) : outside] = 1;
-    beyond += resident && !inside ? 1 : 0;
+ChunkIndex::Residents ChunkIndex::markSlots(std::span<std::uint8_t> used) const {
+  const std::size_t count = used.size();
+  const auto for_each_cell = [&](auto&& see) {
+    if (layout_ == Layout::kHashed) {
+      for (const std::int64_t cell : std::span(hashed_, cells_)) {
+        see(cell == kEmpty ? kAbsent : slotOf(cell));
+      }
+    } else if (layout_ == Layout::kDirect) {
+      for (const std::int32_t slot : directCells()) {
+        see(slot);
+      }
+    } else {
+      for (std::int64_t key = 0; key < keys(); ++key) {
+        see(static_cast<std::int32_t>(key));
+      }
+    }
   };
-  if (layout_ == Layout::kHashed) {
-    for (std::size_t at = 0; at < cells_; ++at) {
-      mark(hashed_[at] != kEmpty, slotOf(hashed_[at]));
-    }
-  } else {
-    for (std::int64_t key = 0; key < keys(); ++key) {
-      const std::int32_t slot = find(key);
-      mark(slot != kAbsent, slot);
-    }
-  }
-  std::copy_n(marks.begin(), used.size(), used.begin());
-  return beyond;
+  const auto end = static_cast<std::int32_t>(std::min<std::size_t>(count, kMaxKeys));
+  std::int32_t all = 0;
+  std::int32_t beyond = 0;
+  for_each_cell([&](std::int32_t slot) {
+    all += slot >= 0 ? 1 : 0;
+    beyond += slot >= end ? 1 : 0;
+  });
+  if (static_cast<std::size_t>(all - beyond) == count) {  // as mostly: a full pool
+    std::fill(used.begin(), used.end(), std::uint8_t{1});
+  } else if (all > beyond) {
+    // An absent chunk marks a byte that nobody reads: which are resident is not to be predicted.
+    std::vector<std::uint8_t> marks(count + 1);
+    std::uint8_t* const mark_of = marks.data();
+    for_each_cell([&](std::int32_t slot) {
+      mark_of[std::min(static_cast<std::size_t>(static_cast<std::uint32_t>(slot)), count)] = 1;
+    });
+    std::copy_n(marks.begin(), count, used.begin());
+  }  // else nothing is resident, as before the first pruning
+  return {all, beyond};
 }
 
 }  // namespace torchext::core

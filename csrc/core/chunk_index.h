@@ -110,9 +110,15 @@ class ChunkIndex {
   // Returns the slot it had; std::logic_error unless it is resident (always in the identity layout).
   std::int32_t erase(std::int64_t key);
 
-  // Sets used[slot] to 1 for every resident chunk whose slot is below used.size(). Returns how many chunks have slots
-  // beyond.
-  std::size_t markSlots(std::span<std::uint8_t> used) const;
+  // The memory of the direct layout: the slot of every key, or kAbsent.
+  std::span<const std::int32_t> directCells() const { return {direct_, layout_ == Layout::kDirect ? cells_ : 0}; }
+
+  struct Residents {
+    std::int64_t all = 0;
+    std::int64_t beyond = 0;  // those that were not marked
+  };
+  // Sets used[slot] to 1 for every resident chunk whose slot is below used.size(), and counts.
+  Residents markSlots(std::span<std::uint8_t> used) const;
 
   // Calls visit(key, slot) for every resident chunk, in the order of the memory.
   template <class Visit>

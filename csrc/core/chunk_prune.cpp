@@ -61,15 +61,26 @@ std::vector<ChunkCandidate> sampleChunks(const ChunkIndex& index, const ChunkUti
   return sample;
 }
 
-ChunkSelection select(const ChunkIndex& index, const ChunkUtility& utility, const SelectionLimits& limits) {
+ChunkSelection select(const ChunkIndex& index, const ChunkUtility& utility, const SelectionLimits& limits,
+                      std::int64_t residents) {
   const auto look = [&](const SelectionBand& band) {
     ChunkSelector selector(limits, band);
+    if (index.layout() == ChunkIndex::Layout::kDirect && utility.layout() == ChunkUtility::Layout::kFloats) {
+      selector.offerAll(index.directCells(), utility.floatValues());
+      return selector;
+    }
     forEachCandidate(index, utility,
                      [&](std::int64_t key, std::int32_t slot, float value) { selector.offer(key, slot, value); });
     return selector;
   };
-  ChunkSelector selector =
-      look(guessBand(sampleChunks(index, utility, limits.hysteresis), index.keys(), limits.capacity));
+  std::vector<ChunkCandidate> sample = sampleChunks(index, utility, limits.hysteresis);
+  if (const auto swaps = guessSwaps(sample, index.keys(), residents, limits)) {
+    ChunkSelector selector = look(*swaps);
+    if (selector.settled()) {
+      return selector.finish();
+    }
+  }
+  ChunkSelector selector = look(guessBand(std::move(sample), index.keys(), limits.capacity));
   if (!selector.settled()) {
     selector = look({});
   }
@@ -81,24 +92,18 @@ class Placement {
   Placement(ChunkIndex& index, ChunkUtility& utility, ChunkSlots& slots, ChunkPrune& plan)
       : index_(index), utility_(utility), slots_(slots), plan_(plan) {}
 
-  void move(std::int64_t key, std::int32_t to) {
-    const std::int32_t from = index_.erase(key);
-    index_.insert(key, to);
-    utility_.moved(from, to);
-    plan_.moves.push_back({from, to});
+  // Out of a slot beyond the new end of the pool, before any row grows.
+  void bringIn(std::int64_t key) {
     moved_rows_.insert(key / index_.chunks());
-    if (from < slots_.count()) {
-      slots_.release(from);
-    }
+    move(key, slots_.allocate(1).front());
   }
 
   // The new chunks of one row, by rising key.
-  void admit(const ChunkCandidate* begin, const ChunkCandidate* end) {
-    const std::int64_t row = begin->key / index_.chunks();
+  void admit(std::int64_t row, const ChunkCandidate* begin, const ChunkCandidate* end) {
     std::array<std::int32_t, ChunkIndex::kMaxChunks> old;  // NOLINT(*-member-init): findRow fills what is read
     const int resident = index_.findRow(row, old.data());
     const auto added = static_cast<std::int32_t>(end - begin);
-    // A chunk moves once at most, so that moves can be copied from the pool as it was.
+    // A chunk moves once at most: what was brought in stays.
     const bool together = resident > 0 && moved_rows_.count(row) == 0 && slots_.hasRun(added + resident);
     const auto places = slots_.allocate(together ? added + resident : added);
     auto place = places.begin();
@@ -116,6 +121,16 @@ class Placement {
   }
 
  private:
+  void move(std::int64_t key, std::int32_t to) {
+    const std::int32_t from = index_.erase(key);
+    index_.insert(key, to);
+    utility_.moved(from, to);
+    plan_.moves.push_back({from, to});
+    if (from < slots_.count()) {
+      slots_.release(from);
+    }
+  }
+
   ChunkIndex& index_;
   ChunkUtility& utility_;
   ChunkSlots& slots_;
@@ -137,20 +152,24 @@ ChunkPrune pruneChunks(ChunkIndex& index, ChunkUtility& utility, const Selection
   if (index.layout() == ChunkIndex::Layout::kIdentity) {
     throw std::invalid_argument("chunk prune: the table is wholly resident; there is nothing to choose");
   }
-  const ChunkSelection selection = select(index, utility, limits);
+  const auto capacity = static_cast<std::int32_t>(std::clamp<std::int64_t>(limits.capacity, 0, ChunkIndex::kMaxKeys));
+  std::vector<std::uint8_t> used(static_cast<std::size_t>(capacity));
+  const ChunkIndex::Residents residents = index.markSlots(used);
+  ChunkSelection selection = select(index, utility, limits, residents.all);
   ChunkPrune plan;
   for (const ChunkCandidate& chunk : selection.admitted) {
     utility.forget(chunk.key);
   }
   for (const ChunkCandidate& chunk : selection.dropped) {
     utility.dropped(chunk.key, index.erase(chunk.key));
+    if (chunk.slot < capacity) {
+      used[static_cast<std::size_t>(chunk.slot)] = 0;
+    }
   }
-  plan.dropped = selection.dropped;
+  plan.dropped = std::move(selection.dropped);
 
-  const auto capacity = static_cast<std::int32_t>(std::min<std::int64_t>(limits.capacity, ChunkIndex::kMaxKeys));
-  std::vector<std::uint8_t> used(static_cast<std::size_t>(capacity));
   std::vector<ChunkAdmission> beyond;
-  if (index.markSlots(used) > 0) {
+  if (residents.beyond > 0) {
     index.forEach([&](std::int64_t key, std::int32_t slot) {
       if (slot >= capacity) {
         beyond.push_back({static_cast<std::int32_t>(key), slot});
@@ -159,19 +178,20 @@ ChunkPrune pruneChunks(ChunkIndex& index, ChunkUtility& utility, const Selection
     std::sort(beyond.begin(), beyond.end(), [](const auto& a, const auto& b) { return a.key < b.key; });
   }
   ChunkSlots slots(used);
+  plan.admitted.reserve(selection.admitted.size());
   Placement placement(index, utility, slots, plan);
   for (const ChunkAdmission& chunk : beyond) {
-    placement.move(chunk.key, slots.allocate(1).front());
+    placement.bringIn(chunk.key);
   }
   const ChunkCandidate* at = selection.admitted.data();
   const ChunkCandidate* const end = at + selection.admitted.size();
   while (at != end) {
     const std::int64_t row = at->key / index.chunks();
     const ChunkCandidate* next = at;
-    while (next != end && next->key / index.chunks() == row) {
+    while (next != end && next->key < (row + 1) * index.chunks()) {
       ++next;
     }
-    placement.admit(at, next);
+    placement.admit(row, at, next);
     at = next;
   }
   return plan;

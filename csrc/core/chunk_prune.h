@@ -5,8 +5,9 @@
 // where there is one, so that its chunks stay neighbours; else only the new chunks are placed. A pool that shrinks
 // first empties the slots beyond its new end.
 //
-// The pool itself is the caller's: copy every move from the pool as it was before pruning, then fill what was admitted.
-// A slot may be source of one move and target of another; none is the target of two.
+// The pool itself is the caller's: copy every move, then fill what was admitted. A slot may be source of one move and
+// target of a later one, never of an earlier one, and none is the target of two: moves can be made in place, in their
+// order.
 #pragma once
 
 #include <cstdint>

@@ -9,6 +9,26 @@
 
 namespace torchext::core {
 
+void ChunkSlots::Starts::push(std::int32_t start) {
+  if (next_ == rising_.size()) {
+    rising_.clear();
+    next_ = 0;
+  }
+  if (rising_.empty() || start >= rising_.back()) {
+    rising_.push_back(start);
+  } else {
+    others_.push(start);
+  }
+}
+
+void ChunkSlots::Starts::pop() {
+  if (listIsFirst()) {
+    ++next_;
+  } else {
+    others_.pop();
+  }
+}
+
 ChunkSlots::ChunkSlots(std::int32_t count, std::span<const std::int32_t> taken) {
   if (count < 0) {
     throwInvalid("slots of the pool", count, "0 or more");

@@ -6,7 +6,7 @@
 // slots and more count as equally long: no row asks for more.
 //
 // Each free run has its length written at both ends, in 4 bytes a slot, so that neighbours are found without a search;
-// the starts of runs of one length stand in a heap, from which entries of runs that are gone are taken when they come
+// the starts of runs of one length stand in a queue, from which entries of runs that are gone are taken when they come
 // up.
 //
 // Not thread-safe.
@@ -48,7 +48,22 @@ class ChunkSlots {
   void release(std::int32_t slot);
 
  private:
-  using Starts = std::priority_queue<std::int32_t, std::vector<std::int32_t>, std::greater<>>;  // the first on top
+  // Starts of runs, the first on top. Those that come in rising order, as all do in the beginning, stand in a list that
+  // is read from its front; only others cost a heap's comparisons.
+  class Starts {
+   public:
+    bool empty() const { return next_ == rising_.size() && others_.empty(); }
+    std::int32_t top() const { return listIsFirst() ? rising_[next_] : others_.top(); }
+    void push(std::int32_t start);
+    void pop();
+
+   private:
+    bool listIsFirst() const { return next_ < rising_.size() && (others_.empty() || rising_[next_] <= others_.top()); }
+
+    std::vector<std::int32_t> rising_;
+    std::size_t next_ = 0;  // of rising_: those before it are gone
+    std::priority_queue<std::int32_t, std::vector<std::int32_t>, std::greater<>> others_;
+  };
 
   void addRuns(std::span<const std::uint8_t> used);
   void addRun(std::int32_t start, std::int32_t length);

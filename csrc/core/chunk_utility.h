@@ -88,6 +88,9 @@ class ChunkUtility {
     return layout_ == Layout::kFloats ? values_[static_cast<std::size_t>(key)] : getCoded(key, slot);
   }
 
+  // The memory of the floats layout: the stored utility of every key.
+  std::span<const float> floatValues() const { return values_; }
+
   // Whether the factor must be brought back to 1 before it is used.
   bool mustRenormalise(double factor) const { return factor > (layout_ == Layout::kFloats ? 0x1.0p60 : 0x1.0p12); }
   // Divides everything by the factor; bytes by the power of two below it. Returns what the factor is afterwards.

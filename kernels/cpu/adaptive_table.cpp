@@ -1,5 +1,7 @@
-// What happens to a table between steps: pruning, a list of its chunks, norms brought down, huge pages.
+// What happens to a table between steps: pruning, contents carried to their new slots, a list of its chunks, norms
+// brought down, huge pages.
 #include <cmath>
+#include <cstring>
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -12,6 +14,7 @@
 #include "kernels/adaptive_bag.h"
 #include "kernels/bag_dispatch.h"
 #include "kernels/cpu/bag_groups.h"
+#include "kernels/cpu/bag_loops.h"
 #include "kernels/cpu/element.h"
 
 namespace torchext::kernels {
@@ -55,6 +58,82 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> prune(const at::Tensor& index, co
     *to++ = chunk.slot;
   }
   return {moves, admitted, dropped};
+}
+
+// The numbers of a list of pairs, of which those in columns `first_slot` and after are slots.
+std::span<const std::int64_t> pairsOf(const char* op, const char* name, const at::Tensor& list, std::int64_t first_slot,
+                                      std::int64_t slots) {
+  TORCH_CHECK_VALUE(list.dim() == 2 && list.size(1) == 2 && list.is_contiguous() && list.device().is_cpu(), op, ": ",
+                    name, " must be contiguous, n x 2, on cpu; got ", list.sizes(), " on ", list.device());
+  TORCH_CHECK_TYPE(list.scalar_type() == at::kLong, op, ": ", name, " is ", list.scalar_type(), "; it must be Long");
+  const std::span pairs(list.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(list.numel()));
+  for (std::size_t i = 0; i < pairs.size(); ++i) {
+    const bool is_slot = static_cast<std::int64_t>(i % 2) >= first_slot;
+    TORCH_CHECK_INDEX(!is_slot || (pairs[i] >= 0 && pairs[i] < slots), op, ": ", name, "[", i / 2, "] has slot ",
+                      pairs[i], "; allowed 0..", slots - 1);
+  }
+  return pairs;
+}
+
+// Every move, then zeros where chunks were admitted. In place, because a pruning lists moves in an order that allows
+// it.
+void carry(const at::Tensor& values, const at::Tensor& moves, const at::Tensor& admitted) {
+  constexpr const char* kOp = "adaptive_table_carry_";
+  constexpr std::size_t kAhead = 16;  // slots lie anywhere: ask for them before they are needed
+  TORCH_CHECK_VALUE(values.dim() >= 1 && values.is_contiguous(), kOp, ": values must be contiguous, a slot a row; got ",
+                    values.sizes());
+  const std::span<const std::int64_t> moved = pairsOf(kOp, "moves", moves, 0, values.size(0));
+  const std::span<const std::int64_t> added = pairsOf(kOp, "admitted", admitted, 1, values.size(0));
+  const std::size_t bytes = values.size(0) > 0 ? values.nbytes() / static_cast<std::size_t>(values.size(0)) : 0;
+  auto* const memory = static_cast<char*>(values.mutable_data_ptr());
+  const auto at = [=](std::int64_t slot) { return memory + static_cast<std::size_t>(slot) * bytes; };
+  for (std::size_t i = 0; i < moved.size(); i += 2) {
+    if (i + 2 * kAhead < moved.size()) {
+      cpu::prefetchRange(at(moved[i + 2 * kAhead]), bytes);
+      cpu::prefetchRange(at(moved[i + 2 * kAhead + 1]), bytes);
+    }
+    std::memcpy(at(moved[i + 1]), at(moved[i]), bytes);
+  }
+  for (std::size_t i = 0; i < added.size(); i += 2) {
+    if (i + 2 * kAhead < added.size()) {
+      cpu::prefetchRange(at(added[i + 2 * kAhead + 1]), bytes);
+    }
+    std::memset(at(added[i + 1]), 0, bytes);
+  }
+}
+
+// The slots of admitted chunks (by rising key) whose rows were never seen before; the rows are from now on.
+at::Tensor meet(const at::Tensor& seen, const at::Tensor& admitted, std::int64_t chunks) {
+  constexpr const char* kOp = "adaptive_table_meet_";
+  TORCH_CHECK_VALUE(chunks >= 1, kOp, ": chunks is ", chunks, "; it must be 1 or more");
+  TORCH_CHECK_VALUE(seen.scalar_type() == at::kByte && seen.dim() == 1 && seen.is_contiguous(), kOp,
+                    ": seen must be bytes, 1-D and contiguous; got ", seen.scalar_type(), " ", seen.sizes());
+  const std::span<const std::int64_t> added = pairsOf(kOp, "admitted", admitted, 2, 0);
+  const std::int64_t keys = 8 * seen.numel() * chunks;
+  for (std::size_t i = 0; i < added.size(); i += 2) {
+    TORCH_CHECK_INDEX(added[i] >= 0 && added[i] < keys, kOp, ": admitted[", i / 2, "] has key ", added[i],
+                      "; allowed 0..", keys - 1);
+  }
+  auto* const bits = seen.mutable_data_ptr<std::uint8_t>();
+  std::vector<std::int64_t> slots;
+  std::int64_t row_end = -1;  // the first key behind the row
+  bool is_new = false;
+  for (std::size_t i = 0; i < added.size(); i += 2) {
+    if (added[i] >= row_end) {  // keys rise
+      const std::int64_t row = added[i] / chunks;
+      row_end = (row + 1) * chunks;
+      std::uint8_t& byte = bits[row / 8];
+      const auto bit = static_cast<std::uint8_t>(1U << static_cast<unsigned>(row % 8));
+      is_new = (byte & bit) == 0;
+      byte |= bit;
+    }
+    if (is_new) {
+      slots.push_back(added[i + 1]);
+    }
+  }
+  at::Tensor fresh = at::empty({static_cast<std::int64_t>(slots.size())}, at::kLong);
+  std::copy(slots.begin(), slots.end(), fresh.mutable_data_ptr<std::int64_t>());
+  return fresh;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> candidates(const at::Tensor& index, const at::Tensor& utility,
@@ -144,6 +223,8 @@ bool adviseHugePages(const at::Tensor& pool) {
 
 TORCH_LIBRARY_IMPL(torchext, CPU, m) {
   m.impl("adaptive_table_prune_", torchext::kernels::prune);
+  m.impl("adaptive_table_carry_", torchext::kernels::carry);
+  m.impl("adaptive_table_meet_", torchext::kernels::meet);
   m.impl("adaptive_table_candidates", torchext::kernels::candidates);
   m.impl("adaptive_bag_renorm_", torchext::kernels::renorm);
   m.impl("adaptive_table_advise_huge_pages", torchext::kernels::adviseHugePages);

@@ -1,5 +1,8 @@
 // What happens to a table on CUDA between steps. Pruning and listing are decided by the CPU's operators, on copies:
 // they are rare, and a table decides alike on every device.
+#include <ATen/ops/index_copy.h>
+#include <ATen/ops/index_fill.h>
+#include <ATen/ops/index_select.h>
 #include <torch/library.h>
 
 #include "kernels/bag_dispatch.h"
@@ -36,6 +39,28 @@ Lists pruneCuda(const at::Tensor& index, const at::Tensor& utility, const at::Te
   // Whole: finding and scattering the cells that changed would cost the host more than the copy.
   index.copy_(host_index);
   return onDevice(lists, index.device());
+}
+
+void carryCuda(const at::Tensor& values, const at::Tensor& moves, const at::Tensor& admitted) {
+  constexpr const char* kOp = "adaptive_table_carry_";
+  checkDevice(kOp, "moves", moves, values.device());
+  checkDevice(kOp, "admitted", admitted, values.device());
+  at::Tensor to = values;
+  if (moves.size(0) > 0) {  // all are read before any is written: on a device they have no order
+    to.index_copy_(0, moves.select(1, 1), values.index_select(0, moves.select(1, 0)));
+  }
+  to.index_fill_(0, admitted.select(1, 1), 0);
+}
+
+at::Tensor meetCuda(const at::Tensor& seen, const at::Tensor& admitted, std::int64_t chunks) {
+  static const auto on_cpu = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("torchext::adaptive_table_meet_", "")
+                                 .typed<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t)>();
+  checkDevice("adaptive_table_meet_", "admitted", admitted, seen.device());
+  const at::Tensor host_seen = seen.cpu();
+  const at::Tensor fresh = on_cpu.call(host_seen, admitted.cpu(), chunks);
+  seen.copy_(host_seen);
+  return fresh.to(seen.device());
 }
 
 Lists candidatesCuda(const at::Tensor& index, const at::Tensor& utility, const at::Tensor& sketch, std::int64_t slots,
@@ -76,6 +101,8 @@ bool adviseHugePagesCuda(const at::Tensor& /*pool*/) { return false; }
 
 TORCH_LIBRARY_IMPL(torchext, TORCHEXT_DEVICE_KEY, m) {
   m.impl("adaptive_table_prune_", torchext::kernels::pruneCuda);
+  m.impl("adaptive_table_carry_", torchext::kernels::carryCuda);
+  m.impl("adaptive_table_meet_", torchext::kernels::meetCuda);
   m.impl("adaptive_table_candidates", torchext::kernels::candidatesCuda);
   m.impl("adaptive_bag_renorm_", torchext::kernels::renormCuda);
   m.impl("adaptive_table_advise_huge_pages", torchext::kernels::adviseHugePagesCuda);

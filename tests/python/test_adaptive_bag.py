@@ -320,11 +320,13 @@ def samples() -> list[tuple[str, tuple[Any, ...]]]:
         ),
         ("adaptive_bag_renorm_", (pool, index, ids, 4, 3, 0.5, 2.0)),
         ("adaptive_table_prune_", (index, torch.rand(12), sketch, 5, 4, 3, 5, 2, 0.0)),
+        ("adaptive_table_carry_", (pool, torch.tensor([[1, 2], [4, 1]]), torch.tensor([[7, 4]]))),
+        ("adaptive_table_meet_", (torch.zeros(1, dtype=torch.uint8), torch.tensor([[1, 0], [2, 1], [7, 3]]), 3)),
         ("adaptive_table_candidates", (index, torch.rand(12), sketch, 5, 4, 3)),
     ]
 
 
-@pytest.mark.parametrize("number", range(11))
+@pytest.mark.parametrize("number", range(13))
 def test_opcheck(number: int) -> None:
     name, arguments = samples()[number]
     torch.library.opcheck(getattr(_ops, name).default, arguments)

@@ -44,6 +44,8 @@ NAMES = [
     "adaptive_bag_update_",
     "adaptive_bag_renorm_",
     "adaptive_table_prune_",
+    "adaptive_table_carry_",
+    "adaptive_table_meet_",
     "adaptive_table_candidates",
     "adaptive_table_advise_huge_pages",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
+from torchext.nn._ops import _ops
 
 
 class Reference:
@@ -170,6 +171,41 @@ def test_admitted_chunks_start_afresh() -> None:
     want(2, 1)
     assert bag.weight[2, 4:].abs().sum() > 0
     assert bag.state[0].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_contents_are_carried_in_the_order_of_moves(dtype: torch.dtype) -> None:
+    values = torch.arange(100, dtype=dtype).view(50, 2)
+    before = values.clone()
+    moves = torch.tensor([[slot, slot - 1] for slot in range(1, 48)])  # each into the slot that the last one left
+    _ops.adaptive_table_carry_(values, moves, torch.tensor([[7, 47], [9, 48]]))
+    assert torch.equal(values[:47], before[1:48])
+    assert not values[47:49].any()
+    assert torch.equal(values[49], before[49])
+
+
+def test_carrying_outside_of_the_pool_is_refused() -> None:
+    values, none = torch.ones(3, 2), torch.empty(0, 2, dtype=torch.int64)
+    with pytest.raises(IndexError, match=r"moves\[1\] has slot 3; allowed 0\.\.2"):
+        _ops.adaptive_table_carry_(values, torch.tensor([[0, 1], [3, 0]]), none)
+    with pytest.raises(IndexError, match=r"admitted\[0\] has slot -1; allowed 0\.\.2"):
+        _ops.adaptive_table_carry_(values, none, torch.tensor([[7, -1]]))
+    with pytest.raises(TypeError, match="moves is Int; it must be Long"):
+        _ops.adaptive_table_carry_(values, none.int(), none)
+    with pytest.raises(ValueError, match="values must be contiguous, a slot a row"):
+        _ops.adaptive_table_carry_(values.t(), none, none)
+    assert torch.equal(values, torch.ones(3, 2))
+
+
+def test_rows_are_new_once() -> None:
+    seen = torch.tensor([0b00000010, 0], dtype=torch.uint8)  # row 1 was seen; 3 chunks a row
+    admitted = torch.tensor([[1, 10], [2, 11], [3, 12], [29, 13]])
+    assert _ops.adaptive_table_meet_(seen, admitted, 3).tolist() == [10, 11, 13]
+    assert seen.tolist() == [0b00000011, 0b00000010]
+    assert _ops.adaptive_table_meet_(seen, admitted, 3).tolist() == []
+    with pytest.raises(IndexError, match=r"admitted\[1\] has key 48; allowed 0\.\.47"):
+        _ops.adaptive_table_meet_(seen, torch.tensor([[6, 0], [48, 1]]), 3)
+    assert seen.tolist() == [0b00000011, 0b00000010]
 
 
 def test_an_optimizer_keeps_its_state_with_the_chunks() -> None:

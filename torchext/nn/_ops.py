@@ -96,7 +96,7 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-for _name in ("adaptive_bag_observe_", "adaptive_bag_update_", "adaptive_bag_renorm_"):
+for _name in ("adaptive_bag_observe_", "adaptive_bag_update_", "adaptive_bag_renorm_", "adaptive_table_carry_"):
     torch.library.register_fake(f"torchext::{_name}", _nothing)
 
 
@@ -105,6 +105,11 @@ def _(index: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     context = torch.library.get_ctx()
     moves, admitted, dropped = (index.new_empty(context.new_dynamic_size(), 2, dtype=torch.int64) for _ in range(3))
     return moves, admitted, dropped
+
+
+@torch.library.register_fake("torchext::adaptive_table_meet_")  # type: ignore[untyped-decorator]
+def _(seen: Tensor, *_: Any) -> Tensor:
+    return seen.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
 
 
 @torch.library.register_fake("torchext::adaptive_table_candidates")  # type: ignore[untyped-decorator]

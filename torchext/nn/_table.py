@@ -314,18 +314,12 @@ class AdaptiveTable(nn.Module):
         self.index[cells] = found << 32 | slots[torch.searchsorted(keys, found)]
 
     def _carry(self, moves: Tensor, admitted: Tensor, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
-        keys, slots = admitted.t().contiguous()
-        sources, targets = moves.t().contiguous()
-
-        def carried(old: Tensor) -> Tensor:
-            new = old
-            if capacity != len(old):
-                new = old.new_zeros(capacity, *old.shape[1:])
-                kept = min(capacity, len(old))
-                new[:kept] = old[:kept]
-            if len(moves):
-                new.index_copy_(0, targets, old.index_select(0, sources))
-            return new.index_fill_(0, slots, 0)
+        def carried(values: Tensor) -> Tensor:
+            if capacity > len(values):
+                values = torch.cat([values, values.new_zeros(capacity - len(values), *values.shape[1:])])
+            values = values.contiguous()
+            _ops.adaptive_table_carry_(values, moves, admitted)
+            return values[:capacity].clone() if capacity < len(values) else values
 
         before = self.pool.shape
         self.pool.data = carried(self.pool.data)
@@ -336,17 +330,12 @@ class AdaptiveTable(nn.Module):
                 if isinstance(value, Tensor) and value.shape == before:
                     kept[name] = carried(value)
         self.pool.grad = None  # its slots may be others' now
-        rows = keys // self.chunks  # rising, as the keys
-        first = (self.seen[rows >> 3] & _bit(rows)) == 0
-        if not bool(first.any()):
-            return
-        if self.init_std > 0:
+        fresh = _ops.adaptive_table_meet_(self.seen, admitted, self.chunks)
+        if len(fresh) and self.init_std > 0:
             # On the CPU, so that a row begins with the same values on every device.
             generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + int(self.clock[0]))
-            fresh = torch.randn(int(first.sum()), self.chunk_dim, generator=generator, device="cpu") * self.init_std
-            self.pool.data[slots[first]] = fresh.to(self.pool)
-        new_rows = torch.unique_consecutive(rows[first])
-        self.seen.index_put_((new_rows >> 3,), _bit(new_rows), accumulate=True)
+            values = torch.randn(len(fresh), self.chunk_dim, generator=generator, device="cpu") * self.init_std
+            self.pool.data[fresh] = values.to(self.pool)
 
     @torch.no_grad()
     def _take(self, embeddings: Tensor) -> None:

@@ -18,10 +18,11 @@ void raise(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
 }  // namespace torchext::kernels
 
 TORCH_LIBRARY_IMPL(torchext, CUDA, m) {
-  for (const char* name : {"multi_tensor_flatten", "multi_tensor_average_", "adaptive_bag",
-                           "adaptive_bag_weight_gradient", "adaptive_bag_dense_gradient", "adaptive_bag_observe_",
-                           "adaptive_bag_sparse_gradient", "adaptive_bag_update_", "adaptive_bag_renorm_",
-                           "adaptive_table_prune_", "adaptive_table_candidates", "adaptive_table_advise_huge_pages"}) {
+  for (const char* name :
+       {"multi_tensor_flatten", "multi_tensor_average_", "adaptive_bag", "adaptive_bag_weight_gradient",
+        "adaptive_bag_dense_gradient", "adaptive_bag_observe_", "adaptive_bag_sparse_gradient", "adaptive_bag_update_",
+        "adaptive_bag_renorm_", "adaptive_table_prune_", "adaptive_table_carry_", "adaptive_table_meet_",
+        "adaptive_table_candidates", "adaptive_table_advise_huge_pages"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&torchext::kernels::raise>());
   }
 }

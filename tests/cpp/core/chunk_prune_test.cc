@@ -73,25 +73,55 @@ TEST(ChunkSelection, EqualsASort) {
 // A selector that was given a band says so when it was wrong, and is exact when it says nothing.
 TEST(ChunkSelection, ABandIsRightOrRefused) {
   Random random(12);
-  int settled = 0;
-  for (int trial = 0; trial < 300; ++trial) {
-    const auto candidates = randomCandidates(200, random, trial % 2 == 0 ? 5 : 1U << 20U);
-    auto ends = std::vector<ChunkCandidate>{candidates[random.below(200)], candidates[random.below(200)]};
-    std::sort(ends.begin(), ends.end(), isMoreUseful);
-    const SelectionLimits limits{static_cast<std::int64_t>(random.below(220)), 30, 0};
-    ChunkSelector selector(limits, {ends[0], ends[1]});
-    for (const ChunkCandidate& candidate : candidates) {
-      selector.offer(candidate.key, candidate.slot, candidate.utility);
+  for (const bool swaps_are_outside : {false, true}) {
+    int settled = 0;
+    for (int trial = 0; trial < 300; ++trial) {
+      const auto candidates = randomCandidates(200, random, trial % 2 == 0 ? 5 : 1U << 20U);
+      auto ends = std::vector<ChunkCandidate>{candidates[random.below(200)], candidates[random.below(200)]};
+      std::sort(ends.begin(), ends.end(), isMoreUseful);
+      const std::int64_t most = swaps_are_outside ? random.below(20) : 30;
+      const SelectionLimits limits{static_cast<std::int64_t>(random.below(220)), most, 0};
+      ChunkSelector selector(limits, {ends[0], ends[1], swaps_are_outside});
+      for (const ChunkCandidate& candidate : candidates) {
+        selector.offer(candidate.key, candidate.slot, candidate.utility);
+      }
+      if (selector.settled()) {
+        ++settled;
+        const ChunkSelection got = selector.finish();
+        const ChunkSelection expected = sorted(candidates, limits);
+        EXPECT_TRUE(got.dropped == expected.dropped && got.admitted == expected.admitted) << trial;
+      }
     }
-    if (selector.settled()) {
-      ++settled;
-      const ChunkSelection got = selector.finish();
-      const ChunkSelection expected = sorted(candidates, limits);
-      EXPECT_TRUE(got.dropped == expected.dropped && got.admitted == expected.admitted) << trial;
-    }
+    EXPECT_GT(settled, 30);
+    EXPECT_LT(settled, 270);
   }
-  EXPECT_GT(settled, 30);
-  EXPECT_LT(settled, 270);
+}
+
+// What a sample says about a table of 40,000 chunks, of which the first 10,000 are residents.
+TEST(ChunkSelection, SwapsAreGuessedWhereMoreWantToThanMay) {
+  Random random(14);
+  const auto sample = [&](std::uint32_t residents_up_to, std::uint32_t absent_up_to) {
+    std::vector<ChunkCandidate> drawn;
+    for (int i = 0; i < 8000; ++i) {
+      const auto key = static_cast<std::int32_t>(random.below(40'000));
+      const bool resident = key < 10'000;
+      const std::uint32_t most = resident ? residents_up_to : absent_up_to;
+      drawn.push_back({static_cast<float>(random.below(most)), key, resident ? key : -1});
+    }
+    return drawn;
+  };
+  const SelectionLimits limits{.capacity = 10'000, .max_swaps = 1000};
+  const auto band = guessSwaps(sample(1000, 1000), 40'000, 10'000, limits);
+  ASSERT_TRUE(band.has_value());
+  EXPECT_TRUE(band->swaps_are_outside);
+  EXPECT_GT(band->low.utility, 100);  // 1 of 10 residents is below 100, 1 of 30 absent chunks above 967
+  EXPECT_LT(band->low.utility, 200);
+  EXPECT_LT(band->high.utility, 967);
+  EXPECT_GT(band->high.utility, 900);
+  EXPECT_FALSE(guessSwaps(sample(100'000, 1000), 40'000, 10'000, limits).has_value());  // who is in stays
+  EXPECT_FALSE(guessSwaps(sample(1000, 1000), 40'000, 10'000, {.capacity = 10'000, .max_swaps = 40'000}).has_value());
+  EXPECT_FALSE(guessSwaps(sample(1000, 1000), 40'000, 0, limits).has_value());
+  EXPECT_FALSE(guessSwaps({}, 40'000, 10'000, limits).has_value());
 }
 
 // Tables large enough for a sample, with utilities that mislead it or do not.
@@ -214,7 +244,7 @@ void fuzz(ChunkIndex index, ChunkUtility& utility, int capacity, std::uint64_t s
     std::set<std::int32_t> targets;
     for (const ChunkMove& move : plan.moves) {
       ASSERT_TRUE(targets.insert(move.to).second);
-      pool[static_cast<std::size_t>(move.to)] = before[static_cast<std::size_t>(move.from)];
+      pool[static_cast<std::size_t>(move.to)] = pool[static_cast<std::size_t>(move.from)];  // in place
     }
     for (const ChunkCandidate& chunk : plan.dropped) {
       ASSERT_EQ(before[static_cast<std::size_t>(chunk.slot)], held.at(chunk.key));
