@@ -44,7 +44,7 @@ QUICK_GRIDS = {
     "adamw": {"lr": [2e-3]},
     "kfac": {"lr": [0.1], "damping": [0.1]},
 }
-FACTORS, INVERSES = 1, 10
+FACTORS, INVERSES = 10, 20
 TUNING_SEEDS = (101, 102)
 
 
@@ -57,6 +57,7 @@ def build(contender: str, model: nn.Module, setting: dict[str, float]) -> Any:
         model,
         strategy=contender,
         martens_decay=True,
+        momentum=0.8,
         kl_clip=0.1,
         factor_update_steps=FACTORS,
         inverse_update_steps=INVERSES,
