@@ -113,6 +113,7 @@ def extensions(root: Path) -> list[Extension]:
     # The last two keep the folders of this machine out of error messages, and so out of the binary.
     cxx = [
         *("-O3", "-std=c++20", "-fvisibility=hidden", "-g0", "-Wall"),
+        f"-idirafter{root / 'csrc/c10d/absent'}",
         f"-ffile-prefix-map={root}/=",
         f"-ffile-prefix-map={Path(torch.__file__).parent}/=torch/",
     ]

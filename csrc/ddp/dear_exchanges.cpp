@@ -12,6 +12,23 @@ namespace {
 
 std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 
+// For the flight recorder: whole buffers, and of what size a rank's own chunk of each is.
+std::vector<at::Tensor> buffersOf(const ShardBuckets& buckets) {
+  std::vector<at::Tensor> buffers;
+  for (std::size_t b = 0; b < buckets.size(); ++b) {
+    buffers.push_back(buckets.buffer(b));
+  }
+  return buffers;
+}
+
+std::vector<at::Tensor> chunksOf(const ShardBuckets& buckets, int world_size) {
+  std::vector<at::Tensor> chunks = buffersOf(buckets);
+  for (at::Tensor& chunk : chunks) {
+    chunk = chunk.narrow(0, 0, chunk.numel() / world_size);
+  }
+  return chunks;
+}
+
 }  // namespace
 
 void DearSynchronizer::expectBackward(bool exchanges) {
@@ -21,6 +38,23 @@ void DearSynchronizer::expectBackward(bool exchanges) {
     waitExchanges();
   }
   started_ = started_ && !armed_;
+  if (armed_ && buckets_) {
+    recordReduction();
+  }
+}
+
+// On the user's thread, which the backward pass is not. A forward pass may have no backward pass: then the next has it.
+void DearSynchronizer::recordReduction() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (reduce_record_.open()) {
+      return;
+    }
+  }
+  const FlightRecord record = group_->flights().begin("reduce", "reduce_scatter_tensor_coalesced", buffersOf(*buckets_),
+                                                      chunksOf(*buckets_, group_->getSize()));
+  std::lock_guard<std::mutex> lock(mutex_);
+  reduce_record_ = record;
 }
 
 void DearSynchronizer::beginBackward() {
@@ -35,6 +69,10 @@ void DearSynchronizer::beginBackward() {
     missing_[b] = buckets_->tensorsOf(b).size();
   }
   if (buckets_) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      reductions_left_ = buckets_->size();
+    }
     torch::autograd::Engine::get_default_engine().queue_callback([this] { backwardEnds(); });
   }
 }
@@ -109,13 +147,19 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
                      {
                        std::lock_guard<std::mutex> lock(mutex_);
                        reducing_[bucket] = 0;
+                       if (--reductions_left_ == 0) {
+                         reduce_record_.done();
+                       }
                      }
                      changed_.notify_all();
                    }});
 }
 
 void DearSynchronizer::expectGathers() {
+  const FlightRecord record = group_->flights().begin("gather", "all_gather_into_tensor_coalesced",
+                                                      chunksOf(*buckets_, group_->getSize()), buffersOf(*buckets_));
   std::lock_guard<std::mutex> lock(mutex_);
+  gather_record_ = record;
   std::fill(gathering_.begin(), gathering_.end(), 1);
   gathering_count_ = static_cast<int>(gathering_.size());
 }
@@ -124,7 +168,9 @@ void DearSynchronizer::gatherArrived(std::size_t bucket) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     gathering_[bucket] = 0;
-    --gathering_count_;
+    if (--gathering_count_ == 0) {
+      gather_record_.done();
+    }
   }
   changed_.notify_all();
 }

@@ -109,6 +109,7 @@ class DearSynchronizer : public Synchronizer {
 
  private:
   void gradientReady(std::size_t parameter);
+  void recordReduction();
   void beginBackward();
   void backwardEnds();
   [[noreturn]] void throwMissing();
@@ -161,8 +162,11 @@ class DearSynchronizer : public Synchronizer {
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::vector<char> reducing_;   // [bucket] a reduce-scatter is posted and has not arrived
-  std::vector<char> gathering_;  // [bucket] the same of an all-gather
+  std::vector<char> reducing_;       // [bucket] a reduce-scatter is posted and has not arrived
+  std::vector<char> gathering_;      // [bucket] the same of an all-gather
+  std::size_t reductions_left_ = 0;  // buckets of this backward pass that have not been reduced
+  FlightRecord reduce_record_;       // of all reduce-scatters of a backward pass
+  FlightRecord gather_record_;       // of all all-gathers
   std::exception_ptr error_;
   DearStats stats_;
   std::atomic<int> gathering_count_{0};  // lets a module's pre-hook pass without the lock
