@@ -113,7 +113,6 @@ def extensions(root: Path) -> list[Extension]:
     # The last two keep the folders of this machine out of error messages, and so out of the binary.
     cxx = [
         *("-O3", "-std=c++20", "-fvisibility=hidden", "-g0", "-Wall"),
-        f"-idirafter{root / 'csrc/c10d/absent'}",
         f"-ffile-prefix-map={root}/=",
         f"-ffile-prefix-map={Path(torch.__file__).parent}/=torch/",
     ]
@@ -128,7 +127,7 @@ def extensions(root: Path) -> list[Extension]:
         "torchext._C",
         backends,
         include_dirs=list(include_dirs),
-        extra_compile_args={"cxx": cxx},
+        extra_compile_args={"cxx": [*cxx, f"-idirafter{root / 'csrc/c10d/absent'}"]},
         extra_link_args=link,
     )
     return [native, _kernels_extension(root, include_dirs, cxx, link)]

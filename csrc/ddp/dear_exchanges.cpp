@@ -38,23 +38,11 @@ void DearSynchronizer::expectBackward(bool exchanges) {
     waitExchanges();
   }
   started_ = started_ && !armed_;
-  if (armed_ && buckets_) {
-    recordReduction();
+  // A forward pass may have no backward pass: then the next has its record.
+  if (armed_ && buckets_ && !reduction_.open()) {
+    reduction_ = group_->flights().begin("reduce", "reduce_scatter_tensor_coalesced", buffersOf(*buckets_),
+                                         chunksOf(*buckets_, group_->getSize()));
   }
-}
-
-// On the user's thread, which the backward pass is not. A forward pass may have no backward pass: then the next has it.
-void DearSynchronizer::recordReduction() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (reduce_record_.open()) {
-      return;
-    }
-  }
-  const FlightRecord record = group_->flights().begin("reduce", "reduce_scatter_tensor_coalesced", buffersOf(*buckets_),
-                                                      chunksOf(*buckets_, group_->getSize()));
-  std::lock_guard<std::mutex> lock(mutex_);
-  reduce_record_ = record;
 }
 
 void DearSynchronizer::beginBackward() {
@@ -69,10 +57,6 @@ void DearSynchronizer::beginBackward() {
     missing_[b] = buckets_->tensorsOf(b).size();
   }
   if (buckets_) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      reductions_left_ = buckets_->size();
-    }
     torch::autograd::Engine::get_default_engine().queue_callback([this] { backwardEnds(); });
   }
 }
@@ -139,17 +123,17 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
   for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
     gradients.push_back(std::move(gradients_[index(tensor)]));
   }
+  // Exchanges are run in the order posted: when the last bucket arrives, all have.
+  FlightRecord record = bucket + 1 == buckets_->size() ? std::exchange(reduction_, {}) : FlightRecord();
   exchange_->post({ExchangeTask::Kind::kReduceScatter,
                    transfers_->reduceScatter(buckets_->buffer(bucket), 1.0 / group_->getSize()),
                    [this, bucket, gradients = std::move(gradients)] { buckets_->packGradients(bucket, gradients); },
                    [this, bucket] { buckets_->readMarks(bucket); },
-                   [this, bucket] {
+                   [this, bucket, record]() mutable {
+                     record.done();
                      {
                        std::lock_guard<std::mutex> lock(mutex_);
                        reducing_[bucket] = 0;
-                       if (--reductions_left_ == 0) {
-                         reduce_record_.done();
-                       }
                      }
                      changed_.notify_all();
                    }});

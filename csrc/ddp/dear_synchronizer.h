@@ -109,7 +109,6 @@ class DearSynchronizer : public Synchronizer {
 
  private:
   void gradientReady(std::size_t parameter);
-  void recordReduction();
   void beginBackward();
   void backwardEnds();
   [[noreturn]] void throwMissing();
@@ -143,6 +142,7 @@ class DearSynchronizer : public Synchronizer {
 
   // A backward pass; autograd's thread, between them the training thread.
   bool armed_ = false;                 // the next one exchanges
+  FlightRecord reduction_;             // of the next one, until its last bucket is posted
   bool started_ = false;               // gradients of it have come,
   bool complete_ = false;              //   and all: every bucket has been posted, gradient() may wait for them
   std::vector<at::Tensor> gradients_;  // [parameter] that have come and are not posted yet
@@ -162,11 +162,9 @@ class DearSynchronizer : public Synchronizer {
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::vector<char> reducing_;       // [bucket] a reduce-scatter is posted and has not arrived
-  std::vector<char> gathering_;      // [bucket] the same of an all-gather
-  std::size_t reductions_left_ = 0;  // buckets of this backward pass that have not been reduced
-  FlightRecord reduce_record_;       // of all reduce-scatters of a backward pass
-  FlightRecord gather_record_;       // of all all-gathers
+  std::vector<char> reducing_;   // [bucket] a reduce-scatter is posted and has not arrived
+  std::vector<char> gathering_;  // [bucket] the same of an all-gather
+  FlightRecord gather_record_;   // of all of them
   std::exception_ptr error_;
   DearStats stats_;
   std::atomic<int> gathering_count_{0};  // lets a module's pre-hook pass without the lock
