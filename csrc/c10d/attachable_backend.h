@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "c10d/delegating_backend.h"
+#include "c10d/flight_record.h"
 #include "c10d/point_to_point.h"
 
 namespace torchext {
@@ -29,6 +30,9 @@ class AttachableBackend : public DelegatingBackend {
   static constexpr int kTagsPerChannel = 8;
   // As many, for collectives of the group itself. High, so that they never meet a user's dist.send(tag=...).
   static constexpr int kGroupTags = 0x40000000;
+
+  // Where operations of this group are recorded that are no collectives.
+  FlightLog& flights() { return flights_; }
 
   // Called first thing in shutdown(), so that an attached model can leave in order; until removed. Must not throw.
   std::uint64_t addShutdownCallback(std::function<void()> callback);
@@ -50,6 +54,7 @@ class AttachableBackend : public DelegatingBackend {
   void beforeCollective() override;
 
  private:
+  FlightLog flights_{*this};
   std::mutex mutex_;  // guards what follows
   int channels_ = 0;
   std::map<std::uint64_t, std::function<void()>> shutdown_callbacks_;

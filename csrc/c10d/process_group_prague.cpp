@@ -133,23 +133,26 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Te
     work->complete();
     return work;
   }
+  FlightRecord record = flights().begin("partial_all_reduce", "all_reduce", {data}, {data}, members);
   std::lock_guard<std::mutex> lock(mutex_);
   if (!thread_) {
     partial_ = std::make_unique<SubsetAllreduce>(dataTransport(), kGroupTags);
     thread_ = std::make_unique<TaskThread>("tx_prague");
   }
   const std::uint64_t call_id = ++calls_[members];
-  const bool posted = thread_->post([this, work, data, members, call_id, state = at::ThreadLocalState()] {
-    at::ThreadLocalStateGuard inherited(state);
-    RECORD_FUNCTION("torchext::partial_all_reduce", std::vector<c10::IValue>{});
-    try {
-      checkUsable("partial_all_reduce");
-      partial_->run(data, members, call_id, 1.0 / static_cast<double>(members.size()));
-      work->complete();
-    } catch (...) {
-      work->complete(std::current_exception());
-    }
-  });
+  const bool posted =
+      thread_->post([this, work, data, members, call_id, record, state = at::ThreadLocalState()]() mutable {
+        at::ThreadLocalStateGuard inherited(state);
+        RECORD_FUNCTION("torchext::partial_all_reduce", std::vector<c10::IValue>{});
+        try {
+          checkUsable("partial_all_reduce");
+          partial_->run(data, members, call_id, 1.0 / static_cast<double>(members.size()));
+          record.done();
+          work->complete();
+        } catch (...) {
+          work->complete(std::current_exception());
+        }
+      });
   if (!posted) {
     C10_THROW_ERROR(DistBackendError, "prague: partial_all_reduce after shutdown");
   }

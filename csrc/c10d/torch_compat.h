@@ -23,6 +23,14 @@
 #define TORCHEXT_C10D_NEWER_BACKEND 0
 #endif
 
+// c10d has a flight recorder for each backend, within reach of other libraries. For flight_record.cpp, the one source
+// that may ask: it does nothing without.
+#if __has_include(<torch/csrc/distributed/c10d/hooks/FlightRecorderHook.hpp>)
+#define TORCHEXT_C10D_FLIGHT_RECORDERS 1
+#else
+#define TORCHEXT_C10D_FLIGHT_RECORDERS 0
+#endif
+
 namespace torchext {
 
 // c10d::Work with the same virtuals on every torch.

@@ -12,6 +12,23 @@ namespace {
 
 std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 
+// For the flight recorder: whole buffers, and of what size a rank's own chunk of each is.
+std::vector<at::Tensor> buffersOf(const ShardBuckets& buckets) {
+  std::vector<at::Tensor> buffers;
+  for (std::size_t b = 0; b < buckets.size(); ++b) {
+    buffers.push_back(buckets.buffer(b));
+  }
+  return buffers;
+}
+
+std::vector<at::Tensor> chunksOf(const ShardBuckets& buckets, int world_size) {
+  std::vector<at::Tensor> chunks = buffersOf(buckets);
+  for (at::Tensor& chunk : chunks) {
+    chunk = chunk.narrow(0, 0, chunk.numel() / world_size);
+  }
+  return chunks;
+}
+
 }  // namespace
 
 void DearSynchronizer::expectBackward(bool exchanges) {
@@ -21,6 +38,11 @@ void DearSynchronizer::expectBackward(bool exchanges) {
     waitExchanges();
   }
   started_ = started_ && !armed_;
+  // A forward pass may have no backward pass: then the next has its record.
+  if (armed_ && buckets_ && !reduction_.open()) {
+    reduction_ = group_->flights().begin("reduce", "reduce_scatter_tensor_coalesced", buffersOf(*buckets_),
+                                         chunksOf(*buckets_, group_->getSize()));
+  }
 }
 
 void DearSynchronizer::beginBackward() {
@@ -101,11 +123,14 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
   for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
     gradients.push_back(std::move(gradients_[index(tensor)]));
   }
+  // Exchanges are run in the order posted: when the last bucket arrives, all have.
+  FlightRecord record = bucket + 1 == buckets_->size() ? std::exchange(reduction_, {}) : FlightRecord();
   exchange_->post({ExchangeTask::Kind::kReduceScatter,
                    transfers_->reduceScatter(buckets_->buffer(bucket), 1.0 / group_->getSize()),
                    [this, bucket, gradients = std::move(gradients)] { buckets_->packGradients(bucket, gradients); },
                    [this, bucket] { buckets_->readMarks(bucket); },
-                   [this, bucket] {
+                   [this, bucket, record]() mutable {
+                     record.done();
                      {
                        std::lock_guard<std::mutex> lock(mutex_);
                        reducing_[bucket] = 0;
@@ -115,7 +140,10 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
 }
 
 void DearSynchronizer::expectGathers() {
+  const FlightRecord record = group_->flights().begin("gather", "all_gather_into_tensor_coalesced",
+                                                      chunksOf(*buckets_, group_->getSize()), buffersOf(*buckets_));
   std::lock_guard<std::mutex> lock(mutex_);
+  gather_record_ = record;
   std::fill(gathering_.begin(), gathering_.end(), 1);
   gathering_count_ = static_cast<int>(gathering_.size());
 }
@@ -124,7 +152,9 @@ void DearSynchronizer::gatherArrived(std::size_t bucket) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     gathering_[bucket] = 0;
-    --gathering_count_;
+    if (--gathering_count_ == 0) {
+      gather_record_.done();
+    }
   }
   changed_.notify_all();
 }

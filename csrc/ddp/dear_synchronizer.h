@@ -142,6 +142,7 @@ class DearSynchronizer : public Synchronizer {
 
   // A backward pass; autograd's thread, between them the training thread.
   bool armed_ = false;                 // the next one exchanges
+  FlightRecord reduction_;             // of the next one, until its last bucket is posted
   bool started_ = false;               // gradients of it have come,
   bool complete_ = false;              //   and all: every bucket has been posted, gradient() may wait for them
   std::vector<at::Tensor> gradients_;  // [parameter] that have come and are not posted yet
@@ -163,6 +164,7 @@ class DearSynchronizer : public Synchronizer {
   std::condition_variable changed_;
   std::vector<char> reducing_;   // [bucket] a reduce-scatter is posted and has not arrived
   std::vector<char> gathering_;  // [bucket] the same of an all-gather
+  FlightRecord gather_record_;   // of all of them
   std::exception_ptr error_;
   DearStats stats_;
   std::atomic<int> gathering_count_{0};  // lets a module's pre-hook pass without the lock

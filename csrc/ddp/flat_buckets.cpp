@@ -87,4 +87,14 @@ std::size_t FlatBuckets::bytes() const {
   return total;
 }
 
+std::vector<at::Tensor> wiresOf(const FlatBuckets& parameters, const FlatBuckets& buffers) {
+  std::vector<at::Tensor> wires;
+  for (const FlatBuckets* buckets : {&parameters, &buffers}) {
+    for (std::size_t i = 0; i < buckets->size(); ++i) {
+      wires.push_back((*buckets)[i].wire);
+    }
+  }
+  return wires;
+}
+
 }  // namespace torchext

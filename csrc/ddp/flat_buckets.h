@@ -41,4 +41,7 @@ class FlatBuckets {
   std::vector<std::int64_t> bucket_of_;
 };
 
+// What travels of a model.
+std::vector<at::Tensor> wiresOf(const FlatBuckets& parameters, const FlatBuckets& buffers);
+
 }  // namespace torchext

@@ -20,7 +20,7 @@ std::uint64_t callId(const AssignedGroup& group, std::size_t bucket) { return gr
 
 }  // namespace
 
-void GroupSynchronizer::averageTask(std::int64_t round) {
+void GroupSynchronizer::averageTask(std::int64_t round, FlightRecord& record) {
   at::NoGradGuard no_grad;
   try {
     AssignedGroup group;
@@ -34,6 +34,7 @@ void GroupSynchronizer::averageTask(std::int64_t round) {
     }
     averageNow(group);
     source_->finished(group);
+    record.done();
   } catch (...) {
     fail(std::current_exception());
   }

@@ -30,6 +30,7 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
       period_(training.period),
       parameters_(parameters, bucket_bytes),
       buffers_(buffers, bucket_bytes),
+      wires_(wiresOf(parameters_, buffers_)),
       bucket_of_(parameters_.bucketOf()),
       tensors_(parameters, buffers),
       average_(*group_, parameters_, buffers_),
@@ -91,14 +92,15 @@ void GroupSynchronizer::postRound(std::int64_t round) {
   if (combine_then_adapt_) {
     snapshotBuffers();
   }
+  FlightRecord record = group_->flights().begin("average", "all_reduce", wires_, wires_);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     std::fill(pending_.begin(), pending_.end(), 1);
     pending_count_ = static_cast<int>(pending_.size());
   }
-  thread_->post([this, round, state = at::ThreadLocalState()] {
+  thread_->post([this, round, record, state = at::ThreadLocalState()]() mutable {
     at::ThreadLocalStateGuard inherited(state);
-    averageTask(round);
+    averageTask(round, record);
   });
 }
 

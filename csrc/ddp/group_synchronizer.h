@@ -87,7 +87,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   bool averagesAt(std::int64_t step) const { return group_->getSize() > 1 && step % period_ == 0; }
   void postRound(std::int64_t round);
   void catchUp();
-  void averageTask(std::int64_t round);
+  void averageTask(std::int64_t round, FlightRecord& record);
   void averageNow(const AssignedGroup& group);
   void reduceBucket(std::size_t index, const AssignedGroup& group);
   void applyPending();
@@ -111,6 +111,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   const std::int64_t period_;
   FlatBuckets parameters_;
   FlatBuckets buffers_;
+  const std::vector<at::Tensor> wires_;  // of both
   std::vector<std::int64_t> bucket_of_;  // [tensor], parameters then buffers
   TensorsInPlace tensors_;
   std::vector<at::Tensor> buffers_before_;  // cta: what was packed of the buffers

@@ -59,6 +59,7 @@ HopSynchronizer::HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, cons
       mode_(group_->hopOptions().mode()),
       serial_(group_->hopOptions().order == "serial"),
       model_(parameters, buffers),
+      wires_(wiresOf(model_.parameters(), model_.buffers())),
       tensors_(parameters, buffers),
       replica_average_(*group_, model_.parameters(), model_.buffers()) {
   const int channel = group_->nextChannel();
@@ -79,6 +80,7 @@ HopSynchronizer::~HopSynchronizer() { HopSynchronizer::leave(std::chrono::second
 
 void HopSynchronizer::publish(bool send) {
   tensors_.check("hop");
+  exchange_ = group_->flights().begin("exchange", "all_reduce", wires_, wires_);
   std::byte* block = mailbox_->ownBlock(tag_);
   const auto start = Clock::now();
   model_.pack(block);
@@ -96,6 +98,7 @@ void HopSynchronizer::average(bool buffers_changed) {
     stats_.copy_ms += milliseconds(start);
   }
   mailbox_->release();
+  exchange_.done();
   own_block_ = nullptr;
 }
 
@@ -175,6 +178,7 @@ void HopSynchronizer::drainAll() {
   waitAll();
   if (mailbox_) {
     mailbox_->drain(false);
+    exchange_.done();  // all have met: nobody averages with what was published last
   }
   tag_ = 0;
   own_block_ = nullptr;
@@ -206,6 +210,7 @@ void HopSynchronizer::detach() {
   waitAll();
   if (mailbox_) {
     mailbox_->drain(true);
+    exchange_.done();
   }
   leave(std::chrono::milliseconds(0));
 }
@@ -218,7 +223,9 @@ void HopSynchronizer::leave(std::chrono::milliseconds limit) {
   }
   if (orderly) {
     try {
-      if (!mailbox_->drain(true, limit)) {
+      if (mailbox_->drain(true, limit)) {
+        exchange_.done();
+      } else {
         LOG(WARNING) << "hop [rank " << group_->getRank() << "]: leaving while other workers still train; call "
                      << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
         group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));

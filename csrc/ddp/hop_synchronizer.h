@@ -74,6 +74,7 @@ class HopSynchronizer : public AveragingSynchronizer {
   const core::HopMode mode_;
   const bool serial_;
   const HopModel model_;
+  const std::vector<at::Tensor> wires_;  // of the model
   const TensorsInPlace tensors_;
   ReplicaAverage replica_average_;
   std::unique_ptr<HopMailbox> mailbox_;  // null in a group of one, and after leave()
@@ -81,6 +82,7 @@ class HopSynchronizer : public AveragingSynchronizer {
   std::int64_t iteration_ = 0;            // since attach
   std::int64_t tag_ = 0;                  // in this session
   const std::byte* own_block_ = nullptr;  // what was published for tag_; null: nothing was
+  FlightRecord exchange_;                 // of what was published
   bool averaged_ = false;                 // parallel: the parameters are those of temp
   bool exchanging_ = false;               // serial: the average of this iteration is not formed
   bool detached_ = false;

@@ -72,9 +72,14 @@ DEATHS: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("victim", "backend", "options"), DEATHS, ids=str)
-def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any]) -> None:
-    with launch(body_training, 4, backend, options) as ranks:
+# Two workers: test_flight_recorder.py.
+@pytest.mark.parametrize(
+    ("victim", "backend", "options", "size"),
+    [*((*death, 4) for death in DEATHS), (5, "hop", {"graph": "ring"}, 8), (6, "prague", {}, 8)],
+    ids=str,
+)
+def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any], size: int) -> None:
+    with launch(body_training, size, backend, options) as ranks:
         ranks.expect("ready")
         time.sleep(0.3)
         ranks.kill(victim)

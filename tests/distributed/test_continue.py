@@ -123,10 +123,14 @@ DEATHS: list[tuple[list[int], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("victims", "backend", "options"), DEATHS, ids=str)
-def test_the_living_train_on(victims: list[int], backend: str, options: dict[str, Any]) -> None:
-    sizes = [3 - lost for lost in range(len(victims))]
-    with launch(body_continue, 4, backend, options, sizes) as ranks:
+@pytest.mark.parametrize(
+    ("victims", "backend", "options", "workers"),
+    [*((*death, 4) for death in DEATHS), ([5, 0], "prague", {}, 8)],
+    ids=str,
+)
+def test_the_living_train_on(victims: list[int], backend: str, options: dict[str, Any], workers: int) -> None:
+    sizes = [workers - 1 - lost for lost in range(len(victims))]
+    with launch(body_continue, workers, backend, options, sizes) as ranks:
         for victim, size in zip(victims, sizes, strict=True):
             ranks.expect(f"ready for {size}", deadline=30)
             ranks.kill(victim)

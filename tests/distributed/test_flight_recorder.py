@@ -1,22 +1,36 @@
-"""torch's flight recorder shows the collectives of our groups, by the backend's name."""
+"""torch's flight recorder shows what our groups do: collectives, by torch's hook, and what is ours, by us."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import pickle
+import signal
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, run_ranks
+from attached import OPTIONS, batch, mlp
+from harness import Rank, elapsed_error, launch, run_ranks
 from torch._C import _distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
+import torchext
 from torchext.backends import BACKENDS
 
 pytestmark = pytest.mark.skipif(
     not hasattr(c10d, "FlightRecorderHook"),
     reason="this torch records only the backends that record themselves, its own",
 )
+
+
+def entries(backend: str, operation: str = "") -> list[dict[str, Any]]:
+    """Of this process; those of an operation of ours, in the order in which they began."""
+    found = json.loads(c10d._dump_fr_trace_json(backend=backend)).get("entries", [])
+    return [e for e in found if e["profiling_name"].startswith(f"{backend}:{operation}")]
 
 
 def body(rank: Rank, backend: str) -> Any:
@@ -26,16 +40,218 @@ def body(rank: Rank, backend: str) -> Any:
     half = dist.new_group([0, 1], backend=backend)
     dist.reduce_scatter_tensor(torch.ones(3), torch.ones(6), group=half)
     dist.barrier()
-    entries = json.loads(c10d._dump_fr_trace_json(backend=backend))["entries"]
-    return [(e["profiling_name"], e["process_group"][1], e["input_sizes"], e["collective_seq_id"]) for e in entries]
+    return [
+        (e["profiling_name"], e["process_group"][1], e["input_sizes"], e["collective_seq_id"]) for e in entries(backend)
+    ]
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_entries_name_the_backend_and_the_call(backend: str) -> None:
-    for entries in run_ranks(body, 2, backend):
-        names = [name for name, *_ in entries]
+    for recorded in run_ranks(body, 2, backend):
+        names = [name for name, *_ in recorded]
         assert names[:2] == [f"{backend}:all_reduce", f"{backend}:broadcast"]
         assert names[-1] == f"{backend}:barrier" and any("reduce_scatter" in name for name in names), names
-        assert entries[0][1:3] == ("default_pg", [[10]]) and entries[1][2] == [[2, 3]]
-        world = [sequence for _, group, _, sequence in entries if group == "default_pg"]
+        assert recorded[0][1:3] == ("default_pg", [[10]]) and recorded[1][2] == [[2, 3]]
+        world = [sequence for _, group, _, sequence in recorded if group == "default_pg"]
         assert world == sorted(world)
+
+
+# ---- Operations of our own ----
+
+
+def analyse(dumps: list[bytes]) -> Any:
+    """What `python -m torch.distributed.flight_recorder.fr_trace` makes of one dump a rank."""
+    from torch.distributed.flight_recorder.components.builder import build_db
+
+    details = {f"rank{rank}": {"rank": rank, **pickle.loads(dump)} for rank, dump in enumerate(dumps)}
+    arguments = argparse.Namespace(
+        verbose=False, just_print_entries=False, allow_incomplete_ranks=False, mismatch_cap=10
+    )
+    return build_db(details, arguments, details["rank0"]["version"])
+
+
+def body_partial(rank: Rank) -> Any:
+    rank.init("prague")
+    upper = dist.new_group([2, 3], backend="prague")
+    world = torchext.backend_of()
+    dist.all_reduce(torch.ones(1))
+    for count in (10, 20):
+        if rank.rank in (0, 2):
+            world.partial_all_reduce(torch.ones(count), [2, 0]).wait()
+    world.partial_all_reduce(torch.ones(2, 3), [rank.rank, rank.rank ^ 1]).wait()
+    if rank.rank >= 2:
+        torchext.backend_of(upper).partial_all_reduce(torch.ones(5), [0, 1]).wait()
+    dist.all_reduce(torch.ones(1))
+    return entries("prague", "partial_all_reduce"), c10d._dump_fr_trace(backend="prague")
+
+
+def test_partial_all_reduce() -> None:
+    values = run_ranks(body_partial, 4)
+    for rank, (recorded, _) in enumerate(values):
+        pair = "0,1" if rank < 2 else "2,3"
+        expected = [("0/partial_all_reduce " + pair, pair, [[2, 3]], 1)]
+        if rank in (0, 2):
+            both = "0/partial_all_reduce 0,2"
+            expected = [(both, "0,2", [[10]], 1), (both, "0,2", [[20]], 2), *expected]
+        found = []
+        for entry in recorded[: len(expected)]:
+            assert entry["process_group"][1] == "default_pg"
+            assert entry["state"] == "completed" and entry["retired"] and entry["duration_ms"] >= 0, entry
+            assert entry["output_sizes"] == entry["input_sizes"] and entry["timeout_ms"] == 30_000
+            found.append((entry["process_group"][0], entry["input_sizes"], entry["collective_seq_id"]))
+            assert entry["profiling_name"] == "prague:" + "partial_all_reduce:all_reduce " + expected[len(found) - 1][1]
+        assert found == [(group, sizes, number) for group, _, sizes, number in expected]
+        # A subgroup counts by itself, and its members are named by their ranks in it.
+        rest = recorded[len(expected) :]
+        assert [(e["collective_seq_id"], e["profiling_name"][-3:]) for e in rest] == ([(1, "0,1")] if rank >= 2 else [])
+    database = analyse([dump for _, dump in values])
+    assert all(call.pass_check for call in database.collectives), database.collectives
+    ours = [c for c in database.collectives if "partial_all_reduce" in c.collective_name]
+    assert sorted(sorted(c.expected_ranks) for c in ours) == [[0, 1], [0, 2], [0, 2], [2, 3], [2, 3]]
+    assert len(database.collectives) == 7
+
+
+def train(rank: Rank, backend: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The synchronizer, and a function that trains that many steps."""
+    rank.init(backend, pg_options=OPTIONS[backend](**options))
+    ddp = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    sync = torchext.attach(ddp, optimizer)
+
+    def steps(count: int) -> None:
+        for step in range(count):
+            inputs, targets = batch(rank.rank, step)
+            optimizer.zero_grad()
+            (ddp(inputs) - targets).square().mean().backward()
+            optimizer.step()
+
+    return sync, steps
+
+
+def body_training(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
+    sync, steps = train(rank, backend, options)
+    steps(3)
+    sync.synchronize()
+    steps(1)
+    sync.detach()
+    dist.barrier()
+    return c10d._dump_fr_trace(backend=backend)
+
+
+# What each system records, how often in four steps, and how many elements of the model it exchanges.
+OPERATIONS: list[tuple[str, dict[str, Any], dict[str, tuple[str, int]]]] = [
+    ("prague", {"order": "atc"}, {"average": ("all_reduce", 4)}),
+    ("prague", {"generator": "static"}, {"average": ("all_reduce", 4)}),
+    ("prague", {"generator": "static", "sync_period": 3}, {"average": ("all_reduce", 1)}),
+    ("dssync", {}, {"average": ("all_reduce", 4)}),
+    # Parallel: of each session also the model that it begins with.
+    ("hop", {}, {"exchange": ("all_reduce", 6)}),
+    ("hop", {"order": "serial"}, {"exchange": ("all_reduce", 4)}),
+    *(
+        (
+            "dear",
+            {"allreduce_fallback": False, "bucket_mb": 0.001, **form},
+            {
+                "reduce": ("reduce_scatter_tensor_coalesced", 4),
+                "gather": ("all_gather_into_tensor_coalesced", 4),
+            },
+        )
+        for form in ({}, {"form": "replicated"})
+    ),
+]
+
+
+@pytest.mark.parametrize(("backend", "options", "operations"), OPERATIONS, ids=str)
+def test_training(backend: str, options: dict[str, Any], operations: dict[str, tuple[str, int]]) -> None:
+    dumps = run_ranks(body_training, 2, backend, options)
+    size = sum(p.numel() for p in mlp().parameters())
+    for dump in map(pickle.loads, dumps):
+        for operation, (like, count) in operations.items():
+            group = f"0/{operation}"
+            recorded = [e for e in dump["entries"] if e["process_group"][0] == group]
+            assert [e["collective_seq_id"] for e in recorded] == list(range(1, count + 1))
+            assert dump["pg_config"][group]["ranks"] == "[0, 1]"
+            for entry in recorded:
+                assert entry["profiling_name"] == f"{backend}:{operation}:{like}"
+                assert entry["process_group"] == (group, "default_pg")
+                assert entry["state"] == "completed" and entry["duration_ms"] >= 0, entry
+                assert sum(n for (n,) in entry["output_sizes" if operation == "gather" else "input_sizes"]) >= size
+                # By the thread that steps, which alone has a Python stack.
+                assert "steps" in [frame["name"] for frame in entry["frames"]]
+    database = analyse(dumps)
+    names = [call.collective_name for call in database.collectives]
+    assert all(call.pass_check for call in database.collectives), database.collectives
+    for operation, (like, count) in operations.items():
+        assert names.count(f"{backend}:{operation}:{like}") == count
+    assert f"{backend}:barrier" in names
+
+
+def body_off(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    sync, steps = train(rank, backend, options)
+    steps(2)
+    sync.detach()
+    return entries(backend)
+
+
+def test_off_records_nothing() -> None:
+    assert run_ranks(body_off, 2, "prague", {}) == [[], []]
+
+
+# ---- What does not end ----
+
+
+def body_stopped(rank: Rank) -> Any:
+    rank.init("prague", pg_options=torchext.PragueOptions(heartbeat_timeout=timedelta(seconds=1)))
+    average = torchext.backend_of().partial_all_reduce
+    average(torch.ones(3), [0, 1]).wait()
+    rank.report("ready")
+    if rank.rank == 1:
+        rank.pause()
+    error = elapsed_error(lambda: average(torch.ones(3), [0, 1]).wait())
+    return error, entries("prague", "partial_all_reduce")
+
+
+def test_a_stopped_peer_leaves_the_call_open() -> None:
+    with launch(body_stopped, 2) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1, signal.SIGSTOP)
+        (outcome,) = ranks.outcomes([0])
+        assert outcome.ok, outcome.trace
+        (kind, text, _), recorded = outcome.value
+        assert kind == "DistBackendError" and "rank 1" in text, text
+        assert [(e["state"], e["retired"]) for e in recorded] == [("completed", True), ("scheduled", False)]
+        ranks.kill(1, signal.SIGCONT)
+
+
+def body_left_alone(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
+    sync, steps = train(rank, backend, options)
+    steps(2)
+    sync.synchronize()
+    rank.report("ready")
+    if rank.rank == 1:
+        rank.pause()
+    return elapsed_error(lambda: steps(1000)), entries(backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "operation"),
+    [
+        ("prague", {"generator": "static"}, "average"),
+        ("dssync", {"order": "atc"}, "average"),
+        ("hop", {}, "exchange"),
+        ("dear", {"allreduce_fallback": False}, "reduce"),
+    ],
+    ids=str,
+)
+def test_a_dead_peer_leaves_the_operation_open(backend: str, options: dict[str, Any], operation: str) -> None:
+    with launch(body_left_alone, 2, backend, options) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1)
+        (outcome,) = ranks.outcomes()
+        assert outcome.ok, outcome.trace
+        (kind, text, _), recorded = outcome.value
+        assert kind == "DistBackendError" and "rank 1 died" in text, text
+        ours = [e for e in recorded if e["process_group"][0] == f"0/{operation}"]
+        *before, last = [e["state"] for e in ours]
+        assert before and set(before) == {"completed"} and last == "scheduled", (before, last)

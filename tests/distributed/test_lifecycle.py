@@ -56,11 +56,11 @@ def body_abort(rank: Rank, mode: str) -> Any:
     return kind, text, ended - began[0] if began else None, later, time.monotonic() - start
 
 
-@pytest.mark.parametrize("mode", ["collective", "recv"])
-def test_abort_from_another_thread(mode: str) -> None:
-    with launch(body_abort, 4, mode) as ranks:
+@pytest.mark.parametrize(("mode", "size"), [("collective", 2), ("collective", 8), ("recv", 4)])
+def test_abort_from_another_thread(mode: str, size: int) -> None:
+    with launch(body_abort, size, mode) as ranks:
         ranks.expect("ready")
-        for outcome in ranks.outcomes([1, 2, 3], deadline=20):
+        for outcome in ranks.outcomes(list(range(1, size)), deadline=20):
             assert outcome.ok, outcome.trace
             kind, text, after_abort, later, destroy = outcome.value
             assert kind == "DistBackendError" and "rank 1 called abort()" in text, text
@@ -85,10 +85,11 @@ def body_destroy_pending(rank: Rank) -> Any:
     return time.monotonic() - start
 
 
-def test_destroy_with_pending_work_is_bounded() -> None:
-    with launch(body_destroy_pending, 3) as ranks:
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_destroy_with_pending_work_is_bounded(size: int) -> None:
+    with launch(body_destroy_pending, size) as ranks:
         ranks.expect("ready")
-        for outcome in ranks.outcomes([1, 2], deadline=20):
+        for outcome in ranks.outcomes(list(range(1, size)), deadline=20):
             assert outcome.ok, outcome.trace
             assert outcome.value < 5  # 1.8 s and a loaded machine's share
 
