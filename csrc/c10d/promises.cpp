@@ -1,9 +1,10 @@
 #include "c10d/promises.h"
 
+#include <chrono>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <utility>
-#include <vector>
 
 namespace torchext {
 namespace {
@@ -12,7 +13,7 @@ thread_local int internal_collectives = 0;  // alive on this thread
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::uint64_t, std::function<void()>> callbacks;  // in the order of attaching, the same on every rank
+  std::map<std::uint64_t, std::function<KeptPromise()>> callbacks;  // in the order of attaching, the same on every rank
   std::uint64_t last = 0;
 };
 
@@ -24,10 +25,10 @@ Registry& registry() {
 
 }  // namespace
 
-std::uint64_t Promises::add(std::function<void()> keep) {
+std::uint64_t Promises::add(std::function<KeptPromise()> begin) {
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
-  all.callbacks.emplace(++all.last, std::move(keep));
+  all.callbacks.emplace(++all.last, std::move(begin));
   return all.last;
 }
 
@@ -37,11 +38,11 @@ void Promises::remove(std::uint64_t id) {
   all.callbacks.erase(id);
 }
 
-void Promises::keepAll(std::uint64_t except) {
+std::vector<KeptPromise> Promises::beginAll(std::uint64_t except) {
   if (internal_collectives > 0) {
-    return;
+    return {};
   }
-  std::vector<std::function<void()>> callbacks;
+  std::vector<std::function<KeptPromise()>> callbacks;
   {
     Registry& all = registry();
     std::lock_guard<std::mutex> lock(all.mutex);
@@ -51,8 +52,33 @@ void Promises::keepAll(std::uint64_t except) {
       }
     }
   }
+  std::vector<KeptPromise> kept;
+  kept.reserve(callbacks.size());
   for (const auto& callback : callbacks) {
-    callback();
+    kept.push_back(callback());
+  }
+  return kept;
+}
+
+bool Promises::ready(const KeptPromise& kept) {
+  return !kept.valid() || kept.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+void Promises::wait(const std::vector<KeptPromise>& kept) {
+  std::exception_ptr first;
+  for (const KeptPromise& promise : kept) {
+    if (!promise.valid()) {
+      continue;
+    }
+    try {
+      promise.get();
+    } catch (const std::future_error&) {  // its model was detached before it came to it
+    } catch (...) {
+      first = first ? first : std::current_exception();
+    }
+  }
+  if (first) {
+    std::rethrow_exception(first);
   }
 }
 

@@ -6,23 +6,35 @@
 // ever: a model's groups stand in one order for all its members, but nothing orders them against a collective or
 // against another model's groups. So whoever is about to block first has every other model keep what it promised.
 //
+// All models at once, not one after the other: had a worker to wait until its first model's groups are through before
+// it turns to the second, another could be waiting for the second the other way round.
+//
 // One list a process, because the models of two process groups block each other just as well.
-// Threads: all functions may be called from any; a callback runs on the thread that is about to block and may block
-// itself. remove() does not wait for a callback that is running.
+// Threads: all functions may be called from any. What a callback begins goes on on a thread of the model's own; the
+// thread that is about to block waits until it is done. remove() does not wait for a callback that is running.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <future>
+#include <vector>
 
 namespace torchext {
 
+// Ready when what was promised is kept, or cannot be any more (with the exception); not valid where nothing was.
+using KeptPromise = std::shared_future<void>;
+
 class Promises {
  public:
-  // Returns an id, never 0.
-  static std::uint64_t add(std::function<void()> keep);
+  // begin must not block. Returns an id, never 0.
+  static std::uint64_t add(std::function<KeptPromise()> begin);
   static void remove(std::uint64_t id);
   // Runs every callback but that of `except`. Their exceptions pass through. Nothing inside an InternalCollective.
-  static void keepAll(std::uint64_t except = 0);
+  static std::vector<KeptPromise> beginAll(std::uint64_t except = 0);
+  static bool ready(const KeptPromise& kept);
+  // Until all are ready; then throws the first exception among them.
+  static void wait(const std::vector<KeptPromise>& kept);
+  static void keepAll() { wait(beginAll()); }
 };
 
 // Around collectives that an attached model makes itself, when its promises have been kept.

@@ -105,11 +105,11 @@ void GroupSynchronizer::applyPending() {
   }
 }
 
-void GroupSynchronizer::keepPromises() {
+KeptPromise GroupSynchronizer::beginPromises() {
   if (detached_ || failed_ || source_->scheduled()) {
-    return;
+    return {};
   }
-  runOnThread([this] {
+  return beginOnThread([this] {
     deferPending();
     source_->pause([this](const AssignedGroup& group) { averageDeferred(group); });
   });

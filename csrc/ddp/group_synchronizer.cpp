@@ -46,7 +46,7 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   source_ = training.make_source(host_of, channel);
   thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
-  promises_ = Promises::add([this] { keepPromises(); });
+  promises_ = Promises::add([this] { return beginPromises(); });
   abort_callback_ = group_->addAbortCallback(
       [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->firstReason().second)); });
 }
@@ -133,9 +133,16 @@ void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
     if (!changed_.wait_for(lock, kPatience, ready)) {
       // Somebody may be waiting for another model of this process, and this average for them.
       lock.unlock();
-      Promises::keepAll(promises_);
+      std::vector<KeptPromise> kept = Promises::beginAll(promises_);
       lock.lock();
       changed_.wait(lock, ready);  // ends: every wait of the averaging thread has the group's timeout
+      lock.unlock();
+      // While the others are at it, somebody may be waiting for this model's next group.
+      if (std::any_of(kept.begin(), kept.end(), [](const KeptPromise& promise) { return !Promises::ready(promise); })) {
+        kept.push_back(beginPromises());
+      }
+      Promises::wait(kept);
+      lock.lock();
     }
     stats_.exposed_ms += milliseconds(start);
   }
@@ -189,9 +196,10 @@ void GroupSynchronizer::fail(std::exception_ptr error) {
   changed_.notify_all();
 }
 
-void GroupSynchronizer::runOnThread(const std::function<void()>& task) {
-  bool done = false;
-  const bool posted = thread_->post([&, state = at::ThreadLocalState()] {
+KeptPromise GroupSynchronizer::beginOnThread(std::function<void()> task) {
+  auto promise = std::make_shared<std::promise<void>>();
+  KeptPromise kept = promise->get_future().share();
+  const bool posted = thread_->post([this, promise, task = std::move(task), state = at::ThreadLocalState()] {
     at::ThreadLocalStateGuard inherited(state);
     at::NoGradGuard no_grad;
     try {
@@ -199,16 +207,24 @@ void GroupSynchronizer::runOnThread(const std::function<void()>& task) {
     } catch (...) {
       fail(std::current_exception());
     }
-    std::lock_guard<std::mutex> lock(mutex_);
-    done = true;
-    changed_.notify_all();
+    std::exception_ptr error;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      error = error_;
+    }
+    if (error) {
+      promise->set_exception(error);
+    } else {
+      promise->set_value();
+    }
   });
-  TORCH_CHECK(posted, group_->getBackendName(), ": this synchronizer has been detached");
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return done; });
-  if (error_) {
-    std::rethrow_exception(error_);
-  }
+  return posted ? kept : KeptPromise();
+}
+
+void GroupSynchronizer::runOnThread(std::function<void()> task) {
+  const KeptPromise done = beginOnThread(std::move(task));
+  TORCH_CHECK(done.valid(), group_->getBackendName(), ": this synchronizer has been detached");
+  done.get();
 }
 
 void GroupSynchronizer::detach() {

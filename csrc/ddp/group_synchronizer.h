@@ -16,7 +16,7 @@
 // Threads: the training thread, autograd's (gradientsReady only) and `thread_`, which alone touches source_ (but for
 // ask()), partial_ and, while a bucket is pending, that bucket and its tensors.
 // Collectives of the user in the middle of training (a logged loss, DDP's own) and waits for another model's average: a
-// group may be promised in which others wait for this worker (c10d/promises.h). keepPromises() serves it without
+// group may be promised in which others wait for this worker (c10d/promises.h). beginPromises() serves it without
 // touching parameters that a forward or backward may be using: it sends what it has, and remembers the difference that
 // the average makes, to be added before the next step. Costs a copy of the parameters while such a difference waits.
 // With a schedule nothing is promised ahead: each round runs by itself once its step is taken. All workers must take
@@ -91,7 +91,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void averageNow(const AssignedGroup& group);
   void reduceBucket(std::size_t index, const AssignedGroup& group);
   void applyPending();
-  void keepPromises();
+  KeptPromise beginPromises();
   void averageDeferred(const AssignedGroup& group);
   void deferPending();
   void applyDeferred();
@@ -102,7 +102,8 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void snapshotBuffers();
   template <class Ready>
   void waitUntil(const char* what, Ready ready);
-  void runOnThread(const std::function<void()>& task);
+  KeptPromise beginOnThread(std::function<void()> task);
+  void runOnThread(std::function<void()> task);
   const FlatBucket& bucket(std::size_t index) const;
   std::size_t bucketCount() const { return parameters_.size() + buffers_.size(); }
 
