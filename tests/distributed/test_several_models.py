@@ -12,7 +12,7 @@ from harness import Rank, run_ranks
 
 MODELS = 3
 STEPS = 25
-PAUSES = (0.0, 0.0, 0.15)  # longer than a model waits for its average before the others keep their promises
+PAUSES = (0.0, 0.15)  # longer than a model waits for its average before the others keep their promises
 
 
 def body(rank: Rank, generator: str, order: str) -> int:
@@ -36,7 +36,6 @@ def body(rank: Rank, generator: str, order: str) -> int:
     return averages
 
 
-@pytest.mark.parametrize("order", ["atc", "cta"])
-@pytest.mark.parametrize("generator", ["random", "smart"])
+@pytest.mark.parametrize(("generator", "order"), [("random", "atc"), ("smart", "cta")])
 def test_in_other_orders_on_other_ranks(generator: str, order: str) -> None:
     assert min(run_ranks(body, 4, generator, order)) > 0
