@@ -28,6 +28,7 @@ key=$({
 echo "Building and installing torchext."
 if [[ -z ${CXX:-} ]] && command -v ccache >/dev/null; then
   export CXX="ccache g++"
+  export CCACHE_BASEDIR= # a user's setting of it rewrites the paths that -ffile-prefix-map is to take out
 fi
 rm -rf build/lib.* dist ./*.egg-info # files that are gone from the source must be gone from the package
 rm -f "$venv/installed"
