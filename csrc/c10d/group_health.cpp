@@ -283,6 +283,9 @@ void GroupHealth::add(PendingOperation* operation, const OpInfo& op) {
   std::unique_lock lock(mutex_);
   if (failed_ || (closed_ && !op.nested)) {
     lock.unlock();
+    if (failed()) {
+      std::rethrow_exception(failureOf(op));  // with the call's number and sizes, which a name alone does not have
+    }
     checkUsable(op.name);
   }
   operation->op_ = op;
