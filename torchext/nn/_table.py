@@ -19,6 +19,7 @@ from torchext.nn._arguments import (
     layout_of,
     refuse,
 )
+from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._ops import BagSpec, Table, _ops
 
 __all__ = ["AdaptiveTable"]
@@ -50,7 +51,7 @@ class AdaptiveTable(nn.Module):
     count of steps stay on the CPU. Pruning fetches index and utilities, decides on the CPU, and sends the index back.
     """
 
-    _version = 1
+    _version = VERSION
     # Plain tensors, not buffers: DDP would send buffers to all ranks in every forward pass. They are in the state_dict,
     # and go to all ranks once (forward under DDP) and whenever utilities are merged (ChunkPruner).
     pool: nn.Parameter
@@ -212,7 +213,7 @@ class AdaptiveTable(nn.Module):
         """
         keys, _ = self._resident()
         widths = torch.bincount(keys.cpu() // self.chunks, minlength=self.num_embeddings)
-        tensors = [self.pool, *self.state, *(getattr(self, name) for name in self._PLAIN)]
+        tensors = [self.pool, *self.state, *(tensor for _, tensor in self.plain_tensors())]
         return {
             "layout": self.layout,
             "resident_chunks": len(keys),
@@ -394,15 +395,21 @@ class AdaptiveTable(nn.Module):
                 setattr(self, name, getattr(self, name).to(device))
         return self
 
-    def _extra_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        if self.training_mode == "sharded":
-            yield "pool", self.pool.detach()
-        yield from ((name, getattr(self, name)) for name in self._PLAIN)
-        yield from ((f"state.{position}", tensor) for position, tensor in enumerate(self.state))
+    def plain_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Names and tensors of what is neither parameter nor optimizer's state."""
+        return ((name, getattr(self, name)) for name in self._PLAIN)
+
+    def _resize(self, slots: int, index: Tensor, utility: Tensor) -> None:
+        """Room for so many slots, with nothing in them; index and utilities as large as those given."""
+        self.budget_chunks = slots
+        self.pool.data = self.pool.new_empty(slots, self.chunk_dim)
+        self.state = self._empty_state(slots)
+        self.index = torch.empty_like(index, device=self.pool.device)
+        self.utility = torch.empty_like(utility, device=self.pool.device)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, tensor in self._extra_tensors():
+        for name, tensor in unregistered_tensors(self):
             destination[prefix + name] = tensor if keep_vars else tensor.detach()
 
     def _load_from_state_dict(
@@ -415,50 +422,5 @@ class AdaptiveTable(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Checks everything, then takes everything: a table is never half of one checkpoint and half of another."""
-        own = {prefix + name: tensor for name, tensor in self._extra_tensors()}
-        own[prefix + "pool"] = self.pool
-        if "trigger" in self._parameters and self.trigger is not None:
-            own[prefix + "trigger"] = self.trigger
-        if prefix + "weight" in state_dict and prefix + "pool" not in state_dict:  # of nn.EmbeddingBag
-            try:
-                self._take(state_dict[prefix + "weight"])
-            except ValueError as error:
-                error_msgs.append(f"{prefix}weight: {error}")
-            unexpected_keys[:] = [key for key in unexpected_keys if key != prefix + "weight"]
-            return
-        version = local_metadata.get("version", self._version)
-        problems = []
-        if version != self._version:
-            problems.append(f"{prefix[:-1] or 'table'}: saved as version {version}, this is version {self._version}")
-        missing = [key for key in own if key not in state_dict]
-        missing_keys.extend(missing)
-        sized = ("pool", "index", "utility", "state.0", "state.1")
-        slots = len(state_dict.get(prefix + "pool", self.pool))
-        for key, tensor in own.items():
-            given = state_dict.get(key)
-            # A pool may have another number of slots when several tables share a budget; the rest follows from it.
-            free = key[len(prefix) :] in sized and slots != self.budget_chunks and self.layout != "identity"
-            if given is None:
-                continue
-            if (given.shape[1:] != tensor.shape[1:]) if free else (given.shape != tensor.shape):
-                problems.append(f"{key}: saved with shape {tuple(given.shape)}, the table has {tuple(tensor.shape)}")
-            elif given.dtype != tensor.dtype and key != prefix + "pool":
-                problems.append(f"{key}: saved as {given.dtype}, the table has {tensor.dtype}")
-        error_msgs.extend(problems)
-        if strict:
-            unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k not in own)
-        if problems or missing:
-            return
-        with torch.no_grad():
-            if slots != self.budget_chunks:
-                self.budget_chunks = slots
-                self.pool.data = self.pool.new_empty(slots, self.chunk_dim)
-                self.state = self._empty_state(slots)
-                self.index, self.utility = (
-                    torch.empty_like(state_dict[prefix + name], device=self.pool.device)
-                    for name in ("index", "utility")
-                )
-            self.pool.copy_(state_dict[prefix + "pool"])
-            for name, tensor in self._extra_tensors():
-                tensor.copy_(state_dict[prefix + name])
+        version = local_metadata.get("version", VERSION)
+        load_table(self, state_dict, prefix, version, strict, missing_keys, unexpected_keys, error_msgs)

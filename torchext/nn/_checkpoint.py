@@ -1,0 +1,91 @@
+"""Adaptive tables in a state_dict: what is saved of one, and loading that takes everything or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchext.nn._table import AdaptiveTable
+
+VERSION = 1
+
+# Tensors with a size for each slot of the pool.
+_SIZED = ("pool", "index", "utility", "state.0", "state.1")
+
+
+def unregistered_tensors(table: AdaptiveTable) -> Iterable[tuple[str, Tensor]]:
+    """What belongs into a checkpoint besides the parameters that torch saves by itself."""
+    if table.training_mode == "sharded":
+        yield "pool", table.pool.detach()
+    yield from table.plain_tensors()
+    yield from ((f"state.{position}", tensor) for position, tensor in enumerate(table.state))
+
+
+def _own_tensors(table: AdaptiveTable, prefix: str) -> dict[str, Tensor]:
+    own = {prefix + name: tensor for name, tensor in unregistered_tensors(table)}
+    own[prefix + "pool"] = table.pool
+    if "trigger" in table._parameters and table.trigger is not None:
+        own[prefix + "trigger"] = table.trigger
+    return own
+
+
+def _problems(table: AdaptiveTable, own: Mapping[str, Tensor], saved: Mapping[str, Any], prefix: str) -> list[str]:
+    """Of tensors that were saved, those that cannot be this table's."""
+    slots = len(saved.get(prefix + "pool", table.pool))
+    problems = []
+    for key, tensor in own.items():
+        given = saved.get(key)
+        if given is None:
+            continue
+        # A pool may have another number of slots when several tables share a budget; the rest follows from it.
+        free = key[len(prefix) :] in _SIZED and slots != table.budget_chunks and table.layout != "identity"
+        if (given.shape[1:] != tensor.shape[1:]) if free else (given.shape != tensor.shape):
+            problems.append(f"{key}: saved with shape {tuple(given.shape)}, the table has {tuple(tensor.shape)}")
+        elif given.dtype != tensor.dtype and key != prefix + "pool":
+            problems.append(f"{key}: saved as {given.dtype}, the table has {tensor.dtype}")
+    return problems
+
+
+def load_table(
+    table: AdaptiveTable,
+    saved: Mapping[str, Any],
+    prefix: str,
+    version: int,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Checks everything, then takes everything: a table is never half of one checkpoint and half of another.
+
+    The arguments are those of ``nn.Module._load_from_state_dict``; what is wrong is appended to the lists.
+    """
+    if prefix + "weight" in saved and prefix + "pool" not in saved:  # of nn.EmbeddingBag
+        try:
+            table._take(saved[prefix + "weight"])
+        except ValueError as error:
+            error_msgs.append(f"{prefix}weight: {error}")
+        unexpected_keys[:] = [key for key in unexpected_keys if key != prefix + "weight"]
+        return
+    own = _own_tensors(table, prefix)
+    problems = _problems(table, own, saved, prefix)
+    if version != VERSION:
+        problems.insert(0, f"{prefix[:-1] or 'table'}: saved as version {version}, this is version {VERSION}")
+    missing = [key for key in own if key not in saved]
+    missing_keys.extend(missing)
+    error_msgs.extend(problems)
+    if strict:
+        unexpected_keys.extend(key for key in saved if key.startswith(prefix) and key not in own)
+    if problems or missing:
+        return
+    with torch.no_grad():
+        slots = len(saved[prefix + "pool"])
+        if slots != table.budget_chunks:
+            table._resize(slots, saved[prefix + "index"], saved[prefix + "utility"])
+        table.pool.copy_(saved[prefix + "pool"])
+        for name, tensor in unregistered_tensors(table):
+            tensor.copy_(saved[prefix + name])
