@@ -168,6 +168,15 @@ bool GroupGeneratorBase::idle(int worker) const {
   return state.active && state.fifo.empty() && state.running.empty();
 }
 
+bool GroupGeneratorBase::idleSoon(int worker) const {
+  const Worker& state = workers_[index(worker)];
+  const auto complete = [&](std::uint64_t id) {
+    const Record& record = groups_.at(id);
+    return record.told == record.group.members.size();
+  };
+  return state.active && state.fifo.empty() && std::all_of(state.running.begin(), state.running.end(), complete);
+}
+
 GroupGeneratorBase::Worker& GroupGeneratorBase::checkedWorker(const char* call, int worker) {
   checkIndex("worker", worker, options_.world_size);
   Worker& state = workers_[index(worker)];

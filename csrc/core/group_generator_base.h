@@ -56,6 +56,8 @@ class GroupGeneratorBase : public GroupGenerator {
   bool waiting(int worker) const { return workers_[index(worker)].waiting; }
   // Nothing pending and nothing under way: a new group starts as soon as worker asks.
   bool idle(int worker) const;
+  // Nothing pending, and whatever is under way waits for nobody: idle as soon as the bytes are through.
+  bool idleSoon(int worker) const;
   const SlowdownFilter& filter() const { return filter_; }
   int activeCount() const { return active_count_; }
   const GeneratorOptions& options() const { return options_; }

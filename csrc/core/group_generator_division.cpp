@@ -1,5 +1,10 @@
 // Kinds "division", "inter-intra" and "smart": a request that finds its FIFO empty divides all idle workers.
 //
+// Where the asking worker alone is idle, those that are still averaging count as idle: members of one group end at the
+// same time, but are heard of one after the other, and whoever asked first would otherwise go on alone, out of step
+// with everybody (a fifth of all steps where averages take as long as the compute they hide under). Not those whose
+// group waits for a member: it may be a slow one.
+//
 // A worker that would be alone because it is ahead of everybody is held until somebody else asks: the filter excuses
 // the others from waiting for the slow, and without this nothing would keep the fastest from training for itself, ever
 // further ahead, where steps are short and their times vary.
@@ -25,14 +30,14 @@ class DivisionGenerator final : public GroupGeneratorBase {
       formGroup(withoutFiltered(worker, activeWorkers()), out);
       return;
     }
-    std::vector<int> free;
-    for (const int other : activeWorkers()) {
-      if (idle(other)) {
-        free.push_back(other);
-      }
+    std::vector<int> free = activeWorkersThat([this](int other) { return idle(other); });
+    auto limit = filter().reference(worker, free);
+    std::vector<int> candidates = withoutFiltered(worker, free);
+    if (candidates.size() == 1) {
+      free = activeWorkersThat([this](int other) { return idleSoon(other); });
+      limit = filter().reference(worker, free);
+      candidates = withoutFiltered(worker, free);
     }
-    const auto limit = filter().reference(worker, free);
-    const std::vector<int> candidates = withoutFiltered(worker, std::move(free));
     if (candidates.size() == 1 && filter().foremostBy(worker, activeWorkers())) {
       if (allHeld(worker)) {
         releaseHeld(worker, out);
@@ -44,6 +49,13 @@ class DivisionGenerator final : public GroupGeneratorBase {
     } else {
       divide(candidates, out);
     }
+  }
+
+  template <class Predicate>
+  std::vector<int> activeWorkersThat(const Predicate& holds) const {
+    std::vector<int> workers = activeWorkers();
+    std::erase_if(workers, [&](int worker) { return !holds(worker); });
+    return workers;
   }
 
   // Somebody is gone: those that are held may have nobody left to wait for.

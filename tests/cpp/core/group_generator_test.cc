@@ -239,14 +239,43 @@ TEST(Division, AHeldWorkerIsReleasedWhenNobodyIsLeftToWaitFor) {
   EXPECT_EQ(drained[2].group.members, (Members{0}));
 }
 
-TEST(Division, BusyWorkersAreLeftOut) {
+TEST(Division, WhoeverIsStillAveragingIsBetterThanNobody) {
   const auto generator = makeGroupGenerator(world(4, 2, GeneratorKind::kDivision));
   const Group first = ask(*generator, 0);
   const int partner = first.members[0] == 0 ? first.members[1] : first.members[0];
   ask(*generator, partner);
   generator->complete(0, first.id, 0);
-  // partner is still in the first group, the two others have one pending: 0 goes on alone rather than wait.
+  // partner is still in the first group, the two others have one pending.
+  const Group second = ask(*generator, 0);
+  EXPECT_EQ(second.members, first.members);
+  generator->complete(0, second.id, 0);
+  // Now partner has one pending as well: 0 goes on alone rather than wait.
   EXPECT_EQ(ask(*generator, 0).members, (Members{0}));
+}
+
+TEST(Division, NobodyWaitsForAGroupThatWaitsForAMember) {
+  auto options = world(3, 3, GeneratorKind::kDivision);
+  const auto generator = makeGroupGenerator(options);
+  generator->pause(2, 0);
+  const Group pair = ask(*generator, 0);  // 1 has not come to it
+  EXPECT_EQ(pair.members, (Members{0, 1}));
+  EXPECT_EQ(ask(*generator, 2).members, (Members{2}));
+}
+
+TEST(Division, WhoeverIsStillAveragingIsLeftOutWhereOthersAreIdle) {
+  const auto generator = makeGroupGenerator(world(5, 2, GeneratorKind::kDivision));
+  const Group first = ask(*generator, 0);
+  const auto busy = std::find_if(first.members.begin(), first.members.end(), [](int member) { return member != 0; });
+  for (int worker = 1; worker < 5; ++worker) {
+    const Group group = ask(*generator, worker);
+    if (worker != *busy) {
+      generator->complete(worker, group.id, 0);
+    }
+  }
+  generator->complete(0, first.id, 0);
+  const Group second = ask(*generator, 0);
+  EXPECT_GT(second.members.size(), 1U);
+  EXPECT_EQ(std::count(second.members.begin(), second.members.end(), *busy), 0);
 }
 
 TEST(Division, EveryNthIsAFullOneOverPendingGroupsToo) {
@@ -496,7 +525,7 @@ TEST(Leave, GroupsNobodyKnowsLoseTheWorkerKnownOnesKeepIt) {
   generator->leave(0, 0);
   EXPECT_EQ(ask(*generator, partner).members, known.members);  // the same members for all: it fails there, then goes on
   generator->complete(partner, known.id, 0);
-  EXPECT_EQ(ask(*generator, partner).members, (Members{partner}));
+  EXPECT_EQ(ask(*generator, partner).members, (Members{std::min(partner, unknown[1]), std::max(partner, unknown[1])}));
 }
 
 }  // namespace
