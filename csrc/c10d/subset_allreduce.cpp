@@ -198,6 +198,10 @@ void SubsetAllreduce::direct(Call& call) {
 // passed on as soon as it is added, so steps overlap. The first segment of all comes with the frame. The receives of
 // the all-gather go straight into the buffer: a final segment cannot arrive before this member's own partial one has
 // been used downstream.
+//
+// On a line the reduce-scatter goes first: finished segments that overtake partial ones leave the line idle at the end,
+// where the last partial ones must cross it, and then what they become. Elsewhere they are passed on while they are in
+// the cache. Each member decides for itself: it is a matter of when it posts its receives.
 void SubsetAllreduce::ring(Call& call) {
   const int g = call.size();
   const std::size_t segment_bytes = segmentBytes(call.bytes(), static_cast<std::size_t>(g), tuning_);
@@ -224,7 +228,8 @@ void SubsetAllreduce::ring(Call& call) {
     }
   }
 
-  const std::size_t window = std::max<std::size_t>(2, tuning_.segments_ahead);
+  const bool line = onLine();
+  const std::size_t window = std::max<std::size_t>(2, line ? tuning_.segments_ahead_of_line : tuning_.segments_ahead);
   const std::size_t segment_slot = plan.largestSegment() * call.math.element_bytes;
   const int own = plan.sendChunk(call.position, 0);
   const core::Span first = plan.segments(own) > 0 ? plan.segment(own, 0) : core::Span{};
@@ -235,8 +240,6 @@ void SubsetAllreduce::ring(Call& call) {
   const auto slot = [&](std::size_t i) {
     return in_frame && i == 0 ? memory + kHeaderBytes : slots + (i % window) * segment_slot;
   };
-  // `window` receives are posted ahead and no more: what is under way should fit the caches, and a sender whose
-  // receiver is not ready waits in its own memory instead of the kernel's.
   std::vector<PointToPoint::WorkPtr> reduces;
   std::vector<PointToPoint::WorkPtr> gathers;
   if (in_frame) {
@@ -249,7 +252,11 @@ void SubsetAllreduce::ring(Call& call) {
     }
   };
   const auto post_gathers = [&](std::size_t done) {
-    while (gathers.size() < std::min(gathered.size(), done + window)) {
+    if (line && reduces.size() < reduced.size()) {
+      return;
+    }
+    const std::size_t ahead = line ? gathered.size() : done + window;  // they take no memory of their own
+    while (gathers.size() < std::min(gathered.size(), ahead)) {
       const core::Span& span = gathered[gathers.size()];
       gathers.push_back(transport_.recv(call.at(span), call.bytesOf(span), previous, tag_base_ + kAllGather));
     }
@@ -259,6 +266,7 @@ void SubsetAllreduce::ring(Call& call) {
   };
 
   RECORD_FUNCTION("torchext::move_bytes", std::vector<c10::IValue>{});
+  const auto start = std::chrono::steady_clock::now();
   post_reduces(0);
   for (int i = 1; i < plan.segments(own); ++i) {
     send_span(plan.segment(own, i), kReduceScatter);
@@ -276,6 +284,7 @@ void SubsetAllreduce::ring(Call& call) {
       call.math.add(sum, slot(i), reduced[i].count);
     }
     post_reduces(i + 1);
+    post_gathers(0);
     send_span(reduced[i], finished ? kAllGather : kReduceScatter);
   }
   for (std::size_t i = 0; i < gathered.size(); ++i) {
@@ -286,6 +295,8 @@ void SubsetAllreduce::ring(Call& call) {
     }
   }
   finishSends(call);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  noteSpeed(call.bytes(), took.count());
 }
 
 }  // namespace torchext

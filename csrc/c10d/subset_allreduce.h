@@ -40,7 +40,12 @@ struct TransferTuning {
   std::size_t frame_bytes = 1U << 20U;          // largest payload of a frame, and largest segment of a ring
   std::size_t direct_total_bytes = 1U << 19U;   // direct for g > 2: up to this in (g - 1) payloads together
   std::size_t least_segment_bytes = 1U << 15U;  // below this a message costs more than its bytes
-  std::size_t segments_ahead = 2;               // receives posted ahead, of each half of a ring
+  // Receives posted ahead: where bytes move as fast as memory, what is under way should fit the caches, and a sender
+  // whose receiver is not ready waits in its own memory instead of the kernel's. A line is idle until its sender hears
+  // of the next receive, which stands in a queue behind the data that goes the other way: it needs more.
+  std::size_t segments_ahead = 2;
+  std::size_t segments_ahead_of_line = 8;
+  double line_bytes_per_second = 4e8;  // up to here it is a line
 };
 
 class SubsetAllreduce {
@@ -67,6 +72,9 @@ class SubsetAllreduce {
   // g-th slot the caller's own, then follow `more_scratch` bytes. Throws if the members disagree.
   std::byte* exchangeFrames(Call& call, const void* payload, std::size_t payload_bytes, To to,
                             std::size_t more_scratch);
+  // Of the last ring: what a line is known by, which costs memory. Before the first nothing is known.
+  void noteSpeed(std::size_t bytes, double seconds) { bytes_per_second_ = static_cast<double>(bytes) / seconds; }
+  bool onLine() const { return bytes_per_second_ > 0 && bytes_per_second_ <= tuning_.line_bytes_per_second; }
   std::size_t slotBytes() const { return sizeof(core::SubsetHeader) + tuning_.frame_bytes; }
 
   void send(Call& call, const void* data, std::size_t bytes, int destination, int tag);
@@ -81,6 +89,7 @@ class SubsetAllreduce {
   std::size_t scratch_bytes_ = 0;
   std::uint64_t bytes_sent_ = 0;
   double peer_seconds_ = 0.0;
+  double bytes_per_second_ = 0.0;
 };
 
 }  // namespace torchext
