@@ -20,10 +20,10 @@
 //                drawn again; a waiting worker whom somebody else's group takes gets that one instead of its own. No
 //                slowdown filter: workers that had to wait would count as slow, and wait even longer.
 //   division     a request of a worker that has no pending group partitions all idle workers into random disjoint
-//                groups. Idle: active, no group pending or under way; where that is the asking worker alone, those
-//                count, too, that have none pending and one under way that all its members have come to. Sizes differ
-//                by one at most, and nobody is left alone unless there is nobody else: the remainder makes groups
-//                larger or smaller than group_size.
+//                groups. Idle: active, no group pending or under way. Where these do not make full groups, random
+//                workers fill them up that have none pending and one under way that all its members have come to.
+//                Sizes differ by one at most, and nobody is left alone unless there is nobody else: the remainder makes
+//                groups larger or smaller than group_size.
 //   inter-intra  a division emits two rounds. First one head a host (heads rotate): the heads in random groups across
 //                hosts, the others of a host together. Then every host inside itself. Idle workers only. A host's rest
 //                is one group whatever group_size says: what it costs stays inside the host. Where idle workers are on

@@ -1,9 +1,9 @@
 // Kinds "division", "inter-intra" and "smart": a request that finds its FIFO empty divides all idle workers.
 //
-// Where the asking worker alone is idle, those that are still averaging count as idle: members of one group end at the
-// same time, but are heard of one after the other, and whoever asked first would otherwise go on alone, out of step
-// with everybody (a fifth of all steps where averages take as long as the compute they hide under). Not those whose
-// group waits for a member: it may be a slow one.
+// Where the idle ones do not make full groups, some that are still averaging fill them up: members of one group end at
+// the same time, but are heard of one after the other, and whoever asked first would otherwise go on alone, or three in
+// a group of three, out of step with everybody (a quarter of all steps where averages take as long as the compute they
+// hide under). Not those whose group waits for a member: it may be a slow one.
 //
 // A worker that would be alone because it is ahead of everybody is held until somebody else asks: the filter excuses
 // the others from waiting for the slow, and without this nothing would keep the fastest from training for itself, ever
@@ -21,7 +21,8 @@ class DivisionGenerator final : public GroupGeneratorBase {
   explicit DivisionGenerator(const GeneratorOptions& options)
       : GroupGeneratorBase(options),
         topology_(Topology::fromHostOf(options.host_of, options.world_size)),
-        two_rounds_(options.kind != GeneratorKind::kDivision && topology_.hostCount() > 1),
+        two_rounds_(options.kind != GeneratorKind::kDivision && topology_.hostCount() > 1 &&
+                    topology_.hostCount() < options.world_size),
         next_head_(index(topology_.hostCount()), 0) {}
 
  private:
@@ -31,12 +32,10 @@ class DivisionGenerator final : public GroupGeneratorBase {
       return;
     }
     std::vector<int> free = activeWorkersThat([this](int other) { return idle(other); });
-    auto limit = filter().reference(worker, free);
-    std::vector<int> candidates = withoutFiltered(worker, free);
-    if (candidates.size() == 1) {
-      free = activeWorkersThat([this](int other) { return idleSoon(other); });
-      limit = filter().reference(worker, free);
-      candidates = withoutFiltered(worker, free);
+    const auto limit = filter().reference(worker, free);
+    std::vector<int> candidates = withoutFiltered(worker, std::move(free));
+    if (candidates.size() == 1 || !two_rounds_) {
+      addThoseStillAveraging(worker, candidates);
     }
     if (candidates.size() == 1 && filter().foremostBy(worker, activeWorkers())) {
       if (allHeld(worker)) {
@@ -49,6 +48,20 @@ class DivisionGenerator final : public GroupGeneratorBase {
     } else {
       divide(candidates, out);
     }
+  }
+
+  // As many as make the groups of a division full.
+  void addThoseStillAveraging(int worker, std::vector<int>& candidates) {
+    const std::size_t size = index(options().group_size);
+    const std::size_t missing = (size - candidates.size() % size) % size;
+    if (missing == 0) {
+      return;
+    }
+    std::vector<int> others =
+        withoutFiltered(worker, activeWorkersThat([this](int other) { return !idle(other) && idleSoon(other); }));
+    random().shuffle(others);
+    others.resize(std::min(others.size(), missing));
+    candidates.insert(candidates.end(), others.begin(), others.end());
   }
 
   template <class Predicate>
