@@ -42,8 +42,9 @@ std::size_t segmentBytes(std::size_t bytes, std::size_t size, const TransferTuni
   constexpr std::size_t kLine = 64;  // what core::RingPlan aligns to
   const auto parts = [](std::size_t whole, std::size_t part) { return (whole + part - 1) / part; };
   const std::size_t chunk_lines = parts(parts(bytes, kLine), size);
+  const std::size_t most = size == 2 ? tuning.segment_bytes_of_pair : tuning.segment_bytes;
   const std::size_t segments =
-      std::max({parts(chunk_lines * kLine, tuning.frame_bytes),
+      std::max({parts(chunk_lines * kLine, most),
                 std::min<std::size_t>(2, chunk_lines * kLine / tuning.least_segment_bytes), std::size_t{1}});
   return parts(chunk_lines, segments) * kLine;
 }
@@ -139,6 +140,15 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
   std::byte* memory = scratch(slotBytes() * static_cast<std::size_t>(call.size()) + more_scratch);
   std::byte* frame = memory + slotBytes() * static_cast<std::size_t>(others);
   const core::SubsetHeader own = headerOf(call);
+  std::memcpy(frame, &own, kHeaderBytes);
+  std::memcpy(frame + kHeaderBytes, payload, payload_bytes);
+  // Sends before receives. A send that finds its receive posted is written by this thread, under the lock of the
+  // connection; whatever arrives on it meanwhile makes Gloo's thread spin for that lock, at worst for the slice of a
+  // core that this thread needs to go on. One that comes first is written by Gloo's thread, which cannot meet itself.
+  for (int i = 0; i < others; ++i) {
+    const bool with_payload = to == To::kAll || i == 0;
+    send(call, frame, kHeaderBytes + (with_payload ? payload_bytes : 0), call.member(call.position + 1 + i), kFrame);
+  }
   std::vector<PointToPoint::WorkPtr> receives;
   receives.reserve(static_cast<std::size_t>(others));
   for (int i = 0; i < others; ++i) {
@@ -147,12 +157,6 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
     std::memset(slot, 0, kHeaderBytes);
     // From the previous member first, to the next first: no member is everybody's first target.
     receives.push_back(transport_.recv(slot, slotBytes(), call.member(call.position - 1 - i), tag_base_ + kFrame));
-  }
-  std::memcpy(frame, &own, kHeaderBytes);
-  std::memcpy(frame + kHeaderBytes, payload, payload_bytes);
-  for (int i = 0; i < others; ++i) {
-    const bool with_payload = to == To::kAll || i == 0;
-    send(call, frame, kHeaderBytes + (with_payload ? payload_bytes : 0), call.member(call.position + 1 + i), kFrame);
   }
   const auto start = std::chrono::steady_clock::now();
   std::optional<core::SubsetHeader> differing;
@@ -179,18 +183,23 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
 void SubsetAllreduce::direct(Call& call) {
   std::byte* memory = exchangeFrames(call, call.data, call.bytes(), To::kAll, 0);
   // In member order on every member: floating-point addition does not associate, and members must end bit-equal.
+  // It commutes, though: the second member adds the first's to its own and needs no copy.
   // Slot i has the frame of the member i + 1 places before this one, the last slot the own frame.
   const auto payload = [&](int position) {
     const int i = (call.position - 1 - position + 2 * call.size()) % call.size();
     return memory + slotBytes() * static_cast<std::size_t>(i) + kHeaderBytes;
   };
-  if (call.position > 0) {
+  if (call.position > 1) {
     std::memcpy(call.data, payload(0), call.bytes());
   }
-  for (int position = 1; position + 1 < call.size(); ++position) {
-    call.math.add(call.data, payload(position), call.count);
+  for (int position = 1; position < call.size(); ++position) {
+    const std::byte* term = payload(call.position == 1 && position == 1 ? 0 : position);
+    if (position + 1 < call.size()) {
+      call.math.add(call.data, term, call.count);
+    } else {
+      call.math.add_scaled(call.data, term, call.count, call.scale);
+    }
   }
-  call.math.add_scaled(call.data, payload(call.size() - 1), call.count, call.scale);
   finishSends(call);
 }
 

@@ -37,9 +37,13 @@ namespace torchext {
 
 // Sizes in bytes.
 struct TransferTuning {
-  std::size_t frame_bytes = 1U << 20U;          // largest payload of a frame, and largest segment of a ring
-  std::size_t direct_total_bytes = 1U << 19U;   // direct for g > 2: up to this in (g - 1) payloads together
-  std::size_t least_segment_bytes = 1U << 15U;  // below this a message costs more than its bytes
+  std::size_t frame_bytes = 1U << 20U;         // largest payload of a frame
+  std::size_t direct_total_bytes = 1U << 19U;  // direct for g > 2: up to this in (g - 1) payloads together
+  // Of a ring. Largest: what is received should still be in the cache when it is added. Two members share one
+  // connection for both directions, where every message may wait for one of the other direction: fewer, larger ones.
+  std::size_t segment_bytes = 1U << 19U;
+  std::size_t segment_bytes_of_pair = 1U << 20U;
+  std::size_t least_segment_bytes = 1U << 18U;  // below this a message costs more than it hides
   // Receives posted ahead: where bytes move as fast as memory, what is under way should fit the caches, and a sender
   // whose receiver is not ready waits in its own memory instead of the kernel's. A line is idle until its sender hears
   // of the next receive, which stands in a queue behind the data that goes the other way: it needs more.
