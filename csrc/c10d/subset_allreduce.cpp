@@ -142,21 +142,31 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
   const core::SubsetHeader own = headerOf(call);
   std::memcpy(frame, &own, kHeaderBytes);
   std::memcpy(frame + kHeaderBytes, payload, payload_bytes);
-  // Sends before receives. A send that finds its receive posted is written by this thread, under the lock of the
-  // connection; whatever arrives on it meanwhile makes Gloo's thread spin for that lock, at worst for the slice of a
-  // core that this thread needs to go on. One that comes first is written by Gloo's thread, which cannot meet itself.
+  std::vector<PointToPoint::WorkPtr> receives;
+  receives.reserve(static_cast<std::size_t>(others));
+  const auto post_receives = [&] {
+    for (int i = 0; i < others; ++i) {
+      std::byte* slot = memory + slotBytes() * static_cast<std::size_t>(i);
+      // Gloo accepts a message that is too short: a header must not be completed by what the slot held before.
+      std::memset(slot, 0, kHeaderBytes);
+      // From the previous member first, to the next first: no member is everybody's first target.
+      receives.push_back(transport_.recv(slot, slotBytes(), call.member(call.position - 1 - i), tag_base_ + kFrame));
+    }
+  };
+  // Sends first. A send that finds its receive posted is written by this thread, under the lock of the connection;
+  // whatever arrives on it meanwhile makes Gloo's thread spin for that lock, at worst for the slice of a core that this
+  // thread needs to go on. One that comes first is written by Gloo's thread, which cannot meet itself.
+  // On a line the word that a receive is posted would stand behind the frame that goes the same way: receives first.
+  const bool receives_first = onLine();
+  if (receives_first) {
+    post_receives();
+  }
   for (int i = 0; i < others; ++i) {
     const bool with_payload = to == To::kAll || i == 0;
     send(call, frame, kHeaderBytes + (with_payload ? payload_bytes : 0), call.member(call.position + 1 + i), kFrame);
   }
-  std::vector<PointToPoint::WorkPtr> receives;
-  receives.reserve(static_cast<std::size_t>(others));
-  for (int i = 0; i < others; ++i) {
-    std::byte* slot = memory + slotBytes() * static_cast<std::size_t>(i);
-    // Gloo accepts a message that is too short: a header must not be completed by what the slot held before.
-    std::memset(slot, 0, kHeaderBytes);
-    // From the previous member first, to the next first: no member is everybody's first target.
-    receives.push_back(transport_.recv(slot, slotBytes(), call.member(call.position - 1 - i), tag_base_ + kFrame));
+  if (!receives_first) {
+    post_receives();
   }
   const auto start = std::chrono::steady_clock::now();
   std::optional<core::SubsetHeader> differing;
