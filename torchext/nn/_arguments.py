@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from torchext._build import build_info
@@ -78,41 +80,55 @@ def layout_of(layout: str, budget: int, total: int, device: torch.device) -> str
     return layout
 
 
-def check_arguments(
-    num_embeddings: int,
-    embedding_dim: int,
-    layout: str,
-    training: str,
-    optimizer: str,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    gamma: float,
-    init_std: float,
-    dtype: torch.dtype,
-) -> None:
-    """Refuses what no table can be made with."""
+@dataclass(frozen=True)
+class TableOptions:
+    """What a table is made with beside its size: one record, checked when it is made."""
+
+    budget: float
+    chunk_dim: int | None
+    layout: str
+    training: str
+    optimizer: str
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    gamma: float
+    init_std: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, choice, choices in (
+            ("layout", self.layout, _LAYOUTS),
+            ("training", self.training, _TRAINING),
+            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+        ):
+            if choice not in choices:
+                raise refuse(name, choice, ", ".join(map(repr, choices)))
+        if not 0 <= self.lr < float("inf"):
+            raise refuse("lr", self.lr, "0 or more, finite")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise refuse("betas", self.betas, "two numbers, 0 <= beta < 1")
+        if not self.eps >= 0:
+            raise refuse("eps", self.eps, "0 or more")
+        if not 0.5 <= self.gamma < 1:
+            raise refuse("gamma", self.gamma, "0.5 <= gamma < 1")
+        if not self.init_std >= 0:
+            raise refuse("init_std", self.init_std, "0 or more")
+
+    def of_shard(self, rank: int, world: int) -> TableOptions:
+        """These options for a rank's share: a budget that is a number of chunks is divided, seeds differ."""
+        budget = self.budget
+        if isinstance(budget, int) and not isinstance(budget, bool):
+            budget = max(1, budget // world)
+        return replace(self, budget=budget, seed=self.seed + rank)
+
+
+def check_size(num_embeddings: int, embedding_dim: int, dtype: torch.dtype) -> None:
+    """Refuses sizes and dtypes that no table can have."""
     for name, size, least in (("num_embeddings", num_embeddings, 0), ("embedding_dim", embedding_dim, 1)):
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"{name} is a {type(size).__name__}; it must be an int")
         if size < least:
             raise refuse(name, size, f"{least} or more")
-    for name, choice, choices in (
-        ("layout", layout, _LAYOUTS),
-        ("training", training, _TRAINING),
-        ("optimizer", optimizer, tuple(OPTIMIZERS)),
-    ):
-        if choice not in choices:
-            raise refuse(name, choice, ", ".join(map(repr, choices)))
-    if not 0 <= lr < float("inf"):
-        raise refuse("lr", lr, "0 or more, finite")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise refuse("betas", betas, "two numbers, 0 <= beta < 1")
-    if not eps >= 0:
-        raise refuse("eps", eps, "0 or more")
-    if not 0.5 <= gamma < 1:
-        raise refuse("gamma", gamma, "0.5 <= gamma < 1")
-    if not init_std >= 0:
-        raise refuse("init_std", init_std, "0 or more")
     if dtype not in _DTYPES:
         raise TypeError(f"dtype is {dtype}; supported are {', '.join(map(str, _DTYPES))}")

@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext.nn._arguments import (
     MODES,
     OPTIMIZERS,
+    TableOptions,
     capacity_of,
-    check_arguments,
     check_device,
+    check_size,
     chunk_dim_of,
     layout_of,
     refuse,
@@ -64,30 +65,18 @@ class AdaptiveTable(nn.Module):
         self,
         num_embeddings: int,
         embedding_dim: int,
+        options: TableOptions,
         *,
-        budget: float,
-        chunk_dim: int | None,
-        layout: str,
-        training: str,
-        optimizer: str,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        gamma: float,
-        init_std: float,
-        seed: int,
         device: Any,
         dtype: Any,
     ) -> None:
         nn.Module.__init__(self)  # not nn.EmbeddingBag's, which would make the whole table
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        check_arguments(
-            num_embeddings, embedding_dim, layout, training, optimizer, lr, betas, eps, gamma, init_std, dtype
-        )
+        check_size(num_embeddings, embedding_dim, dtype)
         device = torch.get_default_device() if device is None else torch.device(device)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        whole = budget == 1.0 and isinstance(budget, float)
-        self.chunk_dim = chunk_dim_of(embedding_dim, chunk_dim, whole)
+        whole = options.budget == 1.0 and isinstance(options.budget, float)
+        self.chunk_dim = chunk_dim_of(embedding_dim, options.chunk_dim, whole)
         self.chunks = embedding_dim // self.chunk_dim
         total = num_embeddings * self.chunks
         if total > 2**31 - 1 or self.chunks > 256:
@@ -96,20 +85,21 @@ class AdaptiveTable(nn.Module):
                 (num_embeddings, self.chunks),
                 "2^31 - 1 chunks, 256 a row; take a larger chunk_dim or share the rows out (training='sharded')",
             )
-        self.budget_chunks = capacity_of(budget, total)
-        self.training_mode, self.optimizer_name = training, optimizer
-        self.betas, self.eps, self.gamma, self.init_std, self.seed = betas, eps, gamma, init_std, seed
-        self.layout = layout_of(layout, self.budget_chunks, total, device)
-        check_device(device, self.layout, training)
-        trained = training in ("dense", "sparse")
+        self.budget_chunks = capacity_of(options.budget, total)
+        self.training_mode, self.optimizer_name = options.training, options.optimizer
+        self.betas, self.eps, self.gamma = options.betas, options.eps, options.gamma
+        self.init_std, self.seed = options.init_std, options.seed
+        self.layout = layout_of(options.layout, self.budget_chunks, total, device)
+        check_device(device, self.layout, self.training_mode)
+        trained = self.training_mode in ("dense", "sparse")
         pool = _memory((self.budget_chunks, self.chunk_dim), dtype, device)
         # Autograd runs a backward pass only towards something that requires grad.
         trigger = None if trained else nn.Parameter(torch.empty(0, dtype=dtype, device=device))
-        if training == "sharded":  # not registered: DDP would give every rank the shard of rank 0
+        if self.training_mode == "sharded":  # not registered: DDP would give every rank the shard of rank 0
             self.__dict__.update(pool=nn.Parameter(pool, requires_grad=False), trigger=trigger)
         else:
             self.pool, self.trigger = nn.Parameter(pool, requires_grad=trained), trigger
-        self.lr = torch.tensor(float(lr), dtype=torch.float64, device="cpu")
+        self.lr = torch.tensor(float(options.lr), dtype=torch.float64, device="cpu")
         self._make_plain()
         self._ddp: Any = None
         self.reset_parameters()

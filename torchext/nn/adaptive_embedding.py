@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchext.nn._arguments import TableOptions
 from torchext.nn._ops import _ops, adaptive_bag, train_bag
 from torchext.nn._sharding import Shards
 from torchext.nn._table import AdaptiveTable
@@ -49,24 +50,22 @@ class _AdaptiveLookup(AdaptiveTable):
         sparse: bool,
         training: str | None,
         process_group: Any,
-        budget: float,
-        seed: int,
+        device: Any,
+        dtype: Any,
         **options: Any,
     ) -> None:
         if sparse and training not in (None, "sparse"):
             raise ValueError(f"sparse = True with training = {training!r}: give one of them")
-        training = training or ("sparse" if sparse else "dense")
+        made = TableOptions(training=training or ("sparse" if sparse else "dense"), **options)
         self._shards: Shards | None = None
         rows = num_embeddings
         shards = None
-        if training == "sharded":
+        if made.training == "sharded":
             shards = Shards(num_embeddings, process_group)
-            rows, seed = shards.rows, seed + shards.rank
-            if isinstance(budget, int) and not isinstance(budget, bool):
-                budget = max(1, budget // shards.world)
-        super().__init__(rows, embedding_dim, budget=budget, seed=seed, training=training, **options)
+            rows, made = shards.rows, made.of_shard(shards.rank, shards.world)
+        super().__init__(rows, embedding_dim, made, device=device, dtype=dtype)
         self._shards = shards
-        self.sparse = training == "sparse"
+        self.sparse = made.training == "sparse"
 
     def _look_up(
         self, ids: Tensor, offsets: Tensor | None, bag_size: int, per_sample_weights: Tensor | None, last: bool
