@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -222,6 +223,25 @@ def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
     assert second[0] == "IndexError"
     assert "id 37 at position 2 is out of range; the table has rows 0..36" in second[1]
     assert "torch.Size([1, 1, 8])" in first[1]
+
+
+def sharded_without_a_device_of_its_own(rank: Rank) -> list[Tensor]:
+    """Trains while tensors that are made without a device land on one that cannot take part."""
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="mean", training="sharded", lr=0.3, padding_idx=1)
+    bag._take(torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9))[rank.rank :: rank.size])
+    trained = copy.deepcopy(bag)
+    for module, device in ((bag, "cpu"), (trained, "meta")):
+        for step in range(3):
+            ids, offsets = batch(rank.rank, step).reshape(-1), torch.tensor([0, 3, 3, 20])
+            with torch.device(device):
+                loss(module(ids, offsets) + module(ids.view(BAGS, -1)).sum()).backward()
+    return [bag.weight, trained.weight]
+
+
+def test_shards_make_everything_on_the_tables_device() -> None:
+    for weight, trained in run_ranks(sharded_without_a_device_of_its_own, 2):
+        assert torch.equal(trained, weight)
 
 
 def sharded_pruning(rank: Rank) -> tuple[int, int, Tensor]:

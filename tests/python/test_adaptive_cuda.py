@@ -389,8 +389,6 @@ def test_devices_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         AdaptiveEmbeddingBag(100, 16, device="meta", **options)
     with pytest.raises(NotImplementedError, match="layout='hash'"):
         AdaptiveEmbeddingBag(100, 16, device="cuda", layout="sketch", **options)
-    with pytest.raises(NotImplementedError, match="'sharded' runs on the CPU only"):
-        _arguments.check_device(torch.device("cuda"), "direct", "sharded")
     monkeypatch.setattr(_arguments, "build_info", lambda: {"cuda": False})
     with pytest.raises(NotImplementedError, match=r"without CUDA kernels .* TORCHEXT_CUDA=1"):
         AdaptiveEmbeddingBag(100, 16, device="cuda", **options)

@@ -35,7 +35,7 @@ def chunk_dim_of(embedding_dim: int, chunk_dim: int | None, whole: bool) -> int:
     return chunk_dim
 
 
-def check_device(device: torch.device, layout: str, training: str) -> None:
+def check_device(device: torch.device, layout: str) -> None:
     """Refuses devices that a table cannot live on."""
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"device {device}: adaptive embeddings run on the CPU and on CUDA")
@@ -45,10 +45,6 @@ def check_device(device: torch.device, layout: str, training: str) -> None:
         raise NotImplementedError(
             f"device {device}: the layout 'sketch' runs on the CPU only; make the table with layout='hash' or "
             "layout='direct'"
-        )
-    if training == "sharded":
-        raise NotImplementedError(
-            f"device {device}: training = 'sharded' runs on the CPU only; take 'fused' on one GPU, 'dense' under DDP"
         )
     if not build_info()["cuda"]:
         raise NotImplementedError(

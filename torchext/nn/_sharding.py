@@ -102,50 +102,54 @@ class Shards:
         weights: Tensor | None,
         last: bool,
     ) -> Tensor:
-        """The bags of this rank's ids. Collective; a bad batch of one rank raises on all of them."""
-        ids = ids.to(torch.int64)
+        """The bags of this rank's ids. Collective; a bad batch of one rank raises on all of them.
+
+        Everything that travels is on the table's device, the group's backend must take such tensors (NCCL for CUDA).
+        """
+        ids, device = ids.to(torch.int64), ids.device
         if offsets is None:
-            offsets, last = torch.arange(0, len(ids) + 1, bag_size), True
+            offsets, last = torch.arange(0, len(ids) + 1, bag_size, device=device), True
         offsets = offsets.to(torch.int64)
         problem = self._check(ids, offsets, last)
         if not last:
             offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
         bags = 0 if problem else len(offsets) - 1
-        counts = torch.zeros(self.world, dtype=torch.int64)
+        counts = torch.zeros(self.world, dtype=torch.int64, device=device)
         owner = ids % self.world
         if not problem:
             ids, owner = ids[: int(offsets[-1])], owner[: int(offsets[-1])]
             counts = torch.bincount(owner, minlength=self.world)
         # What each rank will send, its number of bags, and whether it can: known to all before anything else travels.
-        told = [torch.empty(self.world + 2, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(told, torch.cat([counts, counts.new_tensor([bags, int(bool(problem))])]), group=self.group)
+        heard = [counts.new_empty(self.world + 2) for _ in range(self.world)]
+        dist.all_gather(heard, torch.cat([counts, counts.new_tensor([bags, int(bool(problem))])]), group=self.group)
+        told = torch.stack(heard).tolist()
         faulty = [rank for rank, row in enumerate(told) if row[-1]]
         if problem:
             raise (IndexError if problem.startswith("id ") else ValueError)(problem)
         if faulty:
             raise ValueError(f"rank {faulty[0]} was given a batch that it cannot look up; its error has the position")
-        sizes = [int(row[-2]) for row in told]
-        send, receive = counts.tolist(), [int(row[self.rank]) for row in told]
+        sizes = [row[-2] for row in told]
+        send, receive = told[self.rank][: self.world], [row[self.rank] for row in told]
 
         order = torch.argsort(owner, stable=True)
-        bag_of = torch.repeat_interleave(torch.arange(bags), offsets.diff())
+        bag_of = torch.repeat_interleave(torch.arange(bags, device=device), offsets.diff())
         outgoing = torch.stack([ids // self.world, bag_of], 1)[order]
         incoming = outgoing.new_empty(sum(receive), 2)
         dist.all_to_all_single(incoming, outgoing, receive, send, group=self.group)
         # Bags of all ranks one after another; ids keep their order, so bags are still contiguous.
-        starts = torch.tensor([0, *sizes]).cumsum(0)
-        source = torch.repeat_interleave(torch.arange(self.world), torch.tensor(receive))
+        starts = counts.new_tensor([0, *sizes]).cumsum(0)
+        source = torch.repeat_interleave(torch.arange(self.world, device=device), counts.new_tensor(receive))
         global_bag = incoming[:, 1] + starts[source]
-        bounds = torch.zeros(sum(sizes) + 1, dtype=torch.int64)
+        bounds = counts.new_zeros(sum(sizes) + 1)
         bounds[1:] = torch.bincount(global_bag, minlength=sum(sizes)).cumsum(0)
         if weights is not None:
             weights = _SendWeights.apply(weights[: len(ids)][order], receive, send, self.group)
         partial = module._bags(incoming[:, 0].contiguous(), bounds, 0, weights, True, "sum")
         output: Tensor = _ReturnBags.apply(partial, sizes, self.group)
         if module.mode == "mean":
-            counted = torch.ones(len(ids), dtype=output.dtype)
+            counted = output.new_ones(len(ids))
             if module.padding_idx is not None:
                 counted = (ids != module.padding_idx).to(output.dtype)
-            entries = torch.zeros(bags, dtype=output.dtype).index_add_(0, bag_of, counted)
+            entries = output.new_zeros(bags).index_add_(0, bag_of, counted)
             output = output / entries.clamp(min=1).unsqueeze(1)
         return output

@@ -156,8 +156,8 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[ov
         init_std: Standard deviation of initial values, 0 or more.
         seed: Of the values of rows that are admitted for the first time; the same on all ranks.
         process_group: Of the shards; None: the default group.
-        device: The CPU, or CUDA: there ``"auto"`` picks no sketch, training cannot be sharded, every forward pass waits
-            for the check of its ids, and CUDA graphs cannot record it.
+        device: The CPU, or CUDA: there ``"auto"`` picks no sketch, every forward pass waits for the check of its ids,
+            CUDA graphs cannot record it, and shards need a group that exchanges such tensors (NCCL).
         dtype: float32, float64, bfloat16 or float16.
 
     Raises:
