@@ -10,7 +10,7 @@ all replicas of an exact average are equal bit for bit, no exact average that wa
 the mean of what went into it, and the accuracy is that of the undisturbed run within a hundredth.
 
     python benchmarks/chaos.py
-    python benchmarks/chaos.py --minutes 1 --seed 3
+    python benchmarks/chaos.py --contenders hop --minutes 1 --seed 3
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def _draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Runs both, writes ``chaos.json`` and ``chaos.png``; status 1 if something did not hold."""
+    """Runs both, writes ``chaos.json`` and its plot (``chaos_hop.json``, ...); status 1 if something did not hold."""
     parser = cli.parser(__doc__ or "", contenders="prague", repeats=1)
     parser.add_argument("--minutes", type=float, default=10.0, help="of faults")
     parser.add_argument("--undisturbed", type=float, default=2.0, help="minutes of the run without faults")
@@ -325,6 +325,7 @@ def main() -> None:
     if args.quick:
         args.minutes, args.undisturbed = 0.5, 0.2
     kinds = cli.names(args.kinds)
+    name = "chaos" if args.contenders == "prague" else f"chaos_{args.contenders}"
     runs = {
         "chaos": _run(args.contenders, 60 * args.minutes, args.interval, args.seed, kinds),
         "undisturbed": _run(args.contenders, 60 * args.undisturbed, args.interval, args.seed, []),
@@ -338,7 +339,7 @@ def main() -> None:
         "accuracy within 1 %": None not in accuracies and accuracies[0] >= accuracies[1] - 0.01,
     }
     result = {
-        "name": "chaos",
+        "name": name,
         "script": cli.script_line(),
         "conditions": SETTINGS | {"backend": args.contenders, "interval_s": args.interval, "seed": args.seed},
         "machine": describe_machine(),
@@ -347,11 +348,11 @@ def main() -> None:
         "runs": runs,
     }
     args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "chaos.json").write_text(json.dumps(result, indent=1) + "\n")
-    _draw(runs, args.results / "chaos.png")
-    for name, run in runs.items():
+    (args.results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    _draw(runs, args.results / f"{name}.png")
+    for kind, run in runs.items():
         shown = ("seconds", "accuracy", "steps", "exact_averages", "exact_averages_compared_with_the_mean")
-        print(name, {key: run[key] for key in (*shown, "wrong", "hangs", "unexpected_errors", "joining_s")})
+        print(kind, {key: run[key] for key in (*shown, "wrong", "hangs", "unexpected_errors", "joining_s")})
     print(json.dumps(_summary(chaos), indent=1))
     print(holds)
     raise SystemExit(0 if all(holds.values()) else 1)

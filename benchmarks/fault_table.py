@@ -1,8 +1,8 @@
 """What do the survivors of a fault see, and after how long: torch's gloo beside the backends of torchext?
 
-Four ranks on one machine make a fault each, with a group timeout of 12 s and heartbeats at their default of 5 s. Rank 1
-is at fault. Times are seconds from the fault, of the first and the last survivor. There is nothing to compare as a
-ratio: the results are a table, ``fault_table.md``, and ``fault_table.json`` with every survivor's own words.
+Two, four and eight ranks on one machine make a fault each, with a group timeout of 12 s and heartbeats at their default
+of 5 s. Rank 1 is at fault. Times are seconds from the fault, of the first and the last survivor. There is nothing to
+compare as a ratio: the results are a table, ``fault_table.md``, and ``fault_table.json`` with survivors' own words.
 
 The processes are those of the tests (tests/distributed/harness.py): survivors stay alive, because one that exits closes
 its connections, and would tell the others what the backend must tell them.
@@ -12,6 +12,7 @@ its connections, and would tell the others what the backend must tell them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -33,7 +34,7 @@ from harness import Rank, launch
 
 import torchext
 
-WORLD = 4
+WORLDS = "2,4,8"
 VICTIM = 1
 TIMEOUT_S = 12.0
 OURS = ("prague", "hop", "dssync", "dear")
@@ -102,8 +103,8 @@ def body(rank: Rank, backend: str, fault: str) -> dict[str, Any]:
     return {"kind": kind, "saw": saw, "begin": begin, "end": time.monotonic()}
 
 
-def _run(backend: str, fault: str) -> dict[str, Any]:
-    with launch(body, WORLD, backend, fault) as ranks:
+def _run(backend: str, fault: str, world: int) -> dict[str, Any]:
+    with launch(body, world, backend, fault) as ranks:
         ranks.expect("ready")
         ranks.proceed()
         absent = {"stuck": [VICTIM], "abort": [0], "destroy": [0]}.get(fault, [])
@@ -113,7 +114,7 @@ def _run(backend: str, fault: str) -> dict[str, Any]:
             begin = time.monotonic()
             ranks.kill(VICTIM, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
             absent = [VICTIM]
-        survivors = [rank for rank in range(WORLD) if rank not in absent]
+        survivors = [rank for rank in range(world) if rank not in absent]
         seen = []
         for outcome in ranks.outcomes(survivors, deadline=3 * TIMEOUT_S):
             if outcome.error:
@@ -124,7 +125,7 @@ def _run(backend: str, fault: str) -> dict[str, Any]:
             seconds = round(value["end"] - start, 3)
             seen.append({"rank": outcome.rank, "kind": value["kind"], "saw": value["saw"], "seconds": seconds})
         codes = [process.exitcode for process in ranks.processes]
-    return {"backend": backend, "fault": fault, "seen": seen, "exit_codes": codes}
+    return {"backend": backend, "fault": fault, "world_size": world, "seen": seen, "exit_codes": codes}
 
 
 def _named(row: dict[str, Any]) -> str:
@@ -154,32 +155,33 @@ def _summary(row: dict[str, Any]) -> str:
 def main() -> None:
     """Runs and writes ``fault_table.json`` and ``fault_table.md``."""
     parser = cli.parser(__doc__ or "", contenders="gloo,prague,hop,dssync,dear", repeats=1)
+    parser.add_argument("--worlds", default=WORLDS, help="numbers of ranks")
     args = parser.parse_args()
     torchext.register()
     contenders = cli.names(args.contenders)
+    worlds = [int(world) for world in cli.names(args.worlds)]
     rows = []
     lines = [
-        f"What the survivors of a fault see: {WORLD} ranks, timeout {TIMEOUT_S:g} s, heartbeats 5 s."
-        f" `{cli.script_line()}`",
+        f"What the survivors of a fault see: timeout {TIMEOUT_S:g} s, heartbeats 5 s. `{cli.script_line()}`",
         "",
-        "| fault | backend | survivors, seconds after the fault | named |",
-        "| --- | --- | --- | --- |",
+        "| fault | ranks | backend | survivors, seconds after the fault | named |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for fault, (what, also) in FAULTS.items():
         if args.quick and fault not in ("killed", "numel"):
             continue
-        for backend in contenders:
+        for world, backend in itertools.product(worlds, contenders):
             if backend in ("gloo", "prague") or backend in also:
-                row = _run(backend, fault)
+                row = _run(backend, fault, world)
                 rows.append(row)
-                lines.append(f"| {what} | {backend} | {_summary(row)} | {_named(row)} |")
+                lines.append(f"| {what} | {world} | {backend} | {_summary(row)} | {_named(row)} |")
                 print(lines[-1], flush=True)
     args.results.mkdir(parents=True, exist_ok=True)
     result = {
         "name": "fault_table",
         "script": cli.script_line(),
         "conditions": {
-            "world_size": WORLD,
+            "world_sizes": worlds,
             "timeout_s": TIMEOUT_S,
             "heartbeat_timeout_s": timedelta(seconds=5).total_seconds(),
             "faults": {name: what for name, (what, _) in FAULTS.items()},
