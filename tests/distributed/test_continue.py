@@ -146,6 +146,8 @@ def body_average(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
     """The dead is missed in an exact average, which the others form without it."""
     training = GoingOn(rank, backend, options)
     training.train(3)
+    # Nobody waits for a group that the victim was put into, but would not come to while it pauses.
+    training.sync.synchronize()
     rank.report("ready")
     if rank.rank == 1:
         rank.pause()
