@@ -275,9 +275,12 @@ def body_compiled(rank: Rank, place: str) -> str:
         trainer = Trainer(rank, model=module)
         trainer.ddp = torch.compile(trainer.ddp, backend="aot_eager")
     before = trainer.evaluate()
-    trainer.run(1)
-    dist.barrier()  # a rank that compiles for longer than the others train finds nobody to average with
     trainer.run(20)
+    # The steps are short: where the machine is busy, one rank may take all of them before the other comes to run.
+    for _ in range(2000):
+        if trainer.sync.stats()["averages"] > 0:
+            break
+        trainer.run(1)
     assert trainer.sync.stats()["averages"] > 0
     assert trainer.evaluate() < 0.8 * before
     trainer.sync.synchronize()
