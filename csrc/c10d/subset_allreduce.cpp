@@ -141,7 +141,8 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
   std::byte* frame = memory + slotBytes() * static_cast<std::size_t>(others);
   const core::SubsetHeader own = headerOf(call);
   std::memcpy(frame, &own, kHeaderBytes);
-  std::memcpy(frame + kHeaderBytes, payload, payload_bytes);
+  // Not memcpy: an empty tensor has no address.
+  std::copy_n(static_cast<const std::byte*>(payload), payload_bytes, frame + kHeaderBytes);
   std::vector<PointToPoint::WorkPtr> receives;
   receives.reserve(static_cast<std::size_t>(others));
   const auto post_receives = [&] {
@@ -200,7 +201,7 @@ void SubsetAllreduce::direct(Call& call) {
     return memory + slotBytes() * static_cast<std::size_t>(i) + kHeaderBytes;
   };
   if (call.position > 1) {
-    std::memcpy(call.data, payload(0), call.bytes());
+    std::copy_n(payload(0), call.bytes(), call.data);
   }
   for (int position = 1; position < call.size(); ++position) {
     const std::byte* term = payload(call.position == 1 && position == 1 ? 0 : position);
