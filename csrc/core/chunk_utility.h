@@ -41,6 +41,11 @@ class UtilityCode {
   static constexpr int kCodeOfOne = 160;
 };
 
+// The cell that a key falls on.
+constexpr std::size_t sketchCell(std::int64_t key, std::size_t cells) {
+  return scaleBits(mixBits(~static_cast<std::uint64_t>(key)), cells);
+}
+
 class ChunkUtility {
  public:
   enum class Layout { kNone, kFloats, kBytes, kSketch };
@@ -119,9 +124,7 @@ class ChunkUtility {
   static bool addable(float amount) { return amount > 0 && amount <= std::numeric_limits<float>::max(); }
   float getCoded(std::int64_t key, std::int32_t slot) const;
   std::size_t slots() const { return codes_.size() - keys_.size(); }
-  std::size_t cellOf(std::int64_t key) const {
-    return scaleBits(mixBits(~static_cast<std::uint64_t>(key)), keys_.size());
-  }
+  std::size_t cellOf(std::int64_t key) const { return sketchCell(key, keys_.size()); }
 
   Layout layout_;
   std::span<float> values_;

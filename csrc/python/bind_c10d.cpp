@@ -1,4 +1,6 @@
-#include "python/bind_c10d.h"
+#include "python/bindings.h"
+
+#include <chrono>
 
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
@@ -6,6 +8,7 @@
 
 #include "c10d/attachable_backend.h"
 #include "c10d/interpreter_lock.h"
+#include "python/bind_group.h"
 
 namespace torchext {
 namespace {
@@ -23,14 +26,6 @@ void releaseInterpreterLock(const std::function<void()>& body) {
 }
 
 }  // namespace
-
-void setGroupOptions(GroupOptions& options, std::chrono::milliseconds heartbeat_timeout, std::string call_check,
-                     std::chrono::milliseconds operation_timeout) {
-  options.heartbeat_timeout = heartbeat_timeout;
-  options.call_check = std::move(call_check);
-  options.operation_timeout = operation_timeout;
-  options.validateGroup();
-}
 
 std::string endOf(const GroupOptions& options) {
   const auto seconds = [](std::chrono::milliseconds time) { return std::chrono::duration<double>(time).count(); };

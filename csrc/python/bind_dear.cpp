@@ -1,15 +1,13 @@
 // Bindings of the "dear" backend: options, process group, synchronizer. No logic; every call that may block releases
 // the GIL.
-#include "python/bind_c10d.h"
+#include "python/bind_group.h"
 #include "python/bind_synchronizer.h"
 
 #include <cmath>
 #include <optional>
 #include <variant>
 
-#include <pybind11/chrono.h>
 #include <pybind11/functional.h>
-#include <pybind11/stl.h>
 
 #include "c10d/process_group_dear.h"
 #include "ddp/dear_synchronizer.h"
@@ -18,7 +16,6 @@ namespace torchext {
 namespace {
 
 using Options = ProcessGroupDear::Options;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 using BucketSize = std::variant<double, std::string>;
 
 BucketSize bucketSize(const Options& options) {
@@ -51,9 +48,7 @@ c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& buck
   options->bucket_mb = bucketMebibytes(bucket_mb);
   options->allreduce_fallback = allreduce_fallback;
   options->transport = std::move(transport);
-  setGroupOptions(*options, heartbeat_timeout, std::move(call_check), operation_timeout);
-  options->validate();
-  return options;
+  return finished(std::move(options), heartbeat_timeout, std::move(call_check), operation_timeout);
 }
 
 std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group,
@@ -95,23 +90,15 @@ py::dict toDict(const DearStats& stats) {
 }  // namespace
 
 void bindDear(py::module_& module) {
-  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, "DeAROptions")
-      .def(py::init(&makeOptions), py::kw_only(), py::arg("form") = "sharded", py::arg("bucket_mb") = "auto",
-           py::arg("allreduce_fallback") = true, py::arg("transport") = "auto", heartbeatArgument(),
-           callCheckArgument(), operationTimeoutArgument(),
-           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+  bindOptions<Options>(module, "DeAROptions", &makeOptions, &represent, py::arg("form") = "sharded",
+                       py::arg("bucket_mb") = "auto", py::arg("allreduce_fallback") = true,
+                       py::arg("transport") = "auto")
       .def_readonly("form", &Options::form)
       .def_property_readonly("bucket_mb", &bucketSize)
       .def_readonly("allreduce_fallback", &Options::allreduce_fallback)
-      .def_readonly("transport", &Options::transport)
-      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
-      .def("__repr__", &represent);
+      .def_readonly("transport", &Options::transport);
 
-  py::class_<ProcessGroupDear, AttachableBackend, c10::intrusive_ptr<ProcessGroupDear>>(module, "ProcessGroupDear")
-      .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {
-             return c10::make_intrusive<ProcessGroupDear>(rank, size, inner, options);
-           }),
-           py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), NoGil());
+  bindBackend<ProcessGroupDear>(module, "ProcessGroupDear");
 
   py::class_<DearSynchronizer, Synchronizer, std::shared_ptr<DearSynchronizer>>(module, "DearSynchronizer")
       .def("expect_backward", &DearSynchronizer::expectBackward, py::arg("exchanges"), NoGil())

@@ -1,12 +1,7 @@
 // Bindings of the "dssync" backend: options, process group, synchronizer. No logic; every call that may block releases
 // the GIL.
-#include "python/bind_c10d.h"
+#include "python/bind_group.h"
 #include "python/bind_synchronizer.h"
-
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-
-#include <torch/csrc/utils/pybind.h>
 
 #include "c10d/process_group_dssync.h"
 #include "ddp/dssync_training.h"
@@ -15,7 +10,6 @@ namespace torchext {
 namespace {
 
 using Options = ProcessGroupDSSync::Options;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 std::string represent(const Options& o) {
   return c10::str("DSSyncOptions(group_size=", o.group_size, ", schedule='", o.schedule, "', order='", o.order,
@@ -38,9 +32,18 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string sch
   options->racks = std::move(racks);
   options->host_bandwidth = host_bandwidth;
   options->uplink_bandwidth = uplink_bandwidth;
-  setGroupOptions(*options, heartbeat_timeout, std::move(call_check), operation_timeout);
-  options->validate();
-  return options;
+  return finished(std::move(options), heartbeat_timeout, std::move(call_check), operation_timeout);
+}
+
+c10::intrusive_ptr<Options> fittedWithRacks(const Options& options, const std::vector<std::size_t>& members) {
+  auto own = fitted(options, members);
+  if (!options.racks.empty()) {
+    own->racks.clear();
+    for (const auto member : members) {
+      own->racks.push_back(options.racks.at(member));
+    }
+  }
+  return own;
 }
 
 // None before a model is attached, and with schedules that do not ask.
@@ -63,12 +66,10 @@ py::object topology(const ProcessGroupDSSync& group) {
 }  // namespace
 
 void bindDSSync(py::module_& module) {
-  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, "DSSyncOptions")
-      .def(py::init(&makeOptions), py::kw_only(), py::arg("group_size") = 0, py::arg("schedule") = "grid",
-           py::arg("order") = "cta", py::arg("sync_period") = 1, py::arg("seed") = 0,
-           py::arg("racks") = std::vector<std::int64_t>(), py::arg("host_bandwidth") = 0.0,
-           py::arg("uplink_bandwidth") = 0.0, heartbeatArgument(), callCheckArgument(), operationTimeoutArgument(),
-           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+  bindOptions<Options>(module, "DSSyncOptions", &makeOptions, &represent, py::arg("group_size") = 0,
+                       py::arg("schedule") = "grid", py::arg("order") = "cta", py::arg("sync_period") = 1,
+                       py::arg("seed") = 0, py::arg("racks") = std::vector<std::int64_t>(),
+                       py::arg("host_bandwidth") = 0.0, py::arg("uplink_bandwidth") = 0.0)
       .def_readonly("group_size", &Options::group_size)
       .def_readonly("schedule", &Options::schedule)
       .def_readonly("order", &Options::order)
@@ -77,39 +78,11 @@ void bindDSSync(py::module_& module) {
       .def_readonly("racks", &Options::racks)
       .def_readonly("host_bandwidth", &Options::host_bandwidth)
       .def_readonly("uplink_bandwidth", &Options::uplink_bandwidth)
-      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
-      .def(
-          "_fitted",
-          [](const Options& options, const std::vector<std::size_t>& members) {
-            auto own = c10::make_intrusive<Options>(options);
-            own->fit(static_cast<int>(members.size()));
-            if (!own->racks.empty()) {
-              std::vector<std::int64_t> racks;
-              racks.reserve(members.size());
-              for (const auto member : members) {
-                racks.push_back(own->racks.at(member));
-              }
-              own->racks = std::move(racks);
-            }
-            return own;
-          },
-          py::arg("members"))
-      .def("__repr__", &represent);
+      .def("_fitted", &fittedWithRacks, py::arg("members"));
 
-  py::class_<ProcessGroupDSSync, AttachableBackend, c10::intrusive_ptr<ProcessGroupDSSync>>(module,
-                                                                                            "ProcessGroupDSSync")
-      .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {
-             return c10::make_intrusive<ProcessGroupDSSync>(rank, size, inner, options);
-           }),
-           py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), NoGil())
-      .def_property_readonly("topology", &topology);
+  bindBackend<ProcessGroupDSSync>(module, "ProcessGroupDSSync").def_property_readonly("topology", &topology);
 
-  module.def(
-      "attach_dssync",
-      [](const c10::intrusive_ptr<ProcessGroupDSSync>& group, const std::vector<at::Tensor>& parameters,
-         const std::vector<at::Tensor>& buffers,
-         std::size_t bucket_bytes) { return attachGroup(dssyncTraining(group), parameters, buffers, bucket_bytes); },
-      py::arg("group"), py::arg("parameters"), py::arg("buffers"), py::arg("bucket_bytes"), NoGil());
+  bindAttach(module, "attach_dssync", &dssyncTraining);
 }
 
 }  // namespace torchext

@@ -1,14 +1,9 @@
 // Bindings of the "hop" backend: options, process group, synchronizer. No logic; every call that may block releases
 // the GIL.
-#include "python/bind_c10d.h"
+#include "python/bind_group.h"
 #include "python/bind_synchronizer.h"
 
 #include <optional>
-
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-
-#include <torch/csrc/utils/pybind.h>
 
 #include "c10d/process_group_hop.h"
 #include "ddp/hop_synchronizer.h"
@@ -17,7 +12,6 @@ namespace torchext {
 namespace {
 
 using Options = ProcessGroupHop::Options;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 using Neighbours = std::vector<std::vector<int>>;
 using Weights = std::vector<std::vector<double>>;
 
@@ -55,9 +49,7 @@ c10::intrusive_ptr<Options> makeOptions(std::string graph, std::optional<Neighbo
   options->staleness = staleness;
   options->max_jump = max_jump;
   options->jump_trigger = jump_trigger;
-  setGroupOptions(*options, heartbeat_timeout, std::move(call_check), operation_timeout);
-  options->validate();
-  return options;
+  return finished(std::move(options), heartbeat_timeout, std::move(call_check), operation_timeout);
 }
 
 template <class Value>
@@ -100,12 +92,11 @@ py::dict toDict(const HopSynchronizer& synchronizer) {
 }  // namespace
 
 void bindHop(py::module_& module) {
-  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, "HopOptions")
-      .def(py::init(&makeOptions), py::kw_only(), py::arg("graph") = "ring-based", py::arg("neighbours") = std::nullopt,
-           py::arg("weights") = std::nullopt, py::arg("order") = "parallel", py::arg("notify_ack") = false,
-           py::arg("max_iteration_gap") = 0, py::arg("backup_workers") = 0, py::arg("staleness") = 0,
-           py::arg("max_jump") = 0, py::arg("jump_trigger") = 1, heartbeatArgument(), callCheckArgument(),
-           operationTimeoutArgument(), py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+  bindOptions<Options>(module, "HopOptions", &makeOptions, &represent, py::arg("graph") = "ring-based",
+                       py::arg("neighbours") = std::nullopt, py::arg("weights") = std::nullopt,
+                       py::arg("order") = "parallel", py::arg("notify_ack") = false, py::arg("max_iteration_gap") = 0,
+                       py::arg("backup_workers") = 0, py::arg("staleness") = 0, py::arg("max_jump") = 0,
+                       py::arg("jump_trigger") = 1)
       .def_readonly("graph", &Options::graph)
       .def_property_readonly("neighbours", [](const Options& o) { return unlessEmpty(o.neighbours); })
       .def_property_readonly("weights", [](const Options& o) { return unlessEmpty(o.weights); })
@@ -116,22 +107,9 @@ void bindHop(py::module_& module) {
       .def_readonly("staleness", &Options::staleness)
       .def_readonly("max_jump", &Options::max_jump)
       .def_readonly("jump_trigger", &Options::jump_trigger)
-      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
-      .def(
-          "_fitted",
-          [](const Options& options, const std::vector<std::size_t>& members) {
-            auto own = c10::make_intrusive<Options>(options);
-            own->fit(static_cast<int>(members.size()));
-            return own;
-          },
-          py::arg("members"))
-      .def("__repr__", &represent);
+      .def("_fitted", &fitted<Options>, py::arg("members"));
 
-  py::class_<ProcessGroupHop, AttachableBackend, c10::intrusive_ptr<ProcessGroupHop>>(module, "ProcessGroupHop")
-      .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {
-             return c10::make_intrusive<ProcessGroupHop>(rank, size, inner, options);
-           }),
-           py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), NoGil());
+  bindBackend<ProcessGroupHop>(module, "ProcessGroupHop");
 
   py::class_<HopSynchronizer, AveragingSynchronizer, std::shared_ptr<HopSynchronizer>>(module, "HopSynchronizer")
       .def("stats", &toDict);

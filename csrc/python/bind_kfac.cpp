@@ -1,5 +1,5 @@
 // Bindings of the K-FAC engine. No logic; every call that may block releases the GIL.
-#include "python/bind_c10d.h"
+#include "python/bindings.h"
 
 #include <pybind11/stl.h>
 

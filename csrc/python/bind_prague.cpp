@@ -1,12 +1,7 @@
 // Bindings of the "prague" backend: options, process group, synchronizer. No logic; every call that may block releases
 // the GIL.
-#include "python/bind_c10d.h"
+#include "python/bind_group.h"
 #include "python/bind_synchronizer.h"
-
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-
-#include <torch/csrc/utils/pybind.h>
 
 #include "c10d/process_group_prague.h"
 #include "ddp/prague_training.h"
@@ -15,7 +10,6 @@ namespace torchext {
 namespace {
 
 using Options = ProcessGroupPrague::Options;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 std::string represent(const Options& o) {
   return c10::str("PragueOptions(group_size=", o.group_size, ", generator='", o.generator, "', order='", o.order,
@@ -37,19 +31,15 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
   options->sync_period = sync_period;
   options->sync_every = sync_every;
   options->seed = seed;
-  setGroupOptions(*options, heartbeat_timeout, std::move(call_check), operation_timeout);
-  options->validate();
-  return options;
+  return finished(std::move(options), heartbeat_timeout, std::move(call_check), operation_timeout);
 }
 
 }  // namespace
 
 void bindPrague(py::module_& module) {
-  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, "PragueOptions")
-      .def(py::init(&makeOptions), py::kw_only(), py::arg("group_size") = 0, py::arg("generator") = "smart",
-           py::arg("order") = "cta", py::arg("slowdown_threshold") = -1, py::arg("sync_period") = 1,
-           py::arg("sync_every") = -1, py::arg("seed") = 0, heartbeatArgument(), callCheckArgument(),
-           operationTimeoutArgument(), py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+  bindOptions<Options>(module, "PragueOptions", &makeOptions, &represent, py::arg("group_size") = 0,
+                       py::arg("generator") = "smart", py::arg("order") = "cta", py::arg("slowdown_threshold") = -1,
+                       py::arg("sync_period") = 1, py::arg("sync_every") = -1, py::arg("seed") = 0)
       .def_readonly("group_size", &Options::group_size)
       .def_readonly("generator", &Options::generator)
       .def_readonly("order", &Options::order)
@@ -57,31 +47,12 @@ void bindPrague(py::module_& module) {
       .def_readonly("sync_period", &Options::sync_period)
       .def_readonly("sync_every", &Options::sync_every)
       .def_readonly("seed", &Options::seed)
-      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
-      .def(
-          "_fitted",
-          [](const Options& options, const std::vector<std::size_t>& members) {
-            auto own = c10::make_intrusive<Options>(options);
-            own->fit(static_cast<int>(members.size()));
-            return own;
-          },
-          py::arg("members"))
-      .def("__repr__", &represent);
+      .def("_fitted", &fitted<Options>, py::arg("members"));
 
-  py::class_<ProcessGroupPrague, AttachableBackend, c10::intrusive_ptr<ProcessGroupPrague>>(module,
-                                                                                            "ProcessGroupPrague")
-      .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {
-             return c10::make_intrusive<ProcessGroupPrague>(rank, size, inner, options);
-           }),
-           py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), NoGil())
+  bindBackend<ProcessGroupPrague>(module, "ProcessGroupPrague")
       .def("partial_all_reduce", &ProcessGroupPrague::partialAllReduce, py::arg("tensor"), py::arg("members"), NoGil());
 
-  module.def(
-      "attach_prague",
-      [](const c10::intrusive_ptr<ProcessGroupPrague>& group, const std::vector<at::Tensor>& parameters,
-         const std::vector<at::Tensor>& buffers,
-         std::size_t bucket_bytes) { return attachGroup(pragueTraining(group), parameters, buffers, bucket_bytes); },
-      py::arg("group"), py::arg("parameters"), py::arg("buffers"), py::arg("bucket_bytes"), NoGil());
+  bindAttach(module, "attach_prague", &pragueTraining);
 }
 
 }  // namespace torchext

@@ -1,7 +1,7 @@
 // What every attached model has: Synchronizer, AveragingSynchronizer.
 #include "python/bind_synchronizer.h"
 
-#include "python/bind_c10d.h"
+#include "python/bindings.h"
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>

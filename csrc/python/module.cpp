@@ -1,4 +1,4 @@
-#include "python/bind_c10d.h"
+#include "python/bindings.h"
 
 PYBIND11_MODULE(_C, module) {
   // The base classes of ours are bound there.

@@ -1,5 +1,6 @@
 // CUDA operators of the adaptive embedding bag's backward pass: gradients of the pool, utility, and the fused updates.
 #include <cmath>
+#include <limits>
 
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
@@ -56,13 +57,22 @@ class CudaBackward {
 
   // Lets the pass collect utility as well. Moves the clock one step on.
   void observe(const at::Tensor& utility, const at::Tensor& sketch, const at::Tensor& clock, double gamma) {
-    refuseSketch(op_, sketch);
     checkClock(op_, clock, gamma);
     const core::ChunkUtility checked = utilityOf(op_, utility, sketch, pool_.device(), pool_.size(0), rows_, chunks_);
     const bool floats = checked.layout() == core::ChunkUtility::Layout::kFloats;
-    const bool codes = checked.layout() == core::ChunkUtility::Layout::kBytes;
+    const bool sketched = checked.layout() == core::ChunkUtility::Layout::kSketch;
+    const bool codes = sketched || checked.layout() == core::ChunkUtility::Layout::kBytes;
     utility_.floats = floats ? utility.mutable_data_ptr<float>() : nullptr;
     utility_.codes = codes ? utility.mutable_data_ptr<std::uint8_t>() : nullptr;
+    if (sketched) {
+      checkDevice(op_, "sketch", sketch, pool_.device());
+      const std::int64_t items = batch_.view().positions * chunks_;
+      TORCH_CHECK_VALUE(items < std::numeric_limits<std::int32_t>::max(), op_, ": ", batch_.view().positions,
+                        " ids of ", chunks_, " chunks in one batch; with layout='sketch' at most 2^31 - 2 chunks");
+      utility_.cell_keys = sketch.mutable_data_ptr<std::int32_t>();
+      utility_.cell_count = static_cast<std::size_t>(sketch.numel());
+      utility_.slots = pool_.size(0);
+    }
     auto* now = clock.mutable_data_ptr<double>();
     now[0] += 1;
     now[1] /= gamma;
@@ -78,11 +88,14 @@ class CudaBackward {
   }
   double step() const { return static_cast<double>(utility_.step); }
 
-  // Groups the positions by row; once, before run().
+  // Groups the positions by row; once, after observe() and before run().
   const cuda::Workspace& group() {
     if (!runs_.has_value()) {
-      const bool mean = batch_.view().mode == cpu::BagMode::kMean;
-      runs_.emplace(scope_, batch_.view(), pool_, mean ? batch_.view().bags : 0, chunks_ * pool_.size(1));
+      cuda::WorkspaceSizes sizes;
+      sizes.bags = batch_.view().mode == cpu::BagMode::kMean ? batch_.view().bags : 0;
+      sizes.dim = chunks_ * pool_.size(1);
+      sizes.sketched = utility_.sketched() ? batch_.view().positions * chunks_ : 0;
+      runs_.emplace(scope_, batch_.view(), pool_, sizes, static_cast<std::int64_t>(utility_.cell_count));
     }
     return runs_->space();
   }
@@ -105,8 +118,9 @@ class CudaBackward {
         static_cast<M*>(space.partial),
         scale_by_frequency,
         utility_,
+        space.grown,
         update};
-    DeviceScope::check(cuda::launchBackward<T>(batch_.view(), view, static_cast<M*>(space.inverse), scope_.stream()));
+    DeviceScope::check(cuda::launchBackward<T>(batch_.view(), view, space, scope_.stream()));
   }
 
   // Of each (sorted position, chunk) its place in a sparse gradient, counted from 1; and how many there are, for which

@@ -5,16 +5,16 @@
 
 namespace torchext::cuda {
 
-cudaError_t sortBytes(std::int64_t positions, std::int64_t rows, std::size_t* bytes) {
+cudaError_t sortBytes(std::int64_t count, std::int64_t largest_key, std::size_t* bytes) {
   *bytes = 0;
-  if (positions == 0) {
+  if (count == 0) {
     return cudaSuccess;
   }
   const std::uint32_t* keys = nullptr;
   const std::int32_t* order = nullptr;
   return cub::DeviceRadixSort::SortPairs(nullptr, *bytes, keys, static_cast<std::uint32_t*>(nullptr), order,
-                                         static_cast<std::int32_t*>(nullptr), static_cast<int>(positions), 0,
-                                         keyBits(rows));
+                                         static_cast<std::int32_t*>(nullptr), static_cast<int>(count), 0,
+                                         keyBits(largest_key));
 }
 
 cudaError_t launchGrouping(const BatchView& batch, const Workspace& space, cudaStream_t stream) {
@@ -30,10 +30,10 @@ cudaError_t launchMarks(const RunsView& runs, const TableView& table, std::int32
 }
 
 template <class T>
-cudaError_t launchBackward(const BatchView& batch, const BackwardView<T>& view, MathOf<T>* inverse,
+cudaError_t launchBackward(const BatchView& batch, const BackwardView<T>& view, const Workspace& space,
                            cudaStream_t stream) {
   CudaDevice device(stream);
-  runBackward(device, batch, view, inverse);
+  runBackward(device, batch, view, space);
   return device.error();
 }
 
@@ -50,10 +50,10 @@ cudaError_t launchRenormalise(const UtilityView& utility, std::int64_t count, do
   return device.error();
 }
 
-template cudaError_t launchBackward(const BatchView&, const BackwardView<float>&, float*, cudaStream_t);
-template cudaError_t launchBackward(const BatchView&, const BackwardView<double>&, double*, cudaStream_t);
-template cudaError_t launchBackward(const BatchView&, const BackwardView<Float16>&, float*, cudaStream_t);
-template cudaError_t launchBackward(const BatchView&, const BackwardView<BFloat16>&, float*, cudaStream_t);
+template cudaError_t launchBackward(const BatchView&, const BackwardView<float>&, const Workspace&, cudaStream_t);
+template cudaError_t launchBackward(const BatchView&, const BackwardView<double>&, const Workspace&, cudaStream_t);
+template cudaError_t launchBackward(const BatchView&, const BackwardView<Float16>&, const Workspace&, cudaStream_t);
+template cudaError_t launchBackward(const BatchView&, const BackwardView<BFloat16>&, const Workspace&, cudaStream_t);
 template cudaError_t launchRenorm(const RenormView<float>&, cudaStream_t);
 template cudaError_t launchRenorm(const RenormView<double>&, cudaStream_t);
 template cudaError_t launchRenorm(const RenormView<Float16>&, cudaStream_t);

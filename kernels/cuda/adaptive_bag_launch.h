@@ -23,8 +23,8 @@ cudaError_t launchForward(const ForwardView<T>& view, cudaStream_t stream);
 template <class T>
 cudaError_t launchWeightGradient(const WeightGradientView<T>& view, cudaStream_t stream);
 
-// The memory that sorting takes, for Workspace; waits for nothing.
-cudaError_t sortBytes(std::int64_t positions, std::int64_t rows, std::size_t* bytes);
+// The memory that sorting `count` keys takes, for Workspace; waits for nothing.
+cudaError_t sortBytes(std::int64_t count, std::int64_t largest_key, std::size_t* bytes);
 
 // Groups the positions of a batch by row, in the workspace.
 cudaError_t launchGrouping(const BatchView& batch, const Workspace& space, cudaStream_t stream);
@@ -32,9 +32,9 @@ cudaError_t launchGrouping(const BatchView& batch, const Workspace& space, cudaS
 // marks: positions x chunks.
 cudaError_t launchMarks(const RunsView& runs, const TableView& table, std::int32_t* marks, cudaStream_t stream);
 
-// After launchGrouping; inverse and view.partial are the workspace's.
+// After launchGrouping in the same workspace, to which view.inverse, partial and grown point.
 template <class T>
-cudaError_t launchBackward(const BatchView& batch, const BackwardView<T>& view, MathOf<T>* inverse,
+cudaError_t launchBackward(const BatchView& batch, const BackwardView<T>& view, const Workspace& space,
                            cudaStream_t stream);
 
 // After launchGrouping.

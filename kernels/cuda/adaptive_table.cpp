@@ -21,8 +21,8 @@ Lists onDevice(const Lists& lists, at::Device device) {
 }
 
 void checkTogether(const char* op, const at::Tensor& index, const at::Tensor& utility, const at::Tensor& sketch) {
-  refuseSketch(op, sketch);
   checkDevice(op, "utility", utility, index.device());
+  checkDevice(op, "sketch", sketch, index.device());
 }
 
 Lists pruneCuda(const at::Tensor& index, const at::Tensor& utility, const at::Tensor& sketch, std::int64_t slots,
@@ -34,10 +34,16 @@ Lists pruneCuda(const at::Tensor& index, const at::Tensor& utility, const at::Te
                                               std::int64_t, std::int64_t, std::int64_t, std::int64_t, double)>();
   checkTogether("adaptive_table_prune_", index, utility, sketch);
   const at::Tensor host_index = index.cpu();
+  const at::Tensor host_utility = utility.cpu();
+  const at::Tensor host_sketch = sketch.cpu();
   const Lists lists =
-      on_cpu.call(host_index, utility.cpu(), sketch.cpu(), slots, rows, chunks, capacity, max_swaps, hysteresis);
+      on_cpu.call(host_index, host_utility, host_sketch, slots, rows, chunks, capacity, max_swaps, hysteresis);
   // Whole: finding and scattering the cells that changed would cost the host more than the copy.
   index.copy_(host_index);
+  if (sketch.numel() > 0) {  // elsewhere chunks keep their utility wherever they are
+    utility.copy_(host_utility);
+    sketch.copy_(host_sketch);
+  }
   return onDevice(lists, index.device());
 }
 
@@ -82,7 +88,7 @@ void renormCuda(const at::Tensor& pool, const at::Tensor& index, const at::Tenso
   const std::optional<at::Tensor> none;
   DeviceBatch batch(kOp, {ids, none, 1, false, 0, -1}, pool, rows);
   batch.check(scope);
-  const DeviceRuns runs(scope, batch.view(), pool, 0, 0);
+  const DeviceRuns runs(scope, batch.view(), pool, {}, 0);
   batch.requireGood();  // before anything is written
   setAligned(table, {pool.const_data_ptr()});
   TORCHEXT_DISPATCH_POOL(pool.scalar_type(), [&] {

@@ -8,7 +8,8 @@
 //                     from the one before leaves the sum of its part there; a thread makes four columns
 //   4. ChunkItem      each (sorted position, chunk), a group: nothing unless a run begins at the position. Sums its
 //                     gradient (the positions in the run's first piece, then the sums that later pieces left), collects
-//                     utility, and applies the update if the chunk is resident
+//                     utility (of absent chunks in a sketch: bag_sketch.h), and applies the update if the chunk is
+//                     resident
 // How a run is cut depends on the keys alone: results are the same from run to run, and a row that all bags share costs
 // n / kPiece steps and not n.
 #pragma once
@@ -102,6 +103,7 @@ struct BackwardView {
   MathOf<T>* partial;          // pieces x dim; that of piece 0 is never used
   bool scale_by_frequency;     // divide a row's gradient by its number of positions
   UtilityView utility;
+  float* grown;  // of each (sorted position, chunk), for absent ones of a sketch: what utility grows by; else null
   UpdateView<T> update;
 };
 
@@ -203,7 +205,12 @@ struct ChunkItem {
       group.each([&](int lane, int /*own*/) {
         if (lane == 0) {
           const auto accesses = static_cast<float>(end - begin);
-          a.utility.add(row * a.table.chunks + chunk, accesses * std::sqrt(static_cast<float>(sum_of_squares)));
+          const float grown = accesses * std::sqrt(static_cast<float>(sum_of_squares)) * a.utility.factor;
+          if (a.utility.sketched() && slot == kAbsent) {
+            a.grown[item] = grown;
+          } else {
+            a.utility.add(row * a.table.chunks + chunk, slot, grown);
+          }
         }
       });
     }

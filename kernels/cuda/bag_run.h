@@ -15,6 +15,7 @@
 #include "kernels/cuda/bag_backward.h"
 #include "kernels/cuda/bag_forward.h"
 #include "kernels/cuda/bag_renorm.h"
+#include "kernels/cuda/bag_sketch.h"
 #include "kernels/cuda/bag_utility.h"
 
 namespace torchext::cuda {
@@ -26,8 +27,13 @@ struct Workspace {
   std::int32_t* positions = nullptr;
   std::int32_t* order = nullptr;
   std::int32_t* bag_of = nullptr;
-  void* inverse = nullptr;  // numbers to compute with, one a bag
-  void* partial = nullptr;  // the same, pieces x dim
+  void* inverse = nullptr;         // numbers to compute with, one a bag
+  void* partial = nullptr;         // the same, pieces x dim
+  std::uint32_t* cells = nullptr;  // these five: one a (position, chunk) where utility is in a sketch
+  std::uint32_t* sorted_cells = nullptr;
+  std::int32_t* items = nullptr;
+  std::int32_t* item_order = nullptr;
+  float* grown = nullptr;
   void* sort = nullptr;
   std::size_t sort_bytes = 0;
   std::size_t bytes = 0;  // of all of it
@@ -42,10 +48,19 @@ inline int keyBits(std::int64_t rows) { return static_cast<int>(std::bit_width(s
 
 inline std::int64_t pieces(std::int64_t positions) { return (positions + kPiece - 1) / kPiece; }
 
+// What a workspace must have room for.
+struct WorkspaceSizes {
+  std::int64_t positions = 0;
+  std::int64_t bags = 0;       // where each gets an inverse count, else 0
+  std::int64_t dim = 0;        // columns of a row where runs are summed, else 0
+  std::int64_t sketched = 0;   // positions x chunks where utility is in a sketch, else 0; less than 2^31
+  std::size_t math_bytes = 0;  // of a number to compute with
+  std::size_t sort_bytes = 0;  // the longer of the two sorts
+};
+
 // Cuts a workspace from one allocation that starts at `base`, aligned to 256; with null only to learn how many bytes it
-// takes. math_bytes: of a number to compute with.
-inline Workspace layOut(void* base, std::int64_t positions, std::int64_t bags, std::int64_t dim, std::size_t math_bytes,
-                        std::size_t sort_bytes) {
+// takes.
+inline Workspace layOut(void* base, const WorkspaceSizes& sizes) {
   constexpr std::size_t kAlignment = 256;
   Workspace space;
   const auto take = [&](std::size_t bytes) -> void* {
@@ -53,16 +68,22 @@ inline Workspace layOut(void* base, std::int64_t positions, std::int64_t bags, s
     space.bytes += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     return base == nullptr ? nullptr : static_cast<char*>(base) + begin;
   };
-  const std::size_t each = static_cast<std::size_t>(positions) * sizeof(std::int32_t);
+  const std::size_t each = static_cast<std::size_t>(sizes.positions) * sizeof(std::int32_t);
   space.keys = static_cast<std::uint32_t*>(take(each));
   space.sorted = static_cast<std::uint32_t*>(take(each));
   space.positions = static_cast<std::int32_t*>(take(each));
   space.order = static_cast<std::int32_t*>(take(each));
   space.bag_of = static_cast<std::int32_t*>(take(each));
-  space.inverse = take(static_cast<std::size_t>(bags) * math_bytes);
-  space.partial = take(static_cast<std::size_t>(pieces(positions) * dim) * math_bytes);
-  space.sort = take(sort_bytes);
-  space.sort_bytes = sort_bytes;
+  space.inverse = take(static_cast<std::size_t>(sizes.bags) * sizes.math_bytes);
+  space.partial = take(static_cast<std::size_t>(pieces(sizes.positions) * sizes.dim) * sizes.math_bytes);
+  const std::size_t each_item = static_cast<std::size_t>(sizes.sketched) * sizeof(std::int32_t);
+  space.cells = static_cast<std::uint32_t*>(take(each_item));
+  space.sorted_cells = static_cast<std::uint32_t*>(take(each_item));
+  space.items = static_cast<std::int32_t*>(take(each_item));
+  space.item_order = static_cast<std::int32_t*>(take(each_item));
+  space.grown = static_cast<float*>(take(each_item));
+  space.sort = take(sizes.sort_bytes);
+  space.sort_bytes = sizes.sort_bytes;
   return space;
 }
 
@@ -94,16 +115,25 @@ void runMarks(Device& device, const RunsView& runs, const TableView& table, std:
   device.forEach(runs.count * table.chunks, MarkItem{runs, table, marks});
 }
 
-// After runGrouping. Fills inverse (mode mean) and partial, which the view points to.
+// After runGrouping in the same workspace. Fills its inverse (mode mean), partial and, with a sketch, the rest, where
+// the view points to.
 template <class T, class Device>
-void runBackward(Device& device, const BatchView& batch, const BackwardView<T>& view, MathOf<T>* inverse) {
+void runBackward(Device& device, const BatchView& batch, const BackwardView<T>& view, const Workspace& space) {
   if (view.mode == cpu::BagMode::kMean) {
-    device.forEach(batch.bags, InverseItem<MathOf<T>>{batch, inverse});
+    device.forEach(batch.bags, InverseItem<MathOf<T>>{batch, static_cast<MathOf<T>*>(space.inverse)});
   }
   if (view.runs.count > kPiece) {
     device.forEach(pieces(view.runs.count) * view.table.quadsOfRow(), PartialItem<T>{view});
   }
-  device.forEachGroup(view.runs.count * view.table.chunks, lanesFor(view.table.quadsOfChunk()), ChunkItem<T>{view});
+  const std::int64_t items = view.runs.count * view.table.chunks;
+  device.forEachGroup(items, lanesFor(view.table.quadsOfChunk()), ChunkItem<T>{view});
+  if (view.utility.sketched()) {
+    device.forEach(items, CellItem{view.runs, view.table, view.utility, space.cells, space.items});
+    device.sort(space.cells, space.sorted_cells, space.items, space.item_order, items,
+                keyBits(static_cast<std::int64_t>(view.utility.cell_count)), space.sort, space.sort_bytes);
+    device.forEach(items, SketchItem{view.runs, view.table.chunks, view.utility, space.sorted_cells, space.item_order,
+                                     view.grown});
+  }
 }
 
 // After runGrouping.

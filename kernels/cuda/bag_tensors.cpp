@@ -12,12 +12,6 @@ void checkDevice(const char* op, const char* name, const at::Tensor& tensor, at:
                     "; all must be on one device");
 }
 
-void refuseSketch(const char* op, const at::Tensor& sketch) {
-  TORCH_CHECK_NOT_IMPLEMENTED(sketch.numel() == 0, op,
-                              ": the layout 'sketch' runs on the CPU only; make the table with layout='hash' or "
-                              "layout='direct'");
-}
-
 cuda::TableView tableView(const char* op, const at::Tensor& pool, const at::Tensor& index, std::int64_t rows,
                           std::int64_t chunks, bool whole_rows) {
   TORCH_CHECK_VALUE(pool.device().type() == kDeviceType, op, ": pool is on ", pool.device(),
@@ -96,15 +90,16 @@ void DeviceBatch::requireGood() const {
 }
 
 DeviceRuns::DeviceRuns(const DeviceScope& scope, const cuda::BatchView& batch, const at::Tensor& pool,
-                       std::int64_t inverses, std::int64_t dim) {
-  const std::size_t math_bytes = pool.scalar_type() == at::kDouble ? sizeof(double) : sizeof(float);
-  std::size_t sort_bytes = 0;
-  DeviceScope::check(cuda::sortBytes(batch.positions, batch.rows, &sort_bytes));
-  const auto lay_out = [&](void* base) {
-    return cuda::layOut(base, batch.positions, inverses, dim, math_bytes, sort_bytes);
-  };
-  memory_ = at::empty({static_cast<std::int64_t>(lay_out(nullptr).bytes)}, pool.options().dtype(at::kByte));
-  space_ = lay_out(memory_.mutable_data_ptr());
+                       cuda::WorkspaceSizes sizes, std::int64_t cells) {
+  sizes.positions = batch.positions;
+  sizes.math_bytes = pool.scalar_type() == at::kDouble ? sizeof(double) : sizeof(float);
+  std::size_t sketch_bytes = 0;
+  DeviceScope::check(cuda::sortBytes(batch.positions, batch.rows, &sizes.sort_bytes));
+  DeviceScope::check(cuda::sortBytes(sizes.sketched, cells, &sketch_bytes));
+  sizes.sort_bytes = std::max(sizes.sort_bytes, sketch_bytes);
+  const auto bytes = static_cast<std::int64_t>(cuda::layOut(nullptr, sizes).bytes);
+  memory_ = at::empty({bytes}, pool.options().dtype(at::kByte));
+  space_ = cuda::layOut(memory_.mutable_data_ptr(), sizes);
   DeviceScope::check(cuda::launchGrouping(batch, space_, scope.stream()));
 }
 

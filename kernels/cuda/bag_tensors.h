@@ -19,11 +19,9 @@ using OptionalTensor = std::optional<at::Tensor>;
 // c10::ValueError unless tensor is on `device`.
 void checkDevice(const char* op, const char* name, const at::Tensor& tensor, at::Device device);
 
-// The table; c10 errors as on the CPU, c10::NotImplementedError for the sketch layout. whole_rows: for readers, to whom
-// a wholly resident row is one chunk.
+// The table; c10 errors as on the CPU. whole_rows: for readers, to whom a wholly resident row is one chunk.
 cuda::TableView tableView(const char* op, const at::Tensor& pool, const at::Tensor& index, std::int64_t rows,
                           std::int64_t chunks, bool whole_rows);
-void refuseSketch(const char* op, const at::Tensor& sketch);
 
 // Says whether quads of all these arrays can be read at once.
 void setAligned(cuda::TableView& table, std::initializer_list<const void*> arrays);
@@ -52,9 +50,9 @@ class DeviceBatch {
 // The memory of a backward pass, and the positions of a batch grouped by row in it.
 class DeviceRuns {
  public:
-  // inverses: bags where each gets an inverse count, else 0; dim: columns of a row where runs are summed, else 0.
-  DeviceRuns(const DeviceScope& scope, const cuda::BatchView& batch, const at::Tensor& pool, std::int64_t inverses,
-             std::int64_t dim);
+  // sizes: bags, dim and sketched, as far as a pass needs them; the rest follows. cells: of the sketch.
+  DeviceRuns(const DeviceScope& scope, const cuda::BatchView& batch, const at::Tensor& pool, cuda::WorkspaceSizes sizes,
+             std::int64_t cells);
 
   const cuda::Workspace& space() const { return space_; }
 

@@ -1,10 +1,10 @@
-// The utility of chunks on the device: core::ChunkUtility's layouts of floats and of bytes, a chunk at a time.
+// The utility of chunks on the device: core::ChunkUtility's layouts, a chunk at a time.
 //
 // The byte form there reads a table of powers; here the same numbers are put together from the bits of a float, because
 // a table in memory would cost more than the few operations. Both give the same codes, which a test compares.
 //
-// Each chunk is added to by one thread of a step, so nothing is atomic. Neighbouring bytes belong to other threads; the
-// device writes bytes singly.
+// Each chunk, and each cell of a sketch (bag_sketch.h), is added to by one thread of a step, so nothing is atomic.
+// Neighbouring bytes belong to other threads; the device writes bytes singly.
 #pragma once
 
 #include <bit>
@@ -52,25 +52,57 @@ TORCHEXT_HD std::uint8_t encodeUtility(float value, std::uint32_t random) {
 }
 
 struct UtilityView {
-  float* floats = nullptr;  // one a chunk of the table; at most one of the two, neither: nothing is kept
-  std::uint8_t* codes = nullptr;
-  float factor = 1;  // gamma^-n
+  float* floats = nullptr;            // one a chunk of the table; at most one of the two, neither: nothing is kept
+  std::uint8_t* codes = nullptr;      // the same; of a sketch one a slot, then one a cell
+  std::int32_t* cell_keys = nullptr;  // of a sketch; -1 where a cell is free
+  std::size_t cell_count = 0;
+  std::int64_t slots = 0;  // of a sketch
+  float factor = 1;        // gamma^-n
   std::uint64_t step = 0;
 
   TORCHEXT_HD bool kept() const { return floats != nullptr || codes != nullptr; }
+  // Then what absent chunks grow by is left for SketchItem.
+  TORCHEXT_HD bool sketched() const { return cell_keys != nullptr; }
+  TORCHEXT_HD std::size_t cellOf(std::int64_t key) const { return core::sketchCell(key, cell_count); }
 
-  // core::ChunkUtility::add; amount without the factor.
-  TORCHEXT_HD void add(std::int64_t key, float amount) const {
-    const float grown = amount * factor;
-    if (!(grown > 0 && grown <= kLargestFloat)) {
+  // core::ChunkUtility::add, but of an absent chunk in a sketch; grown: with the factor.
+  TORCHEXT_HD void add(std::int64_t key, std::int32_t slot, float grown) const {
+    if (!addable(grown)) {
       return;
     }
     if (floats != nullptr) {
       floats[key] += grown;
       return;
     }
+    std::uint8_t& code = codes[sketched() ? std::int64_t{slot} : key];
+    code = encodeUtility(decodeUtility(code) + grown, randomBits(key));
+  }
+
+  // The same of an absent chunk that falls on `cell`.
+  TORCHEXT_HD void addToCell(std::size_t cell, std::int64_t key, float grown) const {
+    if (!addable(grown)) {
+      return;
+    }
+    std::uint8_t& code = codes[slots + static_cast<std::int64_t>(cell)];
+    float held = decodeUtility(code);
+    if (cell_keys[cell] != key) {
+      const float left = cell_keys[cell] < 0 ? 0.0F : held - grown;
+      if (left > 0) {
+        code = encodeUtility(left, randomBits(key));
+        return;
+      }
+      cell_keys[cell] = static_cast<std::int32_t>(key);
+      held = 0;
+      grown = left < 0 ? -left : grown;
+    }
+    code = encodeUtility(held + grown, randomBits(key));
+  }
+
+ private:
+  TORCHEXT_HD static bool addable(float grown) { return grown > 0 && grown <= kLargestFloat; }
+  TORCHEXT_HD std::uint32_t randomBits(std::int64_t key) const {
     const std::uint64_t bits = core::mixBits(static_cast<std::uint64_t>(key) ^ (step * 0xD1342543DE82EF95ULL));
-    codes[key] = encodeUtility(decodeUtility(codes[key]) + grown, static_cast<std::uint32_t>(bits >> 32U));
+    return static_cast<std::uint32_t>(bits >> 32U);
   }
 };
 

@@ -2,11 +2,10 @@
 // into a kernel's arguments.
 //
 // Where the state of a module on CUDA lives (kernels/adaptive_bag.h names the tensors):
-//   on the device    pool, the optimizer's state, index (identity, direct and hashed), utility, seen
+//   on the device    pool, the optimizer's state, index, utility, sketch, seen
 //   on the host      clock and lr: two numbers and one that every step reads, so that no step waits for the device
-//   not on CUDA      the sketch layout, whose cells many rows share; the operators refuse it
 // Who decides: selection stays in csrc/core on the CPU. Pruning, now and then, fetches index and utility, decides as it
-// does for a table on the CPU, and writes the cells of the index that changed; values move on the device. A table that
+// does for a table on the CPU, and writes them back; values move on the device. A table that
 // is moved to another device goes on with the same decisions.
 //
 // A step. Forward: bagForward. Backward: every position gets the row it belongs to as its key (padding and positions

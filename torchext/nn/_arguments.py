@@ -35,17 +35,12 @@ def chunk_dim_of(embedding_dim: int, chunk_dim: int | None, whole: bool) -> int:
     return chunk_dim
 
 
-def check_device(device: torch.device, layout: str) -> None:
+def check_device(device: torch.device) -> None:
     """Refuses devices that a table cannot live on."""
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"device {device}: adaptive embeddings run on the CPU and on CUDA")
     if device.type == "cpu":
         return
-    if layout == "sketch":
-        raise NotImplementedError(
-            f"device {device}: the layout 'sketch' runs on the CPU only; make the table with layout='hash' or "
-            "layout='direct'"
-        )
     if not build_info()["cuda"]:
         raise NotImplementedError(
             f"device {device}: torchext was built without CUDA kernels (python -m torchext says why). Build them with "
@@ -66,13 +61,12 @@ def capacity_of(budget: float, chunks: int) -> int:
     return budget
 
 
-def layout_of(layout: str, budget: int, total: int, device: torch.device) -> str:
+def layout_of(layout: str, budget: int, total: int) -> str:
     """How a table of so many resident chunks of all finds them; "identity" where all are resident."""
     if budget == total:
         return "identity"
     if layout == "auto":
-        hash_from = _HASH_FROM if device.type == "cpu" else 0.0  # no sketch elsewhere
-        return "direct" if budget / total >= _DIRECT_FROM else "hash" if budget / total >= hash_from else "sketch"
+        return "direct" if budget / total >= _DIRECT_FROM else "hash" if budget / total >= _HASH_FROM else "sketch"
     return layout
 
 

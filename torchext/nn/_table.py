@@ -89,8 +89,8 @@ class AdaptiveTable(nn.Module):
         self.training_mode, self.optimizer_name = options.training, options.optimizer
         self.betas, self.eps, self.gamma = options.betas, options.eps, options.gamma
         self.init_std, self.seed = options.init_std, options.seed
-        self.layout = layout_of(options.layout, self.budget_chunks, total, device)
-        check_device(device, self.layout)
+        self.layout = layout_of(options.layout, self.budget_chunks, total)
+        check_device(device)
         trained = self.training_mode in ("dense", "sparse")
         pool = _memory((self.budget_chunks, self.chunk_dim), dtype, device)
         # Autograd runs a backward pass only towards something that requires grad.
@@ -374,7 +374,7 @@ class AdaptiveTable(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptiveTable:
         device = fn(self.pool.new_empty(0)).device
-        check_device(device, self.layout)
+        check_device(device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.training_mode == "sharded" and self.trigger is not None:
             self.pool.data, self.trigger.data = fn(self.pool.data), fn(self.trigger.data)

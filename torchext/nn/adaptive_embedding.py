@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torchext.nn._arguments import TableOptions
 from torchext.nn._ops import _ops, adaptive_bag, train_bag
 from torchext.nn._sharding import Shards
 from torchext.nn._table import AdaptiveTable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["AdaptiveEmbedding", "AdaptiveEmbeddingBag"]
 
@@ -66,6 +69,33 @@ class _AdaptiveLookup(AdaptiveTable):
         super().__init__(rows, embedding_dim, made, device=device, dtype=dtype)
         self._shards = shards
         self.sparse = made.training == "sparse"
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> Self:
+        """A table with these values; under a budget the chunks with the largest norms are resident.
+
+        Args:
+            embeddings: (rows, columns).
+            freeze: Whether the table is not trained.
+            **options: Of the class.
+        """
+        if embeddings.dim() != 2:
+            raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
+        made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, "device": embeddings.device, **options})
+        made._take(embeddings)
+        made.requires_grad_(not freeze and made.trigger is None)
+        if made.trigger is not None and not freeze:
+            made.trigger.requires_grad_(True)
+        return made
+
+    def _set_arguments(
+        self, mode: str, include_last_offset: bool, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool
+    ) -> None:
+        """Those of torch's modules."""
+        if self._shards is not None and max_norm is not None:
+            raise ValueError("max_norm with training = 'sharded' is not supported; clip the rows of weight instead")
+        self.mode, self.include_last_offset = mode, include_last_offset
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
 
     def _look_up(
         self, ids: Tensor, offsets: Tensor | None, bag_size: int, per_sample_weights: Tensor | None, last: bool
@@ -156,8 +186,8 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[ov
         init_std: Standard deviation of initial values, 0 or more.
         seed: Of the values of rows that are admitted for the first time; the same on all ranks.
         process_group: Of the shards; None: the default group.
-        device: The CPU, or CUDA: there ``"auto"`` picks no sketch, every forward pass waits for the check of its ids,
-            CUDA graphs cannot record it, and shards need a group that exchanges such tensors (NCCL).
+        device: The CPU, or CUDA: there every forward pass waits for the check of its ids, CUDA graphs cannot record
+            it, and shards need a group that exchanges such tensors (NCCL).
         dtype: float32, float64, bfloat16 or float16.
 
     Raises:
@@ -215,33 +245,10 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[ov
             device=device,
             dtype=dtype,
         )
-        if self._shards is not None and max_norm is not None:
-            raise ValueError("max_norm with training = 'sharded' is not supported; clip the rows of weight instead")
-        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
-        self.mode, self.include_last_offset = mode, include_last_offset
+        self._set_arguments(mode, include_last_offset, max_norm, norm_type, scale_grad_by_freq)
         self.padding_idx = _padding(padding_idx, num_embeddings)
         self._frozen = self._skipped = self._shards.local(self.padding_idx) if self._shards else self.padding_idx
         self._zero_row(self._skipped)
-
-    @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls, embeddings: Tensor, freeze: bool = True, **options: Any
-    ) -> AdaptiveEmbeddingBag:
-        """A table with these values; under a budget the chunks with the largest norms are resident.
-
-        Args:
-            embeddings: (rows, columns).
-            freeze: Whether the table is not trained.
-            **options: Of the class.
-        """
-        if embeddings.dim() != 2:
-            raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
-        made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, "device": embeddings.device, **options})
-        made._take(embeddings)
-        made.requires_grad_(not freeze and made.trigger is None)
-        if made.trigger is not None and not freeze:
-            made.trigger.requires_grad_(True)
-        return made
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """The bags, (bags, embedding_dim).
@@ -329,28 +336,11 @@ class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[override
             device=device,
             dtype=dtype,
         )
-        if self._shards is not None and max_norm is not None:
-            raise ValueError("max_norm with training = 'sharded' is not supported; clip the rows of weight instead")
-        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
-        self.mode, self.include_last_offset = "sum", False
+        self._set_arguments("sum", False, max_norm, norm_type, scale_grad_by_freq)
         self.padding_idx = _padding(padding_idx, num_embeddings)
         self._frozen = self._shards.local(self.padding_idx) if self._shards else self.padding_idx
         self._skipped = None
         self._zero_row(self._frozen)
-
-    @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls, embeddings: Tensor, freeze: bool = True, **options: Any
-    ) -> AdaptiveEmbedding:
-        """As :meth:`AdaptiveEmbeddingBag.from_pretrained`."""
-        if embeddings.dim() != 2:
-            raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
-        made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, "device": embeddings.device, **options})
-        made._take(embeddings)
-        made.requires_grad_(not freeze and made.trigger is None)
-        if made.trigger is not None and not freeze:
-            made.trigger.requires_grad_(True)
-        return made
 
     def forward(self, input: Tensor) -> Tensor:
         """The vectors, (*input.shape, embedding_dim); input is int32 or int64, of any shape.

@@ -136,8 +136,8 @@ TEST(DeviceUtility, AddsAndRenormalisesAsTheCore) {
   const HostDevice device;
   for (std::uint64_t step = 1; step < 40; ++step) {
     const float factor = std::exp2(static_cast<float>(step) / 3);
-    UtilityView view_of_floats{device_floats.data(), nullptr, factor, step};
-    UtilityView view_of_codes{nullptr, device_codes.data(), factor, step};
+    const UtilityView view_of_floats{.floats = device_floats.data(), .factor = factor, .step = step};
+    const UtilityView view_of_codes{.codes = device_codes.data(), .factor = factor, .step = step};
     for (int i = 0; i < 100; ++i) {
       const auto key = static_cast<std::int64_t>(random() % kKeys);
       const float amount = i == 0   ? std::numeric_limits<float>::infinity()
@@ -145,8 +145,8 @@ TEST(DeviceUtility, AddsAndRenormalisesAsTheCore) {
                                     : static_cast<float>(random() % 1000) / 64;
       core_floats.add(key, 0, amount * factor, step);
       core_codes.add(key, 0, amount * factor, step);
-      view_of_floats.add(key, amount);
-      view_of_codes.add(key, amount);
+      view_of_floats.add(key, 0, amount * factor);
+      view_of_codes.add(key, 0, amount * factor);
     }
     ASSERT_EQ(floats, device_floats);
     ASSERT_EQ(codes, device_codes);
@@ -157,6 +157,39 @@ TEST(DeviceUtility, AddsAndRenormalisesAsTheCore) {
       ASSERT_EQ(codes, device_codes);
     }
   }
+}
+
+TEST(DeviceUtility, WearsCellsDownAsTheCore) {
+  constexpr std::size_t kSlots = 20;
+  constexpr std::size_t kCells = 16;  // for 100 keys: most of what comes is another's
+  std::mt19937 random(4);
+  std::vector<std::uint8_t> codes(kSlots + kCells);
+  std::vector<std::int32_t> keys(kCells, -1);
+  auto device_codes = codes;
+  auto device_keys = keys;
+  core::ChunkUtility core = core::ChunkUtility::sketch(codes, keys);
+  int taken = 0;
+  for (std::uint64_t step = 1; step < 3000; ++step) {
+    const UtilityView view{.codes = device_codes.data(),
+                           .cell_keys = device_keys.data(),
+                           .cell_count = kCells,
+                           .slots = kSlots,
+                           .step = step};
+    const auto key = static_cast<std::int64_t>(random() % 100);
+    const auto slot = static_cast<std::int32_t>(key < 20 ? key : -1);
+    const float grown = step % 50 == 0 ? std::numeric_limits<float>::infinity() : static_cast<float>(random() % 64) / 8;
+    const auto before = keys;
+    core.add(key, slot, grown, step);
+    if (slot == kAbsent) {
+      view.addToCell(view.cellOf(key), key, grown);
+    } else {
+      view.add(key, slot, grown);
+    }
+    taken += keys != before ? 1 : 0;
+    ASSERT_EQ(codes, device_codes) << step;
+    ASSERT_EQ(keys, device_keys) << step;
+  }
+  EXPECT_GT(taken, 100);
 }
 
 BatchView viewOf(const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& offsets, bool last,
@@ -246,8 +279,9 @@ TEST(DeviceRuns, AreTheGroupsOfTheCpu) {
       BatchView view = viewOf(ids, offsets, true, rows);
       view.padding = batch.padding;
       const cpu::GroupedIds expected = cpu::groupIds(batch, rows);
-      std::vector<std::byte> memory(layOut(nullptr, view.positions, 0, 0, 4, 0).bytes);
-      const Workspace space = layOut(memory.data(), view.positions, 0, 0, 4, 0);
+      const WorkspaceSizes sizes{.positions = view.positions};
+      std::vector<std::byte> memory(layOut(nullptr, sizes).bytes);
+      const Workspace space = layOut(memory.data(), sizes);
       HostDevice device;
       runGrouping(device, view, space);
       const RunsView runs = space.runs(view);
@@ -273,14 +307,26 @@ TEST(DeviceRuns, AreTheGroupsOfTheCpu) {
 }
 
 TEST(Workspace, IsCutIntoPartsThatDoNotOverlap) {
-  const Workspace size = layOut(nullptr, 1000, 7, 24, 8, 333);
+  const WorkspaceSizes sizes{
+      .positions = 1000, .bags = 7, .dim = 24, .sketched = 3000, .math_bytes = 8, .sort_bytes = 333};
+  const Workspace size = layOut(nullptr, sizes);
   EXPECT_EQ(size.keys, nullptr);
   std::vector<char> memory(size.bytes);
-  const Workspace space = layOut(memory.data(), 1000, 7, 24, 8, 333);
+  const Workspace space = layOut(memory.data(), sizes);
   EXPECT_EQ(space.bytes, size.bytes);
-  const std::vector<std::pair<const void*, std::size_t>> parts{
-      {space.keys, 4000},   {space.sorted, 4000}, {space.positions, 4000},       {space.order, 4000},
-      {space.bag_of, 4000}, {space.inverse, 56},  {space.partial, 8 * 24 * 8UL}, {space.sort, 333}};
+  const std::vector<std::pair<const void*, std::size_t>> parts{{space.keys, 4000},
+                                                               {space.sorted, 4000},
+                                                               {space.positions, 4000},
+                                                               {space.order, 4000},
+                                                               {space.bag_of, 4000},
+                                                               {space.inverse, 56},
+                                                               {space.partial, 8 * 24 * 8UL},
+                                                               {space.cells, 12000},
+                                                               {space.sorted_cells, 12000},
+                                                               {space.items, 12000},
+                                                               {space.item_order, 12000},
+                                                               {space.grown, 12000},
+                                                               {space.sort, 333}};
   const char* before = memory.data();
   for (const auto& [begin, bytes] : parts) {
     const auto* at = static_cast<const char*>(begin);

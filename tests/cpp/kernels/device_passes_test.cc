@@ -282,13 +282,16 @@ struct Written {
   std::vector<std::int64_t> slots;
   std::vector<float> floats;
   std::vector<std::uint8_t> codes;
+  std::vector<std::int32_t> cell_keys;
 };
+
+enum class Kept { kNone, kFloats, kBytes, kSketch };
 
 constexpr double kLr = 0.125;
 constexpr double kEps = 1e-8;
 
 template <class T>
-Written<T> startOf(Problem<T>& p, Update kind, int utility) {
+Written<T> startOf(Problem<T>& p, Update kind, Kept utility) {
   using M = MathOf<T>;
   Written<T> w;
   w.pool = p.pool;
@@ -300,8 +303,12 @@ Written<T> startOf(Problem<T>& p, Update kind, int utility) {
   }
   w.values.assign(kind == Update::kDense ? elements : 0, T{});
   const std::size_t keys = static_cast<std::size_t>(p.rows) * static_cast<std::size_t>(p.chunks);
-  w.floats.assign(utility == 1 ? keys : 0, 0.5F);
-  w.codes.assign(utility == 2 ? keys : 0, 160);
+  w.floats.assign(utility == Kept::kFloats ? keys : 0, 0.5F);
+  w.codes.assign(utility == Kept::kBytes ? keys : 0, 160);
+  if (utility == Kept::kSketch) {  // few cells, some of them taken
+    w.cell_keys = {-1, 3, -1, 0, 1};
+    w.codes.assign(slots + w.cell_keys.size(), 165);
+  }
   return w;
 }
 
@@ -311,6 +318,8 @@ void runOnCpu(const Problem<T>& p, const cpu::GroupedIds& grouped, bool by_frequ
   using H = typename Problem<T>::H;
   const auto gradient = bitsOf<H>(p.gradient);
   const auto weights = bitsOf<H>(p.weights);
+  const bool sketched = utility != nullptr && utility->layout() == core::ChunkUtility::Layout::kSketch;
+  std::vector<float> amounts(sketched ? grouped.groups() * static_cast<std::size_t>(p.chunks) : 0);
   const cpu::BackwardArgs<H> args{p.batch,
                                   grouped,
                                   p.index,
@@ -323,8 +332,13 @@ void runOnCpu(const Problem<T>& p, const cpu::GroupedIds& grouped, bool by_frequ
                                   utility,
                                   2.0F,
                                   9,
-                                  nullptr};
+                                  sketched ? amounts.data() : nullptr};
   cpu::BackwardKernel::run(args, static_cast<std::size_t>(p.chunk_dim), sink, std::size_t{0}, grouped.groups());
+  for (std::size_t i = 0; i < amounts.size(); ++i) {
+    const auto chunk = static_cast<std::int64_t>(i) % p.chunks;
+    const std::int64_t row = grouped.idOf(i / static_cast<std::size_t>(p.chunks));
+    utility->add(row * p.chunks + chunk, p.table.slotOf(row, static_cast<int>(chunk)), amounts[i], 9);
+  }
 }
 
 template <class T>
@@ -332,9 +346,10 @@ void cpuBackward(const Problem<T>& p, Update kind, bool by_frequency, Written<T>
   using H = typename Problem<T>::H;
   using M = MathOf<T>;
   const cpu::GroupedIds grouped = cpu::groupIds(p.batch, p.rows);
-  core::ChunkUtility utility = !w.floats.empty()  ? core::ChunkUtility::floats(w.floats)
-                               : !w.codes.empty() ? core::ChunkUtility::bytes(w.codes)
-                                                  : core::ChunkUtility::none();
+  core::ChunkUtility utility = !w.floats.empty()      ? core::ChunkUtility::floats(w.floats)
+                               : !w.cell_keys.empty() ? core::ChunkUtility::sketch(w.codes, w.cell_keys)
+                               : !w.codes.empty()     ? core::ChunkUtility::bytes(w.codes)
+                                                      : core::ChunkUtility::none();
   core::ChunkUtility* kept = utility.layout() == core::ChunkUtility::Layout::kNone ? nullptr : &utility;
   const auto lr = static_cast<M>(kLr);
   const auto eps = static_cast<M>(kEps);
@@ -377,25 +392,33 @@ template <class T>
 void deviceBackward(const Problem<T>& p, Update kind, bool by_frequency, Written<T>& w) {
   using M = MathOf<T>;
   HostDevice device(kThreads);
-  const auto lay_out = [&](void* base) {
-    return layOut(base, p.view.positions, p.view.bags, p.table.dim(), sizeof(M), 0);
-  };
-  std::vector<std::max_align_t> memory(lay_out(nullptr).bytes / sizeof(std::max_align_t) + 1);
+  const WorkspaceSizes sizes{.positions = p.view.positions,
+                             .bags = p.view.bags,
+                             .dim = p.table.dim(),
+                             .sketched = w.cell_keys.empty() ? 0 : p.view.positions * p.chunks,
+                             .math_bytes = sizeof(M)};
+  std::vector<std::max_align_t> memory(layOut(nullptr, sizes).bytes / sizeof(std::max_align_t) + 1);
   std::memset(memory.data(), 0xFF, memory.size() * sizeof(std::max_align_t));  // whatever is not written is NaN
-  const Workspace space = lay_out(memory.data());
+  const Workspace space = layOut(memory.data(), sizes);
   runGrouping(device, p.view, space);
-  BackwardView<T> view{
-      p.batch.mode,
-      p.table,
-      space.runs(p.view),
-      p.gradient.data(),
-      p.weightsOrNull(),
-      p.argmax.data(),
-      static_cast<const M*>(space.inverse),
-      static_cast<M*>(space.partial),
-      by_frequency,
-      {w.floats.empty() ? nullptr : w.floats.data(), w.codes.empty() ? nullptr : w.codes.data(), 2.0F, 9},
-      {}};
+  BackwardView<T> view{p.batch.mode,
+                       p.table,
+                       space.runs(p.view),
+                       p.gradient.data(),
+                       p.weightsOrNull(),
+                       p.argmax.data(),
+                       static_cast<const M*>(space.inverse),
+                       static_cast<M*>(space.partial),
+                       by_frequency,
+                       {.floats = w.floats.empty() ? nullptr : w.floats.data(),
+                        .codes = w.codes.empty() ? nullptr : w.codes.data(),
+                        .cell_keys = w.cell_keys.empty() ? nullptr : w.cell_keys.data(),
+                        .cell_count = w.cell_keys.size(),
+                        .slots = p.slots,
+                        .factor = 2.0F,
+                        .step = 9},
+                       space.grown,
+                       {}};
   std::vector<std::int32_t> places(static_cast<std::size_t>(p.view.positions * p.chunks));
   if (kind == Update::kSparse) {
     runMarks(device, view.runs, p.table, places.data());
@@ -414,7 +437,7 @@ void deviceBackward(const Problem<T>& p, Update kind, bool by_frequency, Written
   view.update.values = w.values.data();
   view.update.slots = w.slots.data();
   view.update.places = places.data();
-  runBackward(device, p.view, view, static_cast<M*>(space.inverse));
+  runBackward(device, p.view, view, space);
 }
 
 TYPED_TEST(DevicePasses, BackwardIsThatOfTheCpu) {
@@ -431,12 +454,14 @@ TYPED_TEST(DevicePasses, BackwardIsThatOfTheCpu) {
       HostDevice device;
       runForward<T>(device, {p.view, p.table, p.pool.data(), nullptr, output.data(), p.argmax.data()});
     }
-    Written<T> expected = startOf(p, kind, static_cast<int>(seed / 5 % 3));
+    const bool inexact = mode == cpu::BagMode::kMean || by_frequency;
+    // What a cell holds depends on every amount before: comparable only where nothing is rounded.
+    const auto utility = static_cast<Kept>(seed / 5 % (inexact ? 3 : 4));
+    Written<T> expected = startOf(p, kind, utility);
     Written<T> ours = expected;
     cpuBackward(p, kind, by_frequency, expected);
     deviceBackward(p, kind, by_frequency, ours);
     const std::string what = p.describe() + " update " + std::to_string(static_cast<int>(kind));
-    const bool inexact = mode == cpu::BagMode::kMean || by_frequency;
     const bool exact = !inexact && (kind == Update::kSgd || kind == Update::kDense || kind == Update::kSparse);
     if (exact) {
       expectSame(ours.pool, expected.pool, what);
@@ -449,6 +474,7 @@ TYPED_TEST(DevicePasses, BackwardIsThatOfTheCpu) {
     expectNear(ours.second, expected.second, what, inexact);
     ASSERT_EQ(ours.slots, expected.slots) << what;
     expectNear(ours.floats, expected.floats, what, inexact);
+    ASSERT_EQ(ours.cell_keys, expected.cell_keys) << what;
     for (std::size_t i = 0; i < ours.codes.size(); ++i) {  // where roundings differ, so may the code by one
       ASSERT_LE(std::abs(ours.codes[i] - expected.codes[i]), 1) << what;
     }
@@ -495,9 +521,9 @@ TYPED_TEST(DevicePasses, RenormBringsEachRowDownOnce) {
     ids.bag_size = 1;
     ids.bags = ids.positions;
     ids.padding = -1;
-    std::vector<std::max_align_t> memory(layOut(nullptr, ids.positions, 0, 0, 4, 0).bytes / sizeof(std::max_align_t) +
-                                         1);
-    const Workspace space = layOut(memory.data(), ids.positions, 0, 0, 4, 0);
+    const WorkspaceSizes sizes{.positions = ids.positions};
+    std::vector<std::max_align_t> memory(layOut(nullptr, sizes).bytes / sizeof(std::max_align_t) + 1);
+    const Workspace space = layOut(memory.data(), sizes);
     HostDevice device(kThreads);
     runGrouping(device, ids, space);
     runRenorm<T>(device, {space.runs(ids), p.table, p.pool.data(), kMostNorm, norm_type});
@@ -534,16 +560,24 @@ TEST(DevicePassesOnBadBatches, TouchNothing) {
     runWeightGradient<float>(device, {view, table, pool, gradient.data(), weight_gradient.data()});
     EXPECT_EQ(weight_gradient[1], 0);
     EXPECT_EQ(weight_gradient[4], 0);
-    std::vector<std::max_align_t> memory(layOut(nullptr, 6, view.bags, 4, 4, 0).bytes / sizeof(std::max_align_t) + 1);
-    const Workspace space = layOut(memory.data(), 6, view.bags, 4, 4, 0);
+    const WorkspaceSizes sizes{.positions = 6, .bags = view.bags, .dim = 4, .sketched = 6, .math_bytes = 4};
+    std::vector<std::max_align_t> memory(layOut(nullptr, sizes).bytes / sizeof(std::max_align_t) + 1);
+    const Workspace space = layOut(memory.data(), sizes);
     runGrouping(device, view, space);
-    BackwardView<float> backward{
-        view.mode, table, space.runs(view), gradient.data(), nullptr, nullptr, nullptr, nullptr, false, {}, {}};
-    backward.partial = static_cast<float*>(space.partial);
+    std::uint8_t codes[4] = {};
+    std::int32_t key = -1;
+    BackwardView<float> backward{.mode = view.mode,
+                                 .table = table,
+                                 .runs = space.runs(view),
+                                 .gradient = gradient.data(),
+                                 .partial = static_cast<float*>(space.partial),
+                                 .utility = {.codes = codes, .cell_keys = &key, .cell_count = 1, .slots = 3},
+                                 .grown = space.grown};
     backward.update.kind = Update::kSgd;
     backward.update.pool = pool;
     backward.update.rate = 1;
-    runBackward(device, view, backward, static_cast<float*>(space.inverse));
+    runBackward(device, view, backward, space);
+    EXPECT_EQ(key, -1);
   }
 }
 

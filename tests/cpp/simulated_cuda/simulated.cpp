@@ -31,7 +31,7 @@ cudaError_t launchWeightGradient(const WeightGradientView<T>& view, cudaStream_t
   return cudaSuccess;
 }
 
-cudaError_t sortBytes(std::int64_t /*positions*/, std::int64_t /*rows*/, std::size_t* bytes) {
+cudaError_t sortBytes(std::int64_t /*count*/, std::int64_t /*largest_key*/, std::size_t* bytes) {
   *bytes = 1;
   return cudaSuccess;
 }
@@ -49,10 +49,10 @@ cudaError_t launchMarks(const RunsView& runs, const TableView& table, std::int32
 }
 
 template <class T>
-cudaError_t launchBackward(const BatchView& batch, const BackwardView<T>& view, MathOf<T>* inverse,
+cudaError_t launchBackward(const BatchView& batch, const BackwardView<T>& view, const Workspace& space,
                            cudaStream_t /*stream*/) {
   HostDevice device;
-  runBackward(device, batch, view, inverse);
+  runBackward(device, batch, view, space);
   return cudaSuccess;
 }
 

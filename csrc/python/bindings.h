@@ -1,0 +1,16 @@
+// The binding functions of torchext._C, one a file; module.cpp calls them.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace torchext {
+
+void bindC10d(py::module_& module);
+void bindSynchronizer(py::module_& module);  // before the systems
+void bindPrague(py::module_& module);
+void bindDear(py::module_& module);
+void bindDSSync(py::module_& module);
+void bindHop(py::module_& module);
+void bindKfac(py::module_& module);
+
+}  // namespace torchext
