@@ -14,7 +14,9 @@ writes the same kind of list, with them on it.
 With whom. Those on the list make a new group, which takes the place of the old one as the model's process group (and as
 the default group, if that is what it was). Nothing of the old group is used: a store that outlives the dead is all it
 takes, which is torchrun's, and not that of a rank 0 which keeps it in its own process. Should one of them die before
-the group stands, the others miss it there and draw up another list.
+the group stands, the others miss it there and draw up another list, and a newcomer asks again. Whether the group stands
+is written down once (``compare_set``), by its first worker when all have connected, or by whoever could not: nobody
+goes on with a group that another has given up.
 
 DDP's reducer has a group of this process alone. All that it exchanges where gradients stay local is which parameters
 were used and, once, the order of its buckets: a worker's own business, and newcomers come when the others have done it.
@@ -37,20 +39,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._newcomers import Door, Newcomer, Request, root_of
 from torchext._rendezvous import attempt_store
-from torchext.backends import BACKENDS, backend_of, group_of_one
+from torchext.backends import BACKENDS, backend_of, connecting_within, group_of_one
 
 __all__ = ["GRACE", "Membership"]
 
 GRACE = 2.0  # seconds for a survivor to say that it lives; its own thread says so, within milliseconds as a rule
-PATIENCE = timedelta(seconds=30)  # for all to come to a new group; who does not is done without
+LATE_GRACE = 5.0  # the same when a new group did not come about, which one hears of sooner than another
+PATIENCE = timedelta(seconds=30)  # for all to come to a new group, from whatever they were at
+CONNECTING = timedelta(seconds=10)  # for those that have come to connect
 ATTEMPTS = 3  # at a new group, which is missed by one that died after the list was made
+ENTRIES = 5  # attempts of a newcomer
 
+_FORMED = "formed"
 _SHRINK_ABORT = 1  # dist.distributed_c10d.SHRINK_ABORT, which dist does not export
 _PAUSE = 0.01
 _logger = logging.getLogger("torchext")
@@ -211,13 +217,14 @@ class Membership:
         store = self._meeting(attempt)
         store.set(f"alive/{self._me}", "1")
         started = time.monotonic()
+        grace = GRACE if attempt == 0 else LATE_GRACE
         # Who has not heard of the failure finds it by a timeout of its own, in a wait that may only have begun.
-        patience = GRACE + 2 * self._options._timeout.total_seconds()
+        patience = grace + 2 * self._options._timeout.total_seconds()
         while not store.check(["decision"]):
             alive = [number for number in self.members if store.check([f"alive/{number}"])]
             silent = set(self.members) - set(alive)
             waited = time.monotonic() - started
-            if silent <= dead or (2 * len(alive) > len(self.members) and waited > GRACE):
+            if silent <= dead or (2 * len(alive) > len(self.members) and waited > grace):
                 self._write(store, _List(alive))
                 break
             if waited > patience:
@@ -232,17 +239,46 @@ class Membership:
     # ---- The new group ----
 
     def _form(self, decided: _List, attempt: int) -> None:
-        """Makes the group of those on a list that of the model."""
+        """Makes the group of those on a list that of the model. Raises RuntimeError on all of them, or on none."""
+        group = None
+        try:
+            with connecting_within(CONNECTING):
+                group = self._world(decided, attempt) if self._is_world else self._shrunk(decided)
+            outcome = self._outcome(decided, attempt)
+        except RuntimeError as error:
+            outcome = self._conclude(attempt, f"rank {self._me} did not come into it: {error}")
+        if outcome != _FORMED:
+            if group is not None:
+                dist.destroy_process_group(group)
+            raise dist.DistBackendError(outcome)
+        self._ddp.process_group = group
+
+    def _outcome(self, decided: _List, attempt: int) -> str:
+        """Of those that are connected here; RuntimeError if it was not to be had in time."""
+        store = self._meeting(attempt)
+        store.set(f"connected/{self._me}", "1")
+        if decided.members[0] == self._me:
+            store.wait([f"connected/{number}" for number in decided.members], CONNECTING)
+            return self._conclude(attempt, _FORMED)
+        store.wait(["outcome"], 2 * CONNECTING)
+        return store.get("outcome").decode()
+
+    def _conclude(self, attempt: int, outcome: str) -> str:
+        """Writes the outcome down unless another has; returns what stands there."""
+        return self._meeting(attempt).compare_set("outcome", "", outcome).decode()
+
+    def _world(self, decided: _List, attempt: int) -> ProcessGroup:
         members = decided.members
-        if not self._is_world:
-            self._shrink(decided)
-            return
         rank = members.index(self._me)
         options = self._options._fitted(members)
-        # All are there before anything of the old group is given up.
-        store = attempt_store(PrefixStore("group", self._meeting(attempt)), rank, len(members), PATIENCE)
+        # All are there before anything of the old group is given up. In a meeting, and when a group did not come about,
+        # they are at nothing else.
+        patience = CONNECTING if attempt > 0 or decided.newcomers else PATIENCE
+        store = attempt_store(PrefixStore("group", self._meeting(attempt)), rank, len(members), patience)
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Torch numbers groups, and with the number they meet: one that did not come about has been counted, too.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             self._backend,
             store=store,
@@ -251,9 +287,9 @@ class Membership:
             timeout=options._timeout,
             pg_options=options,
         )
-        self._ddp.process_group = dist.distributed_c10d._get_default_group()
+        return dist.distributed_c10d._get_default_group()
 
-    def _shrink(self, decided: _List) -> None:
+    def _shrunk(self, decided: _List) -> ProcessGroup:
         group = self._ddp.process_group
         stay = [position for position, number in enumerate(self.members) if number in decided.survivors]
         lost = [position for position in range(len(self.members)) if position not in stay]
@@ -261,7 +297,7 @@ class Membership:
         shrunk = dist.shrink_group(lost, group, shrink_flags=_SHRINK_ABORT)
         # Upstream takes the excluded ranks of the group for ranks of the world here.
         dist.distributed_c10d._world.pg_group_ranks[shrunk] = {r: position for position, r in enumerate(ranks)}
-        self._ddp.process_group = shrunk
+        return shrunk
 
     def _enroll(self, decided: _List, reason: str) -> None:
         roll = self._roll
@@ -316,22 +352,34 @@ class Membership:
             dist.send(state, rank, group)
 
     def _enter(self, newcomer: Newcomer) -> None:
-        request, answer = newcomer.ask(self._ddp.module)
         self._options, self._backend = newcomer.options, newcomer.backend
-        self._options._timeout = timedelta(seconds=answer.pop("timeout"))
         self._store = newcomer.store
         self._is_world = True
-        self._roll = _Roll(**answer)
+        for entry in range(ENTRIES):
+            request, answer = newcomer.ask(self._ddp.module)
+            self._options._timeout = timedelta(seconds=answer.pop("timeout"))
+            self._roll = _Roll(**answer)
+            try:
+                self._come_in(request)
+                return
+            except RuntimeError as error:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                if entry == ENTRIES - 1:
+                    raise dist.DistBackendError(f"torchext.join: not let in by {ENTRIES} tries") from error
+                _logger.warning("torchext.join: the workers lost one of them meanwhile (%s); asking again", error)
+
+    def _come_in(self, request: int) -> None:
         decided = self._read(self._meeting())
         number = decided.newcomers.get(str(request))
         if number is None:
-            raise dist.DistBackendError("torchext.join: the workers lost one of them and went on; join again")
+            raise dist.DistBackendError("the workers went on without newcomers")
         self._me = number
         self._form(decided, 0)
-        self._take_over(dist.get_rank())
+        self._take_over()
         self._enroll(decided, "")
 
-    def _take_over(self, rank: int) -> None:
+    def _take_over(self) -> None:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, 0)
         state = torch.empty(int(size), dtype=torch.uint8)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import os
 import sys
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,14 +26,15 @@ from torchext._resources import check_resources
 from torchext.errors import BackendOptionsError, NotABackendOfOursError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-__all__ = ["BACKENDS", "BackendClass", "backend_of", "group_of_one", "options_for", "register"]
+__all__ = ["BACKENDS", "BackendClass", "backend_of", "connecting_within", "group_of_one", "options_for", "register"]
 
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 _CONNECT_GRACE = timedelta(seconds=5)
 # Survivors come to a new group when the old one has failed for each of them, however short its timeout.
 _SHRINK_PATIENCE = timedelta(seconds=30)
+_connecting: ContextVar[timedelta | None] = ContextVar("torchext_connecting", default=None)
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,22 @@ def backend_of(group: ProcessGroup | None = None) -> Any:
     )
 
 
+@contextlib.contextmanager
+def connecting_within(limit: timedelta) -> Iterator[None]:
+    """The ranks of a group that is made in here must connect within ``limit``, whatever its timeout."""
+    before = _connecting.set(limit)
+    try:
+        yield
+    finally:
+        _connecting.reset(before)
+
+
 def _creator(name: str) -> Callable[[Any, object | None], Any]:
     def create(opts: Any, pg_options: object | None) -> Any:
         options = _options(name, pg_options, opts)
         timeout: timedelta = options._timeout
         check_resources(opts.group_size, 2 if opts.group_size > 1 else 1)
-        store = attempt_store(opts.store, opts.group_rank, opts.group_size, timeout)
+        store = attempt_store(opts.store, opts.group_rank, opts.group_size, _connecting.get() or timeout)
         members = options.global_ranks_in_group
         inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts.group_id, members)
         store.set(f"connected/{opts.group_rank}", "1")
@@ -100,7 +112,8 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
         def inner_of(remaining: list[int], rank: int) -> _C.InnerBackends:
             """The inner groups of ``dist.shrink_group``, which meet where only this membership does."""
             meeting = PrefixStore(f"shrunk/{'_'.join(map(str, remaining))}", store)
-            shrunk = attempt_store(meeting, rank, len(remaining), max(timeout, _SHRINK_PATIENCE))
+            patience = _SHRINK_PATIENCE if _connecting.get() else max(timeout, _SHRINK_PATIENCE)
+            shrunk = attempt_store(meeting, rank, len(remaining), patience)
             ranks = [members[position] for position in remaining]
             return _inner_backends(shrunk, rank, len(remaining), timeout, f"{opts.group_id}:shrunk", ranks)
 
@@ -142,13 +155,16 @@ def _inner_backends(
     store: Store, rank: int, size: int, timeout: timedelta, group_name: Any, members: list[int]
 ) -> _C.InnerBackends:
     """Gloo, NCCL where there is a GPU, and Gloo for control messages where there is a peer; collective."""
-    cpu = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=timeout)
+    connecting = _connecting.get() or timeout
+    cpu = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=connecting)
     cuda = _nccl(store, rank, size, timeout, group_name, members)
     control = None
     if size > 1:
         # Its timeout is that of connecting, so that a rank that never comes is an error and not a hang; endless waits
         # on it say so themselves.
-        control = dist.ProcessGroupGloo(PrefixStore("control", store), rank, size, timeout=timeout)
+        control = dist.ProcessGroupGloo(PrefixStore("control", store), rank, size, timeout=connecting)
+        control._set_default_timeout(timeout)
+    cpu._set_default_timeout(timeout)
     return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control)
 
 

@@ -105,6 +105,16 @@ class Trainer:
             return float(nn.functional.mse_loss(module(inputs), targets))
 
 
+def freeze_when_connecting(rank: Rank) -> None:
+    """The next group that is made here: the others have met this process, and wait for it in vain."""
+
+    def frozen(*_: Any) -> Any:
+        rank.report("frozen")
+        rank.pause()
+
+    torchext.backends.attempt_store = frozen  # type: ignore[assignment]
+
+
 class GoingOn:
     """A small regression, trained with on_peer_failure="continue"."""
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import GoingOn, equal_everywhere
+from attached import GoingOn, equal_everywhere, freeze_when_connecting
 from harness import Rank, elapsed_error, launch, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
+from torchext import _membership
 from torchext.backends import BACKENDS
 
 SHRINK_ABORT = 1
@@ -168,6 +169,33 @@ def test_an_average_is_formed_without_the_dead(backend: str) -> None:
         for outcome in ranks.outcomes(deadline=30):
             assert outcome.ok, outcome.trace
             assert outcome.value == 3
+
+
+def body_frozen(rank: Rank, backend: str) -> Any:
+    _membership.CONNECTING = timedelta(seconds=2)
+    training = GoingOn(rank, backend, {})
+    training.train(5)
+    if rank.rank == 2:
+        freeze_when_connecting(rank)
+    rank.report("ready")
+    while training.workers() > 3:
+        training.train(1)
+    training.train(10)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    return training.sync.stats()["lost_ranks"], dist.get_world_size()
+
+
+@pytest.mark.parametrize("backend", ["prague", "hop"])
+def test_one_is_gone_when_the_others_connect(backend: str) -> None:
+    """It has come to the new group and is missed there: not for the whole timeout of a group."""
+    with launch(body_frozen, 5, backend) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1)
+        ranks.expect("frozen", [2], deadline=30)
+        outcomes = ranks.outcomes([0, 3, 4], deadline=40)
+        ranks.kill(2)
+    assert [outcome.value for outcome in outcomes] == [([1, 2], 3)] * 3, outcomes
 
 
 def body_stopped(rank: Rank) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import GoingOn, equal_everywhere, flat
+from attached import GoingOn, equal_everywhere, flat, freeze_when_connecting
 from harness import Rank, launch, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -155,7 +155,7 @@ def test_who_does_not_fit_is_refused_and_the_job_goes_on() -> None:
 
 def body_ghosts(rank: Rank) -> Any:
     """Rank 2 dies while it waits, rank 3 when the others wait for it; rank 4 joins."""
-    _membership.PATIENCE = timedelta(seconds=3)
+    _membership.CONNECTING = timedelta(seconds=3)
     if rank.rank == 2:
         torchext.join("prague", f"file://{rank.folder / 'store'}")
         ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
@@ -198,6 +198,45 @@ def test_newcomers_that_die_on_the_doorstep() -> None:
         ranks.kill(3)
         ranks.proceed([4])
         assert [value[:3] for value in ranks.values()] == [(3, [], 1)] * 3
+
+
+def body_frozen_in_the_door(rank: Rank, frozen: int) -> Any:
+    """Four workers and a newcomer make a group, and one of the five is gone when they connect."""
+    _membership.CONNECTING = timedelta(seconds=2)
+    if rank.rank == 5:
+        rank.pause()
+    if rank.rank == 4 and frozen == 4:
+        freeze_when_connecting(rank)
+    training = GoingOn(rank, "prague", {}, workers=4)
+    if rank.rank == frozen:
+        freeze_when_connecting(rank)
+    if rank.rank < 4:
+        rank.report("trains")
+    end = time.monotonic() + 40
+    while not (training.workers() == 4 + (frozen == 4) and training.sync.stats()["joined_ranks"]):
+        assert time.monotonic() < end, training.sync.stats()
+        training.train(3)
+        training.sync.synchronize()
+    training.train(5)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    stats = training.sync.stats()
+    return stats["lost_ranks"], len(stats["joined_ranks"])
+
+
+@pytest.mark.parametrize("frozen", [2, 4], ids=["a worker", "the newcomer"])
+def test_one_is_gone_when_a_newcomer_comes(frozen: int) -> None:
+    with launch(body_frozen_in_the_door, 6, frozen) as ranks:
+        ranks.expect("trains", range(4))
+        ranks.expect("frozen", [frozen], deadline=30)
+        if frozen == 4:
+            ranks.proceed([5])
+        staying = [rank for rank in range(6) if rank != frozen and (rank != 5 or frozen == 4)]
+        outcomes = ranks.outcomes(staying, deadline=50)
+        ranks.kill(frozen)
+        ranks.kill(5)
+    lost = [2] if frozen == 2 else []
+    assert [outcome.value for outcome in outcomes] == [(lost, 1)] * len(staying), outcomes
 
 
 def body_arguments(rank: Rank) -> None:

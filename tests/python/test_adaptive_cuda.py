@@ -323,20 +323,10 @@ def test_a_shared_budget_is_shared_as_on_the_cpu(device: Device) -> None:
 
 @pytest.mark.parametrize("training", ["dense", "sparse", "fused"])
 def test_a_sketch_is_that_of_the_cpu_to_the_bit(device: Device, training: str) -> None:
-    """Where nothing is rounded: whole numbers as gradients. Far more absent chunks in a batch than the sketch has cells."""
+    """Where nothing is rounded: gradients are whole numbers. A batch has more absent chunks than a sketch has cells."""
     torch.manual_seed(6)
-    on_cpu = AdaptiveEmbeddingBag(
-        500,
-        16,
-        budget=0.02,
-        chunk_dim=4,
-        layout="sketch",
-        training=training,
-        optimizer="sgd",
-        mode="sum",
-        lr=1.0,
-        gamma=0.5,
-    )
+    options: dict[str, Any] = {"layout": "sketch", "training": training, "optimizer": "sgd", "mode": "sum", "lr": 1.0}
+    on_cpu = AdaptiveEmbeddingBag(500, 16, budget=0.02, chunk_dim=4, gamma=0.5, **options)
     ours = device.put(on_cpu)
     keys: set[int] = set()
     for number in range(30):

@@ -566,13 +566,15 @@ TEST(DevicePassesOnBadBatches, TouchNothing) {
     runGrouping(device, view, space);
     std::uint8_t codes[4] = {};
     std::int32_t key = -1;
-    BackwardView<float> backward{.mode = view.mode,
-                                 .table = table,
-                                 .runs = space.runs(view),
-                                 .gradient = gradient.data(),
-                                 .partial = static_cast<float*>(space.partial),
-                                 .utility = {.codes = codes, .cell_keys = &key, .cell_count = 1, .slots = 3},
-                                 .grown = space.grown};
+    BackwardView<float> backward{view.mode, table,   space.runs(view), gradient.data(),
+                                 nullptr,   nullptr, nullptr,          nullptr,
+                                 false,     {},      nullptr,          {}};
+    backward.partial = static_cast<float*>(space.partial);
+    backward.utility.codes = codes;
+    backward.utility.cell_keys = &key;
+    backward.utility.cell_count = 1;
+    backward.utility.slots = 3;
+    backward.grown = space.grown;
     backward.update.kind = Update::kSgd;
     backward.update.pool = pool;
     backward.update.rate = 1;
