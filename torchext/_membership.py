@@ -251,6 +251,7 @@ class Membership:
             if group is not None:
                 dist.destroy_process_group(group)
             raise dist.DistBackendError(outcome)
+        assert group is not None  # else this one has not said that it is connected
         self._ddp.process_group = group
 
     def _outcome(self, decided: _List, attempt: int) -> str:

@@ -41,14 +41,14 @@ std::string represent(const Options& o) {
 
 c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
                                         std::string transport, std::chrono::milliseconds heartbeat_timeout,
-                                        std::string call_check, std::chrono::milliseconds operation_timeout,
+                                        const std::string& call_check, std::chrono::milliseconds operation_timeout,
                                         std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
   options->form = std::move(form);
   options->bucket_mb = bucketMebibytes(bucket_mb);
   options->allreduce_fallback = allreduce_fallback;
   options->transport = std::move(transport);
-  return finished(std::move(options), heartbeat_timeout, std::move(call_check), operation_timeout);
+  return finished(std::move(options), heartbeat_timeout, call_check, operation_timeout);
 }
 
 std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group,

@@ -20,7 +20,7 @@ std::string represent(const Options& o) {
 c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string schedule, std::string order,
                                         std::int64_t sync_period, std::int64_t seed, std::vector<std::int64_t> racks,
                                         double host_bandwidth, double uplink_bandwidth,
-                                        std::chrono::milliseconds heartbeat_timeout, std::string call_check,
+                                        std::chrono::milliseconds heartbeat_timeout, const std::string& call_check,
                                         std::chrono::milliseconds operation_timeout,
                                         std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
@@ -32,7 +32,7 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string sch
   options->racks = std::move(racks);
   options->host_bandwidth = host_bandwidth;
   options->uplink_bandwidth = uplink_bandwidth;
-  return finished(std::move(options), heartbeat_timeout, std::move(call_check), operation_timeout);
+  return finished(std::move(options), heartbeat_timeout, call_check, operation_timeout);
 }
 
 c10::intrusive_ptr<Options> fittedWithRacks(const Options& options, const std::vector<std::size_t>& members) {

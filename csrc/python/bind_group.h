@@ -22,9 +22,9 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 // Takes the common arguments over, and checks everything.
 template <class Options>
 c10::intrusive_ptr<Options> finished(c10::intrusive_ptr<Options> options, std::chrono::milliseconds heartbeat_timeout,
-                                     std::string call_check, std::chrono::milliseconds operation_timeout) {
+                                     const std::string& call_check, std::chrono::milliseconds operation_timeout) {
   options->heartbeat_timeout = heartbeat_timeout;
-  options->call_check = std::move(call_check);
+  options->call_check = call_check;
   options->operation_timeout = operation_timeout;
   options->validateGroup();
   options->validate();

@@ -33,7 +33,7 @@ c10::intrusive_ptr<Options> makeOptions(std::string graph, std::optional<Neighbo
                                         std::optional<Weights> weights, std::string order, bool notify_ack,
                                         std::int64_t max_iteration_gap, std::int64_t backup_workers,
                                         std::int64_t staleness, std::int64_t max_jump, std::int64_t jump_trigger,
-                                        std::chrono::milliseconds heartbeat_timeout, std::string call_check,
+                                        std::chrono::milliseconds heartbeat_timeout, const std::string& call_check,
                                         std::chrono::milliseconds operation_timeout,
                                         std::chrono::milliseconds timeout) {
   TORCH_CHECK_VALUE(!neighbours || !neighbours->empty(), "HopOptions.neighbours must have a list a rank, got []");
@@ -49,7 +49,7 @@ c10::intrusive_ptr<Options> makeOptions(std::string graph, std::optional<Neighbo
   options->staleness = staleness;
   options->max_jump = max_jump;
   options->jump_trigger = jump_trigger;
-  return finished(std::move(options), heartbeat_timeout, std::move(call_check), operation_timeout);
+  return finished(std::move(options), heartbeat_timeout, call_check, operation_timeout);
 }
 
 template <class Value>

@@ -20,7 +20,7 @@ std::string represent(const Options& o) {
 c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string generator, std::string order,
                                         std::int64_t slowdown_threshold, std::int64_t sync_period,
                                         std::int64_t sync_every, std::int64_t seed,
-                                        std::chrono::milliseconds heartbeat_timeout, std::string call_check,
+                                        std::chrono::milliseconds heartbeat_timeout, const std::string& call_check,
                                         std::chrono::milliseconds operation_timeout,
                                         std::chrono::milliseconds timeout) {
   auto options = c10::make_intrusive<Options>(timeout);
@@ -31,7 +31,7 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
   options->sync_period = sync_period;
   options->sync_every = sync_every;
   options->seed = seed;
-  return finished(std::move(options), heartbeat_timeout, std::move(call_check), operation_timeout);
+  return finished(std::move(options), heartbeat_timeout, call_check, operation_timeout);
 }
 
 }  // namespace

@@ -133,7 +133,7 @@ class _AdaptiveLookup(AdaptiveTable):
 
 
 # DDP asks instances of nn.EmbeddingBag and nn.Embedding, and no others, whether their gradients are sparse.
-class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[override]
+class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[misc, override]
     """nn.EmbeddingBag in which every vector has the width that its gradients ask for (FIITED, section 3).
 
     The table is cut into chunks along its columns, and only a budget of chunks is resident; absent ones read as zero.
@@ -285,7 +285,7 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[ov
         return self._look_up(input, offsets, 0, per_sample_weights, self.include_last_offset)
 
 
-class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[override]
+class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[misc, override]
     """nn.Embedding in which every vector has the width that its gradients ask for.
 
     All but ``mode``, offsets and weights is as in :class:`AdaptiveEmbeddingBag`. As in nn.Embedding, ``padding_idx`` is
