@@ -52,7 +52,8 @@ __all__ = ["GRACE", "Membership"]
 GRACE = 2.0  # seconds for a survivor to say that it lives; its own thread says so, within milliseconds as a rule
 LATE_GRACE = 5.0  # the same when a new group did not come about, which one hears of sooner than another
 PATIENCE = timedelta(seconds=30)  # for all to come to a new group, from whatever they were at
-CONNECTING = timedelta(seconds=10)  # for those that have come to connect
+CONNECTING = timedelta(seconds=10)  # for those that have come to connect,
+CONNECTING_EACH = timedelta(milliseconds=50)  # and for each of them
 ATTEMPTS = 3  # at a new group, which is missed by one that died after the list was made
 ENTRIES = 5  # attempts of a newcomer
 
@@ -73,6 +74,10 @@ class _List:
     @property
     def members(self) -> list[int]:
         return [*self.survivors, *self.newcomers.values()]
+
+    @property
+    def connecting(self) -> timedelta:
+        return CONNECTING + len(self.members) * CONNECTING_EACH
 
 
 @dataclass
@@ -242,7 +247,7 @@ class Membership:
         """Makes the group of those on a list that of the model. Raises RuntimeError on all of them, or on none."""
         group = None
         try:
-            with connecting_within(CONNECTING):
+            with connecting_within(decided.connecting):
                 group = self._world(decided, attempt) if self._is_world else self._shrunk(decided)
             outcome = self._outcome(decided, attempt)
         except RuntimeError as error:
@@ -259,9 +264,9 @@ class Membership:
         store = self._meeting(attempt)
         store.set(f"connected/{self._me}", "1")
         if decided.members[0] == self._me:
-            store.wait([f"connected/{number}" for number in decided.members], CONNECTING)
+            store.wait([f"connected/{number}" for number in decided.members], decided.connecting)
             return self._conclude(attempt, _FORMED)
-        store.wait(["outcome"], 2 * CONNECTING)
+        store.wait(["outcome"], 2 * decided.connecting)
         return store.get("outcome").decode()
 
     def _conclude(self, attempt: int, outcome: str) -> str:
@@ -274,7 +279,7 @@ class Membership:
         options = self._options._fitted(members)
         # All are there before anything of the old group is given up. In a meeting, and when a group did not come about,
         # they are at nothing else.
-        patience = CONNECTING if attempt > 0 or decided.newcomers else PATIENCE
+        patience = decided.connecting if attempt > 0 or decided.newcomers else PATIENCE
         store = attempt_store(PrefixStore("group", self._meeting(attempt)), rank, len(members), patience)
         if dist.is_initialized():
             dist.destroy_process_group()
