@@ -247,6 +247,8 @@ class Membership:
         """Makes the group of those on a list that of the model. Raises RuntimeError on all of them, or on none."""
         group = None
         try:
+            if self._meeting(attempt).check(["outcome"]):  # the others have waited for this one in vain
+                raise dist.DistBackendError("came too late")
             with connecting_within(decided.connecting):
                 group = self._world(decided, attempt) if self._is_world else self._shrunk(decided)
             outcome = self._outcome(decided, attempt)

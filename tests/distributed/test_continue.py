@@ -198,6 +198,33 @@ def test_one_is_gone_when_the_others_connect(backend: str, frozen: int) -> None:
     assert [outcome.value for outcome in outcomes] == [(sorted([1, frozen]), 3)] * 3, outcomes
 
 
+def body_late(rank: Rank) -> Any:
+    _membership.PATIENCE = timedelta(seconds=6)
+    real = _membership.Membership._form
+
+    def form(self: Any, decided: Any, attempt: int) -> None:
+        if rank.rank == 2 and attempt == 0:
+            time.sleep(8)  # a long step: the others have given the first group up
+        real(self, decided, attempt)
+
+    _membership.Membership._form = form  # type: ignore[method-assign]
+    training = GoingOn(rank, "prague", {})
+    training.train(3)
+    rank.report("ready")
+    while training.workers() == 4:
+        training.train(1)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    return training.sync.stats()["lost_ranks"], dist.get_world_size()
+
+
+def test_who_comes_too_late_to_a_new_group_comes_to_the_next() -> None:
+    with launch(body_late, 4) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1)
+        assert [outcome.value for outcome in ranks.outcomes(deadline=60)] == [([1], 3)] * 3
+
+
 def body_stopped(rank: Rank) -> Any:
     training = GoingOn(rank, "prague", {"heartbeat_timeout": timedelta(seconds=1.5)})
     training.train(5)
