@@ -211,7 +211,7 @@ def body_late(rank: Rank) -> Any:
     training = GoingOn(rank, "prague", {})
     training.train(3)
     rank.report("ready")
-    while training.workers() == 4:
+    while training.workers() == 5:
         training.train(1)
     training.sync.synchronize()
     equal_everywhere(training.ddp.module)
@@ -219,10 +219,10 @@ def body_late(rank: Rank) -> Any:
 
 
 def test_who_comes_too_late_to_a_new_group_comes_to_the_next() -> None:
-    with launch(body_late, 4) as ranks:
+    with launch(body_late, 5) as ranks:
         ranks.expect("ready")
         ranks.kill(1)
-        assert [outcome.value for outcome in ranks.outcomes(deadline=60)] == [([1], 3)] * 3
+        assert [outcome.value for outcome in ranks.outcomes(deadline=60)] == [([1], 4)] * 4
 
 
 def body_stopped(rank: Rank) -> Any:
