@@ -202,8 +202,8 @@ class Membership:
                 ) from error
             if self._me not in decided.survivors:
                 raise dist.DistBackendError(
-                    f"torchext: the others train on without rank {self._me}, which did not answer for {GRACE:g} s when"
-                    f" the group failed ({reason}); start it anew"
+                    f"torchext: the others train on without rank {self._me}, which did not answer in time when the"
+                    f" group failed ({reason}); start it anew"
                 ) from error
             if decided.members == self.members and attempt == 0:
                 raise error
