@@ -1,13 +1,15 @@
 """Is averaging over a few ranks of a larger world as fast as Gloo's all_reduce in a group made for them?
 
 Eight ranks; g of them average tensors of several sizes, the others sleep. Gloo gets a dedicated group
-(``dist.new_group``), prague takes the members as data of the call; both live in the same processes and take turns.
-Prague's call also divides by g, Gloo's only adds. A second table has what the first use of a set of members costs:
-making the group and reducing once, against the first call with those members; then the second use of each. A call
-after a pause is slower than one right after another, whoever the members are: "known members" were used many times
-before and get the same pause.
+(``dist.new_group``), prague takes the members as data of the call; all live in the same processes and take turns.
+Prague's call also divides by g, Gloo's only adds. On one host prague's bytes go through memory that the ranks share;
+"prague:sockets" has that turned off and takes the way that leads to other hosts.
 
-    python benchmarks/prague_subset_allreduce.py --contenders gloo,prague
+A second table has what the first use of a set of members costs: making the group and reducing once, against the first
+call with those members; then the second use of each. A call after a pause is slower than one right after another,
+whoever the members are: "known members" were used many times before and get the same pause.
+
+    python benchmarks/prague_subset_allreduce.py --contenders gloo,prague,prague:sockets
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ CALLS = {"64 KiB": 200, "1 MiB": 50, "25 MiB": 8}
 FIRST_USE_BYTES = 64 << 10
 TARGET = 0.95
 KNOWN = "prague, known members"
+SOCKETS = "prague:sockets"
 TOLERANCE = 1e-6
 
 Reduce = Callable[[torch.Tensor], Any]
@@ -76,15 +79,14 @@ def _end(group: Any) -> None:
         dist.destroy_process_group(group)
 
 
-def _time_sizes(rank: Rank, size: int, backend: Any, checks: Checks) -> dict[str, dict[str, list[float]]]:
+def _time_sizes(rank: Rank, size: int, backends: dict[str, Any], checks: Checks) -> dict[str, dict[str, list[float]]]:
     """Returns milliseconds a call, by tensor size and contender, in a group of ``size`` spread over the world."""
     members = list(range(0, rank.world_size, rank.world_size // size))
     group = dist.new_group(members, backend="gloo")
     figures = {}
     if rank.rank in members:
         reducers = {"gloo": _all_reduce(group)}
-        if backend is not None:
-            reducers["prague"] = _partial(backend, members)
+        reducers |= {name: _partial(backend, members) for name, backend in backends.items()}
         for label, nbytes in SIZES.items():
             for name, reduce in reducers.items():
                 error = _error(reduce, nbytes // 4, rank.rank, members, sums=name == "gloo")
@@ -171,16 +173,25 @@ def _time_first_use(rank: Rank, size: int, backend: Any, checks: Checks) -> dict
 def ranks(rank: Rank) -> dict[str, Any]:
     """Rank function: both tables, for every group size."""
     with_prague = "prague" in rank.settings["contenders"]
+    with_sockets = SOCKETS in rank.settings["contenders"]
     checks = Checks()
     timed, first = {}, {}
-    if with_prague:
+    if with_prague or with_sockets:
         import torchext
     with rank.process_group("prague" if with_prague else "gloo"):
-        backend = torchext.backend_of(dist.group.WORLD) if with_prague else None
+        backends = {}
+        if with_prague:
+            backends["prague"] = torchext.backend_of(dist.group.WORLD)
+        sockets = None
+        if with_sockets:
+            sockets = dist.new_group(backend="prague", pg_options=torchext.PragueOptions(shared_memory=False))
+            backends[SOCKETS] = torchext.backend_of(sockets)
         for size in GROUPS:
-            timed[str(size)] = _time_sizes(rank, size, backend, checks)
+            timed[str(size)] = _time_sizes(rank, size, backends, checks)
+        if sockets is not None:
+            _end(sockets)
         for size in GROUPS:
-            first[str(size)] = _time_first_use(rank, size, backend, checks)
+            first[str(size)] = _time_first_use(rank, size, backends.get("prague"), checks)
     return {"checks": checks.done, "timed": timed, "first": first}
 
 
@@ -193,7 +204,7 @@ def _merge(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
 
 def main() -> None:
     """Runs and writes ``prague_subset_allreduce.json``, ``prague_first_use.json`` and their plots."""
-    parser = cli.parser(__doc__ or "", contenders="gloo,prague", repeats=9)
+    parser = cli.parser(__doc__ or "", contenders=f"gloo,prague,{SOCKETS}", repeats=9)
     args: argparse.Namespace = parser.parse_args()
     if args.quick:
         args.repeats = 2

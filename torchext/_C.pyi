@@ -39,6 +39,7 @@ class PragueOptions(GroupOptions):
         sync_period: int = 1,
         sync_every: int = -1,
         seed: int = 0,
+        shared_memory: bool = True,
         heartbeat_timeout: timedelta = ...,
         call_check: str = "new",
         operation_timeout: timedelta = ...,
@@ -60,12 +61,16 @@ class PragueOptions(GroupOptions):
     def sync_every(self) -> int: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def shared_memory(self) -> bool: ...
 
 class AttachableBackend(DelegatingBackend): ...
 
 class ProcessGroupPrague(AttachableBackend):
     def __init__(self, rank: int, size: int, inner: InnerBackends, options: PragueOptions) -> None: ...
     def partial_all_reduce(self, tensor: Tensor, members: Sequence[int]) -> Work: ...
+    @property
+    def shared_memory_ranks(self) -> list[int]: ...
 
 class DeAROptions(GroupOptions):
     def __init__(
@@ -105,6 +110,7 @@ class DSSyncOptions(GroupOptions):
         racks: Sequence[int] = ...,
         host_bandwidth: float = 0.0,
         uplink_bandwidth: float = 0.0,
+        shared_memory: bool = True,
         heartbeat_timeout: timedelta = ...,
         call_check: str = "new",
         operation_timeout: timedelta = ...,
@@ -128,6 +134,8 @@ class DSSyncOptions(GroupOptions):
     def host_bandwidth(self) -> float: ...
     @property
     def uplink_bandwidth(self) -> float: ...
+    @property
+    def shared_memory(self) -> bool: ...
 
 class ProcessGroupDSSync(AttachableBackend):
     def __init__(self, rank: int, size: int, inner: InnerBackends, options: DSSyncOptions) -> None: ...

@@ -190,7 +190,8 @@ class AveragingSynchronizer(Synchronizer):
         ``exposed_ms`` is what training waited; ``generator_wait_ms``, ``peer_wait_ms``, ``transfer_ms`` and ``copy_ms``
         are the averaging thread's, most of it under compute. ``group_sizes`` maps members to averages,
         ``iteration_gap`` is how many averages this worker was behind the fastest, ``consensus_distance`` is
-        ``||x - mean|| / ||mean||`` at the last exact average, ``bytes_sent`` and ``bucket_bytes`` are bytes.
+        ``||x - mean|| / ||mean||`` at the last exact average, ``bytes_sent`` and ``bucket_bytes`` are bytes, and
+        ``bytes_shared`` those of averages that went through memory which ranks of one host share.
         With ``on_peer_failure="continue"`` also ``workers``, those that train now, ``lost_ranks``, those that died, by
         their ranks at the time of attach, ``joined_ranks``, by the numbers that newcomers get after those, and
         ``recovery_ms``, what it took to go on without the ones and with the others.
@@ -311,7 +312,7 @@ class AveragingSynchronizer(Synchronizer):
 # Of stats(), what adds up over several groups.
 _COUNTERS = {
     *("steps", "averages", "group_sizes", "exposed_ms", "generator_wait_ms", "peer_wait_ms", "transfer_ms", "copy_ms"),
-    *("bytes_sent", "skipped", "gaps", "ages", "too_late", "not_sent", "waits"),
+    *("bytes_sent", "bytes_shared", "skipped", "gaps", "ages", "too_late", "not_sent", "waits"),
     *("model_wait_ms", "token_wait_ms", "send_wait_ms"),
 }
 

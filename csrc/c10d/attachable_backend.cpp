@@ -7,17 +7,19 @@
 
 namespace torchext {
 
-PointToPoint AttachableBackend::dataTransport() {
-  return {inner(c10::DeviceType::CPU), [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
+PointToPoint AttachableBackend::transportOver(c10::intrusive_ptr<c10d::Backend> inner) {
+  return {std::move(inner),
+          [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
             waitPointToPoint(work, timeout(), peer, what);
+          },
+          [this](const PointToPoint::Look& look, int peer, const char* what) {
+            health()->waitUntil(look, timeout(), {.name = what, .peer = peer});
           }};
 }
 
-PointToPoint AttachableBackend::controlTransport() {
-  return {control(), [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
-            waitPointToPoint(work, timeout(), peer, what);
-          }};
-}
+PointToPoint AttachableBackend::dataTransport() { return transportOver(inner(c10::DeviceType::CPU)); }
+
+PointToPoint AttachableBackend::controlTransport() { return transportOver(control()); }
 
 int AttachableBackend::nextChannel() {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -54,6 +54,8 @@ class AttachableBackend : public DelegatingBackend {
   void beforeCollective() override;
 
  private:
+  PointToPoint transportOver(c10::intrusive_ptr<c10d::Backend> inner);
+
   FlightLog flights_{*this};
   std::mutex mutex_;  // guards what follows
   int channels_ = 0;

@@ -66,6 +66,21 @@ class PointToPointWait final : public PendingOperation {
   c10d::Work& work_;
 };
 
+// A wait that looks at itself now and then.
+class LookingWait final : public PendingOperation {
+ public:
+  bool interrupted() const { return interrupted_; }
+
+ protected:
+  std::function<void()> interrupt() override {
+    interrupted_ = true;
+    return {};
+  }
+
+ private:
+  std::atomic<bool> interrupted_{false};
+};
+
 }  // namespace
 
 GroupHealth::GroupHealth(std::string backend_name, int rank, int size)
@@ -328,9 +343,35 @@ void GroupHealth::waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, s
     remove(&node);
     std::rethrow_exception(explain(std::current_exception(), op));
   }
+  if (!arrived) {
+    throwInterrupted(op);
+  }
+}
+
+void GroupHealth::waitUntil(const std::function<bool(std::chrono::milliseconds limit)>& look,
+                            std::chrono::milliseconds timeout, const OpInfo& op) {
+  LookingWait node;
+  add(&node, op);
+  const auto begin = std::chrono::steady_clock::now();
+  bool arrived = false;
+  bool late = false;
+  while (!arrived && !late && !node.interrupted()) {
+    arrived = look(kLook);
+    late = !arrived && timeout.count() > 0 && std::chrono::steady_clock::now() - begin >= timeout;
+  }
+  remove(&node);
   if (arrived) {
     return;
   }
+  if (late) {
+    // As Gloo says it.
+    const std::runtime_error error(c10::str("Timed out waiting ", timeout.count(), "ms for ", nameOf(op)));
+    std::rethrow_exception(explain(std::make_exception_ptr(error), op));
+  }
+  throwInterrupted(op);
+}
+
+void GroupHealth::throwInterrupted(const OpInfo& op) const {
   if (failed()) {
     std::rethrow_exception(failureOf(op));
   }

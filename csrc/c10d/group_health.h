@@ -133,6 +133,12 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   void waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout,
                         const OpInfo& op);
 
+  // The same for what is no work of an inner group: asks `look` until it is true, for kLook at a time. `look` may block
+  // that long. timeout: 0 is none.
+  void waitUntil(const std::function<bool(std::chrono::milliseconds limit)>& look, std::chrono::milliseconds timeout,
+                 const OpInfo& op);
+  static constexpr std::chrono::milliseconds kLook{20};
+
   // Callbacks that a failure or abort runs once, on the thread that found it. Returns an id for removal. Called at once
   // if the group has failed already.
   uint64_t addAbortCallback(std::function<void()> callback);
@@ -146,6 +152,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   bool idle() const;  // with mutex_ held: nothing pending but background waits
   bool waitForVerdict(std::chrono::milliseconds limit);
   void timedOut(const OpInfo& op, const std::string& detail);
+  [[noreturn]] void throwInterrupted(const OpInfo& op) const;
 
   const std::string backendName_;
   const int rank_;

@@ -8,6 +8,7 @@
 // Threads: any; Gloo serializes per connection. Messages of one (source, destination, tag) match in the order posted.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <functional>
 #include <utility>
@@ -23,9 +24,13 @@ class PointToPoint {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   // Blocks until the work is done; throws an error that names `peer` and `what` otherwise.
   using WaitFunction = std::function<void(const WorkPtr& work, int peer, const char* what)>;
+  // Whether what is waited for has come, asked again and again; may block for as long as it is told.
+  using Look = std::function<bool(std::chrono::milliseconds limit)>;
+  // The same for what is no work of the backend.
+  using WaitUntilFunction = std::function<void(const Look& look, int peer, const char* what)>;
 
-  PointToPoint(c10::intrusive_ptr<c10d::Backend> backend, WaitFunction wait)
-      : backend_(std::move(backend)), wait_(std::move(wait)) {}
+  PointToPoint(c10::intrusive_ptr<c10d::Backend> backend, WaitFunction wait, WaitUntilFunction wait_until)
+      : backend_(std::move(backend)), wait_(std::move(wait)), wait_until_(std::move(wait_until)) {}
 
   int rank() const { return backend_->getRank(); }
   int size() const { return backend_->getSize(); }
@@ -44,6 +49,7 @@ class PointToPoint {
     return backend_->recvAnysource(tensors, tag);
   }
   void wait(const WorkPtr& work, int peer, const char* what) const { wait_(work, peer, what); }
+  void waitUntil(const Look& look, int peer, const char* what) const { wait_until_(look, peer, what); }
 
   const c10::intrusive_ptr<c10d::Backend>& backend() const { return backend_; }
 
@@ -54,6 +60,7 @@ class PointToPoint {
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   WaitFunction wait_;
+  WaitUntilFunction wait_until_;
 };
 
 }  // namespace torchext

@@ -34,6 +34,7 @@ class ProcessGroupDSSync : public AttachableBackend {
     std::vector<std::int64_t> racks;  // "topology": the rack of each rank, any numbers; empty: measured when attaching
     double host_bandwidth = 0;        // with `racks`: of a host's link and of
     double uplink_bandwidth = 0;      //   the slowest rack's uplink, in one unit; 0, 0: equal
+    bool shared_memory = true;        // groups on one host average through memory; each rank's own choice
 
     // Throws c10::ValueError with the option's name, its value and the allowed range.
     void validate() const;  // what can be checked without a world

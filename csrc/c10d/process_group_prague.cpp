@@ -92,6 +92,9 @@ std::int64_t ProcessGroupPrague::Options::syncEveryFor() const {
 ProcessGroupPrague::ProcessGroupPrague(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options)
     : AttachableBackend(rank, size, "prague", std::move(inner), options), prague_options_(std::move(options)) {
   prague_options_->validate(size);
+  auto windows = SharedWindows::open(dataTransport(), kGroupTags, prague_options_->shared_memory);
+  shared_memory_ranks_ = windows ? windows->partners() : std::vector<int>{rank};
+  partial_ = std::make_unique<SubsetAllreduce>(dataTransport(), kGroupTags, std::move(windows));
 }
 
 ProcessGroupPrague::~ProcessGroupPrague() { ProcessGroupPrague::shutdown(); }
@@ -136,7 +139,6 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Te
   FlightRecord record = flights().begin("partial_all_reduce", "all_reduce", {data}, {data}, members);
   std::lock_guard<std::mutex> lock(mutex_);
   if (!thread_) {
-    partial_ = std::make_unique<SubsetAllreduce>(dataTransport(), kGroupTags);
     thread_ = std::make_unique<TaskThread>("tx_prague");
   }
   const std::uint64_t call_id = ++calls_[members];

@@ -5,6 +5,8 @@
 // partialAllReduce(): an average over the members named in the call. Models are trained with it through
 // torchext.attach(), see csrc/ddp/prague_training.h.
 //
+// The constructor is collective: ranks of one host find each other and share memory (shared_windows.h).
+//
 // Threads: partialAllReduce() checks its arguments on the caller's thread, then runs on one thread of this object, in
 // call order. Started on first use.
 #pragma once
@@ -36,6 +38,7 @@ class ProcessGroupPrague : public AttachableBackend {
     std::int64_t sync_period = 1;          // average after every n-th optimizer step, >= 1
     std::int64_t sync_every = -1;          // every n-th division is one of all workers; 0: never; -1: default
     std::int64_t seed = 0;                 // of the generator; the same on all ranks
+    bool shared_memory = true;             // averages among ranks of one host go through memory; each rank's own choice
 
     // Throws c10::ValueError with the option's name, its value and the allowed range.
     void validate() const;  // what can be checked without a world
@@ -60,6 +63,9 @@ class ProcessGroupPrague : public AttachableBackend {
 
   const Options& pragueOptions() const { return *prague_options_; }
 
+  // The ranks, this one among them, whose averages with it go through shared memory; of calls on the group itself.
+  const std::vector<int>& sharedMemoryRanks() const { return shared_memory_ranks_; }
+
  protected:
   c10::intrusive_ptr<c10d::Backend> createChild(int rank, int size, InnerBackends inner,
                                                 c10::intrusive_ptr<c10d::Backend::Options> options) override;
@@ -70,6 +76,7 @@ class ProcessGroupPrague : public AttachableBackend {
   void checkTensor(const at::Tensor& tensor) const;
 
   c10::intrusive_ptr<Options> prague_options_;
+  std::vector<int> shared_memory_ranks_;
   std::mutex mutex_;  // guards the fields below
   std::unique_ptr<SubsetAllreduce> partial_;
   std::unique_ptr<TaskThread> thread_;

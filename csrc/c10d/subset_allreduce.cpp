@@ -60,17 +60,23 @@ struct SubsetAllreduce::Call {
   int position;  // of the caller among the members
   std::uint64_t id;
   double scale;
-  std::vector<std::pair<PointToPoint::WorkPtr, int>> sends;  // under way, with their destinations
+  std::vector<std::pair<PointToPoint::WorkPtr, int>> sends = {};  // under way, with their destinations
+  std::vector<core::PieceCount> first_pieces = {};                // by position, from the headers
 
   std::size_t bytes() const { return count * math.element_bytes; }
   std::byte* at(const core::Span& span) const { return data + span.begin * math.element_bytes; }
   std::size_t bytesOf(const core::Span& span) const { return span.count * math.element_bytes; }
   int size() const { return static_cast<int>(members.size()); }
-  int member(int place) const { return members[static_cast<std::size_t>((place + size()) % size())]; }
+  std::size_t place(int position) const { return static_cast<std::size_t>((position + size()) % size()); }
+  int member(int position) const { return members[place(position)]; }
 };
 
-SubsetAllreduce::SubsetAllreduce(PointToPoint transport, int tag_base, TransferTuning tuning)
-    : transport_(std::move(transport)), tag_base_(tag_base), tuning_(tuning) {}
+SubsetAllreduce::SubsetAllreduce(PointToPoint transport, int tag_base, std::unique_ptr<SharedWindows> windows,
+                                 TransferTuning tuning)
+    : transport_(std::move(transport)),
+      tag_base_(tag_base),
+      tuning_(tuning),
+      windows_(windows ? std::make_unique<WindowAllreduce>(std::move(windows)) : nullptr) {}
 
 // Not a vector: that would write to every byte, and most of a frame's slot is never used.
 std::byte* SubsetAllreduce::scratch(std::size_t bytes) {
@@ -102,6 +108,7 @@ core::SubsetHeader SubsetAllreduce::headerOf(const Call& call) const {
   header.members_hash = core::hashMembers(call.members);
   header.scale = static_cast<float>(call.scale);
   header.numel = static_cast<std::int64_t>(call.count);
+  header.first_piece = windows_ ? windows_->nextPiece() : 0;
   return header;
 }
 
@@ -118,12 +125,13 @@ void SubsetAllreduce::run(const at::Tensor& buffer, const std::vector<int>& memb
             members,
             static_cast<int>(self - members.begin()),
             call_id,
-            scale,
-            {}};
+            scale};
   if (members.size() == 1) {
     if (scale != 1.0) {
       math.multiply(call.data, call.count, scale);
     }
+  } else if (windows_ && call.bytes() >= tuning_.least_shared_bytes && windows_->cover(members)) {
+    shared(call);
   } else if (call.bytes() <= tuning_.frame_bytes &&
              (members.size() == 2 || call.bytes() * (members.size() - 1) <= tuning_.direct_total_bytes)) {
     direct(call);
@@ -163,7 +171,7 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
     post_receives();
   }
   for (int i = 0; i < others; ++i) {
-    const bool with_payload = to == To::kAll || i == 0;
+    const bool with_payload = to == To::kAll || (to == To::kNext && i == 0);
     send(call, frame, kHeaderBytes + (with_payload ? payload_bytes : 0), call.member(call.position + 1 + i), kFrame);
   }
   if (!receives_first) {
@@ -171,6 +179,7 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
   }
   const auto start = std::chrono::steady_clock::now();
   std::optional<core::SubsetHeader> differing;
+  call.first_pieces.resize(call.members.size(), own.first_piece);
   {
     RECORD_FUNCTION("torchext::wait_peers", std::vector<c10::IValue>{});
     for (int i = 0; i < others; ++i) {
@@ -181,6 +190,7 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
       if (!own.sameCall(header)) {
         differing = header;
       }
+      call.first_pieces[call.place(call.position - 1 - i)] = header.first_piece;
     }
   }
   peer_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -189,6 +199,15 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
     throwMismatch(own, *differing);
   }
   return memory;
+}
+
+void SubsetAllreduce::shared(Call& call) {
+  exchangeFrames(call, nullptr, 0, To::kNobody, 0);
+  finishSends(call);
+  RECORD_FUNCTION("torchext::move_bytes", std::vector<c10::IValue>{});
+  windows_->run({call.data, call.count, call.math, call.scale}, call.members, call.position, call.first_pieces,
+                transport_);
+  bytes_shared_ += call.bytes();
 }
 
 void SubsetAllreduce::direct(Call& call) {

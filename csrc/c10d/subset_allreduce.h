@@ -4,15 +4,16 @@
 // no rank outside the subset is involved, so the first use of a subset sets nothing up.
 //
 // Every call begins with one frame, [header | payload], from every member to every other. Algorithm, chosen by size
-// (N bytes, g members):
+// (N bytes, g members) and by where the members are:
+//   windows  all on one host, sharing memory: the payload is empty, the data goes through memory (window_allreduce.h);
 //   direct   small: the payload is everything; 1 round, (g - 1) N bytes sent. Recursive doubling would send log2(g) N,
 //            but in log2(g) rounds, and a member whose size differs would be noticed by its partners only: the others
 //            would wait. Groups are small, rounds are what costs. For g = 2 it sends no more than a ring.
 //   ring     large: the payload is the ring's first segment, to the next member, nothing to the others; then
 //            reduce-scatter and all-gather in segments, 2 (g - 1) / g N bytes sent, receives posted ahead, the scale
 //            fused into the last addition.
-// Members end bit-equal: direct adds in member order everywhere; in the ring one member computes a chunk, the others
-// copy it.
+// Members end bit-equal: direct adds in member order everywhere; in the ring and in windows one member computes a
+// chunk, the others copy it.
 //
 // Mismatch (numel, dtype, members or call id differ between members): every member throws c10::DistBackendError naming
 // two ranks and what each passed, before any buffer is touched; the connection stays usable.
@@ -31,6 +32,8 @@
 
 #include "c10d/point_to_point.h"
 #include "c10d/reduction.h"
+#include "c10d/shared_windows.h"
+#include "c10d/window_allreduce.h"
 #include "core/subset_header.h"
 
 namespace torchext {
@@ -50,26 +53,33 @@ struct TransferTuning {
   std::size_t segments_ahead = 2;
   std::size_t segments_ahead_of_line = 8;
   double line_bytes_per_second = 4e8;  // up to here it is a line
+  // Through shared memory from this size on; below it a payload is no dearer than the frame it travels in.
+  std::size_t least_shared_bytes = 1U << 15U;
 };
 
 class SubsetAllreduce {
  public:
   // tag_base .. tag_base + 2 are this object's tags on the backend.
-  SubsetAllreduce(PointToPoint transport, int tag_base, TransferTuning tuning = {});
+  // windows: of the transport's ranks; null: all data goes through the transport.
+  SubsetAllreduce(PointToPoint transport, int tag_base, std::unique_ptr<SharedWindows> windows,
+                  TransferTuning tuning = {});
 
   // In place over `buffer` (CPU, contiguous, a reducible dtype). members: sorted, unique, containing the caller.
   // call_id: the same on all members (a group's id); a difference is reported as a mismatch.
   // scale: applied to the sum (1 / g averages).
   void run(const at::Tensor& buffer, const std::vector<int>& members, std::uint64_t call_id, double scale);
 
-  // Since construction: bytes sent (headers included), and seconds waited until all members had entered the call.
+  // Since construction: bytes sent (headers included), bytes of tensors averaged through shared memory, and seconds
+  // waited until all members had entered the call.
   std::uint64_t bytesSent() const { return bytes_sent_; }
+  std::uint64_t bytesShared() const { return bytes_shared_; }
   double peerSeconds() const { return peer_seconds_; }
 
  private:
   struct Call;
-  enum class To { kNext, kAll };
+  enum class To { kNobody, kNext, kAll };
 
+  void shared(Call& call);
   void direct(Call& call);
   void ring(Call& call);
   // Returns scratch memory: slot i of slotBytes() holds the frame of the member i + 1 places before the caller, the
@@ -91,7 +101,9 @@ class SubsetAllreduce {
   TransferTuning tuning_;
   std::unique_ptr<std::byte[]> scratch_;
   std::size_t scratch_bytes_ = 0;
+  std::unique_ptr<WindowAllreduce> windows_;
   std::uint64_t bytes_sent_ = 0;
+  std::uint64_t bytes_shared_ = 0;
   double peer_seconds_ = 0.0;
   double bytes_per_second_ = 0.0;
 };

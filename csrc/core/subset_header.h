@@ -13,7 +13,7 @@ namespace torchext::core {
 
 struct SubsetHeader {
   static constexpr std::uint32_t kMagic = 0x54585052;  // "TXPR"
-  static constexpr std::uint16_t kVersion = 1;
+  static constexpr std::uint16_t kVersion = 2;
 
   std::uint32_t magic = kMagic;
   std::uint16_t version = kVersion;
@@ -23,13 +23,15 @@ struct SubsetHeader {
   std::uint64_t call_id = 0;
   std::uint64_t members_hash = 0;
   std::int64_t numel = 0;
+  std::uint32_t first_piece = 0;  // of the sender's shared window, where the call goes through windows
+  std::uint32_t reserved = 0;
 
   bool sameCall(const SubsetHeader& other) const {
     return dtype == other.dtype && call_id == other.call_id && members_hash == other.members_hash &&
            numel == other.numel && scale == other.scale;
   }
 };
-static_assert(sizeof(SubsetHeader) == 40, "the header is a wire format");
+static_assert(sizeof(SubsetHeader) == 48, "the header is a wire format");
 
 // The header at the front of what `source` sent. MalformedMessage if it is none; that it fits the call is sameCall's
 // question.

@@ -1,11 +1,9 @@
 #include "ddp/attach_agreement.h"
 
-#include <unistd.h>
 #include <algorithm>
-#include <array>
-#include <fstream>
-#include <functional>
 #include <string>
+
+#include "core/host_identity.h"
 
 namespace torchext {
 namespace {
@@ -35,19 +33,6 @@ std::int64_t numel(const std::vector<at::Tensor>& tensors) {
   return total;
 }
 
-// A host is a kernel's boot and a network namespace: ranks that share both reach each other without a link.
-std::int64_t hashHost() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  std::array<char, 256> name{};
-  gethostname(name.data(), name.size() - 1);
-  std::array<char, 256> space{};
-  if (readlink("/proc/self/ns/net", space.data(), space.size() - 1) < 0) {
-    space[0] = '\0';
-  }
-  return hash(kFnvBasis, boot + "|" + name.data() + "|" + space.data());
-}
-
 }  // namespace
 
 std::int64_t agreementHash(const std::string& text) { return hash(kFnvBasis, text); }
@@ -67,7 +52,7 @@ std::vector<int> agreeOnAttach(AttachableBackend& group, const std::vector<at::T
   for (std::size_t i = 0; i < compared.size(); ++i) {
     own[static_cast<std::int64_t>(i)] = compared[i].second;
   }
-  own[width - 1] = hashHost();
+  own[width - 1] = agreementHash(core::hostIdentity());
   at::Tensor all = at::empty({group.getSize() * width}, at::kLong);
   group._allgather_base(all, own, c10d::AllgatherOptions())->wait();
   const auto rows = all.view({group.getSize(), width});

@@ -63,6 +63,7 @@ GroupTraining dssyncTraining(const c10::intrusive_ptr<ProcessGroupDSSync>& group
       .group = group,
       .combine_then_adapt = options.order == "cta",
       .period = options.sync_period,
+      .shared_memory = options.shared_memory,
       .fields = agreementFields(*group),
       .make_source = [raw = group.get()](const std::vector<int>& host_of, int) { return makeSource(*raw, host_of); },
   };

@@ -56,6 +56,7 @@ void GroupSynchronizer::averageNow(const AssignedGroup& group) {
   ++stats_.averages;
   ++stats_.group_sizes[members];
   stats_.bytes_sent = static_cast<std::int64_t>(partial_->bytesSent());
+  stats_.bytes_shared = static_cast<std::int64_t>(partial_->bytesShared());
   if (combine_then_adapt_) {
     apply_scale_ = 1.0 / static_cast<double>(members);
   }
@@ -135,6 +136,7 @@ void GroupSynchronizer::averageDeferred(const AssignedGroup& group) {
   ++stats_.averages;
   ++stats_.group_sizes[members];
   stats_.bytes_sent = static_cast<std::int64_t>(partial_->bytesSent());
+  stats_.bytes_shared = static_cast<std::int64_t>(partial_->bytesShared());
 }
 
 // cta: the average that waits for the next step lives in the buckets, which a deferred one is about to use.

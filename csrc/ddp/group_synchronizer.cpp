@@ -42,7 +42,8 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   const int channel = group_->nextChannel();
   training.fields.insert(training.fields.begin(), {"bucket bytes", static_cast<std::int64_t>(bucket_bytes)});
   const std::vector<int> host_of = agreeOnAttach(*group_, parameters, buffers, training.fields);
-  partial_ = std::make_unique<SubsetAllreduce>(group_->dataTransport(), channel);
+  partial_ = std::make_unique<SubsetAllreduce>(
+      group_->dataTransport(), channel, SharedWindows::open(group_->dataTransport(), channel, training.shared_memory));
   source_ = training.make_source(host_of, channel);
   thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });

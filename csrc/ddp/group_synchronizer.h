@@ -54,6 +54,7 @@ struct GroupTraining {
   c10::intrusive_ptr<AttachableBackend> group = nullptr;
   bool combine_then_adapt = false;  // cta; else atc
   std::int64_t period = 1;          // steps of a round
+  bool shared_memory = true;        // groups on one host average through memory (c10d/shared_windows.h)
   AgreementFields fields = {};      // options that must be the same on all ranks
   // Collective. host_of[rank]: dense host index. tag_base: two tags on the control group, the same on all ranks.
   std::function<std::unique_ptr<GroupSource>(const std::vector<int>& host_of, int tag_base)> make_source = {};

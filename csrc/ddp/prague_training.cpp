@@ -93,6 +93,7 @@ GroupTraining pragueTraining(const c10::intrusive_ptr<ProcessGroupPrague>& group
       .group = group,
       .combine_then_adapt = options.order == "cta",
       .period = options.sync_period,
+      .shared_memory = options.shared_memory,
       .fields = agreementFields(*group),
       .make_source = [raw = group.get()](const std::vector<int>& host_of,
                                          int tag_base) { return makeSource(*raw, host_of, tag_base); },

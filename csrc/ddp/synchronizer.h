@@ -54,6 +54,7 @@ struct AveragingStats {
   double transfer_ms = 0;                            //   moving and adding bytes
   double copy_ms = 0;                                //   between parameters and buckets
   std::int64_t bytes_sent = 0;
+  std::int64_t bytes_shared = 0;   // of averages that went through shared memory
   std::int64_t bucket_bytes = 0;   // memory of the averaging buckets
   std::int64_t iteration_gap = 0;  // averages behind the fastest worker, as of the last group
   double consensus_distance = 0;   // ||x - mean|| / ||mean|| of this worker at the last exact average

@@ -14,12 +14,13 @@ using Options = ProcessGroupDSSync::Options;
 std::string represent(const Options& o) {
   return c10::str("DSSyncOptions(group_size=", o.group_size, ", schedule='", o.schedule, "', order='", o.order,
                   "', sync_period=", o.sync_period, ", seed=", o.seed, ", racks=[", c10::Join(", ", o.racks),
-                  "], host_bandwidth=", o.host_bandwidth, ", uplink_bandwidth=", o.uplink_bandwidth, endOf(o));
+                  "], host_bandwidth=", o.host_bandwidth, ", uplink_bandwidth=", o.uplink_bandwidth,
+                  ", shared_memory=", o.shared_memory ? "True" : "False", endOf(o));
 }
 
 c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string schedule, std::string order,
                                         std::int64_t sync_period, std::int64_t seed, std::vector<std::int64_t> racks,
-                                        double host_bandwidth, double uplink_bandwidth,
+                                        double host_bandwidth, double uplink_bandwidth, bool shared_memory,
                                         std::chrono::milliseconds heartbeat_timeout, const std::string& call_check,
                                         std::chrono::milliseconds operation_timeout,
                                         std::chrono::milliseconds timeout) {
@@ -32,6 +33,7 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string sch
   options->racks = std::move(racks);
   options->host_bandwidth = host_bandwidth;
   options->uplink_bandwidth = uplink_bandwidth;
+  options->shared_memory = shared_memory;
   return finished(std::move(options), heartbeat_timeout, call_check, operation_timeout);
 }
 
@@ -69,7 +71,8 @@ void bindDSSync(py::module_& module) {
   bindOptions<Options>(module, "DSSyncOptions", &makeOptions, &represent, py::arg("group_size") = 0,
                        py::arg("schedule") = "grid", py::arg("order") = "cta", py::arg("sync_period") = 1,
                        py::arg("seed") = 0, py::arg("racks") = std::vector<std::int64_t>(),
-                       py::arg("host_bandwidth") = 0.0, py::arg("uplink_bandwidth") = 0.0)
+                       py::arg("host_bandwidth") = 0.0, py::arg("uplink_bandwidth") = 0.0,
+                       py::arg("shared_memory") = true)
       .def_readonly("group_size", &Options::group_size)
       .def_readonly("schedule", &Options::schedule)
       .def_readonly("order", &Options::order)
@@ -78,6 +81,7 @@ void bindDSSync(py::module_& module) {
       .def_readonly("racks", &Options::racks)
       .def_readonly("host_bandwidth", &Options::host_bandwidth)
       .def_readonly("uplink_bandwidth", &Options::uplink_bandwidth)
+      .def_readonly("shared_memory", &Options::shared_memory)
       .def("_fitted", &fittedWithRacks, py::arg("members"));
 
   bindBackend<ProcessGroupDSSync>(module, "ProcessGroupDSSync").def_property_readonly("topology", &topology);

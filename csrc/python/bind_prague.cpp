@@ -14,12 +14,13 @@ using Options = ProcessGroupPrague::Options;
 std::string represent(const Options& o) {
   return c10::str("PragueOptions(group_size=", o.group_size, ", generator='", o.generator, "', order='", o.order,
                   "', slowdown_threshold=", o.slowdown_threshold, ", sync_period=", o.sync_period,
-                  ", sync_every=", o.sync_every, ", seed=", o.seed, endOf(o));
+                  ", sync_every=", o.sync_every, ", seed=", o.seed,
+                  ", shared_memory=", o.shared_memory ? "True" : "False", endOf(o));
 }
 
 c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string generator, std::string order,
                                         std::int64_t slowdown_threshold, std::int64_t sync_period,
-                                        std::int64_t sync_every, std::int64_t seed,
+                                        std::int64_t sync_every, std::int64_t seed, bool shared_memory,
                                         std::chrono::milliseconds heartbeat_timeout, const std::string& call_check,
                                         std::chrono::milliseconds operation_timeout,
                                         std::chrono::milliseconds timeout) {
@@ -31,6 +32,7 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
   options->sync_period = sync_period;
   options->sync_every = sync_every;
   options->seed = seed;
+  options->shared_memory = shared_memory;
   return finished(std::move(options), heartbeat_timeout, call_check, operation_timeout);
 }
 
@@ -39,7 +41,8 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
 void bindPrague(py::module_& module) {
   bindOptions<Options>(module, "PragueOptions", &makeOptions, &represent, py::arg("group_size") = 0,
                        py::arg("generator") = "smart", py::arg("order") = "cta", py::arg("slowdown_threshold") = -1,
-                       py::arg("sync_period") = 1, py::arg("sync_every") = -1, py::arg("seed") = 0)
+                       py::arg("sync_period") = 1, py::arg("sync_every") = -1, py::arg("seed") = 0,
+                       py::arg("shared_memory") = true)
       .def_readonly("group_size", &Options::group_size)
       .def_readonly("generator", &Options::generator)
       .def_readonly("order", &Options::order)
@@ -47,10 +50,12 @@ void bindPrague(py::module_& module) {
       .def_readonly("sync_period", &Options::sync_period)
       .def_readonly("sync_every", &Options::sync_every)
       .def_readonly("seed", &Options::seed)
+      .def_readonly("shared_memory", &Options::shared_memory)
       .def("_fitted", &fitted<Options>, py::arg("members"));
 
   bindBackend<ProcessGroupPrague>(module, "ProcessGroupPrague")
-      .def("partial_all_reduce", &ProcessGroupPrague::partialAllReduce, py::arg("tensor"), py::arg("members"), NoGil());
+      .def("partial_all_reduce", &ProcessGroupPrague::partialAllReduce, py::arg("tensor"), py::arg("members"), NoGil())
+      .def_property_readonly("shared_memory_ranks", &ProcessGroupPrague::sharedMemoryRanks);
 
   bindAttach(module, "attach_prague", &pragueTraining);
 }

@@ -25,6 +25,7 @@ py::dict toDict(const AveragingStats& stats) {
   result["transfer_ms"] = stats.transfer_ms;
   result["copy_ms"] = stats.copy_ms;
   result["bytes_sent"] = stats.bytes_sent;
+  result["bytes_shared"] = stats.bytes_shared;
   result["bucket_bytes"] = stats.bucket_bytes;
   result["iteration_gap"] = stats.iteration_gap;
   result["consensus_distance"] = stats.consensus_distance;

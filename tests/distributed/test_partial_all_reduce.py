@@ -77,8 +77,12 @@ def bit_equal(logs: list[dict[str, str]], calls: int) -> None:
 # ---- Values ----
 
 
-def body_values(rank: Rank) -> Any:
-    rank.init()
+# Sockets carry between hosts what goes through shared memory on one.
+both_ways = pytest.mark.parametrize("shared_memory", [True, False])
+
+
+def body_values(rank: Rank, shared_memory: bool) -> Any:
+    rank.init(pg_options=torchext.PragueOptions(shared_memory=shared_memory))
     log = Log(rank)
     for members in ([0, 1], [3, 1], [2, 0, 3], [0, 1, 2, 3]):
         for dtype in FLOATS:
@@ -94,12 +98,13 @@ def body_values(rank: Rank) -> Any:
     return log.digests
 
 
-def test_values() -> None:
-    bit_equal(run_ranks(body_values, 4), 4 * 16 + 4 + 1)
+@both_ways
+def test_values(shared_memory: bool) -> None:
+    bit_equal(run_ranks(body_values, 4, shared_memory), 4 * 16 + 4 + 1)
 
 
-def body_eight(rank: Rank) -> Any:
-    rank.init()
+def body_eight(rank: Rank, shared_memory: bool) -> Any:
+    rank.init(pg_options=torchext.PragueOptions(shared_memory=shared_memory))
     log = Log(rank)
     for numel in (7, DIRECT, RING):
         log.average(list(range(8)), numel)
@@ -113,8 +118,9 @@ def body_eight(rank: Rank) -> Any:
     return log.digests
 
 
-def test_eight_ranks() -> None:
-    bit_equal(run_ranks(body_eight, 8), 9 + 60)
+@both_ways
+def test_eight_ranks(shared_memory: bool) -> None:
+    bit_equal(run_ranks(body_eight, 8, shared_memory), 9 + 60)
 
 
 def body_overlapping(rank: Rank) -> float:
@@ -214,8 +220,8 @@ def test_errors_of_one_rank_are_raised_at_once() -> None:
     assert run_ranks(body_bad_calls, 4) == [True] * 4
 
 
-def body_mismatch(rank: Rank) -> Any:
-    rank.init(timeout=20)
+def body_mismatch(rank: Rank, shared_memory: bool) -> Any:
+    rank.init(timeout=20, pg_options=torchext.PragueOptions(shared_memory=shared_memory))
     backend, me = torchext.backend_of(), rank.rank
     errors = []
     # (what the odd rank passes, what the others pass, the odd rank, the members)
@@ -249,8 +255,9 @@ def body_mismatch(rank: Rank) -> Any:
     return errors
 
 
-def test_a_mismatch_fails_on_every_member_and_changes_nothing() -> None:
-    for me, errors in enumerate(run_ranks(body_mismatch, 4)):
+@both_ways
+def test_a_mismatch_fails_on_every_member_and_changes_nothing(shared_memory: bool) -> None:
+    for me, errors in enumerate(run_ranks(body_mismatch, 4, shared_memory)):
         assert errors
         for members, odd, kind, named, text in errors:
             assert kind == "DistBackendError", text

@@ -15,6 +15,7 @@ import torchext
 
 dist.init_process_group("prague")
 backend, rank = torchext.backend_of(), dist.get_rank()
+assert backend.shared_memory_ranks == [rank], "hosts do not share memory"
 
 def sample(of, numel, dtype):
     return torch.arange(numel).add(37 * of).remainder(60).to(dtype)  # sums of four are exact in every dtype

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
 #include <functional>
 #include <set>
@@ -17,6 +18,7 @@
 #include "core/heartbeat.h"
 #include "core/hop_messages.h"
 #include "core/random.h"
+#include "core/shared_window.h"
 #include "core/subset_header.h"
 #include "core/verdict.h"
 #include "core/wire.h"
@@ -62,6 +64,20 @@ Wire subsetHeader() {
             EXPECT_EQ(parsed.rank, kRank);
             EXPECT_TRUE(parsed.dtype >= 0 && parsed.dtype <= 127);
             EXPECT_GE(parsed.numel, 0);
+          }};
+}
+
+Wire windowAddress() {
+  WindowAddress address;
+  address.space = 1;
+  address.process = 77;
+  address.descriptor = 5;
+  address.bytes = 1 << 20;
+  return {"WindowAddress", bytesOf(address), [](std::span<const std::byte> bytes) {
+            const WindowAddress parsed = parseWindowAddress(bytes, kRank);
+            EXPECT_EQ(parsed.magic, WindowAddress::kMagic);
+            EXPECT_TRUE(parsed.process >= 0 && parsed.process <= INT_MAX);
+            EXPECT_TRUE(parsed.descriptor >= -1 && parsed.descriptor <= INT_MAX);
           }};
 }
 
@@ -225,8 +241,8 @@ TEST_P(Messages, AFewWrongBytesKeepTheRules) {
 std::string nameOf(const testing::TestParamInfo<Wire (*)()>& wire) { return wire.param().name; }
 
 INSTANTIATE_TEST_SUITE_P(All, Messages,
-                         testing::Values(subsetHeader, generatorMessage, delivery, verdict, hopMessage, heartbeat,
-                                         laggardQuery, callMessage),
+                         testing::Values(subsetHeader, windowAddress, generatorMessage, delivery, verdict, hopMessage,
+                                         heartbeat, laggardQuery, callMessage),
                          nameOf);
 
 TEST(Delivery, RulesOfItsMembers) {
@@ -255,7 +271,7 @@ TEST(SubsetHeader, AnErrorNamesTheSenderAndWhatCame) {
   SubsetHeader header;
   header.rank = 1;
   EXPECT_THROW_MESSAGE(parseSubsetHeader(bytesOf(header), 2), MalformedMessage, "header from rank 2");
-  EXPECT_THROW_MESSAGE(parseSubsetHeader(Bytes(39), 2), MalformedMessage, "39 bytes: expected 40");
+  EXPECT_THROW_MESSAGE(parseSubsetHeader(Bytes(47), 2), MalformedMessage, "47 bytes: expected 48");
 }
 
 TEST(HopMessage, EveryKindIsTakenAndItsRulesAreChecked) {
