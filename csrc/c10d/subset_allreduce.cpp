@@ -130,7 +130,8 @@ void SubsetAllreduce::run(const at::Tensor& buffer, const std::vector<int>& memb
     if (scale != 1.0) {
       math.multiply(call.data, call.count, scale);
     }
-  } else if (windows_ && call.bytes() >= tuning_.least_shared_bytes && windows_->cover(members)) {
+  } else if (windows_ && call.bytes() * (members.size() - 1) >= tuning_.least_shared_bytes &&
+             windows_->cover(members)) {
     shared(call);
   } else if (call.bytes() <= tuning_.frame_bytes &&
              (members.size() == 2 || call.bytes() * (members.size() - 1) <= tuning_.direct_total_bytes)) {

@@ -53,8 +53,8 @@ struct TransferTuning {
   std::size_t segments_ahead = 2;
   std::size_t segments_ahead_of_line = 8;
   double line_bytes_per_second = 4e8;  // up to here it is a line
-  // Through shared memory from this size on; below it a payload is no dearer than the frame it travels in.
-  std::size_t least_shared_bytes = 1U << 15U;
+  // Through shared memory from here on, in (g - 1) payloads together; below it they travel in the frames.
+  std::size_t least_shared_bytes = 1U << 17U;
 };
 
 class SubsetAllreduce {
