@@ -137,14 +137,22 @@ def _attach_averaging(
     kind: type[AveragingSynchronizer] = AveragingSynchronizer,
 ) -> Synchronizer:
     """Attaches to a decentralized backend. attach_core: of backend, parameters and buffers to a C++ synchronizer."""
+    if ddp._comm_hooks:
+        raise ValueError(
+            "torchext.attach: the model has a communication hook (register_comm_hook), and gradients of decentralized "
+            "workers are not communicated; leave it out"
+        )
     parameters, buffers = _averaged_tensors(ddp.module)
 
     def make_core(backend: Any) -> Any:
         return attach_core(backend, parameters, buffers)
 
-    core = make_core(backend_of(ddp.process_group))
+    backend = backend_of(ddp.process_group)
+    core = make_core(backend)
     ddp.broadcast_buffers = False
     synchronizer = kind(core, ddp, optimizer, [*parameters, *buffers])
+    if not isinstance(backend, _C.ProcessGroupPrague):
+        synchronizer.refuse_uneven_inputs(backend.name())
     if membership is not None:
         synchronizer.go_on_with(membership, make_core)
     return synchronizer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import functools
 import os
 import sys
 from contextvars import ContextVar
@@ -61,9 +62,31 @@ def register() -> None:
         if name.upper() in dist.Backend._plugins:
             continue
         dist.Backend.register_backend(name, _creator(name), extended_api=True, devices=["cpu", "cuda"])
+    _register_shrunk_groups()
     if not getattr(register, "at_exit", False):
         atexit.register(_leave_at_exit)
         register.at_exit = True  # type: ignore[attr-defined]
+
+
+def _register_shrunk_groups() -> None:
+    """Has ``dist.shrink_group`` register a backend of ours for what it is.
+
+    It takes every backend of the CPU for Gloo itself, and DDP reads from Gloo what only Gloo has: a crash.
+    """
+    create = getattr(dist.distributed_c10d, "_create_shrunk_process_group", None)
+    if create is None or hasattr(create, "__wrapped__"):
+        return
+
+    @functools.wraps(create)
+    def create_as_custom(new_backend: Any, *args: Any, **kwargs: Any) -> ProcessGroup:
+        group: ProcessGroup = create(new_backend, *args, **kwargs)
+        if isinstance(new_backend, _C.DelegatingBackend):
+            for device in ("cpu", "cuda"):
+                group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, new_backend)
+            group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+        return group
+
+    dist.distributed_c10d._create_shrunk_process_group = create_as_custom
 
 
 def backend_of(group: ProcessGroup | None = None) -> Any:
@@ -98,6 +121,11 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
     def create(opts: Any, pg_options: object | None) -> Any:
         options = _options(name, pg_options, opts)
         timeout: timedelta = options._timeout
+        if not _connecting.get():
+            # Others may wait for an average with this rank, and this one would wait for them. What has failed there is
+            # its own models' to report.
+            with contextlib.suppress(RuntimeError):
+                _C.keep_promises()
         check_resources(opts.group_size, 2 if opts.group_size > 1 else 1)
         store = attempt_store(opts.store, opts.group_rank, opts.group_size, _connecting.get() or timeout)
         members = options.global_ranks_in_group
@@ -146,6 +174,8 @@ def _options(name: str, pg_options: object | None, opts: Any) -> Any:
     # init_process_group always passes a timeout: the default says nothing about what the user wants.
     if opts.timeout != _DEFAULT_TIMEOUT or pg_options is None:
         options._timeout = opts.timeout
+    if options._timeout <= timedelta(0):
+        raise ValueError(f"timeout of a {name} group must be more than 0, got {options._timeout}")
     options.group_name = opts.group_id
     options.global_ranks_in_group = opts.global_ranks_in_group or list(range(opts.group_size))
     return options

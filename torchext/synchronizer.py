@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -77,7 +78,7 @@ class Synchronizer(abc.ABC):
         finally:
             self._averaging = False
             self._leave_average()
-        self._after_meeting()
+            self._after_meeting()  # the others do, whatever happened here
 
     def wait(self) -> None:
         """Blocks until nothing is under way: for code that reads parameters between a step and the next forward."""
@@ -172,6 +173,10 @@ class AveragingSynchronizer(Synchronizer):
         self._collectives = 0  # since attach: exact averages, and looks for newcomers
         self._restored = False  # averaged() has nothing to restore any more
         self._past: list[dict[str, Any]] = []  # stats of the groups before this one
+
+    def refuse_uneven_inputs(self, name: str) -> None:
+        """From now on ``ddp.join()`` raises: for a backend whose workers wait for each other's steps."""
+        self._handles.append(_NoJoin(self._ddp, name))
 
     def go_on_with(self, membership: Membership, make_core: Callable[[Any], _C.AveragingSynchronizer]) -> None:
         """From now on a worker that dies is done without, and newcomers are let in; collective, for ``attach``.
@@ -307,6 +312,24 @@ class AveragingSynchronizer(Synchronizer):
         self._core.steps = int(furthest[0])
         self._core.synchronize()
         return int(furthest[1])
+
+
+class _NoJoin:
+    """Keeps ``torch.distributed.algorithms.Join`` from a model, until removed."""
+
+    def __init__(self, ddp: DistributedDataParallel, name: str) -> None:
+        self._ddp = ddp
+        ddp.join_hook = functools.partial(_refuse_join, name)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        del self._ddp.join_hook
+
+
+def _refuse_join(name: str, **_: Any) -> None:
+    raise RuntimeError(
+        f"{name}: DistributedDataParallel.join() is not supported: the others would wait for the steps of a rank that "
+        "has no more inputs; give all ranks as many (DistributedSampler does), or use prague"
+    )
 
 
 # Of stats(), what adds up over several groups.

@@ -179,8 +179,8 @@ class DelegatingBackend : public CompatBackend {
   // Called once, first thing in shutdown(): end threads of your own. Must not throw.
   virtual void onShutdown() {}
 
-  // Called on the caller's thread before every collective of all ranks: what a subclass has promised to peers on the
-  // side must be kept first, or a peer would wait for this rank, and this rank in the collective for that peer.
+  // Called on the caller's thread before every collective, message and split: what a subclass has promised to peers on
+  // the side must be kept first, or a peer would wait for this rank, and this rank in the call for that peer.
   virtual void beforeCollective() {}
 
   // The number of the next collective of this group; for collectives of subclasses.

@@ -18,6 +18,7 @@ c10::intrusive_ptr<c10d::Backend> DelegatingBackend::split(const c10::intrusive_
                                                            const std::vector<int>& ranks,
                                                            const c10::intrusive_ptr<Options>& opts) {
   health_->checkUsable("split");
+  beforeCollective();
   const auto split_inner = [&](const c10::intrusive_ptr<c10d::Backend>& backend, const char* prefix) {
     auto inner_options = cloneOptions(backend->getBackendOptions());
     inner_options->timeout = opts->timeout;

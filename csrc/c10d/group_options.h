@@ -29,6 +29,8 @@ struct GroupOptions : c10d::Backend::Options {
 
   // c10::ValueError with the option's name, its value and the allowed range. All ranks must have the same values.
   void validateGroup() const {
+    TORCH_CHECK_VALUE(timeout.count() > 0, "timeout must be more than 0, got ",
+                      static_cast<double>(timeout.count()) / 1e3, " s");
     const auto beat = static_cast<std::int64_t>(heartbeat_timeout.count());
     TORCH_CHECK_VALUE(beat == 0 || (beat >= 200 && beat <= 86'400'000),
                       "heartbeat_timeout must be 0 (off) or from 0.2 s to a day, got ", static_cast<double>(beat) / 1e3,

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <iterator>
 
-
 namespace torchext {
 namespace {
 

@@ -193,6 +193,7 @@ void GroupSynchronizer::pause() {
 }
 
 void GroupSynchronizer::synchronize() {
+  checkAttached();
   Promises::keepAll();
   catchUp();
   beforeStep();
@@ -203,6 +204,7 @@ void GroupSynchronizer::synchronize() {
 }
 
 void GroupSynchronizer::enterAverage() {
+  checkAttached();
   average_.checkNotEntered();
   Promises::keepAll();
   catchUp();

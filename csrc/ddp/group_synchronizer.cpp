@@ -105,6 +105,11 @@ void GroupSynchronizer::postRound(std::int64_t round) {
   });
 }
 
+void GroupSynchronizer::checkAttached() const {
+  TORCH_CHECK(!detached_, group_->getBackendName(),
+              ": this synchronizer has been detached, by detach() or by the end of its process group");
+}
+
 // Collective, on the training thread: the averaging threads of workers that are ahead wait for the others' rounds.
 void GroupSynchronizer::catchUp() {
   if (!source_->scheduled() || group_->getSize() == 1) {

@@ -100,6 +100,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void pause();
   void release(std::size_t bucket);
   void fail(std::exception_ptr error);
+  void checkAttached() const;
   void snapshotBuffers();
   template <class Ready>
   void waitUntil(const char* what, Ready ready);

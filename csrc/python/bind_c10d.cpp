@@ -8,6 +8,7 @@
 
 #include "c10d/attachable_backend.h"
 #include "c10d/interpreter_lock.h"
+#include "c10d/promises.h"
 #include "python/bind_group.h"
 
 namespace torchext {
@@ -71,6 +72,7 @@ void bindC10d(py::module_& module) {
   const py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>> attachable(
       module, "AttachableBackend");
 
+  module.def("keep_promises", &Promises::keepAll, py::call_guard<py::gil_scoped_release>());
   module.def("leave_all", &DelegatingBackend::leaveAll, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from harness import Rank, elapsed_error, run_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
+from torchext.backends import BACKENDS
 
 DEADLINE = 10.0
 
@@ -98,6 +100,13 @@ def body_refused(rank: Rank) -> bool:
     numbers = DistributedDataParallel(Complex(), init_sync=False)
     with pytest.raises(TypeError, match=r"parameter 'weight' is torch\.complex64"):
         torchext.attach(numbers, sgd(numbers))
+    hooked = DistributedDataParallel(nn.Linear(4, 1))
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ValueError, match="has a communication hook"):
+        torchext.attach(hooked, sgd(hooked))
+    for timeout in (0, -1):
+        with pytest.raises(ValueError, match="timeout must be more than 0"):
+            torchext.PragueOptions(timeout=timedelta(seconds=timeout))
 
     # None of it has left a trace: the model attaches, once.
     assert backend.failure == (-1, "")
@@ -113,6 +122,37 @@ def body_refused(rank: Rank) -> bool:
 
 def test_refused_at_once() -> None:
     assert run_ranks(body_refused, 2) == [True] * 2
+
+
+def body_after_the_end(rank: Rank, backend: str) -> None:
+    rank.init(backend)
+    ddp = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = sgd(ddp)
+    sync = torchext.attach(ddp, optimizer)
+    if backend in ("dssync", "hop"):
+        with pytest.raises(RuntimeError, match=rf"{backend}: .*join\(\) is not supported"), ddp.join():
+            pass
+    step(ddp, optimizer)
+    dist.destroy_process_group()
+    for call in (sync.synchronize, lambda: sync.averaged().__enter__(), sync.synchronize):
+        with pytest.raises((RuntimeError, dist.DistBackendError), match=r"detached|shut down|ended"):
+            call()
+    sync.stats()
+    sync.detach()
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_after_the_end_of_the_group(backend: str) -> None:
+    run_ranks(body_after_the_end, 2, backend)
+
+
+def body_timeout(rank: Rank) -> None:
+    with pytest.raises(ValueError, match="timeout of a prague group must be more than 0"):
+        rank.init(timeout=0)
+
+
+def test_a_group_without_time() -> None:
+    run_ranks(body_timeout, 2)
 
 
 # ---- What only a comparison of ranks can see ----

@@ -128,8 +128,8 @@ def test_sigstop_in_training_honours_the_timeout(backend: str, options: dict[str
         assert timeout - 1 < time.monotonic() - start < timeout + DEATH_LIMIT
         ranks.kill(2, signal.SIGCONT)
     if backend == "hop":
-        # The first to give up says what for: the stopped one's model, or that it takes the own one. Who hears of it only
-        # when the first has closed its connections says that.
+        # The first to give up says what for: the stopped one's model, or that it takes the own one. Who hears of it
+        # only when the first has closed its connections says that.
         assert any(re.search(r"waited 3000 ms for .*(from rank|to go out to ranks)", text) for text in texts), texts
 
 

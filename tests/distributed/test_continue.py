@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from datetime import timedelta
@@ -42,6 +43,7 @@ def body_shrink(rank: Rank, backend: str) -> Any:
         gathered = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, rank.rank)
         sizes.append((dist.get_rank(), dist.get_world_size(), gathered, tensor.unique().tolist()))
+        DistributedDataParallel(nn.Linear(2, 1))(torch.ones(1, 2)).sum().backward()
     dist.destroy_process_group()
     return error, sizes
 
@@ -341,6 +343,23 @@ def test_a_death_in_the_middle_of_a_forward_pass(backend: str) -> None:
         time.sleep(0.3)
         ranks.kill(2)
         assert ranks.values() == [3] * 3
+
+
+def body_exception(rank: Rank, backend: str) -> bool:
+    training = GoingOn(rank, backend, {})
+    training.train(3)
+    for _ in range(2):
+        with contextlib.suppress(KeyError), training.sync.averaged():
+            if rank.rank == 0:
+                raise KeyError("a metric")
+        training.train(3)
+    training.sync.synchronize()
+    return bool(training.sync.stats()["lost_ranks"])
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+def test_an_exception_of_one_rank_in_an_average(backend: str) -> None:
+    assert run_ranks(body_exception, 3, backend) == [False] * 3
 
 
 # ---- Where it cannot ----

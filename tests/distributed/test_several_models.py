@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from attached import Trainer, equal_everywhere
 from harness import Rank, run_ranks
@@ -13,6 +14,33 @@ from harness import Rank, run_ranks
 MODELS = 3
 STEPS = 25
 PAUSES = (0.0, 0.15)  # longer than a model waits for its average before the others keep their promises
+
+
+def body_between_steps(rank: Rank, order: str, what: str) -> int:
+    """What is no collective of the model's group blocks, too, while others may wait for an average with this rank."""
+    rank.init()
+    trainer = Trainer(rank, order=order)
+    for turn in range(8):
+        for _ in range(4):
+            trainer.step()
+            if rank.rank == turn % 2:
+                time.sleep(0.01)
+        if what == "new_group":
+            dist.new_group(backend="prague")
+        elif what == "split_group":
+            dist.split_group(split_ranks=[[0, 1]])
+        elif rank.rank == turn % 2:
+            dist.send(torch.ones(1), 1 - rank.rank)
+        else:
+            dist.recv(torch.ones(1), 1 - rank.rank)
+    trainer.sync.synchronize()
+    return trainer.step_count
+
+
+@pytest.mark.parametrize("what", ["new_group", "split_group", "message"])
+@pytest.mark.parametrize("order", ["atc", "cta"])
+def test_calls_between_steps_that_wait_for_others(order: str, what: str) -> None:
+    assert run_ranks(body_between_steps, 2, order, what) == [32, 32]
 
 
 def body(rank: Rank, generator: str, order: str) -> int:
