@@ -116,6 +116,45 @@ def test_a_fused_table_in_ddp_is_refused_with_the_way_out() -> None:
         assert "training='sharded'" in text
 
 
+def shared_budget_in_ddp(rank: Rank) -> list[str]:
+    rank.init("gloo")
+    model = Two()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refusals = []
+    try:
+        ChunkPruner(ddp, optimizer=optimizer, shared_budget=20)
+    except ValueError as error:
+        refusals.append(str(error))
+    pruner = ChunkPruner(model, optimizer=optimizer, shared_budget=20)  # cannot know yet
+    loss(ddp(batch(rank.rank, 0))).backward()
+    for prune in (pruner.prune, lambda: model.first.prune(capacity=3)):
+        try:
+            prune()
+        except ValueError as error:
+            refusals.append(str(error))
+    return refusals
+
+
+class Two(nn.Module):
+    """Tables that could share a budget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = table(sparse=False), table(sparse=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.first(ids) + self.second(ids)
+
+
+def test_a_shared_budget_in_ddp_is_refused_with_the_way_out() -> None:
+    for refusals in run_ranks(shared_budget_in_ddp, 2):
+        before, pruning, alone = refusals
+        assert "Leave shared_budget out" in before
+        assert pruning == before
+        assert "capacity = 3: allowed 30 inside DistributedDataParallel" in alone
+
+
 def diverged(rank: Rank) -> str:
     rank.init("gloo")
     module = table()

@@ -318,6 +318,40 @@ def test_tables_share_a_budget(layout: str) -> None:
         ChunkPruner([busy, AdaptiveEmbeddingBag(9, 16, budget=2, chunk_dim=8)], shared_budget=9)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_pools_that_an_optimizer_trains_share_a_budget_in_an_ordinary_loop(sparse: bool) -> None:
+    torch.manual_seed(0)
+    first, second = (AdaptiveEmbedding(50, 16, budget=30, chunk_dim=4, sparse=sparse) for _ in range(2))
+    optimizer = torch.optim.SGD([first.pool, second.pool], lr=0.01)
+    pruner = ChunkPruner([first, second], optimizer=optimizer, first=2, interval=2, growth=1.0, shared_budget=60)
+    sizes = set()
+    loss = torch.zeros(())
+    for _ in range(20):
+        optimizer.zero_grad()
+        ids = torch.randint(0, 50, (24,))
+        # The last step's loss, and with it the last step's graph, lives until this one's is there.
+        loss = (3 * first(ids) + second(ids) - 1).square().sum()
+        loss.backward()
+        for table in (first, second):
+            assert table.pool.grad is not None
+            assert table.pool.grad.shape == table.pool.shape
+        optimizer.step()
+        pruner.step()
+        sizes.add(first.budget_chunks)
+    assert len(sizes) > 1
+    assert loss.isfinite()
+
+
+def test_a_checkpoint_with_another_size_is_trained_on() -> None:
+    small, large = (AdaptiveEmbedding(50, 16, budget=budget, chunk_dim=4, layout="hash") for budget in (20, 30))
+    held = small(torch.arange(50)).sum()
+    small.load_state_dict(large.state_dict())
+    small(torch.arange(50)).sum().backward()
+    assert held.requires_grad
+    assert small.pool.grad is not None
+    assert small.pool.grad.shape == (30, 4)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

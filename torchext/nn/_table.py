@@ -39,6 +39,17 @@ def _memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return made
 
 
+def _replace_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Gives a parameter other values, of which there may be another number."""
+    if values.shape != parameter.shape:
+        parameter.grad = None
+        # Autograd's node that gathers the gradient lives as long as any graph does that holds it, an old loss for
+        # instance, and would go on expecting the old shape. A change of dtype makes torch forget it.
+        other = torch.float32 if values.dtype == torch.float64 else torch.float64
+        parameter.data = values.new_empty(0, dtype=other)
+    parameter.data = values
+
+
 class AdaptiveTable(nn.Module):
     """What :class:`AdaptiveEmbeddingBag` and :class:`AdaptiveEmbedding` have in common.
 
@@ -258,6 +269,8 @@ class AdaptiveTable(nn.Module):
             if capacity != slots:
                 raise refuse("capacity", capacity, f"{slots}: a table with budget 1.0 keeps everything")
             return {"admitted": 0, "dropped": 0, "moved": 0}
+        if capacity != slots and self._ddp is not None and self.pool.requires_grad:
+            raise refuse("capacity", capacity, f"{slots} inside DistributedDataParallel, whose buckets keep their size")
         if capacity > slots:
             self._grow_index(capacity)
         moves, admitted, dropped = _ops.adaptive_table_prune_(
@@ -313,7 +326,7 @@ class AdaptiveTable(nn.Module):
             return values[:capacity].clone() if capacity < len(values) else values
 
         before = self.pool.shape
-        self.pool.data = carried(self.pool.data)
+        _replace_values(self.pool, carried(self.pool.data))
         self.state = [carried(state) for state in self.state]
         if optimizer is not None:
             kept = optimizer.state.get(self.pool, {})
@@ -392,7 +405,7 @@ class AdaptiveTable(nn.Module):
     def _resize(self, slots: int, index: Tensor, utility: Tensor) -> None:
         """Room for so many slots, with nothing in them; index and utilities as large as those given."""
         self.budget_chunks = slots
-        self.pool.data = self.pool.new_empty(slots, self.chunk_dim)
+        _replace_values(self.pool, self.pool.new_empty(slots, self.chunk_dim))
         self.state = self._empty_state(slots)
         self.index = torch.empty_like(index, device=self.pool.device)
         self.utility = torch.empty_like(utility, device=self.pool.device)
