@@ -83,34 +83,51 @@ def train_whole(rank: Rank) -> Tensor:
     return module.weight.clone()
 
 
-def start_from_rank_0(rank: Rank) -> Tensor:
+def in_ddp(model: nn.Module, compiled: str) -> nn.Module:
+    """The model in DDP, as it is or compiled from within or from without."""
+    if compiled == "inside":
+        model.compile(backend="eager")
+    ddp = DistributedDataParallel(model)
+    if compiled == "outside":
+        ddp.compile(backend="eager")
+    return ddp
+
+
+COMPILED = pytest.mark.parametrize("compiled", ["", "inside", "outside"])
+
+
+def start_from_rank_0(rank: Rank, compiled: str) -> Tensor:
     rank.init("gloo")
-    module = table("hash")
+    module = table("hash", sparse=False)
+    ids = torch.arange(ROWS).unsqueeze(1)
     if rank.rank == 0:
         module._take(torch.randn(ROWS, DIM))
-    ddp = DistributedDataParallel(module)
-    return ddp(torch.arange(ROWS).unsqueeze(1)).detach()
+    ddp = in_ddp(module, compiled)
+    if compiled == "inside":
+        module(ids)  # what was compiled outside of DDP does not hold in it
+    return ddp(ids).detach()
 
 
-def test_ddp_begins_with_the_table_of_rank_0() -> None:
-    first, second = run_ranks(start_from_rank_0, 2)
+@COMPILED
+def test_ddp_begins_with_the_table_of_rank_0(compiled: str) -> None:
+    first, second = run_ranks(start_from_rank_0, 2, compiled)
     assert first.any()
     assert torch.equal(first, second)
 
 
-def fused_in_ddp(rank: Rank) -> str:
+def fused_in_ddp(rank: Rank, compiled: str) -> str:
     rank.init("gloo")
     model = nn.Sequential(table(sparse=False, training="fused"), nn.Linear(DIM, 1))
-    ddp = DistributedDataParallel(model)
     try:
-        ddp(batch(rank.rank, 0))
+        in_ddp(model, compiled)(batch(rank.rank, 0))
     except RuntimeError as error:
         return str(error)
     return "no error"
 
 
-def test_a_fused_table_in_ddp_is_refused_with_the_way_out() -> None:
-    for text in run_ranks(fused_in_ddp, 2):
+@COMPILED
+def test_a_fused_table_in_ddp_is_refused_with_the_way_out(compiled: str) -> None:
+    for text in run_ranks(fused_in_ddp, 2, compiled):
         assert "replicas would differ" in text
         assert "training='sparse'" in text
         assert "training='sharded'" in text

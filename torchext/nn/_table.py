@@ -361,25 +361,29 @@ class AdaptiveTable(nn.Module):
         rows = torch.unique_consecutive(keys // self.chunks)
         self.seen.index_put_((rows >> 3,), _bit(rows), accumulate=True)
 
+    def _strange_to_ddp(self) -> bool:
+        """Whether this forward pass runs inside a DDP that has not met the table; torch.compile guards the answer."""
+        ddp = DistributedDataParallel._active_ddp_module
+        return ddp is not None and self.training_mode != "sharded" and self._ddp is not ddp.process_group
+
+    @torch.compiler.disable
     def _meet_ddp(self) -> None:
         """Refuses what plain DDP would let diverge, and makes the ranks begin with rank 0's table."""
         ddp = DistributedDataParallel._active_ddp_module
-        if ddp is None or self.training_mode == "sharded":
-            return
+        assert ddp is not None
         if self.training_mode == "fused":
             raise RuntimeError(
                 "training = 'fused' inside DistributedDataParallel: every rank would update its own replica with its "
                 "own gradients, and the replicas would differ from then on without an error. Use training='sparse' "
                 "with an optimizer (DDP on Gloo averages it), or training='sharded', which exchanges rows."
             )
-        if self._ddp is not ddp.process_group:
-            for name in self._PLAIN:
-                tensor = getattr(self, name)
-                sent = tensor.to(self.pool.device)  # what is on the CPU cannot travel where the table does
-                torch.distributed.broadcast(sent, group_src=0, group=ddp.process_group)
-                if sent is not tensor:
-                    tensor.copy_(sent)
-            self._ddp = ddp.process_group
+        for name in self._PLAIN:
+            tensor = getattr(self, name)
+            sent = tensor.to(self.pool.device)  # what is on the CPU cannot travel where the table does
+            torch.distributed.broadcast(sent, group_src=0, group=ddp.process_group)
+            if sent is not tensor:
+                tensor.copy_(sent)
+        self._ddp = ddp.process_group
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles know no process group."""

@@ -100,7 +100,7 @@ class _AdaptiveLookup(AdaptiveTable):
     def _look_up(
         self, ids: Tensor, offsets: Tensor | None, bag_size: int, per_sample_weights: Tensor | None, last: bool
     ) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if self._strange_to_ddp():
             self._meet_ddp()
         if self._shards is not None:
             return self._shards.look_up(self, ids, offsets, bag_size, per_sample_weights, last)
