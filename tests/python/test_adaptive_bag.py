@@ -422,6 +422,31 @@ def test_schedulers_reach_the_fused_update() -> None:
     assert seen == [-1.0, -1.5, -1.75]
 
 
+def test_learning_rates_that_are_put_into_the_group_are_taken_over() -> None:
+    bag = AdaptiveEmbeddingBag(4, 4, mode="sum", training="fused", optimizer="sgd", lr=1.0)
+    bag._take(torch.zeros(4, 4))
+    optimizer = torch.optim.SGD([bag.param_group()], lr=1.0)
+
+    def train(bag: AdaptiveEmbeddingBag, optimizer: torch.optim.Optimizer) -> float:
+        before = bag.weight[1, 0].item()
+        bag(torch.tensor([[1]])).sum().backward()
+        optimizer.step()
+        return before - bag.weight[1, 0].item()
+
+    saved = copy.deepcopy(optimizer.state_dict())
+    bag.lr.fill_(0.25)
+    optimizer.load_state_dict(saved)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    train(bag, optimizer)
+    assert bag.lr == 1.0
+    scheduler.step()
+    assert train(bag, optimizer) == 0.5  # the loaded group is the table's again
+    for pair in ((bag, optimizer), copy.deepcopy((bag, optimizer))):
+        pair[1].param_groups[0]["lr"] = 0.125
+        assert train(*pair) == 0.5
+        assert train(*pair) == 0.125
+
+
 def test_copies_and_pickles_are_tables_of_their_own() -> None:
     bag = AdaptiveEmbeddingBag(20, 8, budget=0.5, chunk_dim=4, training="fused")
     bag._take(torch.randn(20, 8))

@@ -21,6 +21,7 @@ from torchext.nn._arguments import (
     refuse,
 )
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
+from torchext.nn._learning_rate import follow
 from torchext.nn._ops import BagSpec, Table, _ops
 
 __all__ = ["AdaptiveTable"]
@@ -228,10 +229,13 @@ class AdaptiveTable(nn.Module):
     def param_group(self) -> dict[str, Any]:
         """A parameter group for any torch optimizer, through which learning-rate schedulers reach the fused update.
 
-        The group has no parameter with a gradient; its "lr" is :attr:`lr`, which schedulers write in place.
+        The group has no parameter with a gradient; its "lr" is :attr:`lr`, which schedulers write in place. What is put
+        there instead, by the optimizer's load_state_dict or as a number, is taken over in the optimizer's next step:
+        updates of backward passes before it still use the old one.
         """
         if self.trigger is None:
             raise ValueError(f"training = {self.training_mode!r} has no fused update; give the optimizer parameters()")
+        follow(self)
         return {"params": [self.trigger], "lr": self.lr}
 
     @torch.no_grad()
@@ -366,7 +370,7 @@ class AdaptiveTable(nn.Module):
         ddp = DistributedDataParallel._active_ddp_module
         return ddp is not None and self.training_mode != "sharded" and self._ddp is not ddp.process_group
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _meet_ddp(self) -> None:
         """Refuses what plain DDP would let diverge, and makes the ranks begin with rank 0's table."""
         ddp = DistributedDataParallel._active_ddp_module
@@ -388,6 +392,12 @@ class AdaptiveTable(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles know no process group."""
         return {**self.__dict__, "_ddp": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's group may be in the copy of an optimizer."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.trigger is not None:
+            follow(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptiveTable:
         device = fn(self.pool.new_empty(0)).device
