@@ -281,6 +281,31 @@ def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
     assert "torch.Size([1, 1, 8])" in first[1]
 
 
+def sharded_with_empty_batches(rank: Rank) -> tuple[list[Tensor], Tensor]:
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded", optimizer="sgd", lr=1.0)
+    single = AdaptiveEmbedding(ROWS, DIM, training="sharded", optimizer="sgd", lr=1.0)
+    for module in (bag, single):
+        module._take(torch.zeros(module.num_embeddings, DIM))
+    outputs = []
+    for module, shape in ((bag, (0, 3)), (bag, (3, 0)), (bag, (0,)), (single, (0, 4)), (single, (0,))):
+        given = torch.zeros(shape if rank.rank == 1 else (2, 3), dtype=torch.int64)
+        offsets = torch.zeros(0, dtype=torch.int64) if given.dim() == 1 and module is bag else None
+        output = module(given) if offsets is None else module(given, offsets)
+        output.sum().backward()
+        outputs.append(output.detach())
+    return outputs, torch.stack([bag.weight[0], single.weight[0]])
+
+
+def test_a_rank_with_an_empty_batch_takes_part() -> None:
+    (full, trained), (empty, _) = run_ranks(sharded_with_empty_batches, 2)
+    assert [output.shape for output in empty] == [(0, DIM), (3, DIM), (0, DIM), (0, 4, DIM), (0, DIM)]
+    assert not any(output.any() for output in empty)
+    # Six ids at half the gradient, as the mean over two ranks: -3 a batch; a bag holds three of them.
+    assert torch.equal(trained, torch.tensor([[-9.0], [-6.0]]).expand(2, DIM))
+    assert [output.flatten()[0].item() for output in full] == [0.0, -9.0, -18.0, 0.0, -3.0]
+
+
 def sharded_without_a_device_of_its_own(rank: Rank) -> list[Tensor]:
     """Trains while tensors that are made without a device land on one that cannot take part."""
     rank.init("gloo")

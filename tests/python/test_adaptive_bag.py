@@ -197,6 +197,21 @@ def test_embedding_equals_embedding(shape: tuple[int, ...], padding_idx: int | N
     close(ours.weight, theirs.weight.detach())
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("training", ["dense", "fused"])
+def test_bags_without_room_for_ids_take_part_in_training(training: str, mode: str) -> None:
+    bag = AdaptiveEmbeddingBag(5, 4, mode=mode, training=training, include_last_offset=True)
+    before = bag.weight.clone()
+    for bags in (0, 3):
+        output = bag(torch.zeros(bags, 0, dtype=torch.int64))
+        assert torch.equal(output, torch.zeros(bags, 4))
+        output.sum().backward()
+    assert torch.equal(bag.weight, before)
+    if training == "dense":
+        assert bag.pool.grad is not None
+        assert not bag.pool.grad.any()
+
+
 def test_padding_row_starts_at_zero() -> None:
     assert not AdaptiveEmbedding(5, 4, padding_idx=2).weight[2].any()
     assert not AdaptiveEmbeddingBag(5, 4, padding_idx=-1).weight[4].any()

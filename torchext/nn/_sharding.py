@@ -24,7 +24,7 @@ class _ReturnBags(torch.autograd.Function):
         received = partial.new_empty(world * mine, partial.shape[1])
         dist.all_to_all_single(received, partial.contiguous(), [mine] * world, sizes, group=group)
         # Rank by rank: one order of summation, whatever arrives first.
-        return received.view(world, mine, -1).sum(0)
+        return received.view(world, mine, partial.shape[1]).sum(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

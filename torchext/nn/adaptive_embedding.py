@@ -274,8 +274,9 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets must be None with a 2-D input: every row of it is a bag")
-            if input.shape[1] == 0:
-                return self.pool.new_zeros(input.shape[0], self.embedding_dim)
+            if input.shape[1] == 0:  # shards exchange all the same, and the output is in autograd's graph
+                empty = torch.zeros(input.shape[0], dtype=torch.int64, device=input.device)
+                return self._look_up(input.reshape(-1), empty, 0, per_sample_weights, False)
             return self._look_up(input.reshape(-1), None, input.shape[1], per_sample_weights, False)
         if input.dim() != 1:
             raise ValueError(f"input has shape {tuple(input.shape)}; it must be 1-D or 2-D")
