@@ -281,6 +281,22 @@ def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
     assert "torch.Size([1, 1, 8])" in first[1]
 
 
+def frozen_shards(rank: Rank) -> list[bool]:
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded")
+    before, changed = bag.weight.clone(), []
+    for trains in (False, True):
+        bag.requires_grad_(trains)
+        ids = batch(rank.rank, 0)
+        bag(ids, None, torch.ones(ids.shape, requires_grad=True)).sum().backward()
+        changed.append(not torch.equal(bag.weight, before))
+    return changed
+
+
+def test_frozen_shards_are_not_trained() -> None:
+    assert run_ranks(frozen_shards, 2) == [[False, True]] * 2
+
+
 def sharded_with_empty_batches(rank: Rank) -> tuple[list[Tensor], Tensor]:
     rank.init("gloo")
     bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded", optimizer="sgd", lr=1.0)

@@ -138,6 +138,33 @@ def test_sparse_gradient_equals_embedding_bag(seed: int, name: str) -> None:
     close(ours.weight, theirs.weight.detach())
 
 
+@pytest.mark.parametrize("training", ["dense", "sparse", "fused"])
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_a_frozen_table_stays_what_it_is(training: str, budget: float) -> None:
+    torch.manual_seed(7)
+    options: dict[str, Any] = {"mode": "sum", "training": training, "budget": budget, "chunk_dim": 4}
+    bag = AdaptiveEmbeddingBag.from_pretrained(torch.randn(9, 8), **options)
+    ids, weights = torch.randint(0, 9, (4, 3)), torch.randn(4, 3, requires_grad=True)
+
+    def train() -> bool:
+        """Whether that changed anything of the table."""
+        before = copy.deepcopy(bag.state_dict())
+        bag(ids, None, weights).sum().backward()
+        gathered, bag.pool.grad = bag.pool.grad, None
+        same = all(torch.equal(value, before[name]) for name, value in bag.state_dict().items())
+        return gathered is not None or not same
+
+    assert not train()
+    assert weights.grad is not None
+    torch.testing.assert_close(weights.grad, bag.weight.sum(1)[ids])
+    assert not bag(ids).requires_grad
+    for holder in (bag, nn.Sequential(bag)):  # a model asks its parameters, not its modules
+        assert holder.requires_grad_() is holder
+        assert train()
+        holder.requires_grad_(False)
+        assert not train()
+
+
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("seed", range(300, 330))
 def test_fused_update_equals_embedding_bag_and_optimizer(seed: int, name: str) -> None:

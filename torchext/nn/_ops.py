@@ -219,7 +219,9 @@ class _TrainBag(torch.autograd.Function):
         weight_gradient = pool_gradient = trigger_gradient = None
         if ctx.needs_input_grad[2]:  # before the update changes what it is made of
             weight_gradient = _ops.adaptive_bag_weight_gradient(gradient, pool, index, *layout)
-        if spec.training == "fused":
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            pass  # frozen: only weights are trained, nothing of the table changes
+        elif spec.training == "fused":
             _ops.adaptive_bag_update_(
                 gradient,
                 argmax,
@@ -246,10 +248,9 @@ class _TrainBag(torch.autograd.Function):
                 _ops.adaptive_bag_observe_(
                     gradient, argmax, pool, *observed, *layout, spec.scale_by_frequency, spec.gamma
                 )
-            if ctx.needs_input_grad[0]:
-                pool_gradient = _ops.adaptive_bag_dense_gradient(
-                    gradient, argmax, pool, index, *layout, spec.scale_by_frequency
-                )
+            pool_gradient = _ops.adaptive_bag_dense_gradient(
+                gradient, argmax, pool, index, *layout, spec.scale_by_frequency
+            )
         return (pool_gradient, trigger_gradient, weight_gradient, *(None,) * (9 + len(state)))
 
 

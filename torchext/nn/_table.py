@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from torchext.nn._arguments import (
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
 from torchext.nn._ops import BagSpec, Table, _ops
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["AdaptiveTable"]
 
@@ -142,11 +145,26 @@ class AdaptiveTable(nn.Module):
         return _memory((slots + slots * 3 // 7 + 8,), torch.int64, device).fill_(-1)  # ChunkIndex::cellsFor
 
     def _empty_state(self, slots: int) -> list[Tensor]:
-        if self.pool.requires_grad:
+        if self.trigger is None:  # an optimizer has it
             return []
         dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
         shape = (slots,) if self.optimizer_name == "adagrad" else (slots, self.chunk_dim)
         return [_memory(shape, dtype, self.pool.device).zero_() for _ in range(OPTIMIZERS[self.optimizer_name])]
+
+    @property
+    def _trained(self) -> Tensor:
+        """What requires a gradient as long as the table is not frozen."""
+        return self.pool if self.trigger is None else self.trigger
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Thaws or freezes the table. A model around shards does not reach them: freeze them by this, on all ranks."""
+        self._trained.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def optimizer_trains(self) -> bool:
+        """Whether the pool gets a gradient, for an optimizer; a fused update may be thawed with a model around it."""
+        return self.trigger is None and self.pool.requires_grad
 
     @property
     def _table(self) -> Table:
@@ -273,7 +291,7 @@ class AdaptiveTable(nn.Module):
             if capacity != slots:
                 raise refuse("capacity", capacity, f"{slots}: a table with budget 1.0 keeps everything")
             return {"admitted": 0, "dropped": 0, "moved": 0}
-        if capacity != slots and self._ddp is not None and self.pool.requires_grad:
+        if capacity != slots and self._ddp is not None and self.optimizer_trains:
             raise refuse("capacity", capacity, f"{slots} inside DistributedDataParallel, whose buckets keep their size")
         if capacity > slots:
             self._grow_index(capacity)

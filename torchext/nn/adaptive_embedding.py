@@ -83,10 +83,7 @@ class _AdaptiveLookup(AdaptiveTable):
             raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
         made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, "device": embeddings.device, **options})
         made._take(embeddings)
-        made.requires_grad_(not freeze and made.trigger is None)
-        if made.trigger is not None and not freeze:
-            made.trigger.requires_grad_(True)
-        return made
+        return made.requires_grad_(not freeze)
 
     def _set_arguments(
         self, mode: str, include_last_offset: bool, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool
@@ -118,10 +115,11 @@ class _AdaptiveLookup(AdaptiveTable):
         spec = self._spec(mode, self._skipped, self._frozen, last, self.scale_grad_by_freq)
         if self.training_mode == "sharded":
             spec = spec._replace(training="fused")
-        trains = self.pool.requires_grad or self.trigger is not None
+        trains = self._trained.requires_grad
         if not torch.is_grad_enabled() or not (trains or (weights is not None and weights.requires_grad)):
             return adaptive_bag(self.pool.detach(), self._table, ids, offsets, bag_size, weights, spec)
-        return train_bag(self.pool, self.trigger, self._table, ids, offsets, bag_size, weights, spec)
+        pool = self.pool if self.trigger is None else self.pool.detach()
+        return train_bag(pool, self.trigger, self._table, ids, offsets, bag_size, weights, spec)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""

@@ -90,13 +90,13 @@ class ChunkPruner:
         self.growth, self.interval = growth, interval
         self.max_swap_share, self.hysteresis = max_swap_share, hysteresis
         self._steps, self._next, self._wait = 0, first, float(first)
-        if self.optimizer is None and any(table.pool.requires_grad for table in self.tables):
+        if self.optimizer is None and any(table.optimizer_trains for table in self.tables):
             raise ValueError(
                 "optimizer: an optimizer trains the pools; pass it, so that its state moves with the chunks"
             )
 
     def _refuse_ddp(self, tables: Iterable[AdaptiveTable]) -> None:
-        if any(table.pool.requires_grad for table in tables):
+        if any(table.optimizer_trains for table in tables):
             raise ValueError(
                 "shared_budget inside DistributedDataParallel: pools with training='dense' or 'sparse' would change "
                 "their size, and DDP's buckets keep theirs. Leave shared_budget out, or take training='sharded'."
