@@ -150,6 +150,10 @@ def shared_budget_in_ddp(rank: Rank) -> list[str]:
             prune()
         except ValueError as error:
             refusals.append(str(error))
+    try:
+        model.first.load_state_dict(table(sparse=False, budget=3).state_dict())
+    except RuntimeError as error:
+        refusals.append(str(error))
     return refusals
 
 
@@ -166,10 +170,11 @@ class Two(nn.Module):
 
 def test_a_shared_budget_in_ddp_is_refused_with_the_way_out() -> None:
     for refusals in run_ranks(shared_budget_in_ddp, 2):
-        before, pruning, alone = refusals
+        before, pruning, alone, loading = refusals
         assert "Leave shared_budget out" in before
         assert pruning == before
         assert "capacity = 3: allowed 30 inside DistributedDataParallel" in alone
+        assert "pool: another number of slots inside DDP; load before" in loading
 
 
 def diverged(rank: Rank) -> str:

@@ -142,7 +142,12 @@ class AdaptiveTable(nn.Module):
             return torch.empty(0, dtype=torch.int32, device=device)
         if self.layout == "direct":
             return _memory((self.num_embeddings * self.chunks,), torch.int32, device).fill_(-1)
-        return _memory((slots + slots * 3 // 7 + 8,), torch.int64, device).fill_(-1)  # ChunkIndex::cellsFor
+        return _memory((self._index_cells(slots),), torch.int64, device).fill_(-1)
+
+    @staticmethod
+    def _index_cells(slots: int) -> int:
+        """ChunkIndex::cellsFor."""
+        return slots + slots * 3 // 7 + 8
 
     def _empty_state(self, slots: int) -> list[Tensor]:
         if self.trigger is None:  # an optimizer has it
@@ -434,13 +439,16 @@ class AdaptiveTable(nn.Module):
         """Names and tensors of what is neither parameter nor optimizer's state."""
         return ((name, getattr(self, name)) for name in self._PLAIN)
 
-    def _resize(self, slots: int, index: Tensor, utility: Tensor) -> None:
-        """Room for so many slots, with nothing in them; index and utilities as large as those given."""
-        self.budget_chunks = slots
-        _replace_values(self.pool, self.pool.new_empty(slots, self.chunk_dim))
-        self.state = self._empty_state(slots)
-        self.index = torch.empty_like(index, device=self.pool.device)
-        self.utility = torch.empty_like(utility, device=self.pool.device)
+    def _resize(self, slots: int, index: int, utility: int) -> None:
+        """Room for so many slots, cells of the index and utilities; what has another size then has nothing in it."""
+        if slots != self.budget_chunks:
+            self.budget_chunks = slots
+            _replace_values(self.pool, self.pool.new_empty(slots, self.chunk_dim))
+            self.state = self._empty_state(slots)
+        if index != len(self.index):
+            self.index = self.index.new_empty(index)
+        if utility != len(self.utility):
+            self.utility = self.utility.new_empty(utility)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
