@@ -12,6 +12,7 @@ from harness import Rank, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import torchext
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
 
 ROWS, DIM, BAGS, STEPS = 37, 8, 6, 12
@@ -175,6 +176,38 @@ def test_a_shared_budget_in_ddp_is_refused_with_the_way_out() -> None:
         assert pruning == before
         assert "capacity = 3: allowed 30 inside DistributedDataParallel" in alone
         assert "pool: another number of slots inside DDP; load before" in loading
+
+
+def prune_with_dear(rank: Rank, form: str, momentum: float) -> str | Tensor:
+    rank.init(
+        "dear" if form else "gloo",
+        pg_options=torchext.DeAROptions(form=form, allreduce_fallback=False) if form else None,
+    )
+    model = DistributedDataParallel(table(sparse=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
+    synchronizer = torchext.attach(model, optimizer) if form else None
+    pruner = ChunkPruner(model, optimizer=optimizer, first=2, growth=1.0, interval=3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model(batch(rank.rank, step))).backward()
+        optimizer.step()
+        try:
+            pruner.step()
+        except ValueError as error:
+            return str(error)
+    if synchronizer is not None:
+        synchronizer.wait()
+    return model.module.weight
+
+
+def test_dears_state_moves_with_the_chunks_or_is_refused() -> None:
+    for text in run_ranks(prune_with_dear, 2, "sharded", 0.9):
+        assert "state 'momentum_buffer' has shape" in text
+        assert "form='replicated'" in text
+    for form, momentum in (("replicated", 0.9), ("sharded", 0.0)):
+        expected = run_ranks(prune_with_dear, 2, "", momentum)[0]
+        for weight in run_ranks(prune_with_dear, 2, form, momentum):
+            torch.testing.assert_close(weight, expected)
 
 
 def diverged(rank: Rank) -> str:

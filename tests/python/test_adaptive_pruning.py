@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -229,6 +230,23 @@ def test_an_optimizer_keeps_its_state_with_the_chunks() -> None:
                 expected = held.get(int(key), torch.zeros(4))
                 assert torch.equal(moment[slot], expected)
     assert len(held) > 10
+
+
+def test_an_optimizer_whose_state_cannot_move_is_refused() -> None:
+    table = AdaptiveEmbedding(30, 16, budget=0.3, chunk_dim=4)
+    other = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="optimizer = SGD: a pool is not among its parameters"):
+        ChunkPruner(table, optimizer=torch.optim.SGD([other], lr=0.1))
+    optimizer = torch.optim.SGD([other, table.pool], lr=0.1)
+    pruner = ChunkPruner(table, optimizer=optimizer)
+    table(torch.arange(30)).sum().backward()
+    before = copy.deepcopy(table.state_dict())
+    optimizer.state[table.pool].update(step=torch.ones(1), rows=torch.zeros(36, 1))
+    with pytest.raises(ValueError, match=r"state 'rows' has shape \(36, 1\), the pool \(36, 4\).*form='replicated'"):
+        pruner.prune()
+    assert all(torch.equal(value, before[name]) for name, value in table.state_dict().items())
+    del optimizer.state[table.pool]["rows"]
+    assert pruner.prune()["admitted"] == 36
 
 
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])

@@ -23,6 +23,7 @@ from torchext.nn._arguments import (
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
 from torchext.nn._ops import BagSpec, Table, _ops
+from torchext.nn._optimizer_state import moving_state
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -283,6 +284,10 @@ class AdaptiveTable(nn.Module):
 
         Returns:
             Numbers of chunks ``admitted``, ``dropped`` and ``moved``.
+
+        Raises:
+            ValueError: An argument out of its range, or an optimizer that trains something else or whose state cannot
+                move with the chunks. Nothing is changed.
         """
         total, slots = self.num_embeddings * self.chunks, self.budget_chunks
         capacity = slots if capacity is None else capacity
@@ -298,6 +303,7 @@ class AdaptiveTable(nn.Module):
             return {"admitted": 0, "dropped": 0, "moved": 0}
         if capacity != slots and self._ddp is not None and self.optimizer_trains:
             raise refuse("capacity", capacity, f"{slots} inside DistributedDataParallel, whose buckets keep their size")
+        state = self._moving_state(optimizer)
         if capacity > slots:
             self._grow_index(capacity)
         moves, admitted, dropped = _ops.adaptive_table_prune_(
@@ -313,7 +319,7 @@ class AdaptiveTable(nn.Module):
         )
         if capacity < slots and self.layout == "sketch":
             self.utility = torch.cat([self.utility[:capacity], self.utility[slots:]])
-        self._carry(moves, admitted, capacity, optimizer)
+        self._carry(moves, admitted, capacity, *state)
         self.budget_chunks = capacity
         return {"admitted": len(admitted), "dropped": len(dropped), "moved": len(moves)}
 
@@ -344,7 +350,13 @@ class AdaptiveTable(nn.Module):
         found = self.index[cells] >> 32
         self.index[cells] = found << 32 | slots[torch.searchsorted(keys, found)]
 
-    def _carry(self, moves: Tensor, admitted: Tensor, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
+    def _moving_state(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], list[str]]:
+        """State that moves with the pool, and its names."""
+        return moving_state(optimizer, self.pool) if optimizer is not None and self.optimizer_trains else ({}, [])
+
+    def _carry(
+        self, moves: Tensor, admitted: Tensor, capacity: int, state: dict[str, Any], moving: Iterable[str]
+    ) -> None:
         def carried(values: Tensor) -> Tensor:
             if capacity > len(values):
                 values = torch.cat([values, values.new_zeros(capacity - len(values), *values.shape[1:])])
@@ -352,14 +364,10 @@ class AdaptiveTable(nn.Module):
             _ops.adaptive_table_carry_(values, moves, admitted)
             return values[:capacity].clone() if capacity < len(values) else values
 
-        before = self.pool.shape
         _replace_values(self.pool, carried(self.pool.data))
-        self.state = [carried(state) for state in self.state]
-        if optimizer is not None:
-            kept = optimizer.state.get(self.pool, {})
-            for name, value in kept.items():
-                if isinstance(value, Tensor) and value.shape == before:
-                    kept[name] = carried(value)
+        self.state = [carried(own) for own in self.state]
+        for name in moving:
+            state[name] = carried(state[name])
         self.pool.grad = None  # its slots may be others' now
         fresh = _ops.adaptive_table_meet_(self.seen, admitted, self.chunks)
         if len(fresh) and self.init_std > 0:

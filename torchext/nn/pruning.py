@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.nn._ops import _ops
+from torchext.nn._optimizer_state import find_pool
 from torchext.nn._table import AdaptiveTable
 
 __all__ = ["ChunkPruner"]
@@ -46,8 +47,9 @@ class ChunkPruner:
         process_group: Of the replicas; None: the default group, if there is one.
 
     Raises:
-        ValueError: An argument out of its range, or no table to prune. A shared budget in DDP: also from :meth:`prune`,
-            where DDP was not among the modules.
+        ValueError: An argument out of its range, no table to prune, or an optimizer that does not train a pool. A
+            shared budget in DDP that was not among the modules, and optimizer state that cannot move (that of "dear" in
+            its sharded form): from :meth:`prune`.
     """
 
     def __init__(
@@ -90,10 +92,14 @@ class ChunkPruner:
         self.growth, self.interval = growth, interval
         self.max_swap_share, self.hysteresis = max_swap_share, hysteresis
         self._steps, self._next, self._wait = 0, first, float(first)
-        if self.optimizer is None and any(table.optimizer_trains for table in self.tables):
-            raise ValueError(
-                "optimizer: an optimizer trains the pools; pass it, so that its state moves with the chunks"
-            )
+        for table in self.tables:
+            if not table.optimizer_trains:
+                continue
+            if self.optimizer is None:
+                raise ValueError(
+                    "optimizer: an optimizer trains the pools; pass it, so that its state moves with the chunks"
+                )
+            find_pool(self.optimizer, table.pool)
 
     def _refuse_ddp(self, tables: Iterable[AdaptiveTable]) -> None:
         if any(table.optimizer_trains for table in tables):
@@ -116,6 +122,8 @@ class ChunkPruner:
         """Prunes now. Collective among replicas."""
         if self.shared_budget is not None:
             self._refuse_ddp(table for table in self.tables if table._ddp is not None)
+        for table in self.tables:
+            table._moving_state(self.optimizer)  # or none of them is pruned
         for table in self.tables:
             if table.training_mode != "sharded":
                 self._merge(table)
