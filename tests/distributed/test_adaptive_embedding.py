@@ -319,6 +319,24 @@ def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
     assert "torch.Size([1, 1, 8])" in first[1]
 
 
+def initial_shards(rank: Rank) -> list[Tensor]:
+    rank.init("gloo")
+    made = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        made.append(AdaptiveEmbeddingBag(ROWS - 1, DIM, training="sharded").weight.clone())
+    return made
+
+
+def test_shards_begin_with_values_of_their_own() -> None:
+    first, second = run_ranks(initial_shards, 2)
+    for shard in (first, second):
+        assert torch.equal(shard[0], shard[1])
+        assert not (shard[0] == shard[2]).any()
+        assert 0.8 < shard[0].std() < 1.2
+    assert not (first[0] == second[0]).any()
+
+
 def frozen_shards(rank: Rank) -> list[bool]:
     rank.init("gloo")
     bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded")

@@ -198,11 +198,18 @@ class AdaptiveTable(nn.Module):
     def reset_parameters(self) -> None:
         """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
         if self.layout == "identity":
-            self.pool.normal_(0, self.init_std)
+            self.pool.normal_(0, self.init_std, generator=self._generator())
             self._zero_row(getattr(self, "padding_idx", None))
         else:
             self.pool.zero_()
             self._make_plain()
+
+    def _generator(self) -> torch.Generator | None:
+        """Of initial values: torch's, or one for this shard, as all ranks may have seeded torch's alike."""
+        if self.training_mode != "sharded":
+            return None
+        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**62))
+        return torch.Generator(self.pool.device).manual_seed(drawn + self.seed)
 
     def _zero_row(self, row: int | None) -> None:
         if row is not None and self.layout == "identity":
