@@ -336,6 +336,15 @@ def test_the_derivative_is_right() -> None:
         assert torch.autograd.gradcheck(bag, (pool, given))
 
 
+@pytest.mark.parametrize("training", ["dense", "fused"])
+def test_second_derivatives_are_refused(training: str) -> None:
+    table = AdaptiveEmbedding(5, 4, training=training)
+    loss = table(torch.tensor([1, 2])).square().sum()
+    (gradient,) = torch.autograd.grad(loss, table._trained, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + gradient.sum()).backward()
+
+
 def samples() -> list[tuple[str, tuple[Any, ...]]]:
     torch.manual_seed(3)
     index = torch.full((12,), -1, dtype=torch.int32)

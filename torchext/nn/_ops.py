@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torchext._build import load_native
 
@@ -208,6 +209,7 @@ class _TrainBag(torch.autograd.Function):
         return output  # type: ignore[no-any-return]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
         pool, index, utility, sketch, clock, lr, state = ctx.table
