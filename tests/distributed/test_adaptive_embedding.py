@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -317,6 +318,28 @@ def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
     assert second[0] == "IndexError"
     assert "id 37 at position 2 is out of range; the table has rows 0..36" in second[1]
     assert "torch.Size([1, 1, 8])" in first[1]
+
+
+def shards_of_a_whole_table(rank: Rank) -> tuple[list[Tensor], str]:
+    rank.init("gloo")
+    whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9))
+    options: dict[str, Any] = {"training": "sharded", "mode": "sum"}
+    made = AdaptiveEmbeddingBag.from_pretrained(whole, **options)
+    loaded = AdaptiveEmbeddingBag(ROWS, DIM, process_group=dist.new_group([0, 1]), **options)
+    loaded.load_state_dict({"weight": whole})
+    try:
+        pickle.dumps(loaded)
+    except TypeError as error:
+        refusal = str(error)
+    tables = (made, loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(made)))
+    return [table(torch.arange(ROWS).unsqueeze(1)).detach() for table in tables], refusal
+
+
+def test_shards_take_their_share_of_a_whole_table_and_can_be_copied() -> None:
+    whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9))
+    for outputs, refusal in run_ranks(shards_of_a_whole_table, 2):
+        assert all(torch.equal(output, whole) for output in outputs)
+        assert "cannot be pickled; save state_dict() of each rank" in refusal
 
 
 def initial_shards(rank: Rank) -> list[Tensor]:

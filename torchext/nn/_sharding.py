@@ -73,6 +73,22 @@ class Shards:
         self.num_embeddings = num_embeddings
         self.rows = len(range(self.rank, num_embeddings, self.world))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
+        """Copies of a table are in the same process group, which cannot be copied."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError(
+                "shards with a process_group of their own cannot be pickled; save state_dict() of each rank, and load "
+                "it into a table that is made with the group of the new processes"
+            )
+        return self.__dict__
+
+    def share(self, table: Tensor) -> Tensor:
+        """The rows of the whole table that are this rank's."""
+        return table[self.rank :: self.world]
+
     def local(self, row: int | None) -> int | None:
         """The row on this rank, or None when another has it."""
         return row // self.world if row is not None and row % self.world == self.rank else None

@@ -75,7 +75,7 @@ class _AdaptiveLookup(AdaptiveTable):
         """A table with these values; under a budget the chunks with the largest norms are resident.
 
         Args:
-            embeddings: (rows, columns).
+            embeddings: (rows, columns); for shards of the whole table, on every rank.
             freeze: Whether the table is not trained.
             **options: Of the class.
         """
@@ -84,6 +84,11 @@ class _AdaptiveLookup(AdaptiveTable):
         made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, "device": embeddings.device, **options})
         made._take(embeddings)
         return made.requires_grad_(not freeze)
+
+    def _take(self, embeddings: Tensor) -> None:
+        if self._shards is not None and len(embeddings) == self._shards.num_embeddings:
+            embeddings = self._shards.share(embeddings)
+        super()._take(embeddings)
 
     def _set_arguments(
         self, mode: str, include_last_offset: bool, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool
