@@ -336,6 +336,34 @@ def test_the_derivative_is_right() -> None:
         assert torch.autograd.gradcheck(bag, (pool, given))
 
 
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_of_a_table_that_changed_meanwhile_are_refused(compiled: bool, budget: float) -> None:
+    torch.manual_seed(9)
+    bag = AdaptiveEmbeddingBag(5, 8, mode="sum", training="fused", lr=0.5, budget=budget, chunk_dim=4)
+    bag._take(torch.randn(5, 8))
+    run = torch.compile(bag, backend="aot_eager", fullgraph=True) if compiled else bag
+    weights = [torch.ones(2, 3, requires_grad=True) for _ in range(2)]
+    ids = torch.randint(0, 5, (2, 3))
+    outputs = [run(ids, None, given) for given in weights]
+    text = "modified by an inplace operation" if compiled else "needs the table as it was in the forward pass"
+    with pytest.raises(RuntimeError, match=text):
+        (outputs[0].sum() + outputs[1].sum()).backward()
+    run(ids, None, weights[0]).sum().backward()  # one by one it is right
+    if not compiled:  # and without weights no backward pass reads the table
+        (run(ids) + run(ids)).sum().backward()
+
+
+def test_weights_of_a_table_that_was_clipped_meanwhile_are_refused() -> None:
+    bag = AdaptiveEmbeddingBag(5, 8, mode="sum", max_norm=0.5)
+    weights = torch.ones(2, 3, requires_grad=True)
+    output = bag(torch.tensor([[0, 1, 2], [2, 3, 3]]), None, weights)
+    output.sum().backward(retain_graph=True)
+    bag(torch.tensor([[4]]))
+    with pytest.raises(RuntimeError, match="by an optimizer, or by max_norm"):
+        output.sum().backward()
+
+
 @pytest.mark.parametrize("training", ["dense", "fused"])
 def test_second_derivatives_are_refused(training: str) -> None:
     table = AdaptiveEmbedding(5, 4, training=training)

@@ -17,7 +17,7 @@ from torchext._build import load_native
 
 load_native("_kernels")
 
-__all__ = ["BagSpec", "Table", "adaptive_bag", "train_bag"]
+__all__ = ["BagSpec", "Table", "adaptive_bag", "train_bag", "written"]
 
 _ops = torch.ops.torchext
 
@@ -167,6 +167,12 @@ def adaptive_bag(
     return output  # type: ignore[no-any-return]
 
 
+def written(pool: Tensor) -> None:
+    """Tells autograd that an operator has written to a pool; compiled graphs find out by themselves."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(pool)
+
+
 class _TrainBag(torch.autograd.Function):
     """The bags, and a backward pass that collects utility and then yields a gradient or updates the table."""
 
@@ -206,6 +212,8 @@ class _TrainBag(torch.autograd.Function):
         ctx.table = (pool.detach(), index, utility, sketch, clock, lr, state)
         ctx.save_for_backward(ids, offsets, weights, argmax)
         ctx.spec, ctx.bag_size = spec, bag_size
+        # In a compiled graph autograd itself compares the versions of what is saved.
+        ctx.version = None if torch.compiler.is_compiling() else pool._version
         return output  # type: ignore[no-any-return]
 
     @staticmethod
@@ -220,6 +228,12 @@ class _TrainBag(torch.autograd.Function):
         observed = (index, utility, sketch, clock)
         weight_gradient = pool_gradient = trigger_gradient = None
         if ctx.needs_input_grad[2]:  # before the update changes what it is made of
+            if ctx.version is not None and ctx.version != pool._version:
+                raise RuntimeError(
+                    "the gradient of per_sample_weights needs the table as it was in the forward pass, but it has been "
+                    "changed: by the fused update of another backward pass, by an optimizer, or by max_norm. Look ids "
+                    "up in one call, call backward before the next forward pass, or take training='sparse'"
+                )
             weight_gradient = _ops.adaptive_bag_weight_gradient(gradient, pool, index, *layout)
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
             pass  # frozen: only weights are trained, nothing of the table changes
@@ -239,6 +253,7 @@ class _TrainBag(torch.autograd.Function):
                 spec.beta2,
                 spec.eps,
             )
+            written(pool)
             trigger_gradient = pool.new_zeros(0)
         elif spec.training == "sparse":
             slots, values = _ops.adaptive_bag_sparse_gradient(

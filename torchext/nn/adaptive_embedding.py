@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchext.nn._arguments import TableOptions
-from torchext.nn._ops import _ops, adaptive_bag, train_bag
+from torchext.nn._ops import _ops, adaptive_bag, train_bag, written
 from torchext.nn._sharding import Shards
 from torchext.nn._table import AdaptiveTable
 
@@ -111,6 +111,7 @@ class _AdaptiveLookup(AdaptiveTable):
                 _ops.adaptive_bag_renorm_(
                     self.pool.detach(), self.index, ids, self.num_embeddings, self.chunks, self.max_norm, self.norm_type
                 )
+            written(self.pool)
         return self._bags(ids, offsets, bag_size, per_sample_weights, last, self.mode)
 
     def _bags(
