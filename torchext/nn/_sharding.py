@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchext.nn._arguments import offsets_problem
+
 if TYPE_CHECKING:
     from torchext.nn.adaptive_embedding import _AdaptiveLookup
 
@@ -99,15 +101,7 @@ class Shards:
         if len(bad):
             at, last_row = int(bad[0]), self.num_embeddings - 1
             return f"id {int(ids[at])} at position {at} is out of range; the table has rows 0..{last_row}"
-        if len(offsets) and int(offsets[0]) != 0:
-            return f"offsets[0] is {int(offsets[0])}, but the first bag must begin at 0"
-        falls = (offsets.diff() < 0).nonzero()
-        if len(falls):
-            at = int(falls[0]) + 1
-            return f"offsets[{at}] is {int(offsets[at])}, less than the one before it, {int(offsets[at - 1])}"
-        if len(offsets) and int(offsets[-1]) > len(ids):
-            return f"offsets[{len(offsets) - 1}] is {int(offsets[-1])}, past the end of {len(ids)} ids"
-        return "" if len(offsets) or not last else "include_last_offset is set, but offsets is empty"
+        return offsets_problem(len(ids), offsets, last)
 
     def look_up(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchext.nn._arguments import TableOptions
+from torchext.nn._arguments import TableOptions, offsets_problem
 from torchext.nn._ops import _ops, adaptive_bag, train_bag, written
 from torchext.nn._sharding import Shards
 from torchext.nn._table import AdaptiveTable
@@ -107,12 +107,24 @@ class _AdaptiveLookup(AdaptiveTable):
         if self._shards is not None:
             return self._shards.look_up(self, ids, offsets, bag_size, per_sample_weights, last)
         if self.max_norm is not None:
+            if not torch.compiler.is_compiling():  # its tensors have no values yet
+                self._check_before_writing(len(ids), offsets, per_sample_weights, last)
             with torch.no_grad():
                 _ops.adaptive_bag_renorm_(
                     self.pool.detach(), self.index, ids, self.num_embeddings, self.chunks, self.max_norm, self.norm_type
                 )
             written(self.pool)
         return self._bags(ids, offsets, bag_size, per_sample_weights, last, self.mode)
+
+    def _check_before_writing(self, ids: int, offsets: Tensor | None, weights: Tensor | None, last: bool) -> None:
+        """What the bags' operator would refuse, when max_norm has scaled rows. Ids are checked where that is done."""
+        problem = "" if offsets is None else offsets_problem(ids, offsets, last)
+        if problem:
+            raise ValueError(problem)
+        if weights is not None and weights.dtype != self.pool.dtype:
+            raise TypeError(
+                f"per_sample_weights is {weights.dtype}, the table {self.pool.dtype}; they must be the same"
+            )
 
     def _bags(
         self, ids: Tensor, offsets: Tensor | None, bag_size: int, weights: Tensor | None, last: bool, mode: str
@@ -266,6 +278,8 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
             TypeError: A wrong dtype.
             ValueError: Shapes or offsets that do not fit; named with position and value. Nothing is written.
             IndexError: An id out of range; named with position and value. Nothing is written.
+
+        In a compiled graph max_norm may have scaled rows before a wrong offset is noticed.
         """
         _ids("input", input)
         if per_sample_weights is not None:
