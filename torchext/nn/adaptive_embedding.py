@@ -166,7 +166,11 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         ``"sharded"``: row r lives on rank r mod world; ids travel to their owners and bags come back, no gradient of
         the table does. The update is fused there, with the mean of all ranks' gradients, as DDP's would be. Modes sum
         and mean. Every rank calls forward and backward equally often. Keep the module out of DDP, or let it be: its
-        parameters are hidden from there.
+        parameters are hidden from there, and from a model's ``requires_grad_``: call the table's own.
+
+    Fused and sharded updates take the gradient as the backward pass brings it, before anyone can divide or clip it.
+    ``torch.amp.GradScaler`` scales the loss, and so multiplies these updates by its factor: do not combine them. Train
+    in bfloat16, which needs no scaler, or take ``"dense"`` or ``"sparse"``.
 
     Layouts (``layout="auto"`` picks by the budget): ``"direct"`` 8 bytes a chunk of the table, fastest (from 1/8
     resident); ``"hash"`` 11.4 bytes a resident chunk and 1 byte a chunk of the table (from 1/32); ``"sketch"`` 15 bytes
