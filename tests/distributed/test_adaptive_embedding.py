@@ -117,6 +117,27 @@ def test_ddp_begins_with_the_table_of_rank_0(compiled: str) -> None:
     assert torch.equal(first, second)
 
 
+def compiled_whole_in_ddp(rank: Rank) -> tuple[str, bool]:
+    rank.init("gloo")
+    module = table(sparse=False)
+    module.compile(backend="eager", fullgraph=True)
+    ddp, ids = DistributedDataParallel(module), batch(rank.rank, 0)
+    try:
+        ddp(ids)
+    except torch._dynamo.exc.Unsupported as error:
+        refusal = str(error)
+    module._compiled_call_impl = None
+    ddp(ids)
+    module.compile(backend="eager", fullgraph=True)
+    return refusal, ddp(ids).requires_grad
+
+
+def test_the_first_pass_in_ddp_is_no_full_graph_and_says_so() -> None:
+    for refusal, trained in run_ranks(compiled_whole_in_ddp, 2):
+        assert "run one forward pass in DDP before compiling" in refusal
+        assert trained
+
+
 def fused_in_ddp(rank: Rank, compiled: str) -> str:
     rank.init("gloo")
     model = nn.Sequential(table(sparse=False, training="fused"), nn.Linear(DIM, 1))

@@ -408,7 +408,9 @@ class AdaptiveTable(nn.Module):
         ddp = DistributedDataParallel._active_ddp_module
         return ddp is not None and self.training_mode != "sharded" and self._ddp is not ddp.process_group
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+        reason="a table meets DDP once and uncompiled; with fullgraph=True run one forward pass in DDP before compiling"
+    )
     def _meet_ddp(self) -> None:
         """Refuses what plain DDP would let diverge, and makes the ranks begin with rank 0's table."""
         ddp = DistributedDataParallel._active_ddp_module
