@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class DearOptimizer:
         optimizer: In the sharded form an elementwise one.
         parameters: The model's, in registration order.
         group: To gather state over.
+        wait: The synchronizer's; parameters and state are what the last step makes of them afterwards.
     """
 
     def __init__(
@@ -84,8 +85,9 @@ class DearOptimizer:
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
+        wait: Callable[[], None],
     ) -> None:
-        self.core = core
+        self.core, self.wait = core, wait
         self.dropped: set[int] = set()  # gradients set to None one by one
         self._optimizer, self._group = optimizer, group
         self._parameters = list(parameters)
@@ -127,6 +129,10 @@ class DearOptimizer:
         for handle in self._handles:
             handle.remove()
         self._optimizer.__dict__.pop("zero_grad", None)
+
+    def parameter(self, stepped: SteppedParameter) -> nn.Parameter:
+        """The model's parameter of which something is stepped."""
+        return self._parameters[stepped.position]
 
     def gradient(self, position: int, caller: Any = None) -> torch.Tensor | None:
         """The averaged gradient of what is stepped of a parameter; waits for it."""

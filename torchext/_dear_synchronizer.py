@@ -81,7 +81,7 @@ class DearSynchronizer(Synchronizer):
         super().__init__(core, ddp, optimizer, parameters)
         self._lane = lane
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        self._held = DearOptimizer(core, optimizer, parameters, ddp.process_group)
+        self._held = DearOptimizer(core, optimizer, parameters, ddp.process_group, self.wait)
         self._deferred: DeferredStep | None = None
         self._synced = True  # the last forward pass was not inside no_sync()
         self._static_recorded = False

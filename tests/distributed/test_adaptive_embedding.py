@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from harness import Rank, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import torchext
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
 
 ROWS, DIM, BAGS, STEPS = 37, 8, 6, 12
@@ -83,37 +85,151 @@ def train_whole(rank: Rank) -> Tensor:
     return module.weight.clone()
 
 
-def start_from_rank_0(rank: Rank) -> Tensor:
+def in_ddp(model: nn.Module, compiled: str) -> nn.Module:
+    """The model in DDP, as it is or compiled from within or from without."""
+    if compiled == "inside":
+        model.compile(backend="eager")
+    ddp = DistributedDataParallel(model)
+    if compiled == "outside":
+        ddp.compile(backend="eager")
+    return ddp
+
+
+COMPILED = pytest.mark.parametrize("compiled", ["", "inside", "outside"])
+
+
+def start_from_rank_0(rank: Rank, compiled: str) -> Tensor:
     rank.init("gloo")
-    module = table("hash")
+    module = table("hash", sparse=False)
+    ids = torch.arange(ROWS).unsqueeze(1)
     if rank.rank == 0:
         module._take(torch.randn(ROWS, DIM))
-    ddp = DistributedDataParallel(module)
-    return ddp(torch.arange(ROWS).unsqueeze(1)).detach()
+    ddp = in_ddp(module, compiled)
+    if compiled == "inside":
+        module(ids)  # what was compiled outside of DDP does not hold in it
+    return ddp(ids).detach()
 
 
-def test_ddp_begins_with_the_table_of_rank_0() -> None:
-    first, second = run_ranks(start_from_rank_0, 2)
+@COMPILED
+def test_ddp_begins_with_the_table_of_rank_0(compiled: str) -> None:
+    first, second = run_ranks(start_from_rank_0, 2, compiled)
     assert first.any()
     assert torch.equal(first, second)
 
 
-def fused_in_ddp(rank: Rank) -> str:
+def compiled_whole_in_ddp(rank: Rank) -> tuple[str, bool]:
+    rank.init("gloo")
+    module = table(sparse=False)
+    module.compile(backend="eager", fullgraph=True)
+    ddp, ids = DistributedDataParallel(module), batch(rank.rank, 0)
+    try:
+        ddp(ids)
+    except torch._dynamo.exc.Unsupported as error:
+        refusal = str(error)
+    module._compiled_call_impl = None
+    ddp(ids)
+    module.compile(backend="eager", fullgraph=True)
+    return refusal, ddp(ids).requires_grad
+
+
+def test_the_first_pass_in_ddp_is_no_full_graph_and_says_so() -> None:
+    for refusal, trained in run_ranks(compiled_whole_in_ddp, 2):
+        assert "run one forward pass in DDP before compiling" in refusal
+        assert trained
+
+
+def fused_in_ddp(rank: Rank, compiled: str) -> str:
     rank.init("gloo")
     model = nn.Sequential(table(sparse=False, training="fused"), nn.Linear(DIM, 1))
-    ddp = DistributedDataParallel(model)
     try:
-        ddp(batch(rank.rank, 0))
+        in_ddp(model, compiled)(batch(rank.rank, 0))
     except RuntimeError as error:
         return str(error)
     return "no error"
 
 
-def test_a_fused_table_in_ddp_is_refused_with_the_way_out() -> None:
-    for text in run_ranks(fused_in_ddp, 2):
+@COMPILED
+def test_a_fused_table_in_ddp_is_refused_with_the_way_out(compiled: str) -> None:
+    for text in run_ranks(fused_in_ddp, 2, compiled):
         assert "replicas would differ" in text
         assert "training='sparse'" in text
         assert "training='sharded'" in text
+
+
+def shared_budget_in_ddp(rank: Rank) -> list[str]:
+    rank.init("gloo")
+    model = Two()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refusals = []
+    try:
+        ChunkPruner(ddp, optimizer=optimizer, shared_budget=20)
+    except ValueError as error:
+        refusals.append(str(error))
+    pruner = ChunkPruner(model, optimizer=optimizer, shared_budget=20)  # cannot know yet
+    loss(ddp(batch(rank.rank, 0))).backward()
+    for prune in (pruner.prune, lambda: model.first.prune(capacity=3)):
+        try:
+            prune()
+        except ValueError as error:
+            refusals.append(str(error))
+    try:
+        model.first.load_state_dict(table(sparse=False, budget=3).state_dict())
+    except RuntimeError as error:
+        refusals.append(str(error))
+    return refusals
+
+
+class Two(nn.Module):
+    """Tables that could share a budget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = table(sparse=False), table(sparse=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.first(ids) + self.second(ids)
+
+
+def test_a_shared_budget_in_ddp_is_refused_with_the_way_out() -> None:
+    for refusals in run_ranks(shared_budget_in_ddp, 2):
+        before, pruning, alone, loading = refusals
+        assert "Leave shared_budget out" in before
+        assert pruning == before
+        assert "capacity = 3: allowed 30 inside DistributedDataParallel" in alone
+        assert "pool: another number of slots inside DDP; load before" in loading
+
+
+def prune_with_dear(rank: Rank, form: str, momentum: float) -> str | Tensor:
+    rank.init(
+        "dear" if form else "gloo",
+        pg_options=torchext.DeAROptions(form=form, allreduce_fallback=False) if form else None,
+    )
+    model = DistributedDataParallel(table(sparse=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
+    synchronizer = torchext.attach(model, optimizer) if form else None
+    pruner = ChunkPruner(model, optimizer=optimizer, first=2, growth=1.0, interval=3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model(batch(rank.rank, step))).backward()
+        optimizer.step()
+        try:
+            pruner.step()
+        except ValueError as error:
+            return str(error)
+    if synchronizer is not None:
+        synchronizer.wait()
+    return model.module.weight
+
+
+def test_dears_state_moves_with_the_chunks_or_is_refused() -> None:
+    for text in run_ranks(prune_with_dear, 2, "sharded", 0.9):
+        assert "state 'momentum_buffer' has shape" in text
+        assert "form='replicated'" in text
+    for form, momentum in (("replicated", 0.9), ("sharded", 0.0)):
+        expected = run_ranks(prune_with_dear, 2, "", momentum)[0]
+        for weight in run_ranks(prune_with_dear, 2, form, momentum):
+            torch.testing.assert_close(weight, expected)
 
 
 def diverged(rank: Rank) -> str:
@@ -223,6 +339,87 @@ def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
     assert second[0] == "IndexError"
     assert "id 37 at position 2 is out of range; the table has rows 0..36" in second[1]
     assert "torch.Size([1, 1, 8])" in first[1]
+
+
+def shards_of_a_whole_table(rank: Rank) -> tuple[list[Tensor], str]:
+    rank.init("gloo")
+    whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9))
+    options: dict[str, Any] = {"training": "sharded", "mode": "sum"}
+    made = AdaptiveEmbeddingBag.from_pretrained(whole, **options)
+    loaded = AdaptiveEmbeddingBag(ROWS, DIM, process_group=dist.new_group([0, 1]), **options)
+    loaded.load_state_dict({"weight": whole})
+    try:
+        pickle.dumps(loaded)
+    except TypeError as error:
+        refusal = str(error)
+    tables = (made, loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(made)))
+    return [table(torch.arange(ROWS).unsqueeze(1)).detach() for table in tables], refusal
+
+
+def test_shards_take_their_share_of_a_whole_table_and_can_be_copied() -> None:
+    whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9))
+    for outputs, refusal in run_ranks(shards_of_a_whole_table, 2):
+        assert all(torch.equal(output, whole) for output in outputs)
+        assert "cannot be pickled; save state_dict() of each rank" in refusal
+
+
+def initial_shards(rank: Rank) -> list[Tensor]:
+    rank.init("gloo")
+    made = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        made.append(AdaptiveEmbeddingBag(ROWS - 1, DIM, training="sharded").weight.clone())
+    return made
+
+
+def test_shards_begin_with_values_of_their_own() -> None:
+    first, second = run_ranks(initial_shards, 2)
+    for shard in (first, second):
+        assert torch.equal(shard[0], shard[1])
+        assert not (shard[0] == shard[2]).any()
+        assert 0.8 < shard[0].std() < 1.2
+    assert not (first[0] == second[0]).any()
+
+
+def frozen_shards(rank: Rank) -> list[bool]:
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded")
+    before, changed = bag.weight.clone(), []
+    for trains in (False, True):
+        bag.requires_grad_(trains)
+        ids = batch(rank.rank, 0)
+        bag(ids, None, torch.ones(ids.shape, requires_grad=True)).sum().backward()
+        changed.append(not torch.equal(bag.weight, before))
+    return changed
+
+
+def test_frozen_shards_are_not_trained() -> None:
+    assert run_ranks(frozen_shards, 2) == [[False, True]] * 2
+
+
+def sharded_with_empty_batches(rank: Rank) -> tuple[list[Tensor], Tensor]:
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded", optimizer="sgd", lr=1.0)
+    single = AdaptiveEmbedding(ROWS, DIM, training="sharded", optimizer="sgd", lr=1.0)
+    for module in (bag, single):
+        module._take(torch.zeros(module.num_embeddings, DIM))
+    outputs = []
+    for module, shape in ((bag, (0, 3)), (bag, (3, 0)), (bag, (0,)), (single, (0, 4)), (single, (0,))):
+        given = torch.zeros(shape if rank.rank == 1 else (2, 3), dtype=torch.int64)
+        offsets = torch.zeros(0, dtype=torch.int64) if given.dim() == 1 and module is bag else None
+        output = module(given) if offsets is None else module(given, offsets)
+        output.sum().backward()
+        outputs.append(output.detach())
+    return outputs, torch.stack([bag.weight[0], single.weight[0]])
+
+
+def test_a_rank_with_an_empty_batch_takes_part() -> None:
+    (full, trained), (empty, _) = run_ranks(sharded_with_empty_batches, 2)
+    assert [output.shape for output in empty] == [(0, DIM), (3, DIM), (0, DIM), (0, 4, DIM), (0, DIM)]
+    assert not any(output.any() for output in empty)
+    # Six ids at half the gradient, as the mean over two ranks: -3 a batch; a bag holds three of them.
+    assert torch.equal(trained, torch.tensor([[-9.0], [-6.0]]).expand(2, DIM))
+    assert [output.flatten()[0].item() for output in full] == [0.0, -9.0, -18.0, 0.0, -3.0]
 
 
 def sharded_without_a_device_of_its_own(rank: Rank) -> list[Tensor]:

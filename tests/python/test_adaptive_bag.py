@@ -138,6 +138,33 @@ def test_sparse_gradient_equals_embedding_bag(seed: int, name: str) -> None:
     close(ours.weight, theirs.weight.detach())
 
 
+@pytest.mark.parametrize("training", ["dense", "sparse", "fused"])
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_a_frozen_table_stays_what_it_is(training: str, budget: float) -> None:
+    torch.manual_seed(7)
+    options: dict[str, Any] = {"mode": "sum", "training": training, "budget": budget, "chunk_dim": 4}
+    bag = AdaptiveEmbeddingBag.from_pretrained(torch.randn(9, 8), **options)
+    ids, weights = torch.randint(0, 9, (4, 3)), torch.randn(4, 3, requires_grad=True)
+
+    def train() -> bool:
+        """Whether that changed anything of the table."""
+        before = copy.deepcopy(bag.state_dict())
+        bag(ids, None, weights).sum().backward()
+        gathered, bag.pool.grad = bag.pool.grad, None
+        same = all(torch.equal(value, before[name]) for name, value in bag.state_dict().items())
+        return gathered is not None or not same
+
+    assert not train()
+    assert weights.grad is not None
+    torch.testing.assert_close(weights.grad, bag.weight.sum(1)[ids])
+    assert not bag(ids).requires_grad
+    for holder in (bag, nn.Sequential(bag)):  # a model asks its parameters, not its modules
+        assert holder.requires_grad_() is holder
+        assert train()
+        holder.requires_grad_(False)
+        assert not train()
+
+
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("seed", range(300, 330))
 def test_fused_update_equals_embedding_bag_and_optimizer(seed: int, name: str) -> None:
@@ -197,6 +224,21 @@ def test_embedding_equals_embedding(shape: tuple[int, ...], padding_idx: int | N
     close(ours.weight, theirs.weight.detach())
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("training", ["dense", "fused"])
+def test_bags_without_room_for_ids_take_part_in_training(training: str, mode: str) -> None:
+    bag = AdaptiveEmbeddingBag(5, 4, mode=mode, training=training, include_last_offset=True)
+    before = bag.weight.clone()
+    for bags in (0, 3):
+        output = bag(torch.zeros(bags, 0, dtype=torch.int64))
+        assert torch.equal(output, torch.zeros(bags, 4))
+        output.sum().backward()
+    assert torch.equal(bag.weight, before)
+    if training == "dense":
+        assert bag.pool.grad is not None
+        assert not bag.pool.grad.any()
+
+
 def test_padding_row_starts_at_zero() -> None:
     assert not AdaptiveEmbedding(5, 4, padding_idx=2).weight[2].any()
     assert not AdaptiveEmbeddingBag(5, 4, padding_idx=-1).weight[4].any()
@@ -212,9 +254,10 @@ def problem(bag: AdaptiveEmbeddingBag, *args: Any) -> tuple[type[BaseException],
     return caught.type, str(caught.value)
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.1])  # which writes
 @pytest.mark.parametrize("training", ["dense", "fused"])
-def test_bad_batches_name_position_and_value(training: str) -> None:
-    bag = AdaptiveEmbeddingBag(10, 8, mode="sum", training=training)
+def test_bad_batches_name_position_and_value(training: str, max_norm: float | None) -> None:
+    bag = AdaptiveEmbeddingBag(10, 8, mode="sum", training=training, max_norm=max_norm)
     ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2])
     long = torch.int64
 
@@ -236,7 +279,7 @@ def test_bad_batches_name_position_and_value(training: str) -> None:
         ((ids.view(2, 2), offsets), ValueError, "offsets must be None with a 2-D input"),
         ((ids.view(1, 2, 2),), ValueError, "input has shape (1, 2, 2)"),
         ((ids, offsets, torch.ones(3)), ValueError, "per_sample_weights has shape (3,), input (4,)"),
-        ((ids, offsets, torch.ones(4).double()), TypeError, "per_sample_weights is Double, the table Float"),
+        ((ids, offsets, torch.ones(4).double()), TypeError, "they must be the same"),
     ]
     for args, kind, text in cases:
         assert problem(bag, *args)[0] is kind, text
@@ -292,6 +335,43 @@ def test_the_derivative_is_right() -> None:
             return output
 
         assert torch.autograd.gradcheck(bag, (pool, given))
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_of_a_table_that_changed_meanwhile_are_refused(compiled: bool, budget: float) -> None:
+    torch.manual_seed(9)
+    bag = AdaptiveEmbeddingBag(5, 8, mode="sum", training="fused", lr=0.5, budget=budget, chunk_dim=4)
+    bag._take(torch.randn(5, 8))
+    run = torch.compile(bag, backend="aot_eager", fullgraph=True) if compiled else bag
+    weights = [torch.ones(2, 3, requires_grad=True) for _ in range(2)]
+    ids = torch.randint(0, 5, (2, 3))
+    outputs = [run(ids, None, given) for given in weights]
+    text = "modified by an inplace operation" if compiled else "needs the table as it was in the forward pass"
+    with pytest.raises(RuntimeError, match=text):
+        (outputs[0].sum() + outputs[1].sum()).backward()
+    run(ids, None, weights[0]).sum().backward()  # one by one it is right
+    if not compiled:  # and without weights no backward pass reads the table
+        (run(ids) + run(ids)).sum().backward()
+
+
+def test_weights_of_a_table_that_was_clipped_meanwhile_are_refused() -> None:
+    bag = AdaptiveEmbeddingBag(5, 8, mode="sum", max_norm=0.5)
+    weights = torch.ones(2, 3, requires_grad=True)
+    output = bag(torch.tensor([[0, 1, 2], [2, 3, 3]]), None, weights)
+    output.sum().backward(retain_graph=True)
+    bag(torch.tensor([[4]]))
+    with pytest.raises(RuntimeError, match="by an optimizer, or by max_norm"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("training", ["dense", "fused"])
+def test_second_derivatives_are_refused(training: str) -> None:
+    table = AdaptiveEmbedding(5, 4, training=training)
+    loss = table(torch.tensor([1, 2])).square().sum()
+    (gradient,) = torch.autograd.grad(loss, table._trained, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + gradient.sum()).backward()
 
 
 def samples() -> list[tuple[str, tuple[Any, ...]]]:
@@ -420,6 +500,31 @@ def test_schedulers_reach_the_fused_update() -> None:
         scheduler.step()
         seen.append(float(bag.weight[1, 0]))
     assert seen == [-1.0, -1.5, -1.75]
+
+
+def test_learning_rates_that_are_put_into_the_group_are_taken_over() -> None:
+    bag = AdaptiveEmbeddingBag(4, 4, mode="sum", training="fused", optimizer="sgd", lr=1.0)
+    bag._take(torch.zeros(4, 4))
+    optimizer = torch.optim.SGD([bag.param_group()], lr=1.0)
+
+    def train(bag: AdaptiveEmbeddingBag, optimizer: torch.optim.Optimizer) -> float:
+        before = bag.weight[1, 0].item()
+        bag(torch.tensor([[1]])).sum().backward()
+        optimizer.step()
+        return before - bag.weight[1, 0].item()
+
+    saved = copy.deepcopy(optimizer.state_dict())
+    bag.lr.fill_(0.25)
+    optimizer.load_state_dict(saved)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    train(bag, optimizer)
+    assert bag.lr == 1.0
+    scheduler.step()
+    assert train(bag, optimizer) == 0.5  # the loaded group is the table's again
+    for pair in ((bag, optimizer), copy.deepcopy((bag, optimizer))):
+        pair[1].param_groups[0]["lr"] = 0.125
+        assert train(*pair) == 0.5
+        assert train(*pair) == 0.125
 
 
 def test_copies_and_pickles_are_tables_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -231,6 +232,23 @@ def test_an_optimizer_keeps_its_state_with_the_chunks() -> None:
     assert len(held) > 10
 
 
+def test_an_optimizer_whose_state_cannot_move_is_refused() -> None:
+    table = AdaptiveEmbedding(30, 16, budget=0.3, chunk_dim=4)
+    other = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="optimizer = SGD: a pool is not among its parameters"):
+        ChunkPruner(table, optimizer=torch.optim.SGD([other], lr=0.1))
+    optimizer = torch.optim.SGD([other, table.pool], lr=0.1)
+    pruner = ChunkPruner(table, optimizer=optimizer)
+    table(torch.arange(30)).sum().backward()
+    before = copy.deepcopy(table.state_dict())
+    optimizer.state[table.pool].update(step=torch.ones(1), rows=torch.zeros(36, 1))
+    with pytest.raises(ValueError, match=r"state 'rows' has shape \(36, 1\), the pool \(36, 4\).*form='replicated'"):
+        pruner.prune()
+    assert all(torch.equal(value, before[name]) for name, value in table.state_dict().items())
+    del optimizer.state[table.pool]["rows"]
+    assert pruner.prune()["admitted"] == 36
+
+
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
 def test_from_pretrained_keeps_the_largest(layout: str) -> None:
     torch.manual_seed(3)
@@ -271,6 +289,20 @@ def test_a_checkpoint_goes_on_bit_by_bit(layout: str) -> None:
         assert torch.equal(twin.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("training", ["dense", "sparse", "fused"])
+def test_a_frozen_table_takes_a_checkpoint_with_another_size(training: str) -> None:
+    torch.manual_seed(8)
+    options: dict[str, Any] = {"chunk_dim": 4, "layout": "hash", "training": training}
+    frozen = AdaptiveEmbedding.from_pretrained(torch.randn(50, 8), budget=20, **options)
+    names = set(frozen.state_dict())
+    frozen.reset_parameters()
+    assert set(frozen.state_dict()) == names
+    large = AdaptiveEmbedding.from_pretrained(torch.randn(50, 8), budget=30, freeze=False, **options)
+    frozen.load_state_dict(large.state_dict())
+    assert torch.equal(frozen.weight, large.weight)
+    assert set(frozen.state_dict()) == names
+
+
 def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
     bag, other = trained(), trained(budget=0.4)
     before = {name: value.clone() for name, value in bag.state_dict().items()}
@@ -281,7 +313,19 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
         assert all(torch.equal(value, before[name]) for name, value in bag.state_dict().items())
 
     state = bag.state_dict()
-    refused({**state, "seen": state["seen"][:3]}, r"seen: saved with shape \(3,\), the table has \(7,\)")
+    for name, wrong, text in (
+        ("seen", state["seen"][:3], r"\(3,\), allowed \(7,\)"),
+        ("index", state["index"][:-1], r"\(49,\), allowed 50\.\.150"),
+        ("utility", state["utility"][1:], r"\(99,\), allowed \(100,\)"),
+        ("state.1", state["state.1"][1:], r"\(29, 4\), allowed 30\.\.30"),
+        ("pool", torch.zeros(101, 4), r"\(101, 4\), allowed 0\.\.100"),
+        ("pool", torch.zeros(30, 5), r"\(30, 5\), allowed 0\.\.100 as its first size, then \(4,\)"),
+        ("pool", torch.zeros(()), r"\(\), allowed"),
+    ):
+        refused({**state, name: wrong}, f"{name}: saved with shape {text}")
+    refused(
+        {**other.state_dict(), "state.0": state["state.0"]}, r"state.0: saved with shape \(30, 4\), allowed 40\.\.40"
+    )
     refused({**state, "index": state["index"].int()}, "index: saved as torch.int32, the table has torch.int64")
     refused({name: value for name, value in state.items() if name != "clock"}, "Missing key.*clock")
     refused({**state, "surplus": state["clock"]}, "Unexpected key.*surplus")
@@ -293,6 +337,24 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
     bag.load_state_dict(other.state_dict())
     assert torch.equal(bag.weight, other.weight)
     assert bag.budget_chunks == other.budget_chunks
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_a_pool_that_is_back_at_its_size_takes_its_own_checkpoint(layout: str) -> None:
+    bag, fresh = (
+        trained(layout),
+        AdaptiveEmbeddingBag(50, 8, budget=0.3, chunk_dim=4, layout=layout, training="fused", optimizer="adam"),
+    )
+    bag.prune(capacity=90)
+    bag.prune(capacity=30)
+    fresh.load_state_dict(bag.state_dict())
+    torch.manual_seed(5)
+    ids = torch.randint(0, 50, (10, 4))
+    for module in (bag, fresh):
+        module(ids).sub(1).square().sum().backward()
+        module.prune(capacity=40)
+    for name, value in bag.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
@@ -316,6 +378,40 @@ def test_tables_share_a_budget(layout: str) -> None:
     assert busy.stats()["resident_chunks"] >= 85
     with pytest.raises(ValueError, match="shared_budget needs tables with one chunk_dim"):
         ChunkPruner([busy, AdaptiveEmbeddingBag(9, 16, budget=2, chunk_dim=8)], shared_budget=9)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_pools_that_an_optimizer_trains_share_a_budget_in_an_ordinary_loop(sparse: bool) -> None:
+    torch.manual_seed(0)
+    first, second = (AdaptiveEmbedding(50, 16, budget=30, chunk_dim=4, sparse=sparse) for _ in range(2))
+    optimizer = torch.optim.SGD([first.pool, second.pool], lr=0.01)
+    pruner = ChunkPruner([first, second], optimizer=optimizer, first=2, interval=2, growth=1.0, shared_budget=60)
+    sizes = set()
+    loss = torch.zeros(())
+    for _ in range(20):
+        optimizer.zero_grad()
+        ids = torch.randint(0, 50, (24,))
+        # The last step's loss, and with it the last step's graph, lives until this one's is there.
+        loss = (3 * first(ids) + second(ids) - 1).square().sum()
+        loss.backward()
+        for table in (first, second):
+            assert table.pool.grad is not None
+            assert table.pool.grad.shape == table.pool.shape
+        optimizer.step()
+        pruner.step()
+        sizes.add(first.budget_chunks)
+    assert len(sizes) > 1
+    assert loss.isfinite()
+
+
+def test_a_checkpoint_with_another_size_is_trained_on() -> None:
+    small, large = (AdaptiveEmbedding(50, 16, budget=budget, chunk_dim=4, layout="hash") for budget in (20, 30))
+    held = small(torch.arange(50)).sum()
+    small.load_state_dict(large.state_dict())
+    small(torch.arange(50)).sum().backward()
+    assert held.requires_grad
+    assert small.pool.grad is not None
+    assert small.pool.grad.shape == (30, 4)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from torchext._build import build_info
 
@@ -122,3 +123,16 @@ def check_size(num_embeddings: int, embedding_dim: int, dtype: torch.dtype) -> N
             raise refuse(name, size, f"{least} or more")
     if dtype not in _DTYPES:
         raise TypeError(f"dtype is {dtype}; supported are {', '.join(map(str, _DTYPES))}")
+
+
+def offsets_problem(ids: int, offsets: Tensor, last: bool) -> str:
+    """What is wrong with the offsets of so many ids; empty: nothing. The operators say the same."""
+    if len(offsets) and int(offsets[0]) != 0:
+        return f"offsets[0] is {int(offsets[0])}, but the first bag must begin at 0"
+    falls = (offsets.diff() < 0).nonzero()
+    if len(falls):
+        at = int(falls[0]) + 1
+        return f"offsets[{at}] is {int(offsets[at])}, less than the one before it, {int(offsets[at - 1])}"
+    if len(offsets) and int(offsets[-1]) > ids:
+        return f"offsets[{len(offsets) - 1}] is {int(offsets[-1])}, past the end of {ids} ids"
+    return "" if len(offsets) or not last else "include_last_offset is set, but offsets is empty"

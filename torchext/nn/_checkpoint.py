@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
 VERSION = 1
 
-# Tensors with a size for each slot of the pool.
-_SIZED = ("pool", "index", "utility", "state.0", "state.1")
-
 
 def unregistered_tensors(table: AdaptiveTable) -> Iterable[tuple[str, Tensor]]:
     """What belongs into a checkpoint besides the parameters that torch saves by itself."""
@@ -33,18 +30,46 @@ def _own_tensors(table: AdaptiveTable, prefix: str) -> dict[str, Tensor]:
     return own
 
 
+def _lengths(table: AdaptiveTable, name: str, slots: int) -> tuple[int, int] | None:
+    """Least and largest length of one of a table's tensors beside a pool of so many slots; None: it has one length.
+
+    Pools change their size when several tables share a budget; the rest follows, but an index never shrinks.
+    """
+    total, cells = table.num_embeddings * table.chunks, len(table.sketch)
+    if table.layout == "identity":
+        return None
+    if name == "pool":
+        return 0, total
+    if name.startswith("state."):
+        return slots, slots
+    if name == "index" and table.layout != "direct":
+        return table._index_cells(slots), table._index_cells(total)
+    if name == "utility" and table.layout == "sketch":
+        return slots + cells, slots + cells
+    return None
+
+
 def _problems(table: AdaptiveTable, own: Mapping[str, Tensor], saved: Mapping[str, Any], prefix: str) -> list[str]:
     """Of tensors that were saved, those that cannot be this table's."""
-    slots = len(saved.get(prefix + "pool", table.pool))
+    slots = saved.get(prefix + "pool", table.pool).numel() // table.chunk_dim
     problems = []
+    if slots != table.budget_chunks and table._ddp is not None and table.optimizer_trains:
+        problems.append(
+            f"{prefix}pool: another number of slots inside DDP; load before DistributedDataParallel is made"
+        )
     for key, tensor in own.items():
         given = saved.get(key)
         if given is None:
             continue
-        # A pool may have another number of slots when several tables share a budget; the rest follows from it.
-        free = key[len(prefix) :] in _SIZED and slots != table.budget_chunks and table.layout != "identity"
-        if (given.shape[1:] != tensor.shape[1:]) if free else (given.shape != tensor.shape):
-            problems.append(f"{key}: saved with shape {tuple(given.shape)}, the table has {tuple(tensor.shape)}")
+        lengths = _lengths(table, key[len(prefix) :], slots)
+        if lengths is None:
+            fits, allowed = given.shape == tensor.shape, str(tuple(tensor.shape))
+        else:
+            fits = given.dim() == tensor.dim() and given.shape[1:] == tensor.shape[1:]
+            fits = fits and lengths[0] <= len(given) <= lengths[1]
+            allowed = f"{lengths[0]}..{lengths[1]} as its first size, then {tuple(tensor.shape[1:])}"
+        if not fits:
+            problems.append(f"{key}: saved with shape {tuple(given.shape)}, allowed {allowed}")
         elif given.dtype != tensor.dtype and key != prefix + "pool":
             problems.append(f"{key}: saved as {given.dtype}, the table has {tensor.dtype}")
     return problems
@@ -83,9 +108,7 @@ def load_table(
     if problems or missing:
         return
     with torch.no_grad():
-        slots = len(saved[prefix + "pool"])
-        if slots != table.budget_chunks:
-            table._resize(slots, saved[prefix + "index"], saved[prefix + "utility"])
+        table._resize(len(saved[prefix + "pool"]), len(saved[prefix + "index"]), len(saved[prefix + "utility"]))
         table.pool.copy_(saved[prefix + "pool"])
         for name, tensor in unregistered_tensors(table):
             tensor.copy_(saved[prefix + name])

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torchext._build import load_native
 
 load_native("_kernels")
 
-__all__ = ["BagSpec", "Table", "adaptive_bag", "train_bag"]
+__all__ = ["BagSpec", "Table", "adaptive_bag", "train_bag", "written"]
 
 _ops = torch.ops.torchext
 
@@ -166,6 +167,12 @@ def adaptive_bag(
     return output  # type: ignore[no-any-return]
 
 
+def written(pool: Tensor) -> None:
+    """Tells autograd that an operator has written to a pool; compiled graphs find out by themselves."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(pool)
+
+
 class _TrainBag(torch.autograd.Function):
     """The bags, and a backward pass that collects utility and then yields a gradient or updates the table."""
 
@@ -205,9 +212,12 @@ class _TrainBag(torch.autograd.Function):
         ctx.table = (pool.detach(), index, utility, sketch, clock, lr, state)
         ctx.save_for_backward(ids, offsets, weights, argmax)
         ctx.spec, ctx.bag_size = spec, bag_size
+        # In a compiled graph autograd itself compares the versions of what is saved.
+        ctx.version = None if torch.compiler.is_compiling() else pool._version
         return output  # type: ignore[no-any-return]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
         pool, index, utility, sketch, clock, lr, state = ctx.table
@@ -218,8 +228,16 @@ class _TrainBag(torch.autograd.Function):
         observed = (index, utility, sketch, clock)
         weight_gradient = pool_gradient = trigger_gradient = None
         if ctx.needs_input_grad[2]:  # before the update changes what it is made of
+            if ctx.version is not None and ctx.version != pool._version:
+                raise RuntimeError(
+                    "the gradient of per_sample_weights needs the table as it was in the forward pass, but it has been "
+                    "changed: by the fused update of another backward pass, by an optimizer, or by max_norm. Look ids "
+                    "up in one call, call backward before the next forward pass, or take training='sparse'"
+                )
             weight_gradient = _ops.adaptive_bag_weight_gradient(gradient, pool, index, *layout)
-        if spec.training == "fused":
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            pass  # frozen: only weights are trained, nothing of the table changes
+        elif spec.training == "fused":
             _ops.adaptive_bag_update_(
                 gradient,
                 argmax,
@@ -235,6 +253,7 @@ class _TrainBag(torch.autograd.Function):
                 spec.beta2,
                 spec.eps,
             )
+            written(pool)
             trigger_gradient = pool.new_zeros(0)
         elif spec.training == "sparse":
             slots, values = _ops.adaptive_bag_sparse_gradient(
@@ -246,10 +265,9 @@ class _TrainBag(torch.autograd.Function):
                 _ops.adaptive_bag_observe_(
                     gradient, argmax, pool, *observed, *layout, spec.scale_by_frequency, spec.gamma
                 )
-            if ctx.needs_input_grad[0]:
-                pool_gradient = _ops.adaptive_bag_dense_gradient(
-                    gradient, argmax, pool, index, *layout, spec.scale_by_frequency
-                )
+            pool_gradient = _ops.adaptive_bag_dense_gradient(
+                gradient, argmax, pool, index, *layout, spec.scale_by_frequency
+            )
         return (pool_gradient, trigger_gradient, weight_gradient, *(None,) * (9 + len(state)))
 
 

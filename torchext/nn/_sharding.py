@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchext.nn._arguments import offsets_problem
+
 if TYPE_CHECKING:
     from torchext.nn.adaptive_embedding import _AdaptiveLookup
 
@@ -24,7 +26,7 @@ class _ReturnBags(torch.autograd.Function):
         received = partial.new_empty(world * mine, partial.shape[1])
         dist.all_to_all_single(received, partial.contiguous(), [mine] * world, sizes, group=group)
         # Rank by rank: one order of summation, whatever arrives first.
-        return received.view(world, mine, -1).sum(0)
+        return received.view(world, mine, partial.shape[1]).sum(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -73,6 +75,22 @@ class Shards:
         self.num_embeddings = num_embeddings
         self.rows = len(range(self.rank, num_embeddings, self.world))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
+        """Copies of a table are in the same process group, which cannot be copied."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError(
+                "shards with a process_group of their own cannot be pickled; save state_dict() of each rank, and load "
+                "it into a table that is made with the group of the new processes"
+            )
+        return self.__dict__
+
+    def share(self, table: Tensor) -> Tensor:
+        """The rows of the whole table that are this rank's."""
+        return table[self.rank :: self.world]
+
     def local(self, row: int | None) -> int | None:
         """The row on this rank, or None when another has it."""
         return row // self.world if row is not None and row % self.world == self.rank else None
@@ -83,15 +101,7 @@ class Shards:
         if len(bad):
             at, last_row = int(bad[0]), self.num_embeddings - 1
             return f"id {int(ids[at])} at position {at} is out of range; the table has rows 0..{last_row}"
-        if len(offsets) and int(offsets[0]) != 0:
-            return f"offsets[0] is {int(offsets[0])}, but the first bag must begin at 0"
-        falls = (offsets.diff() < 0).nonzero()
-        if len(falls):
-            at = int(falls[0]) + 1
-            return f"offsets[{at}] is {int(offsets[at])}, less than the one before it, {int(offsets[at - 1])}"
-        if len(offsets) and int(offsets[-1]) > len(ids):
-            return f"offsets[{len(offsets) - 1}] is {int(offsets[-1])}, past the end of {len(ids)} ids"
-        return "" if len(offsets) or not last else "include_last_offset is set, but offsets is empty"
+        return offsets_problem(len(ids), offsets, last)
 
     def look_up(
         self,

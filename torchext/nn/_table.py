@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,12 @@ from torchext.nn._arguments import (
     refuse,
 )
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
+from torchext.nn._learning_rate import follow
 from torchext.nn._ops import BagSpec, Table, _ops
+from torchext.nn._optimizer_state import moving_state
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["AdaptiveTable"]
 
@@ -37,6 +42,17 @@ def _memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type == "cpu":
         _ops.adaptive_table_advise_huge_pages(made)
     return made
+
+
+def _replace_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Gives a parameter other values, of which there may be another number."""
+    if values.shape != parameter.shape:
+        parameter.grad = None
+        # Autograd's node that gathers the gradient lives as long as any graph does that holds it, an old loss for
+        # instance, and would go on expecting the old shape. A change of dtype makes torch forget it.
+        other = torch.float32 if values.dtype == torch.float64 else torch.float64
+        parameter.data = values.new_empty(0, dtype=other)
+    parameter.data = values
 
 
 class AdaptiveTable(nn.Module):
@@ -127,14 +143,34 @@ class AdaptiveTable(nn.Module):
             return torch.empty(0, dtype=torch.int32, device=device)
         if self.layout == "direct":
             return _memory((self.num_embeddings * self.chunks,), torch.int32, device).fill_(-1)
-        return _memory((slots + slots * 3 // 7 + 8,), torch.int64, device).fill_(-1)  # ChunkIndex::cellsFor
+        return _memory((self._index_cells(slots),), torch.int64, device).fill_(-1)
+
+    @staticmethod
+    def _index_cells(slots: int) -> int:
+        """ChunkIndex::cellsFor."""
+        return slots + slots * 3 // 7 + 8
 
     def _empty_state(self, slots: int) -> list[Tensor]:
-        if self.pool.requires_grad:
+        if self.trigger is None:  # an optimizer has it
             return []
         dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
         shape = (slots,) if self.optimizer_name == "adagrad" else (slots, self.chunk_dim)
         return [_memory(shape, dtype, self.pool.device).zero_() for _ in range(OPTIMIZERS[self.optimizer_name])]
+
+    @property
+    def _trained(self) -> Tensor:
+        """What requires a gradient as long as the table is not frozen."""
+        return self.pool if self.trigger is None else self.trigger
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Thaws or freezes the table. A model around shards does not reach them: freeze them by this, on all ranks."""
+        self._trained.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def optimizer_trains(self) -> bool:
+        """Whether the pool gets a gradient, for an optimizer; a fused update may be thawed with a model around it."""
+        return self.trigger is None and self.pool.requires_grad
 
     @property
     def _table(self) -> Table:
@@ -162,11 +198,18 @@ class AdaptiveTable(nn.Module):
     def reset_parameters(self) -> None:
         """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
         if self.layout == "identity":
-            self.pool.normal_(0, self.init_std)
+            self.pool.normal_(0, self.init_std, generator=self._generator())
             self._zero_row(getattr(self, "padding_idx", None))
         else:
             self.pool.zero_()
             self._make_plain()
+
+    def _generator(self) -> torch.Generator | None:
+        """Of initial values: torch's, or one for this shard, as all ranks may have seeded torch's alike."""
+        if self.training_mode != "sharded":
+            return None
+        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**62))
+        return torch.Generator(self.pool.device).manual_seed(drawn + self.seed)
 
     def _zero_row(self, row: int | None) -> None:
         if row is not None and self.layout == "identity":
@@ -217,10 +260,13 @@ class AdaptiveTable(nn.Module):
     def param_group(self) -> dict[str, Any]:
         """A parameter group for any torch optimizer, through which learning-rate schedulers reach the fused update.
 
-        The group has no parameter with a gradient; its "lr" is :attr:`lr`, which schedulers write in place.
+        The group has no parameter with a gradient; its "lr" is :attr:`lr`, which schedulers write in place. What is put
+        there instead, by the optimizer's load_state_dict or as a number, is taken over in the optimizer's next step:
+        updates of backward passes before it still use the old one.
         """
         if self.trigger is None:
             raise ValueError(f"training = {self.training_mode!r} has no fused update; give the optimizer parameters()")
+        follow(self)
         return {"params": [self.trigger], "lr": self.lr}
 
     @torch.no_grad()
@@ -245,6 +291,10 @@ class AdaptiveTable(nn.Module):
 
         Returns:
             Numbers of chunks ``admitted``, ``dropped`` and ``moved``.
+
+        Raises:
+            ValueError: An argument out of its range, or an optimizer that trains something else or whose state cannot
+                move with the chunks. Nothing is changed.
         """
         total, slots = self.num_embeddings * self.chunks, self.budget_chunks
         capacity = slots if capacity is None else capacity
@@ -258,6 +308,9 @@ class AdaptiveTable(nn.Module):
             if capacity != slots:
                 raise refuse("capacity", capacity, f"{slots}: a table with budget 1.0 keeps everything")
             return {"admitted": 0, "dropped": 0, "moved": 0}
+        if capacity != slots and self._ddp is not None and self.optimizer_trains:
+            raise refuse("capacity", capacity, f"{slots} inside DistributedDataParallel, whose buckets keep their size")
+        state = self._moving_state(optimizer)
         if capacity > slots:
             self._grow_index(capacity)
         moves, admitted, dropped = _ops.adaptive_table_prune_(
@@ -273,7 +326,7 @@ class AdaptiveTable(nn.Module):
         )
         if capacity < slots and self.layout == "sketch":
             self.utility = torch.cat([self.utility[:capacity], self.utility[slots:]])
-        self._carry(moves, admitted, capacity, optimizer)
+        self._carry(moves, admitted, capacity, *state)
         self.budget_chunks = capacity
         return {"admitted": len(admitted), "dropped": len(dropped), "moved": len(moves)}
 
@@ -304,7 +357,13 @@ class AdaptiveTable(nn.Module):
         found = self.index[cells] >> 32
         self.index[cells] = found << 32 | slots[torch.searchsorted(keys, found)]
 
-    def _carry(self, moves: Tensor, admitted: Tensor, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
+    def _moving_state(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], list[str]]:
+        """State that moves with the pool, and its names."""
+        return moving_state(optimizer, self.pool) if optimizer is not None and self.optimizer_trains else ({}, [])
+
+    def _carry(
+        self, moves: Tensor, admitted: Tensor, capacity: int, state: dict[str, Any], moving: Iterable[str]
+    ) -> None:
         def carried(values: Tensor) -> Tensor:
             if capacity > len(values):
                 values = torch.cat([values, values.new_zeros(capacity - len(values), *values.shape[1:])])
@@ -312,14 +371,10 @@ class AdaptiveTable(nn.Module):
             _ops.adaptive_table_carry_(values, moves, admitted)
             return values[:capacity].clone() if capacity < len(values) else values
 
-        before = self.pool.shape
-        self.pool.data = carried(self.pool.data)
-        self.state = [carried(state) for state in self.state]
-        if optimizer is not None:
-            kept = optimizer.state.get(self.pool, {})
-            for name, value in kept.items():
-                if isinstance(value, Tensor) and value.shape == before:
-                    kept[name] = carried(value)
+        _replace_values(self.pool, carried(self.pool.data))
+        self.state = [carried(own) for own in self.state]
+        for name in moving:
+            state[name] = carried(state[name])
         self.pool.grad = None  # its slots may be others' now
         fresh = _ops.adaptive_table_meet_(self.seen, admitted, self.chunks)
         if len(fresh) and self.init_std > 0:
@@ -348,29 +403,41 @@ class AdaptiveTable(nn.Module):
         rows = torch.unique_consecutive(keys // self.chunks)
         self.seen.index_put_((rows >> 3,), _bit(rows), accumulate=True)
 
+    def _strange_to_ddp(self) -> bool:
+        """Whether this forward pass runs inside a DDP that has not met the table; torch.compile guards the answer."""
+        ddp = DistributedDataParallel._active_ddp_module
+        return ddp is not None and self.training_mode != "sharded" and self._ddp is not ddp.process_group
+
+    @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+        reason="a table meets DDP once and uncompiled; with fullgraph=True run one forward pass in DDP before compiling"
+    )
     def _meet_ddp(self) -> None:
         """Refuses what plain DDP would let diverge, and makes the ranks begin with rank 0's table."""
         ddp = DistributedDataParallel._active_ddp_module
-        if ddp is None or self.training_mode == "sharded":
-            return
+        assert ddp is not None
         if self.training_mode == "fused":
             raise RuntimeError(
                 "training = 'fused' inside DistributedDataParallel: every rank would update its own replica with its "
                 "own gradients, and the replicas would differ from then on without an error. Use training='sparse' "
                 "with an optimizer (DDP on Gloo averages it), or training='sharded', which exchanges rows."
             )
-        if self._ddp is not ddp.process_group:
-            for name in self._PLAIN:
-                tensor = getattr(self, name)
-                sent = tensor.to(self.pool.device)  # what is on the CPU cannot travel where the table does
-                torch.distributed.broadcast(sent, group_src=0, group=ddp.process_group)
-                if sent is not tensor:
-                    tensor.copy_(sent)
-            self._ddp = ddp.process_group
+        for name in self._PLAIN:
+            tensor = getattr(self, name)
+            sent = tensor.to(self.pool.device)  # what is on the CPU cannot travel where the table does
+            torch.distributed.broadcast(sent, group_src=0, group=ddp.process_group)
+            if sent is not tensor:
+                tensor.copy_(sent)
+        self._ddp = ddp.process_group
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles know no process group."""
         return {**self.__dict__, "_ddp": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's group may be in the copy of an optimizer."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.trigger is not None:
+            follow(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptiveTable:
         device = fn(self.pool.new_empty(0)).device
@@ -389,13 +456,16 @@ class AdaptiveTable(nn.Module):
         """Names and tensors of what is neither parameter nor optimizer's state."""
         return ((name, getattr(self, name)) for name in self._PLAIN)
 
-    def _resize(self, slots: int, index: Tensor, utility: Tensor) -> None:
-        """Room for so many slots, with nothing in them; index and utilities as large as those given."""
-        self.budget_chunks = slots
-        self.pool.data = self.pool.new_empty(slots, self.chunk_dim)
-        self.state = self._empty_state(slots)
-        self.index = torch.empty_like(index, device=self.pool.device)
-        self.utility = torch.empty_like(utility, device=self.pool.device)
+    def _resize(self, slots: int, index: int, utility: int) -> None:
+        """Room for so many slots, cells of the index and utilities; what has another size then has nothing in it."""
+        if slots != self.budget_chunks:
+            self.budget_chunks = slots
+            _replace_values(self.pool, self.pool.new_empty(slots, self.chunk_dim))
+            self.state = self._empty_state(slots)
+        if index != len(self.index):
+            self.index = self.index.new_empty(index)
+        if utility != len(self.utility):
+            self.utility = self.utility.new_empty(utility)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchext.nn._arguments import TableOptions
-from torchext.nn._ops import _ops, adaptive_bag, train_bag
+from torchext.nn._arguments import TableOptions, offsets_problem
+from torchext.nn._ops import _ops, adaptive_bag, train_bag, written
 from torchext.nn._sharding import Shards
 from torchext.nn._table import AdaptiveTable
 
@@ -75,7 +75,7 @@ class _AdaptiveLookup(AdaptiveTable):
         """A table with these values; under a budget the chunks with the largest norms are resident.
 
         Args:
-            embeddings: (rows, columns).
+            embeddings: (rows, columns); for shards of the whole table, on every rank.
             freeze: Whether the table is not trained.
             **options: Of the class.
         """
@@ -83,10 +83,12 @@ class _AdaptiveLookup(AdaptiveTable):
             raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
         made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, "device": embeddings.device, **options})
         made._take(embeddings)
-        made.requires_grad_(not freeze and made.trigger is None)
-        if made.trigger is not None and not freeze:
-            made.trigger.requires_grad_(True)
-        return made
+        return made.requires_grad_(not freeze)
+
+    def _take(self, embeddings: Tensor) -> None:
+        if self._shards is not None and len(embeddings) == self._shards.num_embeddings:
+            embeddings = self._shards.share(embeddings)
+        super()._take(embeddings)
 
     def _set_arguments(
         self, mode: str, include_last_offset: bool, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool
@@ -100,16 +102,29 @@ class _AdaptiveLookup(AdaptiveTable):
     def _look_up(
         self, ids: Tensor, offsets: Tensor | None, bag_size: int, per_sample_weights: Tensor | None, last: bool
     ) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if self._strange_to_ddp():
             self._meet_ddp()
         if self._shards is not None:
             return self._shards.look_up(self, ids, offsets, bag_size, per_sample_weights, last)
         if self.max_norm is not None:
+            if not torch.compiler.is_compiling():  # its tensors have no values yet
+                self._check_before_writing(len(ids), offsets, per_sample_weights, last)
             with torch.no_grad():
                 _ops.adaptive_bag_renorm_(
                     self.pool.detach(), self.index, ids, self.num_embeddings, self.chunks, self.max_norm, self.norm_type
                 )
+            written(self.pool)
         return self._bags(ids, offsets, bag_size, per_sample_weights, last, self.mode)
+
+    def _check_before_writing(self, ids: int, offsets: Tensor | None, weights: Tensor | None, last: bool) -> None:
+        """What the bags' operator would refuse, when max_norm has scaled rows. Ids are checked where that is done."""
+        problem = "" if offsets is None else offsets_problem(ids, offsets, last)
+        if problem:
+            raise ValueError(problem)
+        if weights is not None and weights.dtype != self.pool.dtype:
+            raise TypeError(
+                f"per_sample_weights is {weights.dtype}, the table {self.pool.dtype}; they must be the same"
+            )
 
     def _bags(
         self, ids: Tensor, offsets: Tensor | None, bag_size: int, weights: Tensor | None, last: bool, mode: str
@@ -118,10 +133,11 @@ class _AdaptiveLookup(AdaptiveTable):
         spec = self._spec(mode, self._skipped, self._frozen, last, self.scale_grad_by_freq)
         if self.training_mode == "sharded":
             spec = spec._replace(training="fused")
-        trains = self.pool.requires_grad or self.trigger is not None
+        trains = self._trained.requires_grad
         if not torch.is_grad_enabled() or not (trains or (weights is not None and weights.requires_grad)):
             return adaptive_bag(self.pool.detach(), self._table, ids, offsets, bag_size, weights, spec)
-        return train_bag(self.pool, self.trigger, self._table, ids, offsets, bag_size, weights, spec)
+        pool = self.pool if self.trigger is None else self.pool.detach()
+        return train_bag(pool, self.trigger, self._table, ids, offsets, bag_size, weights, spec)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
@@ -150,7 +166,11 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         ``"sharded"``: row r lives on rank r mod world; ids travel to their owners and bags come back, no gradient of
         the table does. The update is fused there, with the mean of all ranks' gradients, as DDP's would be. Modes sum
         and mean. Every rank calls forward and backward equally often. Keep the module out of DDP, or let it be: its
-        parameters are hidden from there.
+        parameters are hidden from there, and from a model's ``requires_grad_``: call the table's own.
+
+    Fused and sharded updates take the gradient as the backward pass brings it, before anyone can divide or clip it.
+    ``torch.amp.GradScaler`` scales the loss, and so multiplies these updates by its factor: do not combine them. Train
+    in bfloat16, which needs no scaler, or take ``"dense"`` or ``"sparse"``.
 
     Layouts (``layout="auto"`` picks by the budget): ``"direct"`` 8 bytes a chunk of the table, fastest (from 1/8
     resident); ``"hash"`` 11.4 bytes a resident chunk and 1 byte a chunk of the table (from 1/32); ``"sketch"`` 15 bytes
@@ -262,6 +282,8 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
             TypeError: A wrong dtype.
             ValueError: Shapes or offsets that do not fit; named with position and value. Nothing is written.
             IndexError: An id out of range; named with position and value. Nothing is written.
+
+        In a compiled graph max_norm may have scaled rows before a wrong offset is noticed.
         """
         _ids("input", input)
         if per_sample_weights is not None:
@@ -274,8 +296,9 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets must be None with a 2-D input: every row of it is a bag")
-            if input.shape[1] == 0:
-                return self.pool.new_zeros(input.shape[0], self.embedding_dim)
+            if input.shape[1] == 0:  # shards exchange all the same, and the output is in autograd's graph
+                empty = torch.zeros(input.shape[0], dtype=torch.int64, device=input.device)
+                return self._look_up(input.reshape(-1), empty, 0, per_sample_weights, False)
             return self._look_up(input.reshape(-1), None, input.shape[1], per_sample_weights, False)
         if input.dim() != 1:
             raise ValueError(f"input has shape {tuple(input.shape)}; it must be 1-D or 2-D")

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchext.nn._ops import _ops
+from torchext.nn._optimizer_state import find_pool
 from torchext.nn._table import AdaptiveTable
 
 __all__ = ["ChunkPruner"]
@@ -39,11 +41,15 @@ class ChunkPruner:
         max_swap_share: Chunks exchanged at once, as a share of the pool, 0 < share <= 1; free slots are filled besides.
         hysteresis: A resident chunk counts (1 + hysteresis) times its utility.
         shared_budget: Chunks that all tables have together, or None: each its own. Pools then grow and shrink;
-            utilities count relative to the 95th percentile of their table. All tables need one chunk_dim.
+            utilities count relative to the 95th percentile of their table. All tables need one chunk_dim. Not for
+            tables with ``training="dense"`` or ``"sparse"`` inside DistributedDataParallel, whose buckets keep their
+            size.
         process_group: Of the replicas; None: the default group, if there is one.
 
     Raises:
-        ValueError: An argument out of its range, or no table to prune.
+        ValueError: An argument out of its range, no table to prune, or an optimizer that does not train a pool. A
+            shared budget in DDP that was not among the modules, and optimizer state that cannot move (that of "dear" in
+            its sharded form): from :meth:`prune`.
     """
 
     def __init__(
@@ -80,13 +86,26 @@ class ChunkPruner:
             widths = {table.chunk_dim for table in self.tables}
             if len(widths) != 1:
                 raise ValueError(f"shared_budget needs tables with one chunk_dim, found {sorted(widths)}")
+            if any(isinstance(part, DistributedDataParallel) for module in found for part in module.modules()):
+                self._refuse_ddp(self.tables)
         self.optimizer, self.process_group, self.shared_budget = optimizer, process_group, shared_budget
         self.growth, self.interval = growth, interval
         self.max_swap_share, self.hysteresis = max_swap_share, hysteresis
         self._steps, self._next, self._wait = 0, first, float(first)
-        if self.optimizer is None and any(table.pool.requires_grad for table in self.tables):
+        for table in self.tables:
+            if not table.optimizer_trains:
+                continue
+            if self.optimizer is None:
+                raise ValueError(
+                    "optimizer: an optimizer trains the pools; pass it, so that its state moves with the chunks"
+                )
+            find_pool(self.optimizer, table.pool)
+
+    def _refuse_ddp(self, tables: Iterable[AdaptiveTable]) -> None:
+        if any(table.optimizer_trains for table in tables):
             raise ValueError(
-                "optimizer: an optimizer trains the pools; pass it, so that its state moves with the chunks"
+                "shared_budget inside DistributedDataParallel: pools with training='dense' or 'sparse' would change "
+                "their size, and DDP's buckets keep theirs. Leave shared_budget out, or take training='sharded'."
             )
 
     def step(self) -> dict[str, int] | None:
@@ -101,6 +120,10 @@ class ChunkPruner:
     @torch.no_grad()
     def prune(self) -> dict[str, int]:
         """Prunes now. Collective among replicas."""
+        if self.shared_budget is not None:
+            self._refuse_ddp(table for table in self.tables if table._ddp is not None)
+        for table in self.tables:
+            table._moving_state(self.optimizer)  # or none of them is pruned
         for table in self.tables:
             if table.training_mode != "sharded":
                 self._merge(table)

@@ -1,0 +1,51 @@
+"""The state that an optimizer keeps for a pool, slot by slot: it moves with the chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchext._dear_optimizer import SteppedParameter
+
+__all__ = ["find_pool", "moving_state"]
+
+
+def find_pool(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> nn.Parameter:
+    """The pool among the optimizer's parameters, or what "dear" steps in its place.
+
+    Raises:
+        ValueError: The optimizer does not train the pool.
+    """
+    for group in optimizer.param_groups:
+        for held in group["params"]:
+            stands_for = held.held_by.parameter(held) if isinstance(held, SteppedParameter) else held
+            if stands_for is pool:
+                return held  # type: ignore[no-any-return]
+    raise ValueError(
+        f"optimizer = {type(optimizer).__name__}: a pool is not among its parameters; pass the optimizer that trains "
+        "the pools (where several do, make a ChunkPruner for each), so that its state moves with the chunks"
+    )
+
+
+def moving_state(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> tuple[dict[str, Any], list[str]]:
+    """The optimizer's state of a pool, and which of it has an element for each of the pool's.
+
+    Raises:
+        ValueError: The optimizer does not train the pool, or has state that cannot move with its chunks.
+    """
+    held = find_pool(optimizer, pool)
+    if isinstance(held, SteppedParameter):
+        held.held_by.wait()  # for the last step, or it would be done with other chunks
+    state: dict[str, Any] = optimizer.state.get(held, {})
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+    moving = [name for name, value in tensors.items() if value.shape == pool.shape]
+    for name, value in tensors.items():
+        if name not in moving and (value.numel() > 1 or held.shape != pool.shape):
+            raise ValueError(
+                f"optimizer: state {name!r} has shape {tuple(value.shape)}, the pool {tuple(pool.shape)}: it cannot "
+                "move with the chunks. With 'dear' take DeAROptions(form='replicated'); else an optimizer whose state "
+                "has a value for each element, or that has none, or training='fused' or 'sharded'"
+            )
+    return state, moving
