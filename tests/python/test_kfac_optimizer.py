@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from kfac_models import data, flat, mlp, train
 from kfac_reference import Reference, same
-from torch import nn
+from torch import Tensor, nn
 
 from torchext.errors import KFACStateError, NoSupportedLayerError
 from torchext.optim import KFAC, PADKFAC, SPDKFAC, KFACPreconditioner
@@ -92,6 +93,63 @@ def test_closure_schedulers_and_groups() -> None:
     assert losses[-1] < losses[0]
     assert torch.equal(flat(model[2]), before)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
+
+
+class Strided(nn.Module):
+    """A layer, and a parameter that K-FAC leaves alone, with the strides of `how`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(6, 3)
+        self.base = torch.randn(6, 8)
+        if how == "slice":
+            self.weight = nn.Parameter(self.base[:, :6])
+        else:
+            self.weight = nn.Parameter(torch.randn(6, 6).t() if how == "transposed" else torch.randn(6, 6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(inputs @ self.weight)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["slice", "transposed", "gradient", "momentum"])
+def test_any_strides_are_stepped_as_sgd_does(how: str) -> None:
+    model = Strided(how)
+    outside = model.base[:, 6:].clone()
+    optimizer = SPDKFAC(model, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    twin = model.weight.detach().clone()
+    sgd = torch.optim.SGD([twin], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, targets = data(seed=step)
+        nn.functional.cross_entropy(model(inputs.float()), targets).backward()
+        gradient = model.weight.grad
+        assert gradient is not None
+        if how == "gradient":
+            model.weight.grad = gradient = gradient.t().contiguous().t()
+        if how == "momentum" and step == 1:  # as of a checkpoint made with other strides
+            state = optimizer.state[model.weight]
+            state["momentum_buffer"] = state["momentum_buffer"].t().contiguous().t()
+        twin.grad = gradient.clone()
+        optimizer.step()
+        sgd.step()
+        same(model.weight.detach(), twin, 1e-6)
+    assert torch.equal(model.base[:, 6:], outside)
+
+
+def test_a_sparse_gradient_is_stepped_as_sgd_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Linear(6, 3))
+    optimizer = SPDKFAC(model, lr=0.1, momentum=0.9)
+    twin = model[0].weight.detach().clone()
+    sgd = torch.optim.SGD([twin], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randint(0, 10, (4,))).sin().sum().backward()
+        twin.grad = model[0].weight.grad.clone()
+        optimizer.step()
+        sgd.step()
+        same(model[0].weight.detach(), twin, 1e-6)
 
 
 def test_kl_clip_none_and_its_bound() -> None:
@@ -213,6 +271,15 @@ def test_copies_and_pickles_of_the_model_are_plain_models() -> None:
     optimizer.step()
     after = optimizer.state_dict()["kfac"]["factors"]
     assert all(torch.equal(a[0], b[0]) for a, b in zip(before, after, strict=True))
+
+
+def test_the_optimizer_itself_is_not_copied() -> None:
+    model = mlp()
+    optimizer = SPDKFAC(model)
+    with pytest.raises(TypeError, match="SPDKFAC cannot be copied or pickled"):
+        copy.deepcopy((model, optimizer))
+    with pytest.raises(TypeError, match="load_state_dict"):
+        pickle.dumps(optimizer)
 
 
 def test_remove_takes_all_hooks_away() -> None:
