@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -152,6 +154,47 @@ def test_a_sparse_gradient_is_stepped_as_sgd_does() -> None:
         same(model[0].weight.detach(), twin, 1e-6)
 
 
+def test_a_closure_in_front_of_another_optimizer() -> None:
+    models, inputs, targets = [mlp(), mlp(), mlp()], *data()
+    for model, how in zip(models, ("none", "positional", "keyword"), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kfac = KFACPreconditioner(model, optimizer, inverse_update_steps=1)
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> float:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            return float(loss.detach())
+
+        for _ in range(3):
+            if how == "none":
+                closure()
+                optimizer.step()
+            else:
+                assert (optimizer.step(closure) if how == "positional" else optimizer.step(closure=closure)) > 0
+        assert kfac.stats()["steps"] == 3
+    assert torch.equal(flat(models[1]), flat(models[0]))
+    assert torch.equal(flat(models[2]), flat(models[0]))
+
+
+class Evaluates(torch.optim.SGD):
+    """Calls its closure twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return closure()
+
+
+def test_an_optimizer_with_several_gradients_a_step_is_refused() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="optimizer = LBFGS"):
+        KFACPreconditioner(model, torch.optim.LBFGS(model.parameters()))
+    optimizer = Evaluates(model.parameters(), lr=0.1)
+    KFACPreconditioner(model, optimizer)
+    with pytest.raises(RuntimeError, match="Evaluates calls its closure more than once"):
+        optimizer.step(lambda: model(data()[0]).sum().backward())
+
+
 def test_kl_clip_none_and_its_bound() -> None:
     for kappa in (None, 1e-6, 1e9):
         model = mlp()
@@ -193,6 +236,8 @@ def test_state_of_another_model_is_refused_and_nothing_is_loaded() -> None:
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=1).state_dict())
     with pytest.raises(KFACStateError, match='method="eigen"'):
         optimizer.load_state_dict(KFAC(mlp(), method="eigen").state_dict())
+    with pytest.raises(KFACStateError, match='factor_scaling="kfac-pytorch"'):
+        optimizer.load_state_dict(KFAC(mlp(), factor_scaling="kfac-pytorch").state_dict())
     with pytest.raises(KFACStateError, match="1 layers, the model has 2"):
         optimizer.load_state_dict(KFAC(mlp(), skip_layers=["2"]).state_dict())
     after = optimizer.state_dict()
@@ -280,6 +325,24 @@ def test_the_optimizer_itself_is_not_copied() -> None:
         copy.deepcopy((model, optimizer))
     with pytest.raises(TypeError, match="load_state_dict"):
         pickle.dumps(optimizer)
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_an_optimizer_that_is_gone_leaves_no_hooks(front: bool) -> None:
+    model = mlp()
+    optimizer: torch.optim.Optimizer
+    if front:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        KFACPreconditioner(model, optimizer)
+    else:
+        optimizer = SPDKFAC(model)
+    train(model, optimizer, 1)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert not model[0]._forward_hooks
+    assert not model[2]._forward_hooks
 
 
 def test_remove_takes_all_hooks_away() -> None:

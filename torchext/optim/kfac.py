@@ -85,20 +85,7 @@ class KFAC(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is not None and grad_scale is None and self.kfac._grad_scaler is None:
-            raise RuntimeError(
-                "the GradScaler has unscaled the gradients before step(), so that its scale is no longer known here; "
-                "pass grad_scaler=scaler to the optimizer"
-            )
-        go_on = self.kfac.step(
-            self.param_groups,
-            loss_scale=None if grad_scale is None else float(grad_scale),
-            unscale=grad_scale is not None,
-            found_inf=found_inf is not None and float(found_inf) > 0,
-        )
-        if go_on:
+        if self.kfac._step_for(self):
             for group in self.param_groups:
                 self._step_group(group)
         return loss
@@ -135,18 +122,6 @@ class KFAC(torch.optim.Optimizer):
                 kept: list[Tensor | None] = [*buffers] if buffers else [None] * len(params)
                 sgd(params, grads, kept, foreach=False, fused=False, **values)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles would have nothing that sees their model: there are none.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: it belongs to its model by hooks, and to a group of "
-            "ranks. Make a new one for the copied model, and give it this one's state: "
-            "new.load_state_dict(copy.deepcopy(old.state_dict()))"
-        )
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; and what a step that never came has left of its factors is forgotten."""
         self.kfac.discard()
@@ -160,6 +135,18 @@ class KFAC(torch.optim.Optimizer):
         """See :meth:`KFACPreconditioner.stats`."""
         return self.kfac.stats()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles would have nothing that sees their model: there are none.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it belongs to its model by hooks, and to a group of "
+            "ranks. Make a new one for the copied model, and give it this one's state: "
+            "new.load_state_dict(copy.deepcopy(old.state_dict()))"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """SGD's state, and under ``"kfac"`` factors and inverses. Collective where there is more than one rank."""
         return {**super().state_dict(), "kfac": self.kfac.state_dict()}
@@ -169,6 +156,19 @@ class KFAC(torch.optim.Optimizer):
 
         Raises:
             KFACStateError: it is no K-FAC state, or one of another model or method. Nothing was loaded.
+        """
+        state = dict(state_dict)
+        kfac = state.pop("kfac", None)
+        if kfac is None:
+            raise KFACStateError(
+                'the state has no "kfac": it is that of another optimizer, or of a tool that keeps "state" and '
+                '"param_groups" only (torch.distributed.checkpoint.state_dict); save optimizer.state_dict() itself'
+            )
+        self.kfac.check_state(kfac)
+        super().load_state_dict(state)
+        self.kfac.load_state_dict(kfac)
+
+
 def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
     """Whether element i in the memory of each of them is the same element."""
     first = tensors[0]
@@ -181,19 +181,6 @@ def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
     return (
         all(tensor.stride() == first.stride() for tensor in tensors) and torch._debug_has_internal_overlap(first) == 0
     )
-
-
-        """
-        state = dict(state_dict)
-        kfac = state.pop("kfac", None)
-        if kfac is None:
-            raise KFACStateError(
-                'the state has no "kfac": it is that of another optimizer, or of a tool that keeps "state" and '
-                '"param_groups" only (torch.distributed.checkpoint.state_dict); save optimizer.state_dict() itself'
-            )
-        self.kfac.check_state(kfac)
-        super().load_state_dict(state)
-        self.kfac.load_state_dict(kfac)
 
 
 def _check(*, lr: float, momentum: float, weight_decay: float, nesterov: bool) -> None:
