@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from kfac_models import data, flat, mlp, train
@@ -26,6 +28,40 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
             kfac.step(lr=0.1)
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
             same(other.grad, one.grad, 1e-9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_grad_scaler_in_front_of_another_optimizer(given: bool, unscales: bool, fused: bool) -> None:
+    flats = []
+    for scaled in (False, True):
+        model = mlp().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        kfac = KFACPreconditioner(
+            model, optimizer, grad_scaler=scaler if given else None, inverse_update_steps=1, damping=0.01
+        )
+        for step in range(5):
+            bad = scaled and step == 2
+            for overflow in (True, False) if bad else (False,):
+                optimizer.zero_grad()
+                inputs, targets = data(seed=step)
+                loss = nn.functional.cross_entropy(model(inputs.float()), targets)
+                scaler.scale(loss * (float("inf") if overflow else 1.0)).backward()
+                if unscales:
+                    scaler.unscale_(optimizer)
+                    if scaled and not given:
+                        with pytest.raises(RuntimeError, match="grad_scaler=scaler to KFACPreconditioner"):
+                            scaler.step(optimizer)
+                        return
+                scaler.step(optimizer)
+                scaler.update()
+        assert kfac.stats()["skipped"] == (1 if scaled else 0)
+        flats.append(flat(model))
+        kfac.remove()
+        assert getattr(optimizer, "_step_supports_amp_scaling", False) == fused
+    same(flats[1], flats[0], 1e-4)
 
 
 def test_grad_scaler() -> None:
@@ -293,6 +329,18 @@ def test_in_place_activations_and_keyword_inputs() -> None:
     same(written(models[1][0]), written(models[0][0]), 1e-12)
 
 
+class Renamed(nn.Linear):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * scale
+
+
+def test_a_subclass_that_names_its_input_otherwise() -> None:
+    model = Renamed(6, 3)
+    kfac = KFACPreconditioner(model)
+    model(scale=2.0, x=torch.randn(4, 6)).sum().backward()
+    assert kfac.step()
+
+
 def test_autocast_to_bfloat16() -> None:
     """The forward pass is; factors and directions are not, even if backward() and step() are called inside."""
     flats = []
@@ -324,3 +372,16 @@ def test_torch_compile() -> None:
     train(compiled, optimizers[1], 4)  # type: ignore[arg-type]
     assert optimizers[1].stats()["factor_updates"] == 4
     same(flat(models[1]), flat(models[0]), 1e-9)
+
+
+def test_a_model_compiled_and_run_before_its_optimizer_is_told() -> None:
+    torch.compiler.reset()
+    model = mlp()
+    compiled = torch.compile(model, backend="eager")
+    compiled(data()[0]).sum().backward()
+    optimizer = KFAC(model, lr=0.1)
+    with pytest.warns(UserWarning, match="no call of 0, 2, which have gradients"):
+        train(compiled, optimizer, 1)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(compiled, optimizer, 1)  # type: ignore[arg-type]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import pickle
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from kfac_models import data, flat, mlp, train
 from kfac_reference import Reference, same
-from torch import nn
+from torch import Tensor, nn
 
 from torchext.errors import KFACStateError, NoSupportedLayerError
 from torchext.optim import KFAC, PADKFAC, SPDKFAC, KFACPreconditioner
@@ -94,6 +97,104 @@ def test_closure_schedulers_and_groups() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
 
 
+class Strided(nn.Module):
+    """A layer, and a parameter that K-FAC leaves alone, with the strides of `how`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(6, 3)
+        self.base = torch.randn(6, 8)
+        if how == "slice":
+            self.weight = nn.Parameter(self.base[:, :6])
+        else:
+            self.weight = nn.Parameter(torch.randn(6, 6).t() if how == "transposed" else torch.randn(6, 6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(inputs @ self.weight)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["slice", "transposed", "gradient", "momentum"])
+def test_any_strides_are_stepped_as_sgd_does(how: str) -> None:
+    model = Strided(how)
+    outside = model.base[:, 6:].clone()
+    optimizer = SPDKFAC(model, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    twin = model.weight.detach().clone()
+    sgd = torch.optim.SGD([twin], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, targets = data(seed=step)
+        nn.functional.cross_entropy(model(inputs.float()), targets).backward()
+        gradient = model.weight.grad
+        assert gradient is not None
+        if how == "gradient":
+            model.weight.grad = gradient = gradient.t().contiguous().t()
+        if how == "momentum" and step == 1:  # as of a checkpoint made with other strides
+            state = optimizer.state[model.weight]
+            state["momentum_buffer"] = state["momentum_buffer"].t().contiguous().t()
+        twin.grad = gradient.clone()
+        optimizer.step()
+        sgd.step()
+        same(model.weight.detach(), twin, 1e-6)
+    assert torch.equal(model.base[:, 6:], outside)
+
+
+def test_a_sparse_gradient_is_stepped_as_sgd_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Linear(6, 3))
+    optimizer = SPDKFAC(model, lr=0.1, momentum=0.9)
+    twin = model[0].weight.detach().clone()
+    sgd = torch.optim.SGD([twin], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randint(0, 10, (4,))).sin().sum().backward()
+        twin.grad = model[0].weight.grad.clone()
+        optimizer.step()
+        sgd.step()
+        same(model[0].weight.detach(), twin, 1e-6)
+
+
+def test_a_closure_in_front_of_another_optimizer() -> None:
+    models, inputs, targets = [mlp(), mlp(), mlp()], *data()
+    for model, how in zip(models, ("none", "positional", "keyword"), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kfac = KFACPreconditioner(model, optimizer, inverse_update_steps=1)
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> float:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            return float(loss.detach())
+
+        for _ in range(3):
+            if how == "none":
+                closure()
+                optimizer.step()
+            else:
+                assert (optimizer.step(closure) if how == "positional" else optimizer.step(closure=closure)) > 0
+        assert kfac.stats()["steps"] == 3
+    assert torch.equal(flat(models[1]), flat(models[0]))
+    assert torch.equal(flat(models[2]), flat(models[0]))
+
+
+class Evaluates(torch.optim.SGD):
+    """Calls its closure twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return closure()
+
+
+def test_an_optimizer_with_several_gradients_a_step_is_refused() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="optimizer = LBFGS"):
+        KFACPreconditioner(model, torch.optim.LBFGS(model.parameters()))
+    optimizer = Evaluates(model.parameters(), lr=0.1)
+    KFACPreconditioner(model, optimizer)
+    with pytest.raises(RuntimeError, match="Evaluates calls its closure more than once"):
+        optimizer.step(lambda: model(data()[0]).sum().backward())
+
+
 def test_kl_clip_none_and_its_bound() -> None:
     for kappa in (None, 1e-6, 1e9):
         model = mlp()
@@ -135,6 +236,8 @@ def test_state_of_another_model_is_refused_and_nothing_is_loaded() -> None:
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=1).state_dict())
     with pytest.raises(KFACStateError, match='method="eigen"'):
         optimizer.load_state_dict(KFAC(mlp(), method="eigen").state_dict())
+    with pytest.raises(KFACStateError, match='factor_scaling="kfac-pytorch"'):
+        optimizer.load_state_dict(KFAC(mlp(), factor_scaling="kfac-pytorch").state_dict())
     with pytest.raises(KFACStateError, match="1 layers, the model has 2"):
         optimizer.load_state_dict(KFAC(mlp(), skip_layers=["2"]).state_dict())
     after = optimizer.state_dict()
@@ -213,6 +316,33 @@ def test_copies_and_pickles_of_the_model_are_plain_models() -> None:
     optimizer.step()
     after = optimizer.state_dict()["kfac"]["factors"]
     assert all(torch.equal(a[0], b[0]) for a, b in zip(before, after, strict=True))
+
+
+def test_the_optimizer_itself_is_not_copied() -> None:
+    model = mlp()
+    optimizer = SPDKFAC(model)
+    with pytest.raises(TypeError, match="SPDKFAC cannot be copied or pickled"):
+        copy.deepcopy((model, optimizer))
+    with pytest.raises(TypeError, match="load_state_dict"):
+        pickle.dumps(optimizer)
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_an_optimizer_that_is_gone_leaves_no_hooks(front: bool) -> None:
+    model = mlp()
+    optimizer: torch.optim.Optimizer
+    if front:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        KFACPreconditioner(model, optimizer)
+    else:
+        optimizer = SPDKFAC(model)
+    train(model, optimizer, 1)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert not model[0]._forward_hooks
+    assert not model[2]._forward_hooks
 
 
 def test_remove_takes_all_hooks_away() -> None:

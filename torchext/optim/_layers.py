@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -137,24 +138,36 @@ class _NoHook:
 class _ForwardHook:
     """Hands input and output of its module to the engine; of no other module, and not of copies of it."""
 
-    def __init__(self, engine: _C.KfacEngine, index: int, module: nn.Module) -> None:
+    def __init__(self, engine: _C.KfacEngine, index: int, module: nn.Module, unseen: set[int]) -> None:
         self._forward = engine.forward
         self._index = index
         self._module = weakref.ref(module)
+        self._unseen = unseen
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        if module is self._module() and isinstance(output, Tensor):
-            self._forward(self._index, args[0] if args else kwargs["input"], output)
+        if module is not self._module() or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        if torch._C._functorch.is_functorch_wrapped_tensor(output):
+            return  # of torch.func: its gradients are values, and reach no .grad
+        self._unseen.discard(self._index)
+        self._forward(self._index, args[0] if args else _named_input(module, kwargs), output)
 
 
-def install_hooks(engine: _C.KfacEngine, layers: Sequence[Layer]) -> list[torch.utils.hooks.RemovableHandle]:
-    """Returns the handles that take the hooks away."""
+def _named_input(module: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+    """The first argument of a module that was called with keywords only; a subclass may name it otherwise."""
+    return kwargs["input"] if "input" in kwargs else kwargs[next(iter(inspect.signature(module.forward).parameters))]
+
+
+def install_hooks(
+    engine: _C.KfacEngine, layers: Sequence[Layer], unseen: set[int]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Returns the handles that take the hooks away. ``unseen`` loses the numbers of layers whose calls are seen."""
     return [
-        module.register_forward_hook(_ForwardHook(engine, index, module), with_kwargs=True)
+        module.register_forward_hook(_ForwardHook(engine, index, module, unseen), with_kwargs=True)
         for index, layer in enumerate(layers)
         for module in layer.modules
     ]

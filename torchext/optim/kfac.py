@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from torchext.errors import KFACStateError
 from torchext.optim._plan import KFACPlan
@@ -84,51 +85,42 @@ class KFAC(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is not None and grad_scale is None and self.kfac._grad_scaler is None:
-            raise RuntimeError(
-                "the GradScaler has unscaled the gradients before step(), so that its scale is no longer known here; "
-                "pass grad_scaler=scaler to the optimizer"
-            )
-        go_on = self.kfac.step(
-            self.param_groups,
-            loss_scale=None if grad_scale is None else float(grad_scale),
-            unscale=grad_scale is not None,
-            found_inf=found_inf is not None and float(found_inf) > 0,
-        )
-        if go_on:
+        if self.kfac._step_for(self):
             for group in self.param_groups:
                 self._step_group(group)
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        kinds = dict.fromkeys((p.device, p.dtype) for p in params)
-        for kind in kinds:  # the kernel takes one of them
-            self._step_params(group, params if len(kinds) == 1 else [p for p in params if (p.device, p.dtype) == kind])
-
-    def _step_params(self, group: dict[str, Any], params: list[Any]) -> None:
+        # What the kernel takes in one call; under None what it does not take: it knows no strides.
+        kinds: dict[tuple[torch.device, torch.dtype] | None, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
         momentum = group["momentum"]
-        buffers: list[Tensor] = []
-        for p in params if momentum != 0 else ():
-            state = self.state[p]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p)
-            buffers.append(state["momentum_buffer"])
-        # The keys are those of torch.optim.SGD, whose kernel this is.
-        torch._fused_sgd_(
-            params,
-            [p.grad for p in params],
-            buffers,
-            weight_decay=group["weight_decay"],
-            momentum=momentum,
-            lr=float(group["lr"]),
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=False,
-            is_first_step=False,
-        )
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            of_p: tuple[Tensor, ...] = (p, p.grad)
+            if momentum != 0:
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                of_p += (state["momentum_buffer"],)
+            kind = (p.device, p.dtype) if _lie_alike(of_p) else None
+            for members, tensor in zip(kinds.setdefault(kind, ([], [], [])), of_p, strict=False):
+                members.append(tensor)
+        # The keys are those of torch.optim.SGD, whose kernel and whose loop these are.
+        values = {
+            "weight_decay": group["weight_decay"],
+            "momentum": momentum,
+            "lr": float(group["lr"]),
+            "dampening": 0.0,
+            "nesterov": group["nesterov"],
+            "maximize": False,
+        }
+        for kind, (params, grads, buffers) in kinds.items():
+            if kind is not None:
+                torch._fused_sgd_(params, grads, buffers, is_first_step=False, **values)
+            else:
+                kept: list[Tensor | None] = [*buffers] if buffers else [None] * len(params)
+                sgd(params, grads, kept, foreach=False, fused=False, **values)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; and what a step that never came has left of its factors is forgotten."""
@@ -143,6 +135,18 @@ class KFAC(torch.optim.Optimizer):
         """See :meth:`KFACPreconditioner.stats`."""
         return self.kfac.stats()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles would have nothing that sees their model: there are none.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it belongs to its model by hooks, and to a group of "
+            "ranks. Make a new one for the copied model, and give it this one's state: "
+            "new.load_state_dict(copy.deepcopy(old.state_dict()))"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """SGD's state, and under ``"kfac"`` factors and inverses. Collective where there is more than one rank."""
         return {**super().state_dict(), "kfac": self.kfac.state_dict()}
@@ -156,10 +160,27 @@ class KFAC(torch.optim.Optimizer):
         state = dict(state_dict)
         kfac = state.pop("kfac", None)
         if kfac is None:
-            raise KFACStateError('the state has no "kfac": it is that of another optimizer')
+            raise KFACStateError(
+                'the state has no "kfac": it is that of another optimizer, or of a tool that keeps "state" and '
+                '"param_groups" only (torch.distributed.checkpoint.state_dict); save optimizer.state_dict() itself'
+            )
         self.kfac.check_state(kfac)
         super().load_state_dict(state)
         self.kfac.load_state_dict(kfac)
+
+
+def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether element i in the memory of each of them is the same element."""
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.dtype != first.dtype:
+            return False
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    # No gaps and no overlaps: 0 says so of certain.
+    return (
+        all(tensor.stride() == first.stride() for tensor in tensors) and torch._debug_has_internal_overlap(first) == 0
+    )
 
 
 def _check(*, lr: float, momentum: float, weight_decay: float, nesterov: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,32 @@ from torchext.optim._plan import KFACPlan
 __all__ = ["KFACPreconditioner"]
 
 _VERSION = 1
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
+
+
+class _TakesScale:
+    """Makes a GradScaler hand over its scale and what it found, and leave the gradients alone, until it is removed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._before = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._set(True)
+
+    def _set(self, value: bool) -> None:
+        optimizer: Any = self._optimizer()
+        if optimizer is not None:
+            optimizer._step_supports_amp_scaling = value
+
+    def remove(self) -> None:
+        self._set(self._before)
+
+
+def _remove(handles: list[_Handle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class KFACPreconditioner:
@@ -49,7 +77,8 @@ class KFACPreconditioner:
 
     Args:
         model: the module, or DDP around it. Keep its layers: later replacements are not seen.
-        optimizer: if given, its ``step()`` preconditions first.
+        optimizer: if given, its ``step()`` preconditions first; with a closure, after that. Not one that calls its
+            closure several times, as LBFGS does.
         damping: lambda, above 0. Attribute; may be changed at any time, on all ranks alike.
         factor_decay: of the running averages, in [0, 1).
         martens_decay: min(1 - 1/k, factor_decay) in the k-th update instead, so that early batches count fully.
@@ -64,7 +93,9 @@ class KFACPreconditioner:
             gradients summed over them.
         factor_scaling: ``"kfc"`` or ``"kfac-pytorch"``.
         skip_layers: regular expressions for full names of modules to leave alone.
-        grad_scaler: the :class:`torch.amp.GradScaler` in use, if there is one. Its scale is taken out of G.
+        grad_scaler: the :class:`torch.amp.GradScaler` in use, whose scale is taken out of G. Needed where gradients
+            are unscaled before the optimizer's step, where ``step()`` is called by hand, and where several
+            preconditioners stand in front of one optimizer; else the optimizer is told.
         exchange_always: exchange factors in all steps that update them, not only where inverses are made. Same result.
         max_run_mb: MiB of factors that travel together.
         split_directions: each rank computes a share of every direction's columns, and sends it to the others, where
@@ -73,7 +104,7 @@ class KFACPreconditioner:
 
     Raises:
         ValueError: a value out of its range, with name, value and range; a lazy module without parameters; layers on
-            several devices.
+            several devices; LBFGS.
         NoSupportedLayerError: no layer that K-FAC takes.
         torch.distributed.DistBackendError: ranks passed different models or options.
         RuntimeError: another rank could not build its part; a CUDA model on several ranks, and no NCCL in this torch.
@@ -112,6 +143,8 @@ class KFACPreconditioner:
         try:
             if group is not None and on_cuda and not dist.is_nccl_available():
                 raise RuntimeError("factors of a CUDA model travel over NCCL, which this build of torch does not have")
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError("optimizer = LBFGS: allowed those that take one gradient a step")
             if sequences not in ("expand", "reduce"):
                 raise ValueError(f'sequences = "{sequences}": allowed expand, reduce')
             options = _C.KfacOptions(
@@ -136,21 +169,69 @@ class KFACPreconditioner:
             failure = failure or error
         _agree_that_all_can(group, failure)
         self._method = method
+        self._scaling = factor_scaling
         self._grad_scaler = grad_scaler
         self._engine = _C.KfacEngine([layer.spec for layer in self._layers], options, group)
-        self._hooks = install_hooks(self._engine, self._layers)
+        self._unseen = set(range(len(self._layers)))
+        self._handles: list[_Handle] = [*install_hooks(self._engine, self._layers, self._unseen)]
+        # Hooks that outlived it would go on computing factors for nobody.
+        self._remove = weakref.finalize(self, _remove, self._handles)
+        self._remove.atexit = False
         self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
         if optimizer is not None:
             self._install(optimizer)
 
     def _install(self, optimizer: torch.optim.Optimizer) -> None:
-        def before_step(used: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-            if not self.step(used.param_groups):
-                for group in used.param_groups:
-                    for parameter in group["params"]:
-                        parameter.grad = None  # what every optimizer leaves alone
+        def before_step(used: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                self._precondition(used)
+                return None
+            then = self._after(closure, used)  # there are no gradients yet
+            return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
 
-        self._hooks.append(optimizer.register_step_pre_hook(before_step))
+        self._handles += [optimizer.register_step_pre_hook(before_step), _TakesScale(optimizer)]
+
+    def _after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        calls = 0
+
+        def then() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} calls its closure more than once a step, K-FAC takes one gradient a "
+                    "step; use an optimizer that calls it once"
+                )
+            loss = closure()
+            self._precondition(optimizer)
+            return loss
+
+        return then
+
+    def _precondition(self, optimizer: Any) -> None:
+        if not self._step_for(optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None  # what every optimizer leaves alone
+        if getattr(optimizer, "found_inf", None) is not None:
+            optimizer.grad_scale = optimizer.found_inf = None  # both are seen to; the scaler deletes them
+
+    def _step_for(self, optimizer: Any) -> bool:
+        """step() in front of this optimizer, with what a GradScaler has told it."""
+        grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and grad_scale is None and self._grad_scaler is None:
+            raise RuntimeError(
+                "the GradScaler has unscaled the gradients before step(), so that its scale is no longer known here; "
+                f"pass grad_scaler=scaler to {'the optimizer' if hasattr(optimizer, 'kfac') else type(self).__name__}"
+            )
+        return self.step(
+            optimizer.param_groups,
+            loss_scale=None if grad_scale is None else float(grad_scale),
+            unscale=grad_scale is not None,
+            found_inf=found_inf is not None and float(found_inf) > 0,
+        )
 
     def step(
         self,
@@ -186,8 +267,22 @@ class KFACPreconditioner:
                     rates[id(parameter)] = rate
                 elif parameter.grad is not None:
                     others.append(parameter.grad)
+        if self._unseen:
+            self._look_for_unseen()
         of_layers = [rates.get(id(layer.weight), 0.0) if grouped else lr for layer in self._layers]
         return self._engine.step(of_layers, others, loss_scale, 1.0 / loss_scale if unscale else 1.0, found_inf)
+
+    def _look_for_unseen(self) -> None:
+        missed = sorted(index for index in self._unseen if self._layers[index].weight.grad is not None)
+        if missed:
+            self._unseen.difference_update(missed)  # said once
+            names = ", ".join(self._layers[index].name for index in missed)
+            warnings.warn(
+                f"K-FAC has seen no call of {names}, which have gradients: their factors stay as they are. A compiled "
+                "model that has run before does not notice new hooks: make the optimizer first, or call "
+                "torch.compiler.reset(). skip_layers leaves layers to the plain gradient",
+                stacklevel=3,
+            )
 
     def discard(self) -> None:
         """Forgets what backward passes have left since the last step (one that a gradient scaler skipped, say)."""
@@ -195,9 +290,7 @@ class KFACPreconditioner:
 
     def remove(self) -> None:
         """Takes all hooks away; the model and the optimizer are then what they were."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._remove()
 
     @property
     def damping(self) -> float:
@@ -230,10 +323,11 @@ class KFACPreconditioner:
         """Counters since the start, of this rank.
 
         ``steps``, ``skipped`` (not finite, on all ranks), ``factors_left_out`` (overflowed on this rank alone),
-        ``factor_updates``, ``inverse_updates``, ``inverses_retried`` (in float64), ``inverses_kept`` (failed; the last
-        good one was used), ``clip`` (of the last step), ``runs`` and ``runs_overlapped`` (that left during a backward
-        pass), ``*_bytes`` of the tensors passed to collectives, ``memory_bytes`` of K-FAC's own buffers, ``*_seconds``
-        (of the host: on CUDA they end when the work is queued). On CUDA it waits for the device.
+        ``factor_updates`` (steps in which they were due), ``inverse_updates``, ``inverses_retried`` (in float64),
+        ``inverses_kept`` (failed; the last good one was used), ``clip`` (of the last step), ``runs`` and
+        ``runs_overlapped`` (that left during a backward pass), ``*_bytes`` of the tensors passed to collectives,
+        ``memory_bytes`` of K-FAC's own buffers, ``*_seconds`` (of the host: on CUDA they end when the work is queued).
+        On CUDA it waits for the device.
         """
         return self._engine.stats()
 
@@ -244,6 +338,7 @@ class KFACPreconditioner:
         return {
             "version": _VERSION,
             "method": self._method,
+            "factor_scaling": self._scaling,
             "layers": [(layer.name, list(layer.weight.shape), layer.bias is not None) for layer in self._layers],
             "steps": stats["steps"],
             "factor_updates": stats["factor_updates"],
@@ -256,6 +351,9 @@ class KFACPreconditioner:
             raise KFACStateError(f"version = {state.get('version')!r}: this release reads {_VERSION}")
         if state["method"] != self._method:
             raise KFACStateError(f'the state was made with method="{state["method"]}", this one has "{self._method}"')
+        scaling = state.get("factor_scaling", self._scaling)  # the first states did not say
+        if scaling != self._scaling:
+            raise KFACStateError(f'the state was made with factor_scaling="{scaling}", this one has "{self._scaling}"')
         own = [(layer.name, list(layer.weight.shape), layer.bias is not None) for layer in self._layers]
         saved = [(name, list(shape), bias) for name, shape, bias in state["layers"]]
         for mine, theirs in zip(own, saved, strict=False):
