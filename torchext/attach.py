@@ -137,6 +137,14 @@ def _attach_averaging(
     kind: type[AveragingSynchronizer] = AveragingSynchronizer,
 ) -> Synchronizer:
     """Attaches to a decentralized backend. attach_core: of backend, parameters and buffers to a C++ synchronizer."""
+    kfac = sys.modules.get("torchext.optim.preconditioner")
+    if kfac is not None and kfac.shares_factors(optimizer):
+        raise ValueError(
+            "torchext.attach: K-FAC exchanges factors with all ranks in its steps, and wants the average gradient; "
+            "decentralized workers step at their own pace with their own. Train it with plain DDP, with dear in the "
+            "replicated form, or keep its factors to each worker: process_group=dist.new_group([rank], "
+            "use_local_synchronization=True)"
+        )
     if ddp._comm_hooks:
         raise ValueError(
             "torchext.attach: the model has a communication hook (register_comm_hook), and gradients of decentralized "

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 from torchext.backends import BACKENDS
+from torchext.optim import SPDKFAC, KFACPreconditioner
 
 DEADLINE = 10.0
 
@@ -104,6 +105,15 @@ def body_refused(rank: Rank) -> bool:
     hooked.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ValueError, match="has a communication hook"):
         torchext.attach(hooked, sgd(hooked))
+    factored = DistributedDataParallel(nn.Linear(4, 1))
+    plain = sgd(factored)
+    KFACPreconditioner(factored, plain)
+    for kfac in (SPDKFAC(factored), plain):
+        with pytest.raises(ValueError, match=r"K-FAC exchanges factors .* process_group=dist\.new_group"):
+            torchext.attach(factored, kfac)
+    alone = dist.new_group([rank.rank], use_local_synchronization=True)
+    own_factors = SPDKFAC(factored, process_group=alone)
+    torchext.attach(factored, own_factors).detach()
     for timeout in (0, -1):
         with pytest.raises(ValueError, match="timeout must be more than 0"):
             torchext.PragueOptions(timeout=timedelta(seconds=timeout))

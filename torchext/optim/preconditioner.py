@@ -22,6 +22,15 @@ __all__ = ["KFACPreconditioner"]
 _VERSION = 1
 
 
+_in_front: weakref.WeakKeyDictionary[torch.optim.Optimizer, KFACPreconditioner] = weakref.WeakKeyDictionary()
+
+
+def shares_factors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether K-FAC is in this optimizer, or in front of it, and its ranks exchange factors in every step."""
+    kfac = getattr(optimizer, "kfac", None) or _in_front.get(optimizer)
+    return isinstance(kfac, KFACPreconditioner) and kfac._several
+
+
 class _Handle(Protocol):
     def remove(self) -> None: ...
 
@@ -168,6 +177,7 @@ class KFACPreconditioner:
         except Exception as error:  # told to the other ranks first: they wait for this one
             failure = failure or error
         _agree_that_all_can(group, failure)
+        self._several = group is not None
         self._method = method
         self._scaling = factor_scaling
         self._grad_scaler = grad_scaler
@@ -191,6 +201,7 @@ class KFACPreconditioner:
             return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
 
         self._handles += [optimizer.register_step_pre_hook(before_step), _TakesScale(optimizer)]
+        _in_front[optimizer] = self
 
     def _after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         calls = 0
