@@ -7,6 +7,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "optim/plain_mode.h"
 #include "optim/timed.h"
@@ -16,6 +17,18 @@ namespace {
 
 // Of tensors that would be freed earlier without K-FAC.
 constexpr std::size_t kLargestDeferred = std::size_t{16} << 20;
+
+// Whether the backward pass that runs here has a gradient of `weight` for its caller. torch.autograd.grad() of
+// something else does not: it only comes past.
+bool reaches(const at::Tensor& weight) {
+  const auto* only = torch::autograd::get_current_graph_task_exec_info();
+  if (only == nullptr || only->empty()) {
+    return true;  // backward(), to all leaves
+  }
+  const auto leaf = torch::autograd::impl::grad_accumulator(weight);
+  const auto found = only->find(leaf.get());
+  return found != only->end() && found->second.should_execute();
+}
 
 }  // namespace
 
@@ -40,23 +53,29 @@ void KfacEngine::forward(int layer, const at::Tensor& input, const at::Tensor& o
     return;
   }
   // The hook lives in the graph, and dies with it or with the engine. Autograd keeps the input for the weight's
-  // gradient anyway, and refuses to go on if it was changed in between.
-  output.register_hook([weak = weak_from_this(), layer, kept = input.detach()](const at::TensorBase& gradient) {
+  // gradient anyway, and refuses to go on if it was changed in between. A forward pass inside of a backward one is that
+  // of a reentrant checkpoint: what comes of it, in a pass of its own, belongs to the outer one.
+  const int outer = torch::autograd::get_current_graph_task_id();
+  output.register_hook([weak = weak_from_this(), layer, outer, kept = input.detach()](const at::TensorBase& gradient) {
     if (const auto engine = weak.lock(); engine && gradient.defined()) {
-      engine->backward(layer, kept, at::Tensor(gradient));
+      const int pass = outer >= 0 ? outer : torch::autograd::get_current_graph_task_id();
+      engine->backward(layer, kept, at::Tensor(gradient), pass);
     }
   });
 }
 
-void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& gradient) {
+void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass) {
+  const auto number = static_cast<std::size_t>(layer);
+  if (!reaches(layers_[number].weight)) {
+    return;
+  }
   const PlainMode plain;
   const Lock lock(mutex_);
   const Timed timed(stats_.factor_seconds);
-  const int pass = torch::autograd::get_current_graph_task_id();
+  seen_backward_ = true;
   if (defer(layer, input, gradient.detach(), pass)) {
     return;
   }
-  const auto number = static_cast<std::size_t>(layer);
   const bool together = onFirstStream();
   const bool profiled = exchanging() && input_.ready.empty();
   if (profiled) {
@@ -69,6 +88,7 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
     if (profiled) {
       ready_.mark(slot);
     }
+    stale_ = stale_ || prepared_[slot];
     if (exchanging() && calls.stable && !scaled_loss_ && statistics_->calls(layer) == calls.expected) {
       prepare(slot, /*merged=*/false);
     }
@@ -99,8 +119,8 @@ bool KfacEngine::defer(int layer, const at::Tensor& input, const at::Tensor& gra
   }
   deferred_.push_back({layer, input, gradient, backward_pass});
   deferred_bytes_ += bytes;
-  if (deferring_pass_ != backward_pass) {
-    deferring_pass_ = backward_pass;
+  if (const int here = torch::autograd::get_current_graph_task_id(); deferring_pass_ != here) {
+    deferring_pass_ = here;
     torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
       if (const auto engine = weak.lock()) {
         const PlainMode plain;
@@ -137,13 +157,17 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
   const PlainMode plain;
   const Lock lock(mutex_);
   TORCH_CHECK_VALUE(rates.size() == layers_.size(), "rates: ", rates.size(), " for ", layers_.size(), " layers");
-  scaled_loss_ = scaled_loss_ || loss_scale != 1;
+  if (loss_scale != 1) {  // what has left already was taken for that of a plain loss
+    stale_ = stale_ || std::any_of(prepared_.begin(), prepared_.end(), [](bool done) { return done; });
+    scaled_loss_ = true;
+  }
   const bool finite = directions_->collect(gradient_scale, others) && !found_inf;
   if (!finite) {
     drop(/*sent=*/true);
     ++stats_.skipped;
     return false;
   }
+  seen_backward_ = false;  // whatever this step comes to, discard() has nothing to end
   if (gradient_scale != 1) {
     for (const at::Tensor& other : others) {
       other.mul_(gradient_scale);
@@ -188,6 +212,8 @@ void KfacEngine::endPass() {
   ready_.restart();
   stream_.reset();
   several_streams_ = false;
+  seen_backward_ = false;
+  stale_ = false;
 }
 
 KfacStats KfacEngine::stats() const {

@@ -16,7 +16,8 @@
 // does it in all, to compare). In such a step a factor that has had as many calls as in the steps before is packed by
 // the backward hook, and a run of factors (core/kfac_plan.h) leaves as soon as its last one is packed, while the
 // backward pass goes on; runs leave in the order of the plan on every rank, the rest of them in step(). They are waited
-// for in step(), run by run; a layer whose factors have come is inverted while later runs travel, and its inverse
+// for in step(), run by run. A layer that is called once more when its factors have left makes its rank ask for all
+// to be sent again. A layer whose factors have come is inverted while later runs travel, and its inverse
 // leaves at once, point to point. Only d-kfac, the plain algorithm, waits for all first. Directions that only some
 // ranks compute are started all together and waited for all together.
 //
@@ -122,7 +123,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   using Lock = std::lock_guard<std::mutex>;
   void makePlan();
   void measureCosts();
-  void backward(int layer, const at::Tensor& input, const at::Tensor& gradient);
+  void backward(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass);
   bool defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
   void addDeferred();
   void forgetDeferred();
@@ -132,12 +133,11 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool worksOn(int layer) const;
   void prepare(std::size_t slot, bool merged);
   void startRuns(bool overlapped);
-  std::vector<KfacExchange::Work> startRest(bool takes_step);
-  void checkVerdicts(std::vector<KfacExchange::Work>& works);
+  void startRest();
+  bool agreeOnStep(bool takes_step);
   void waitForRuns();
   void endRuns();
   void drop(bool sent);
-  bool seenBackward() const;
   void replanRuns();
   void updateInverses();
   void invertRuns();
@@ -182,7 +182,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   std::vector<bool> prepared_;               // [slot] packed for this step's exchange
   std::size_t started_ = 0;                  // runs that have left
   std::vector<KfacExchange::Work> works_;    // [run]
-  at::Tensor verdicts_;                      // [rank] whether it takes this step
+  at::Tensor verdicts_;                      // [rank] what it does with this step
   at::Tensor traces_;                        // of all factors, summed over ranks, where tracesTravel()
   KfacExchange::Work traces_work_;           // null once it was waited for
   at::Tensor inverse_buffer_;                // inverses that travel, by owner
@@ -209,6 +209,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   std::optional<c10::Stream> stream_;  // of the first hook of a step, on an accelerator
   bool several_streams_ = false;       // later ones of the step ran on others, too
   bool scaled_loss_ = false;
+  bool seen_backward_ = false;  // since the last step; the same on all ranks, even where a batch is empty
+  bool stale_ = false;          // a factor was packed before all of its step was known
   bool discarded_ = false;
   KfacStats stats_;
   mutable std::mutex mutex_;

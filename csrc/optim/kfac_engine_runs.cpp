@@ -11,6 +11,8 @@ namespace {
 // Below those of directions and inverses (kfac_engine_routes.cpp).
 constexpr int kVerdictTag = 0;
 
+enum Verdict : std::uint8_t { kLeavesStep, kTakesStep, kTakesStepAgain };
+
 }  // namespace
 
 bool KfacEngine::exchanging() const {
@@ -59,30 +61,32 @@ void KfacEngine::startRuns(bool overlapped) {
   }
 }
 
-// Sends what has not left yet, and this rank's word whether it takes the step.
-std::vector<KfacExchange::Work> KfacEngine::startRest(bool takes_step) {
+// Sends what has not left yet.
+void KfacEngine::startRest() {
   for (std::size_t slot = 0; slot < prepared_.size(); ++slot) {
     prepare(slot, /*merged=*/true);
   }
   startRuns(/*overlapped=*/false);
-  verdicts_ = at::empty({ranks_}, at::kByte);
-  verdicts_.fill_(takes_step ? 1 : 0);
-  return exchange_->gather(verdicts_, kVerdictTag);
 }
 
-// All ranks take a step, or none does. If they differ, what has been sent comes to its end on all of them.
-void KfacEngine::checkVerdicts(std::vector<KfacExchange::Work>& works) {
+// All ranks take a step, or none does. If they differ, what has been sent comes to its end on all of them, and all
+// throw. Returns whether a rank has sent factors that are not those of the whole step, so that all must send again.
+bool KfacEngine::agreeOnStep(bool takes_step) {
+  const Verdict own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
+  verdicts_ = at::empty({ranks_}, at::kByte);
+  verdicts_.fill_(static_cast<std::int64_t>(own));
+  auto works = exchange_->gather(verdicts_, kVerdictTag);
   KfacExchange::wait(works);
   const auto* verdicts = verdicts_.const_data_ptr<std::uint8_t>();
-  const auto* other =
-      std::find_if(verdicts, verdicts + ranks_, [&](auto verdict) { return verdict != verdicts[rank_]; });
-  if (other == verdicts + ranks_) {
-    return;
+  const auto* end = verdicts + ranks_;
+  const auto* other = std::find_if(verdicts, end, [&](auto verdict) { return (verdict != kLeavesStep) != takes_step; });
+  if (other == end) {
+    return std::find(verdicts, end, kTakesStepAgain) != end;
   }
   waitForRuns();
   endRuns();
   const auto rank = static_cast<int>(other - verdicts);
-  const bool ours = verdicts[rank_] == 0;
+  const bool ours = !takes_step;
   C10_THROW_ERROR(DistBackendError,
                   c10::str("torchext.optim: rank ", ours ? rank_ : rank, " left out step ", stats_.steps,
                            " (cleared its gradients without step()), rank ", ours ? rank : rank_,
@@ -113,25 +117,16 @@ void KfacEngine::drop(bool sent) {
   if (!exchanging() || !sent) {
     return;
   }
-  auto verdicts = startRest(/*takes_step=*/false);
-  checkVerdicts(verdicts);
+  startRest();
+  agreeOnStep(/*takes_step=*/false);
   waitForRuns();
   endRuns();
-}
-
-// How many runs have left may differ from rank to rank; that there was a backward pass does not.
-bool KfacEngine::seenBackward() const {
-  bool seen = started_ > 0;
-  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    seen = seen || statistics_->calls(static_cast<int>(layer)) > 0;
-  }
-  return seen;
 }
 
 void KfacEngine::discard() {
   const PlainMode plain;
   const Lock lock(mutex_);
-  drop(seenBackward());
+  drop(seen_backward_);
 }
 
 }  // namespace torchext

@@ -58,7 +58,7 @@ std::vector<FactorState> KfacEngine::state() {
 void KfacEngine::load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates) {
   const PlainMode plain;
   const Lock lock(mutex_);
-  drop(seenBackward());
+  drop(seen_backward_);
   const auto& slots = statistics_->slots();
   TORCH_CHECK_VALUE(state.size() == slots.size(), "the state has ", state.size(), " factors, the model ", slots.size());
   for (std::size_t i = 0; i < slots.size(); ++i) {

@@ -177,6 +177,40 @@ def test_gradient_accumulation_under_no_sync(queued: bool) -> None:
     assert max(run_ranks(body_no_sync, 3, queued)) < 1e-5
 
 
+def body_more_calls(rank: Rank, queued: bool, changes: str) -> float:
+    """Factors have left, and then there is more of them, or the loss turns out to be scaled: all are sent again."""
+    use_path(queued)
+    rank.init("gloo", timeout=20)
+    groups = [dist.new_group([r]) for r in range(rank.size)]
+    flats = []
+    for alone in (False, True):
+        model = Net() if alone else DistributedDataParallel(Net())
+        mine, size = (0, 1) if alone else (rank.rank, rank.size)
+        group = groups[rank.rank] if alone else None
+        optimizer = SPDKFAC(model, lr=0.1, damping=0.01, inverse_update_steps=1, process_group=group)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_factor=1024.0, growth_interval=5)
+        for step in range(10):
+            optimizer.zero_grad()
+            parts = 3 if changes == "calls" and step == 6 else 1
+            for part in range(parts):
+                image, token, target = (p.chunk(size)[mine] for p in whole_batch(step + 100 * part))
+                loss = nn.functional.cross_entropy(model(image, token), target) / parts
+                (scaler.scale(loss) if changes == "scale" else loss).backward()
+            if changes == "scale":
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        flats.append(flat(model if alone else model.module))  # type: ignore[arg-type]
+    return float((flats[0] - flats[1]).abs().max() / flats[1].abs().max())
+
+
+@both
+@pytest.mark.parametrize("changes", ["calls", "scale"])
+def test_factors_that_left_too_early_are_sent_again(changes: str, queued: bool) -> None:
+    assert max(run_ranks(body_more_calls, 2, queued, changes)) < 1e-9
+
+
 def body_preconditioner(rank: Rank) -> float:
     rank.init("gloo")
     flats = []

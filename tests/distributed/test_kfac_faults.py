@@ -61,6 +61,27 @@ def test_steps_left_out_by_hand_on_all_ranks(interval: int, queued: bool) -> Non
     assert run_ranks(body_left_out, 2, interval, queued) == [11, 11]
 
 
+def body_left_out_empty(rank: Rank, queued: bool) -> int:
+    """All ranks leave out step 5, in which rank 1 has an empty batch."""
+    use_path(queued)
+    rank.init("gloo", timeout=20)
+    model = DistributedDataParallel(Uneven())
+    optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=1)
+    for step in range(8):
+        optimizer.zero_grad()
+        batch = torch.randn(0 if step == 5 and rank.rank == 1 else 4, 6, dtype=torch.float64)
+        model(batch, 1, extra=True).sin().sum().backward()
+        if step != 5:
+            optimizer.step()
+    equal_everywhere(model.module)
+    return int(optimizer.stats()["steps"])
+
+
+@both
+def test_a_step_left_out_where_one_rank_had_nothing(queued: bool) -> None:
+    assert run_ranks(body_left_out_empty, 2, queued) == [7, 7]
+
+
 def body_left_out_on_one(rank: Rank, queued: bool) -> tuple[list[str], int]:
     use_path(queued)
     rank.init("gloo", timeout=20)

@@ -277,6 +277,63 @@ def test_forward_passes_that_train_nothing_leave_no_trace() -> None:
     assert torch.equal(flat(models[0]), flat(models[1]))
 
 
+def test_gradients_that_reach_no_weight_leave_no_trace() -> None:
+    """torch.autograd.grad() with respect to the input; torch.func."""
+    models = [mlp(), mlp()]
+    for model, extra in zip(models, (False, True), strict=True):
+        optimizer = KFAC(model, lr=0.1, inverse_update_steps=1)
+        for step in range(3):
+            optimizer.zero_grad()
+            batch, targets = data(seed=step)
+            if extra:
+                inputs = data()[0].requires_grad_(True)
+                torch.autograd.grad(1000 * model(inputs).sum(), inputs)
+                weights = {name: p.detach() for name, p in model.named_parameters()}
+
+                def loss(weights: dict[str, Tensor], model: nn.Module = model, inputs: Tensor = inputs) -> Tensor:
+                    return torch.func.functional_call(model, weights, (inputs,)).sum()  # type: ignore[no-any-return]
+
+                torch.func.grad(loss)(weights)
+                torch.func.vmap(model)(inputs)
+            nn.functional.cross_entropy(model(batch), targets).backward()
+            optimizer.step()
+    assert torch.equal(flat(models[0]), flat(models[1]))
+
+
+def test_autograd_grad_of_the_weights_counts() -> None:
+    directions = []
+    for by_hand in (False, True):
+        model = mlp()
+        kfac = KFACPreconditioner(model, inverse_update_steps=1)
+        loss = nn.functional.cross_entropy(model(data()[0]), data()[1])
+        if by_hand:
+            weights = list(model.parameters())
+            for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                weight.grad = gradient
+        else:
+            loss.backward()
+        kfac.step()
+        directions.append(written(model[0]))
+    assert torch.equal(directions[0], directions[1])
+
+
+def test_reentrant_checkpoints_of_one_module_are_one_pass() -> None:
+    factors = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 3)]).double()
+        optimizer = KFAC(model, lr=0.1, factor_decay=0.0)
+        inputs, targets = data()
+        inputs.requires_grad_(True)
+        for _ in range(2):
+            inputs = checkpoint(model[0], inputs, use_reentrant=True) if again else model[0](inputs)
+        nn.functional.cross_entropy(model[1](inputs), targets).backward()
+        optimizer.step()
+        factors.append([factor[0] for factor in optimizer.state_dict()["kfac"]["factors"]])
+    for plain, checkpointed in zip(*factors, strict=True):
+        same(checkpointed, plain, 1e-12)
+
+
 def test_frozen_bias_and_frozen_layer() -> None:
     model = mlp()
     model[0].bias.requires_grad_(False)
