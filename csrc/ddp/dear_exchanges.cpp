@@ -33,9 +33,11 @@ std::vector<at::Tensor> chunksOf(const ShardBuckets& buckets, int world_size) {
 
 void DearSynchronizer::expectBackward(bool exchanges) {
   armed_ = exchanges && !detached_;
-  if (armed_ && buckets_ && started_) {
-    // Gradients that nobody has stepped with: this pass adds to the tensors that are being sent.
+  if (armed_ && buckets_ && unstepped_) {
+    // Kept, they are what this pass adds to while they are being sent; dropped (clearGradients), their arrival would be
+    // taken for that of this pass.
     waitExchanges();
+    unstepped_ = false;
   }
   started_ = started_ && !armed_;
   // A forward pass may have no backward pass: then the next has its record.
@@ -119,6 +121,7 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
     std::lock_guard<std::mutex> lock(mutex_);
     reducing_[bucket] = 1;
   }
+  unstepped_ = true;
   std::vector<at::Tensor> gradients;
   for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
     gradients.push_back(std::move(gradients_[index(tensor)]));

@@ -1,0 +1,43 @@
+"""Training loops that are not the plain one, with "dear": equal to single-process training on the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Rank, run_ranks
+from sharded import FORMS, Pair, in_form, made, sgd
+from torch import nn
+
+EXACT = 1e-5
+
+
+def wide() -> nn.Module:
+    """Large enough that exchanges are still on their way when the next thing happens."""
+    return nn.Sequential(nn.Linear(16, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4))
+
+
+def body_dropped(rank: Rank, then: str) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(wide), sgd, bucket_mb=0.05)
+    for _ in range(40):
+        pair.losses(pair.steps + 1000)[0].backward()
+        pair.optimizer.zero_grad()
+        pair.plain.zero_grad()
+        if then == "step":  # it has nothing to step with
+            pair.optimizer.step()
+        for loss in pair.losses():
+            loss.backward()
+        if then == "clip":
+            pair.sync.clip_grad_norm_(0.05)
+            nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)
+        for optimizer in (pair.optimizer, pair.plain):
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.steps += 1
+    return pair.done()
+
+
+@pytest.mark.parametrize("then", ["", "step", "clip"])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_that_are_dropped(form: str, then: str) -> None:
+    """A batch is skipped, or a loss reaches a model that is not trained by it (adversarial training)."""
+    assert max(run_ranks(in_form, 2, form, body_dropped, then)) < EXACT
