@@ -109,6 +109,7 @@ class DearSynchronizer : public Synchronizer {
 
  private:
   void gradientReady(std::size_t parameter);
+  at::Tensor denseGradient(std::size_t parameter) const;
   void beginBackward();
   void backwardEnds();
   [[noreturn]] void throwMissing();

@@ -85,6 +85,19 @@ def test_what_attach_refuses() -> None:
     assert run_ranks(body_refused, 2) == [True, True]
 
 
+def body_sparse(rank: Rank, fallback: bool) -> tuple[str, str, float]:
+    rank.init("dear")
+    model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 4))
+    pair = Pair(rank, model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), fallback=fallback)
+    return elapsed_error(lambda: pair.ddp(torch.arange(8)).square().mean().backward())
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_sparse_gradients(fallback: bool) -> None:
+    for kind, message, _ in run_ranks(body_sparse, 2, fallback):
+        assert kind == "TypeError" and "0.weight has a Sparse gradient; make it dense" in message, (kind, message)
+
+
 def body_disagree(rank: Rank, what: str) -> tuple[str, str, float]:
     rank.init("dear")
     model = nn.Linear(4, 4 + (rank.rank if what == "shape" else 0))
