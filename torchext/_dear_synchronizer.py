@@ -125,13 +125,18 @@ class DearSynchronizer(Synchronizer):
 
         In the sharded form each worker's slices are DTensors with one dimension (the parameter's elements in memory
         order), under ``"<number of the parameter>.<name of the state>"``. Load with :meth:`load_optimizer_state_dict`.
+        Before the first step it has what that step will create, to load into; parameters without state in the
+        checkpoint (never used) then need ``DefaultLoadPlanner(allow_partial_load=True)``.
         """
         self._check_attached("optimizer_state_dict")
         self.wait()
         return self._held.sharded_state()
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result."""
+        """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result.
+
+        Every rank calls it: while the model trains as plain DDP the slices are gathered.
+        """
         self._check_attached("load_optimizer_state_dict")
         self.wait()
         self._held.load_sharded_state(state)

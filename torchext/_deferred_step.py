@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchext._dear_optimizer import ELEMENTWISE, SteppedParameter
+from torchext._dear_optimizer import ELEMENTWISE, SteppedParameter, unhooked_step
 
 __all__ = ["DeferredStep"]
 
@@ -34,8 +34,7 @@ class DeferredStep:
         self._groups: list[dict[str, Any]] = []  # as they were, for the step under way
         self._left: dict[int, SteppedParameter] = {}  # by position: not stepped yet
         self._one_by_one = type(optimizer) in _ONE_BY_ONE
-        # Behind the wrapper that runs hooks: they have run.
-        self._step: Callable[..., Any] = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+        self._step = unhooked_step(optimizer)  # hooks have run
         self._before = optimizer.__dict__.get("step")
         remember = torch.optim.Optimizer.profile_hook_step(_Remember(self))
         optimizer.step = types.MethodType(remember, optimizer)  # type: ignore[method-assign]

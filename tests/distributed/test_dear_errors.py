@@ -85,6 +85,19 @@ def test_what_attach_refuses() -> None:
     assert run_ranks(body_refused, 2) == [True, True]
 
 
+def body_unknown_state(rank: Rank) -> tuple[str, str, float]:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), lambda parameters: Marked(parameters, lr=0.1, momentum=0.9))
+    outcome = elapsed_error(pair.sync.optimizer_state_dict)
+    assert pair.run(1).sync.optimizer_state_dict()
+    return outcome
+
+
+def test_state_to_load_into_of_an_optimizer_that_is_not_torchs() -> None:
+    for kind, message, _ in run_ranks(body_unknown_state, 2):
+        assert kind == "RuntimeError" and "Marked has no state yet" in message and "take a step" in message, message
+
+
 def body_sparse(rank: Rank, fallback: bool) -> tuple[str, str, float]:
     rank.init("dear")
     model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 4))
