@@ -59,8 +59,9 @@ class Lane:
 class DearSynchronizer(Synchronizer):
     """Decoupled all-reduce: gradients are reduced under the backward pass, and gathered under the next forward pass.
 
-    The model trains as with plain DDP. Parameters are complete whenever they may be read: in forward passes, in
-    ``state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of the model, after ``synchronize()`` and ``wait()``.
+    The model trains as with plain DDP. Parameters are complete whenever they may be read: in forward passes (a module's
+    from when it is called), in ``state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of the model, after
+    ``synchronize()`` and ``wait()``.
     Their own ``.grad`` is this worker's; the averaged ones are in ``optimizer.param_groups``.
 
     Sharded form: every worker steps its slice of every parameter, and gathers the others'; ``optimizer.state_dict()``
@@ -89,7 +90,8 @@ class DearSynchronizer(Synchronizer):
             ddp.register_forward_pre_hook(self._enter_forward),
             ddp.register_forward_hook(self._leave_forward, always_call=True),
             optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
-            *(FlushedMethod(ddp.module, name, self.wait) for name in ("train", "named_parameters")),
+            FlushedMethod(ddp.module, "train", self.wait),
+            *(FlushedMethod(module, "named_parameters", self.wait) for module in ddp.modules()),
         ]
         self._follow()
 

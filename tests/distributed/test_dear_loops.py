@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 from harness import Rank, run_ranks
 from sharded import FORMS, Pair, adamw, in_form, made, mlp, sgd
 from torch import nn
@@ -43,6 +45,29 @@ def body_dropped(rank: Rank, then: str) -> float:
 def test_gradients_that_are_dropped(form: str, then: str) -> None:
     """A batch is skipped, or a loss reaches a model that is not trained by it (adversarial training)."""
     assert max(run_ranks(in_form, 2, form, body_dropped, then)) < EXACT
+
+
+def body_reading(rank: Rank) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(wide), adamw)
+    worst = 0.0
+
+    def compare(read: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
+        return max(float((a - b).detach().abs().max()) for a, b in zip(read, expected, strict=True))
+
+    for _ in range(5):
+        pair.step()
+        worst = max(worst, compare(pair.ddp.parameters(), pair.twin.parameters()))
+        pair.step()
+        worst = max(worst, compare((p for _, p in pair.ddp.named_parameters()), pair.twin.parameters()))
+        pair.step()
+        worst = max(worst, compare(pair.module[2].parameters(), pair.twin[2].parameters()))
+    return max(worst, pair.done())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_of_the_wrapper_and_of_a_part(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_reading)) < 1e-4
 
 
 def body_restart(rank: Rank, folder: str, before: bool, after: bool) -> float:
