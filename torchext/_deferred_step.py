@@ -18,6 +18,8 @@ _ONE_BY_ONE = (
     *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
 )
 
+_OF_SCALER = ("grad_scale", "found_inf")
+
 
 class DeferredStep:
     """Replaces ``optimizer.step`` on one optimizer.
@@ -34,14 +36,14 @@ class DeferredStep:
         self._groups: list[dict[str, Any]] = []  # as they were, for the step under way
         self._left: dict[int, SteppedParameter] = {}  # by position: not stepped yet
         self._one_by_one = type(optimizer) in _ONE_BY_ONE
+        self._scaler: dict[str, torch.Tensor | None] = {}  # what a GradScaler has told a fused optimizer, for that step
         self._step = unhooked_step(optimizer)  # hooks have run
         self._before = optimizer.__dict__.get("step")
         remember = torch.optim.Optimizer.profile_hook_step(_Remember(self))
         optimizer.step = types.MethodType(remember, optimizer)  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Finishes, and gives the optimizer its own step back."""
-        self.finish()
+        """Gives the optimizer its own step back; what has not been finished of the last one is not done."""
         if self._before is not None:
             self._optimizer.step = self._before  # type: ignore[method-assign]
         else:
@@ -72,10 +74,9 @@ class DeferredStep:
                 loss = closure()
         optimizer = self._optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
-        self._groups = [
-            {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-            for group in optimizer.param_groups
-        ]
+        self._groups = [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]
+        # The scaler takes them back when step() returns, and changes the scale in place.
+        self._scaler = {name: _kept(getattr(optimizer, name)) for name in _OF_SCALER if hasattr(optimizer, name)}
         self._left = {
             p.position: p
             for group in optimizer.param_groups
@@ -91,10 +92,16 @@ class DeferredStep:
         groups = optimizer.param_groups
         chosen = [{**group, "params": [p for p in group["params"] if id(p) in stepped]} for group in self._groups]
         optimizer.param_groups = [group for group in chosen if group["params"]] if self._one_by_one else chosen
+        attributes = optimizer.__dict__
+        now = {name: attributes.pop(name) for name in _OF_SCALER if name in attributes}  # for the step after this one
+        attributes.update(self._scaler)
         try:
             self._step(optimizer)
         finally:
             optimizer.param_groups = groups
+            for name in self._scaler:
+                del attributes[name]
+            attributes.update(now)
         if not self._one_by_one:
             # What the step itself has changed, a counter say; what others have changed since, stays.
             for group, before, after in zip(groups, self._groups, chosen, strict=True):
@@ -111,3 +118,7 @@ class _Remember:
 
     def __call__(self, _: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         return self._deferred.remember(closure)
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

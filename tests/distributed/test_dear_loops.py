@@ -70,6 +70,31 @@ def test_parameters_of_the_wrapper_and_of_a_part(form: str) -> None:
     assert max(run_ranks(in_form, 2, form, body_reading)) < 1e-4
 
 
+def body_fused_scaler(rank: Rank) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), lambda parameters: torch.optim.SGD(parameters, lr=0.05, fused=True))
+    ours, plain = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in range(2))
+    for step in range(12):
+        pair.optimizer.zero_grad()
+        pair.plain.zero_grad()
+        factor = float("inf") if step in (3, 7) else 1.0
+        for scaler, optimizer, loss in zip((ours, plain), (pair.optimizer, pair.plain), pair.losses(), strict=True):
+            scaler.scale(loss * factor).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert ours.get_scale() == plain.get_scale()
+        pair.steps += 1
+    assert not hasattr(pair.optimizer, "grad_scale") and not hasattr(pair.optimizer, "found_inf")
+    return pair.done()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_fused_optimizer_unscales_its_own_gradients(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_fused_scaler)) < EXACT
+
+
 def body_restart(rank: Rank, folder: str, before: bool, after: bool) -> float:
     """Saves in one mode, and loads before the first step in another: True is plain all-reduce."""
     import torch.distributed.checkpoint as checkpoint
