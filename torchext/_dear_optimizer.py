@@ -114,11 +114,15 @@ class DearOptimizer:
             group["params"] = [self._replaced(parameter, state) for parameter in group["params"]]
         self._held = True
 
-    def release(self) -> None:
-        """Gives the optimizer the parameters back, with their whole state. In the sharded form collective."""
+    def release(self, with_state: bool = True) -> None:
+        """Gives the optimizer the parameters back, with their whole state: in the sharded form collective.
+
+        Args:
+            with_state: False: without, for when the others cannot be reached.
+        """
         if not self._held:
             return
-        full = self._whole_states()
+        full = self._whole_states() if with_state else {}
         self._optimizer.state = _like(self._optimizer.state)
         for group in self._optimizer.param_groups:
             group["params"] = [

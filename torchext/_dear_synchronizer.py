@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -155,14 +156,31 @@ class DearSynchronizer(Synchronizer):
         return self._core.stats()
 
     def detach(self) -> None:
-        """Gives the optimizer its parameters and whole state back; the model goes on as plain DDP. Safe twice."""
-        if not self._detached:
+        """Gives the optimizer its parameters and whole state back; the model goes on as plain DDP. Safe twice.
+
+        After the loss of a worker it raises, but model and optimizer are free all the same. Parameters may be those of
+        two steps then, and the optimizer has no state: load both from a checkpoint.
+        """
+        if self._detached:
+            return
+        try:
             self.wait()
             self._release()
+        finally:
+            self._release(with_state=False)  # where that failed
             self._held.remove()
-        super().detach()
-        if self._lane is not None:
-            self._lane.close()
+            try:
+                super().detach()
+            finally:
+                if self._lane is not None:
+                    self._lane.close()
+
+    def _detach_core(self) -> None:
+        try:
+            self._core.detach()
+        except dist.DistBackendError:
+            self._core.leave(timedelta(0))
+            raise
 
     def _enter_forward(self, *_: Any) -> None:
         """Keeps DDP's reducer out of the coming backward pass, but not its buffers from being broadcast."""
@@ -222,11 +240,11 @@ class DearSynchronizer(Synchronizer):
         if self._core.replicated and self._deferred is None:
             self._deferred = DeferredStep(self._optimizer)
 
-    def _release(self) -> None:
+    def _release(self, with_state: bool = True) -> None:
         if self._deferred is not None:
             self._deferred.remove()
             self._deferred = None
-        self._held.release()
+        self._held.release(with_state)
 
 
 def _static_recorded(ddp: DistributedDataParallel) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, elapsed_error, launch, run_ranks
-from sharded import Branches, Pair, adamw, made, mlp, sgd
+from sharded import FORMS, Branches, Pair, adamw, difference, in_form, made, mlp, sgd
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -109,6 +110,40 @@ def body_sparse(rank: Rank, fallback: bool) -> tuple[str, str, float]:
 def test_sparse_gradients(fallback: bool) -> None:
     for kind, message, _ in run_ranks(body_sparse, 2, fallback):
         assert kind == "TypeError" and "0.weight has a Sparse gradient; make it dense" in message, (kind, message)
+
+
+def body_after_a_death(rank: Rank) -> bool:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw).run(3)
+    rank.report("ready")
+    with pytest.raises(dist.DistBackendError, match="rank 2 died"):
+        pair.run(1_000_000)
+    with pytest.raises(dist.DistBackendError, match="rank 2 died"):
+        pair.sync.detach()
+    pair.sync.detach()
+    # Model and optimizer are as before attach, but for their values.
+    model, optimizer = pair.module, pair.optimizer
+    assert len(model.state_dict()) == len(list(pair.ddp.parameters())) == len(list(pair.twin.parameters()))
+    assert not optimizer.state
+    assert all(type(p) is nn.Parameter for group in optimizer.param_groups for p in group["params"])
+    model.eval()
+    model.load_state_dict(pair.twin.state_dict())
+    model.train()
+    optimizer.load_state_dict(copy.deepcopy(pair.plain.state_dict()))  # or the two would share it
+    for part, its in ((model, optimizer), (pair.twin, pair.plain)):
+        its.zero_grad()
+        part(torch.ones(2, 16)).square().mean().backward()
+        its.step()
+    return difference(model, pair.twin) == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_detach_after_the_death_of_a_worker_frees_model_and_optimizer(form: str) -> None:
+    with launch(in_form, 3, form, body_after_a_death) as ranks:
+        ranks.expect("ready")
+        ranks.kill(2)
+        for outcome in ranks.outcomes(deadline=40):
+            assert outcome.ok and outcome.value, outcome.trace
 
 
 def body_disagree(rank: Rank, what: str) -> tuple[str, str, float]:
