@@ -37,7 +37,8 @@ class DeferredStep:
         self._left: dict[int, SteppedParameter] = {}  # by position: not stepped yet
         self._one_by_one = type(optimizer) in _ONE_BY_ONE
         self._scaler: dict[str, torch.Tensor | None] = {}  # what a GradScaler has told a fused optimizer, for that step
-        self._step = unhooked_step(optimizer)  # hooks have run
+        # Hooks have run; a compiled forward pass that comes here must not compile the step with it.
+        self._step = torch.compiler.disable(unhooked_step(optimizer))  # type: ignore[no-untyped-call]
         self._before = optimizer.__dict__.get("step")
         remember = torch.optim.Optimizer.profile_hook_step(_Remember(self))
         optimizer.step = types.MethodType(remember, optimizer)  # type: ignore[method-assign]

@@ -95,6 +95,18 @@ def test_a_fused_optimizer_unscales_its_own_gradients(form: str) -> None:
     assert max(run_ranks(in_form, 2, form, body_fused_scaler)) < EXACT
 
 
+def body_compiled(rank: Rank) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd)
+    pair.ddp = torch.compile(pair.ddp, backend="eager")  # type: ignore[assignment]
+    return pair.run(6).done()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_after_attach(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_compiled)) < EXACT
+
+
 def body_restart(rank: Rank, folder: str, before: bool, after: bool) -> float:
     """Saves in one mode, and loads before the first step in another: True is plain all-reduce."""
     import torch.distributed.checkpoint as checkpoint
