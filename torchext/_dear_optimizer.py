@@ -201,7 +201,11 @@ class DearOptimizer:
             elif self._slices is None:
                 parameter.grad = torch.zeros_like(parameter.grad)  # a step under way may still need the old one
             else:
-                parameter.grad.detach_().zero_()
+                if parameter.grad.grad_fn is None:
+                    parameter.grad.requires_grad_(False)  # a view of DDP's buckets cannot be detached in place
+                else:
+                    parameter.grad.detach_()
+                parameter.grad.zero_()
 
     def _agree_on_overflow(self) -> None:
         """Every rank sees infinite or NaN gradients if one does: a GradScaler must skip a step on all or none."""

@@ -95,6 +95,28 @@ def test_a_fused_optimizer_unscales_its_own_gradients(form: str) -> None:
     assert max(run_ranks(in_form, 2, form, body_fused_scaler)) < EXACT
 
 
+def body_views(rank: Rank) -> float:
+    rank.init("dear")
+    worst = 0.0
+    for fallback in (False, True):
+        pair = Pair(rank, made(mlp), sgd, fallback=fallback, gradient_as_bucket_view=True)
+        for _ in range(6):
+            pair.optimizer.zero_grad(set_to_none=False)
+            pair.plain.zero_grad(set_to_none=False)
+            for loss in pair.losses():
+                loss.backward()
+            pair.optimizer.step()
+            pair.plain.step()
+            pair.steps += 1
+        worst = max(worst, pair.done())
+    return worst
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_that_are_views_of_buckets_are_set_to_zero(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_views)) < EXACT
+
+
 def body_compiled(rank: Rank) -> float:
     rank.init("dear")
     pair = Pair(rank, made(mlp), sgd)
