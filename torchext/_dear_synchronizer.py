@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -111,9 +112,12 @@ class DearSynchronizer(Synchronizer):
             return super().clip_grad_norm_(max_norm, norm_type)
         if self._core.gathered:
             return torch.nn.utils.clip_grad_norm_(list(self._held.stepped()), max_norm, norm_type)
-        own = (self._core.own_gradient(stepped.position) for stepped in self._held.stepped())
+        stepped = list(self._held.stepped())
+        own = (self._core.own_gradient(parameter.position) for parameter in stepped)
         gradients = [gradient for gradient in own if gradient is not None and len(gradient)]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(torch.float32)
+        # By the parameters: a rank may have no gradients.
+        dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in stepped), torch.float32)
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(dtype)
         infinite = norm_type == float("inf")
         norm = norm if infinite else norm**norm_type
         dist.all_reduce(norm, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self._ddp.process_group)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Rank, run_ranks
 from sharded import FORMS, Pair, adamw, in_form, made, mlp, sgd
 from torch import nn
@@ -93,6 +94,26 @@ def body_fused_scaler(rank: Rank) -> float:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_fused_optimizer_unscales_its_own_gradients(form: str) -> None:
     assert max(run_ranks(in_form, 2, form, body_fused_scaler)) < EXACT
+
+
+def body_clipped_doubles(rank: Rank) -> bool:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp, torch.float64), sgd)
+    pair.losses()[0].backward()
+    norm = pair.sync.clip_grad_norm_(1e-3)
+    # What it has left, of the slices of all ranks.
+    left = torch.zeros((), dtype=torch.float64)
+    for parameter in pair.optimizer.param_groups[0]["params"]:
+        left += parameter.grad.square().sum()
+    if not pair.sync._core.replicated:
+        dist.all_reduce(left)
+    expected = 1e-3 * norm / (norm + 1e-6)
+    return norm.dtype == torch.float64 and abs(float(left.sqrt() / expected) - 1) < 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_clipping_keeps_the_precision_of_doubles(form: str) -> None:
+    assert run_ranks(in_form, 2, form, body_clipped_doubles) == [True, True]
 
 
 def body_views(rank: Rank) -> float:
