@@ -13,7 +13,7 @@ from torch import nn
 from torchext import _C
 from torchext._state_slices import StateSlices
 
-__all__ = ["ELEMENTWISE", "DearOptimizer", "SteppedParameter", "check_stepped"]
+__all__ = ["ELEMENTWISE", "DearOptimizer", "SteppedParameter", "check_stepped", "unhooked_step"]
 
 # Each element of a parameter is stepped by itself: a slice is stepped as the whole would be.
 ELEMENTWISE = (
@@ -36,6 +36,12 @@ def check_stepped(optimizer: torch.optim.Optimizer, form: str) -> None:
         "sharded form needs; use DeAROptions(form='replicated'), or, if it does, set the class attribute "
         f"{kind.__name__}.elementwise = True"
     )
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The optimizer's ``step``, to call with it, behind the wrapper that runs its hooks."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step)
 
 
 class SteppedParameter(nn.Parameter):
@@ -110,11 +116,15 @@ class DearOptimizer:
             group["params"] = [self._replaced(parameter, state) for parameter in group["params"]]
         self._held = True
 
-    def release(self) -> None:
-        """Gives the optimizer the parameters back, with their whole state. In the sharded form collective."""
+    def release(self, with_state: bool = True) -> None:
+        """Gives the optimizer the parameters back, with their whole state: in the sharded form collective.
+
+        Args:
+            with_state: False: without, for when the others cannot be reached.
+        """
         if not self._held:
             return
-        full = self._whole_states()
+        full = self._whole_states() if with_state else {}
         self._optimizer.state = _like(self._optimizer.state)
         for group in self._optimizer.param_groups:
             group["params"] = [
@@ -167,20 +177,24 @@ class DearOptimizer:
 
     def sharded_state(self) -> dict[str, Any]:
         """The state for torch.distributed.checkpoint; see Synchronizer."""
-        states = self._states()
-        if self._slices is not None:
-            return self._slices.distributed(states)
-        return {f"{position}.{key}": value for position, values in states.items() for key, value in values.items()}
+        states = self._states() or self._first_states()
+        if self._slices is None:
+            return {f"{position}.{key}": value for position, values in states.items() for key, value in values.items()}
+        if not self._held:
+            states = {position: self._cut(values, position) for position, values in states.items()}
+        return self._slices.distributed(states)
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
-        """Takes the values of :meth:`sharded_state`."""
-        for parameter in self.stepped():
-            prefix = f"{parameter.position}."
-            values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            if values:
-                self._optimizer.state[parameter] = {
-                    key: value.to_local() if hasattr(value, "to_local") else value for key, value in values.items()
-                }
+        """Takes the values of :meth:`sharded_state`. While the optimizer holds whole parameters collective."""
+        states: dict[int, dict[str, Any]] = {}
+        for key, value in state.items():
+            position, _, name = key.partition(".")
+            states.setdefault(int(position), {})[name] = value.to_local() if hasattr(value, "to_local") else value
+        if self._slices is not None and not self._held:
+            states = self._slices.whole(states)
+        for number, parameter in self._trained():
+            if number in states:
+                self._optimizer.state[parameter] = states[number]
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self.core.clear_gradients()
@@ -193,7 +207,11 @@ class DearOptimizer:
             elif self._slices is None:
                 parameter.grad = torch.zeros_like(parameter.grad)  # a step under way may still need the old one
             else:
-                parameter.grad.detach_().zero_()
+                if parameter.grad.grad_fn is None:
+                    parameter.grad.requires_grad_(False)  # a view of DDP's buckets cannot be detached in place
+                else:
+                    parameter.grad.detach_()
+                parameter.grad.zero_()
 
     def _agree_on_overflow(self) -> None:
         """Every rank sees infinite or NaN gradients if one does: a GradScaler must skip a step on all or none."""
@@ -217,14 +235,52 @@ class DearOptimizer:
     def _cut(self, values: Mapping[str, Any], position: int) -> dict[str, Any]:
         return dict(values) if self._slices is None else self._slices.cut(values, position)
 
+    def _trained(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """What the optimizer holds of the model, SteppedParameters or not, with their positions."""
+        for parameter in self._order():
+            if isinstance(parameter, SteppedParameter):
+                position: int | None = parameter.position
+            else:
+                position = self._position.get(id(parameter))
+            if position is not None and parameter.requires_grad:
+                yield position, parameter
+
     def _states(self) -> dict[int, dict[str, Any]]:
-        """What the optimizer keeps of the parameters that it steps, by their positions."""
+        """What the optimizer keeps of them, by position."""
         state = self._optimizer.state
-        return {parameter.position: dict(state[parameter]) for parameter in self.stepped() if parameter in state}
+        return {position: dict(state[parameter]) for position, parameter in self._trained() if parameter in state}
 
     def _whole_states(self) -> dict[int, dict[str, Any]]:
         """The same, whole. In the sharded form collective."""
-        return self._states() if self._slices is None else self._slices.whole(self._states())
+        states = self._states()
+        return states if self._slices is None else self._slices.whole(states)
+
+    def _first_states(self) -> dict[int, dict[str, Any]]:
+        """What the first step creates, to load into: by a step with zero gradients on tensors that are thrown away."""
+        optimizer = self._optimizer
+        if type(optimizer) not in ELEMENTWISE:
+            raise RuntimeError(
+                f"dear: {type(optimizer).__name__} has no state yet, and only for the elementwise optimizers of "
+                "torch.optim is it known what the first step creates; take a step before "
+                "sync.optimizer_state_dict(), then load parameters and state"
+            )
+        zeros = {parameter: _zeros(parameter) for _, parameter in self._trained()}
+        state, groups = optimizer.state, optimizer.param_groups
+        optimizer.state = _like(state)
+        optimizer.param_groups = [
+            {**group, "params": [zeros[parameter] for parameter in group["params"] if parameter in zeros]}
+            for group in groups
+        ]
+        try:
+            unhooked_step(optimizer)(optimizer)
+            created = optimizer.state
+        finally:
+            optimizer.state, optimizer.param_groups = state, groups
+        return {
+            position: dict(created[zeros[parameter]])
+            for position, parameter in self._trained()
+            if zeros[parameter] in created
+        }
 
     def _complete(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """After optimizer.state_dict(): slices become whole again."""
@@ -257,6 +313,12 @@ class DearOptimizer:
             if isinstance(parameter, SteppedParameter) and parameter.position in states:
                 state[index] = states[parameter.position]
         return {**state_dict, "state": state}
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros_like(parameter.detach()).requires_grad_()
+    zeros.grad = torch.zeros_like(zeros)
+    return zeros
 
 
 def _like(state: Any) -> Any:

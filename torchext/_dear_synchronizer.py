@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -59,8 +61,9 @@ class Lane:
 class DearSynchronizer(Synchronizer):
     """Decoupled all-reduce: gradients are reduced under the backward pass, and gathered under the next forward pass.
 
-    The model trains as with plain DDP. Parameters are complete whenever they may be read: in forward passes, in
-    ``state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of the model, after ``synchronize()`` and ``wait()``.
+    The model trains as with plain DDP. Parameters are complete whenever they may be read: in forward passes (a module's
+    from when it is called), in ``state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of the model, after
+    ``synchronize()`` and ``wait()``.
     Their own ``.grad`` is this worker's; the averaged ones are in ``optimizer.param_groups``.
 
     Sharded form: every worker steps its slice of every parameter, and gathers the others'; ``optimizer.state_dict()``
@@ -89,7 +92,8 @@ class DearSynchronizer(Synchronizer):
             ddp.register_forward_pre_hook(self._enter_forward),
             ddp.register_forward_hook(self._leave_forward, always_call=True),
             optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
-            *(FlushedMethod(ddp.module, name, self.wait) for name in ("train", "named_parameters")),
+            FlushedMethod(ddp.module, "train", self.wait),
+            *(FlushedMethod(module, "named_parameters", self.wait) for module in ddp.modules()),
         ]
         self._follow()
 
@@ -108,9 +112,12 @@ class DearSynchronizer(Synchronizer):
             return super().clip_grad_norm_(max_norm, norm_type)
         if self._core.gathered:
             return torch.nn.utils.clip_grad_norm_(list(self._held.stepped()), max_norm, norm_type)
-        own = (self._core.own_gradient(stepped.position) for stepped in self._held.stepped())
+        stepped = list(self._held.stepped())
+        own = (self._core.own_gradient(parameter.position) for parameter in stepped)
         gradients = [gradient for gradient in own if gradient is not None and len(gradient)]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(torch.float32)
+        # By the parameters: a rank may have no gradients.
+        dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in stepped), torch.float32)
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(dtype)
         infinite = norm_type == float("inf")
         norm = norm if infinite else norm**norm_type
         dist.all_reduce(norm, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self._ddp.process_group)
@@ -125,13 +132,18 @@ class DearSynchronizer(Synchronizer):
 
         In the sharded form each worker's slices are DTensors with one dimension (the parameter's elements in memory
         order), under ``"<number of the parameter>.<name of the state>"``. Load with :meth:`load_optimizer_state_dict`.
+        Before the first step it has what that step will create, to load into; parameters without state in the
+        checkpoint (never used) then need ``DefaultLoadPlanner(allow_partial_load=True)``.
         """
         self._check_attached("optimizer_state_dict")
         self.wait()
         return self._held.sharded_state()
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result."""
+        """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result.
+
+        Every rank calls it: while the model trains as plain DDP the slices are gathered.
+        """
         self._check_attached("load_optimizer_state_dict")
         self.wait()
         self._held.load_sharded_state(state)
@@ -148,14 +160,31 @@ class DearSynchronizer(Synchronizer):
         return self._core.stats()
 
     def detach(self) -> None:
-        """Gives the optimizer its parameters and whole state back; the model goes on as plain DDP. Safe twice."""
-        if not self._detached:
+        """Gives the optimizer its parameters and whole state back; the model goes on as plain DDP. Safe twice.
+
+        After the loss of a worker it raises, but model and optimizer are free all the same. Parameters may be those of
+        two steps then, and the optimizer has no state: load both from a checkpoint.
+        """
+        if self._detached:
+            return
+        try:
             self.wait()
             self._release()
+        finally:
+            self._release(with_state=False)  # where that failed
             self._held.remove()
-        super().detach()
-        if self._lane is not None:
-            self._lane.close()
+            try:
+                super().detach()
+            finally:
+                if self._lane is not None:
+                    self._lane.close()
+
+    def _detach_core(self) -> None:
+        try:
+            self._core.detach()
+        except dist.DistBackendError:
+            self._core.leave(timedelta(0))
+            raise
 
     def _enter_forward(self, *_: Any) -> None:
         """Keeps DDP's reducer out of the coming backward pass, but not its buffers from being broadcast."""
@@ -215,11 +244,11 @@ class DearSynchronizer(Synchronizer):
         if self._core.replicated and self._deferred is None:
             self._deferred = DeferredStep(self._optimizer)
 
-    def _release(self) -> None:
+    def _release(self, with_state: bool = True) -> None:
         if self._deferred is not None:
             self._deferred.remove()
             self._deferred = None
-        self._held.release()
+        self._held.release(with_state)
 
 
 def _static_recorded(ddp: DistributedDataParallel) -> bool:

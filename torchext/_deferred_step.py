@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchext._dear_optimizer import ELEMENTWISE, SteppedParameter
+from torchext._dear_optimizer import ELEMENTWISE, SteppedParameter, unhooked_step
 
 __all__ = ["DeferredStep"]
 
@@ -17,6 +17,8 @@ _ONE_BY_ONE = (
     *ELEMENTWISE,
     *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
 )
+
+_OF_SCALER = ("grad_scale", "found_inf")
 
 
 class DeferredStep:
@@ -34,15 +36,15 @@ class DeferredStep:
         self._groups: list[dict[str, Any]] = []  # as they were, for the step under way
         self._left: dict[int, SteppedParameter] = {}  # by position: not stepped yet
         self._one_by_one = type(optimizer) in _ONE_BY_ONE
-        # Behind the wrapper that runs hooks: they have run.
-        self._step: Callable[..., Any] = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+        self._scaler: dict[str, torch.Tensor | None] = {}  # what a GradScaler has told a fused optimizer, for that step
+        # Hooks have run; a compiled forward pass that comes here must not compile the step with it.
+        self._step = torch.compiler.disable(unhooked_step(optimizer))  # type: ignore[no-untyped-call]
         self._before = optimizer.__dict__.get("step")
         remember = torch.optim.Optimizer.profile_hook_step(_Remember(self))
         optimizer.step = types.MethodType(remember, optimizer)  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Finishes, and gives the optimizer its own step back."""
-        self.finish()
+        """Gives the optimizer its own step back; what has not been finished of the last one is not done."""
         if self._before is not None:
             self._optimizer.step = self._before  # type: ignore[method-assign]
         else:
@@ -73,10 +75,9 @@ class DeferredStep:
                 loss = closure()
         optimizer = self._optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
-        self._groups = [
-            {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-            for group in optimizer.param_groups
-        ]
+        self._groups = [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]
+        # The scaler takes them back when step() returns, and changes the scale in place.
+        self._scaler = {name: _kept(getattr(optimizer, name)) for name in _OF_SCALER if hasattr(optimizer, name)}
         self._left = {
             p.position: p
             for group in optimizer.param_groups
@@ -92,10 +93,16 @@ class DeferredStep:
         groups = optimizer.param_groups
         chosen = [{**group, "params": [p for p in group["params"] if id(p) in stepped]} for group in self._groups]
         optimizer.param_groups = [group for group in chosen if group["params"]] if self._one_by_one else chosen
+        attributes = optimizer.__dict__
+        now = {name: attributes.pop(name) for name in _OF_SCALER if name in attributes}  # for the step after this one
+        attributes.update(self._scaler)
         try:
             self._step(optimizer)
         finally:
             optimizer.param_groups = groups
+            for name in self._scaler:
+                del attributes[name]
+            attributes.update(now)
         if not self._one_by_one:
             # What the step itself has changed, a counter say; what others have changed since, stays.
             for group, before, after in zip(groups, self._groups, chosen, strict=True):
@@ -112,3 +119,7 @@ class _Remember:
 
     def __call__(self, _: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         return self._deferred.remember(closure)
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ class _Hook:
 
 
 class FlushedMethod:
-    """Takes the place of a module's method on that one module: waits, then calls it.
+    """Takes the place of a module's method on that one module: waits, then calls it. In copies it does not wait.
 
     Args:
         module: Whose method it is.
@@ -46,26 +47,23 @@ class FlushedMethod:
     def __init__(self, module: nn.Module, name: str, wait_all: Callable[[], None]) -> None:
         self._module = weakref.ref(module)
         self._name, self._wait_all = name, wait_all
-        module.__dict__[name] = self
+        own, flushed = getattr(type(module), name), weakref.ref(self)
+
+        @functools.wraps(own)  # the name is what it is pickled by
+        def wait_then_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            method = flushed()
+            if method is not None and method._module() is module:
+                method._wait_all()
+            return own(module, *args, **kwargs)
+
+        # A real method: torch.compile looks at its function, and copies of the module at nothing else.
+        module.__dict__[name] = types.MethodType(wait_then_call, module)
 
     def remove(self) -> None:
         """Gives the module its own method back."""
         module = self._module()
         if module is not None:
             module.__dict__.pop(self._name, None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._wait_all()
-        module = self._module()
-        return getattr(type(module), self._name)(module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = self._module()
-        return functools.partial(getattr(type(module), self._name), memo[id(module)])
-
-    def __reduce__(self) -> Any:
-        module = self._module()
-        return functools.partial, (getattr(type(module), self._name), module)
 
 
 class ForwardWaits:

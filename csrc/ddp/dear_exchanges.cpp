@@ -33,9 +33,11 @@ std::vector<at::Tensor> chunksOf(const ShardBuckets& buckets, int world_size) {
 
 void DearSynchronizer::expectBackward(bool exchanges) {
   armed_ = exchanges && !detached_;
-  if (armed_ && buckets_ && started_) {
-    // Gradients that nobody has stepped with: this pass adds to the tensors that are being sent.
+  if (armed_ && buckets_ && unstepped_) {
+    // Kept, they are what this pass adds to while they are being sent; dropped (clearGradients), their arrival would be
+    // taken for that of this pass.
     waitExchanges();
+    unstepped_ = false;
   }
   started_ = started_ && !armed_;
   // A forward pass may have no backward pass: then the next has its record.
@@ -61,10 +63,19 @@ void DearSynchronizer::beginBackward() {
   }
 }
 
+// A parameter's own, or none.
+at::Tensor DearSynchronizer::denseGradient(std::size_t parameter) const {
+  const at::Tensor& gradient = parameters_[parameter].grad();
+  TORCH_CHECK_TYPE(!gradient.defined() || gradient.layout() == at::kStrided, "dear: parameter ", names_[parameter],
+                   " has a ", gradient.layout(), " gradient; make it dense (nn.Embedding(sparse=False))");
+  return gradient;
+}
+
 void DearSynchronizer::gradientReady(std::size_t parameter) {
   if (!armed_) {
     return;
   }
+  const at::Tensor gradient = denseGradient(parameter);
   if (!started_) {
     beginBackward();
   }
@@ -79,7 +90,7 @@ void DearSynchronizer::gradientReady(std::size_t parameter) {
   TORCH_CHECK(bucket >= next_bucket_, "dear: parameter ", names_[parameter],
               " got its gradient twice in one backward pass, the first one is on its way already; use activation "
               "checkpointing with use_reentrant=False");
-  gradients_[parameter] = parameters_[parameter].grad();
+  gradients_[parameter] = gradient;
   if (std::exchange(seen_[parameter], 1) == 0 && --missing_[bucket] == 0) {
     postReady();
   }
@@ -95,7 +106,7 @@ void DearSynchronizer::backwardEnds() {
         if (!unused_allowed_ && parameters_[parameter].requires_grad()) {
           throwMissing();
         }
-        gradients_[parameter] = parameters_[parameter].grad();  // of earlier micro-batches, or none
+        gradients_[parameter] = denseGradient(parameter);  // of earlier micro-batches, or none
       }
     }
     missing_[b] = 0;
@@ -119,6 +130,7 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
     std::lock_guard<std::mutex> lock(mutex_);
     reducing_[bucket] = 1;
   }
+  unstepped_ = true;
   std::vector<at::Tensor> gradients;
   for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
     gradients.push_back(std::move(gradients_[index(tensor)]));

@@ -211,6 +211,7 @@ void DearSynchronizer::afterStep() {
   started_ = false;
   const bool replan = planner_.afterStep(gradient_order_, forward_order_);
   forward_order_.clear();
+  unstepped_ = unstepped_ && !stepped;
   if (stepped && buckets_) {
     if (!replicated_) {
       postParameterGathers();

@@ -109,6 +109,7 @@ class DearSynchronizer : public Synchronizer {
 
  private:
   void gradientReady(std::size_t parameter);
+  at::Tensor denseGradient(std::size_t parameter) const;
   void beginBackward();
   void backwardEnds();
   [[noreturn]] void throwMissing();
@@ -145,6 +146,7 @@ class DearSynchronizer : public Synchronizer {
   FlightRecord reduction_;             // of the next one, until its last bucket is posted
   bool started_ = false;               // gradients of it have come,
   bool complete_ = false;              //   and all: every bucket has been posted, gradient() may wait for them
+  bool unstepped_ = false;             // reduce-scatters have been posted since the last step with gradients
   std::vector<at::Tensor> gradients_;  // [parameter] that have come and are not posted yet
   std::vector<char> seen_;             // [parameter]
   // Replicated form:

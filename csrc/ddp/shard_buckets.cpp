@@ -4,8 +4,6 @@
 #include <map>
 #include <utility>
 
-#include <c10/util/Exception.h>
-
 #include "core/bucket_plan.h"
 #include "ddp/slice_copier.h"
 
@@ -90,9 +88,6 @@ void ShardBuckets::packGradients(std::size_t bucket, const std::vector<at::Tenso
     const int place = static_cast<int>(i);
     at::Tensor source = gradients[i];
     if (source.defined()) {
-      TORCH_CHECK_TYPE(source.layout() == at::kStrided, "dear: parameter ", chosen.tensors[i],
-                       " (in order of registration) has a ", source.layout(),
-                       " gradient; make it dense (nn.Embedding(sparse=False))");
       const at::Tensor& parameter = parameters_[index(chosen.tensors[i])];
       if (!sameMemoryOrder(source, parameter)) {
         source = at::empty_like(parameter).copy_(source);

@@ -40,7 +40,7 @@ class ShardBuckets {
   std::size_t bytesOf(std::size_t bucket) const { return buckets_[bucket].bytes; }
   std::size_t stagingBytes() const;
 
-  // Gradients of tensorsOf(bucket). Undefined: this rank has none; zeros travel, and a mark that says so.
+  // Gradients of tensorsOf(bucket), dense. Undefined: this rank has none; zeros travel, and a mark that says so.
   void packGradients(std::size_t bucket, const std::vector<at::Tensor>& gradients);
   // Right after the reduce-scatter, on CUDA the one point that waits for the device.
   void readMarks(std::size_t bucket);

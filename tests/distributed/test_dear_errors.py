@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, elapsed_error, launch, run_ranks
-from sharded import Branches, Pair, adamw, made, mlp, sgd
+from sharded import FORMS, Branches, Pair, adamw, difference, in_form, made, mlp, sgd
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -83,6 +84,66 @@ def body_refused(rank: Rank) -> bool:
 
 def test_what_attach_refuses() -> None:
     assert run_ranks(body_refused, 2) == [True, True]
+
+
+def body_unknown_state(rank: Rank) -> tuple[str, str, float]:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), lambda parameters: Marked(parameters, lr=0.1, momentum=0.9))
+    outcome = elapsed_error(pair.sync.optimizer_state_dict)
+    assert pair.run(1).sync.optimizer_state_dict()
+    return outcome
+
+
+def test_state_to_load_into_of_an_optimizer_that_is_not_torchs() -> None:
+    for kind, message, _ in run_ranks(body_unknown_state, 2):
+        assert kind == "RuntimeError" and "Marked has no state yet" in message and "take a step" in message, message
+
+
+def body_sparse(rank: Rank, fallback: bool) -> tuple[str, str, float]:
+    rank.init("dear")
+    model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 4))
+    pair = Pair(rank, model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), fallback=fallback)
+    return elapsed_error(lambda: pair.ddp(torch.arange(8)).square().mean().backward())
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_sparse_gradients(fallback: bool) -> None:
+    for kind, message, _ in run_ranks(body_sparse, 2, fallback):
+        assert kind == "TypeError" and "0.weight has a Sparse gradient; make it dense" in message, (kind, message)
+
+
+def body_after_a_death(rank: Rank) -> bool:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw).run(3)
+    rank.report("ready")
+    with pytest.raises(dist.DistBackendError, match="rank 2 died"):
+        pair.run(1_000_000)
+    with pytest.raises(dist.DistBackendError, match="rank 2 died"):
+        pair.sync.detach()
+    pair.sync.detach()
+    # Model and optimizer are as before attach, but for their values.
+    model, optimizer = pair.module, pair.optimizer
+    assert len(model.state_dict()) == len(list(pair.ddp.parameters())) == len(list(pair.twin.parameters()))
+    assert not optimizer.state
+    assert all(type(p) is nn.Parameter for group in optimizer.param_groups for p in group["params"])
+    model.eval()
+    model.load_state_dict(pair.twin.state_dict())
+    model.train()
+    optimizer.load_state_dict(copy.deepcopy(pair.plain.state_dict()))  # or the two would share it
+    for part, its in ((model, optimizer), (pair.twin, pair.plain)):
+        its.zero_grad()
+        part(torch.ones(2, 16)).square().mean().backward()
+        its.step()
+    return difference(model, pair.twin) == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_detach_after_the_death_of_a_worker_frees_model_and_optimizer(form: str) -> None:
+    with launch(in_form, 3, form, body_after_a_death) as ranks:
+        ranks.expect("ready")
+        ranks.kill(2)
+        for outcome in ranks.outcomes(deadline=40):
+            assert outcome.ok and outcome.value, outcome.trace
 
 
 def body_disagree(rank: Rank, what: str) -> tuple[str, str, float]:
