@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 
+#include "ddp/buffer_mean.h"
 #include "ddp/group_synchronizer.h"
 
 namespace torchext {
@@ -71,11 +72,10 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
   }
   const auto packed = Clock::now();
   const double peers_before = partial_->peerSeconds();
-  // The sum: the scale is applied where the result is copied back, in the same pass.
-  partial_->run(current.wire, group.members, callId(group, index), 1.0);
+  addUp(index, group);
   const auto reduced = Clock::now();
   if (!combine_then_adapt_) {
-    current.unpack(1.0 / static_cast<double>(group.members.size()));
+    current.unpack(buffer ? 1.0 : 1.0 / static_cast<double>(group.members.size()));
     if (index + 1 < bucketCount()) {
       release(index);  // the last one closes the round: averageTask releases it, after everything else
     }
@@ -85,6 +85,19 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
   stats_.copy_ms += milliseconds(start) - std::chrono::duration<double, std::milli>(reduced - packed).count();
   stats_.peer_wait_ms += peer_ms;
   stats_.transfer_ms += std::chrono::duration<double, std::milli>(reduced - packed).count() - peer_ms;
+}
+
+// Over the group: the sum of parameters, as the scale is applied where the result is copied back, in the same pass; the
+// mean of buffers.
+void GroupSynchronizer::addUp(std::size_t index, const AssignedGroup& group) {
+  const at::Tensor& wire = bucket(index).wire;
+  if (index < parameters_.size()) {
+    partial_->run(wire, group.members, callId(group, index), 1.0);
+    return;
+  }
+  const at::Tensor sum = toSum(wire);
+  partial_->run(sum, group.members, callId(group, index), 1.0);
+  toMean(sum, static_cast<std::int64_t>(group.members.size()), wire);
 }
 
 void GroupSynchronizer::applyPending() {
@@ -98,10 +111,9 @@ void GroupSynchronizer::applyPending() {
     parameters_[i].unpack(scale);
   }
   for (std::size_t i = 0; i < buffers_.size(); ++i) {
-    // average of what was packed + (now - what was packed)
-    const at::Tensor averaged = buffers_[i].wire.mul(scale).sub_(buffers_before_[i]);
+    const at::Tensor averaged = buffers_[i].wire.clone();
     buffers_[i].pack();
-    buffers_[i].wire.add_(averaged);
+    buffers_[i].wire.copy_(carry(averaged, buffers_[i].wire, buffers_before_[i]));
     buffers_[i].unpack(1.0);
   }
 }
@@ -129,8 +141,12 @@ void GroupSynchronizer::averageDeferred(const AssignedGroup& group) {
     if (deferred_[i].defined()) {
       current.wire.add_(deferred_[i]);
     }
-    partial_->run(current.wire, group.members, callId(group, i), 1.0);
-    deferred_[i] = current.wire.mul(1.0 / static_cast<double>(members)).sub_(local);
+    addUp(i, group);
+    if (i < parameters_.size()) {
+      deferred_[i] = current.wire.mul(1.0 / static_cast<double>(members)).sub_(local);
+    } else {
+      deferred_[i] = change(current.wire, local);
+    }
   }
   std::lock_guard<std::mutex> lock(mutex_);
   ++stats_.averages;
@@ -147,12 +163,13 @@ void GroupSynchronizer::deferPending() {
   }
   deferred_.resize(bucketCount());
   for (std::size_t i = 0; i < bucketCount(); ++i) {
-    at::Tensor difference = bucket(i).wire.mul(scale);
+    at::Tensor difference;
     if (i < parameters_.size()) {
+      difference = bucket(i).wire.mul(scale);
       bucket(i).pack();
       difference.sub_(bucket(i).wire);
     } else {
-      difference.sub_(buffers_before_[i - parameters_.size()]);
+      difference = change(bucket(i).wire, buffers_before_[i - parameters_.size()]);
     }
     deferred_[i] = deferred_[i].defined() ? deferred_[i].add_(difference) : difference;
   }

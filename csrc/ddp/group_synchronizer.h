@@ -91,6 +91,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void averageTask(std::int64_t round, FlightRecord& record);
   void averageNow(const AssignedGroup& group);
   void reduceBucket(std::size_t index, const AssignedGroup& group);
+  void addUp(std::size_t index, const AssignedGroup& group);
   void applyPending();
   KeptPromise beginPromises();
   void averageDeferred(const AssignedGroup& group);

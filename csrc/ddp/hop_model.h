@@ -35,7 +35,7 @@ class HopModel {
 
   void pack(std::byte* block) const;
   // The tensors become the weighted sum of one or more blocks. packed: the block that was packed of this model before
-  // a forward may have changed its buffers; what the forward added to them is added to the sum. Null: nothing changed.
+  // a forward may have changed its buffers; what the forward added to them is added to the sum.
   void assign(std::span<const Input> inputs, const std::byte* packed) const;
 
   // What a block holds. For collectives over all ranks.

@@ -64,7 +64,7 @@ class HopSynchronizer : public AveragingSynchronizer {
 
  private:
   void publish(bool send);
-  void average(bool buffers_changed);
+  void average();
   void finishIteration();
   void moveOn();
   void drainAll();
