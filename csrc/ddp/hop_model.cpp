@@ -1,5 +1,6 @@
 #include "ddp/hop_model.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -100,25 +101,31 @@ void HopModel::pack(std::byte* block) const {
   }
 }
 
-void HopModel::assign(std::span<const Input> inputs, const std::byte* packed) const {
+void HopModel::assign(std::span<const Input> inputs, const std::byte* packed, const std::vector<Write>& writes) const {
   for (std::size_t i = 0; i < parts(); ++i) {
     const FlatBucket& to = part(i);
-    const std::byte* changed = i < parameters_.size() ? nullptr : packed;
-    if (!to.flat.device().is_cpu()) {
-      if (changed != nullptr) {
-        to.pack();  // what the sum adds to
-      }
-      average(to.wire, inputs, offsets_[i], changed);
-      to.unpack(1.0);
-      continue;
+    const bool buffer = i >= parameters_.size();
+    const bool on_cpu = to.flat.device().is_cpu();
+    const auto written = [&writes](std::size_t position) { return writes[position] != Write::kNone; };
+    if (!on_cpu && (buffer || std::any_of(to.positions.begin(), to.positions.end(), written))) {
+      to.pack();  // what stays, or is added to
     }
-    std::size_t offset = offsets_[i];
-    for (const at::Tensor& tensor : to.tensors) {
-      average(tensor, inputs, offset, changed);
-      offset += tensor.nbytes();
+    std::int64_t begin = 0;
+    for (std::size_t j = 0; j < to.tensors.size(); ++j) {
+      const at::Tensor tensor = on_cpu ? to.tensors[j] : to.wire.narrow(0, begin, to.tensors[j].numel());
+      const std::size_t offset = offsets_[i] + static_cast<std::size_t>(begin) * tensor.element_size();
+      const Write write = buffer ? Write::kAgain : writes[to.positions[j]];
+      begin += tensor.numel();
+      if (write == Write::kNow) {
+        continue;
+      }
+      average(tensor, inputs, offset, write == Write::kAgain ? packed : nullptr);
       if (!tensor.is_inference()) {
         tensor.unsafeGetTensorImpl()->bump_version();
       }
+    }
+    if (!on_cpu) {
+      to.unpack(1.0);
     }
   }
 }

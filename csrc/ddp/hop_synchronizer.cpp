@@ -80,6 +80,7 @@ HopSynchronizer::~HopSynchronizer() { HopSynchronizer::leave(std::chrono::second
 
 void HopSynchronizer::publish(bool send) {
   tensors_.check("hop");
+  tensors_.note();
   exchange_ = group_->flights().begin("exchange", "all_reduce", wires_, wires_);
   std::byte* block = mailbox_->ownBlock(tag_);
   const auto start = Clock::now();
@@ -94,7 +95,7 @@ void HopSynchronizer::average() {
   {
     RECORD_FUNCTION("torchext::hop::average", std::vector<c10::IValue>{});
     const auto start = Clock::now();
-    model_.assign(inputs, own_block_);
+    model_.assign(inputs, own_block_, tensors_.endRound());
     stats_.copy_ms += milliseconds(start);
   }
   mailbox_->release();
