@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext._dear_optimizer import DearOptimizer
 from torchext._deferred_step import DeferredStep
-from torchext._forward_waits import FlushedMethod
+from torchext._forward_waits import FlushedMethod, _Hook
 from torchext.backends import backend_of
 from torchext.synchronizer import Synchronizer
 
@@ -89,8 +89,8 @@ class DearSynchronizer(Synchronizer):
         self._synced = True  # the last forward pass was not inside no_sync()
         self._static_recorded = False
         self._handles += [
-            ddp.register_forward_pre_hook(self._enter_forward),
-            ddp.register_forward_hook(self._leave_forward, always_call=True),
+            ddp.register_forward_pre_hook(_Hook(self._enter_forward)),
+            ddp.register_forward_hook(_Hook(self._leave_forward), always_call=True),
             optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
             FlushedMethod(ddp.module, "train", self.wait),
             *(FlushedMethod(module, "named_parameters", self.wait) for module in ddp.modules()),

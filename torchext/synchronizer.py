@@ -46,6 +46,10 @@ class Synchronizer(abc.ABC):
             optimizer.register_step_post_hook(self._after_step),
         ]
 
+    def __reduce__(self) -> Any:
+        # In copies and pickles of the model, which stands for itself: None, not attached.
+        return type(None), ()
+
     def synchronize(self) -> None:
         """Makes parameters (and what else the backend averages) complete and the same on all workers, now."""
         self._check_attached("synchronize")

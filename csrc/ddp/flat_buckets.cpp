@@ -64,6 +64,7 @@ FlatBuckets::FlatBuckets(const std::vector<at::Tensor>& tensors, std::size_t buc
       it = open.insert(open.end(), Open{tensor.scalar_type(), tensor.device(), buckets_.size() - 1, 0});
     }
     buckets_[it->index].tensors.push_back(tensor.detach());
+    buckets_[it->index].positions.push_back(bucket_of_.size());
     bucket_of_.push_back(static_cast<std::int64_t>(it->index));
     it->bytes += tensor.nbytes();
   }

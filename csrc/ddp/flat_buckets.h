@@ -16,9 +16,10 @@
 namespace torchext {
 
 struct FlatBucket {
-  std::vector<at::Tensor> tensors;  // aliases of the model's tensors, detached
-  at::Tensor flat;                  // 1-D, on the tensors' device
-  at::Tensor wire;                  // 1-D, on the CPU: `flat` itself for CPU tensors, pinned memory for CUDA
+  std::vector<at::Tensor> tensors;     // aliases of the model's tensors, detached
+  std::vector<std::size_t> positions;  // theirs in the list that the buckets were made of
+  at::Tensor flat;                     // 1-D, on the tensors' device
+  at::Tensor wire;                     // 1-D, on the CPU: `flat` itself for CPU tensors, pinned memory for CUDA
 
   void pack() const;                // tensors -> wire
   void unpack(double scale) const;  // scale * wire -> tensors, fused (torchext::multi_tensor_average_)

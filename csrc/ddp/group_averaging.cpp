@@ -1,9 +1,11 @@
 // The averages of GroupSynchronizer: rounds, deferred ones, and the exact one of all replicas.
+#include <algorithm>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 
+#include "ddp/buffer_mean.h"
 #include "ddp/group_synchronizer.h"
 
 namespace torchext {
@@ -17,6 +19,16 @@ double milliseconds(Clock::time_point since) {
 
 // Every bucket of every group is a call of its own.
 std::uint64_t callId(const AssignedGroup& group, std::size_t bucket) { return group.id * 65536 + bucket; }
+
+// of(position, begin, count): of each tensor, where it stands in the bucket.
+template <class Of>
+void eachTensor(const FlatBucket& bucket, Of of) {
+  std::int64_t begin = 0;
+  for (std::size_t i = 0; i < bucket.tensors.size(); ++i) {
+    of(bucket.positions[i], begin, bucket.tensors[i].numel());
+    begin += bucket.tensors[i].numel();
+  }
+}
 
 }  // namespace
 
@@ -58,7 +70,7 @@ void GroupSynchronizer::averageNow(const AssignedGroup& group) {
   stats_.bytes_sent = static_cast<std::int64_t>(partial_->bytesSent());
   stats_.bytes_shared = static_cast<std::int64_t>(partial_->bytesShared());
   if (combine_then_adapt_) {
-    apply_scale_ = 1.0 / static_cast<double>(members);
+    apply_members_ = members;
   }
 }
 
@@ -69,13 +81,15 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
   if (!(combine_then_adapt_ && buffer)) {  // cta has packed the buffers before the forward could change them
     current.pack();
   }
+  if (combine_then_adapt_ && !buffer) {
+    keep(index);
+  }
   const auto packed = Clock::now();
   const double peers_before = partial_->peerSeconds();
-  // The sum: the scale is applied where the result is copied back, in the same pass.
-  partial_->run(current.wire, group.members, callId(group, index), 1.0);
+  addUp(index, group);
   const auto reduced = Clock::now();
   if (!combine_then_adapt_) {
-    current.unpack(1.0 / static_cast<double>(group.members.size()));
+    current.unpack(buffer ? 1.0 : 1.0 / static_cast<double>(group.members.size()));
     if (index + 1 < bucketCount()) {
       release(index);  // the last one closes the round: averageTask releases it, after everything else
     }
@@ -87,22 +101,55 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
   stats_.transfer_ms += std::chrono::duration<double, std::milli>(reduced - packed).count() - peer_ms;
 }
 
+// Over the group: the sum of parameters, as the scale is applied where the result is copied back, in the same pass; the
+// mean of buffers.
+void GroupSynchronizer::addUp(std::size_t index, const AssignedGroup& group) {
+  const at::Tensor& wire = bucket(index).wire;
+  if (index < parameters_.size()) {
+    partial_->run(wire, group.members, callId(group, index), 1.0);
+    return;
+  }
+  const at::Tensor sum = toSum(wire);
+  partial_->run(sum, group.members, callId(group, index), 1.0);
+  toMean(sum, static_cast<std::int64_t>(group.members.size()), wire);
+}
+
+at::Tensor GroupSynchronizer::meanOf(std::size_t index, std::int64_t members) const {
+  const at::Tensor& wire = bucket(index).wire;
+  return index < parameters_.size() ? wire.mul(1.0 / static_cast<double>(members)) : wire.clone();
+}
+
 void GroupSynchronizer::applyPending() {
-  const double scale = std::exchange(apply_scale_, 0.0);
-  if (scale == 0.0) {
+  const std::int64_t members = std::exchange(apply_members_, 0);
+  if (members == 0) {
     return;
   }
   RECORD_FUNCTION("torchext::apply", std::vector<c10::IValue>{});
   at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    parameters_[i].unpack(scale);
-  }
-  for (std::size_t i = 0; i < buffers_.size(); ++i) {
-    // average of what was packed + (now - what was packed)
-    const at::Tensor averaged = buffers_[i].wire.mul(scale).sub_(buffers_before_[i]);
-    buffers_[i].pack();
-    buffers_[i].wire.add_(averaged);
-    buffers_[i].unpack(1.0);
+  const std::vector<Write> writes = tensors_.endRound();
+  const auto written = [&writes](std::size_t position) { return writes[position] != Write::kNone; };
+  for (std::size_t i = 0; i < bucketCount(); ++i) {
+    const FlatBucket& current = bucket(i);
+    const bool buffer = i >= parameters_.size();
+    if (!buffer && std::none_of(current.positions.begin(), current.positions.end(), written)) {
+      current.unpack(1.0 / static_cast<double>(members));
+      continue;
+    }
+    const at::Tensor mean = meanOf(i, members);
+    current.pack();
+    if (buffer) {
+      current.wire.copy_(carry(mean, current.wire, before_[i]));
+    } else {
+      eachTensor(current, [&](std::size_t position, std::int64_t begin, std::int64_t count) {
+        const at::Tensor now = current.wire.narrow(0, begin, count);
+        if (writes[position] == Write::kNone) {
+          now.copy_(mean.narrow(0, begin, count));
+        } else if (writes[position] == Write::kAgain) {
+          now.copy_(carry(mean.narrow(0, begin, count), now, before_[i].narrow(0, begin, count)));
+        }
+      });
+    }
+    current.unpack(1.0);
   }
 }
 
@@ -121,7 +168,10 @@ void GroupSynchronizer::averageDeferred(const AssignedGroup& group) {
   if (members < 2) {
     return;
   }
-  deferred_.resize(bucketCount());
+  if (deferred_.empty()) {
+    tensors_.note();
+    deferred_.resize(bucketCount());
+  }
   for (std::size_t i = 0; i < bucketCount(); ++i) {
     const FlatBucket& current = bucket(i);
     current.pack();
@@ -129,8 +179,9 @@ void GroupSynchronizer::averageDeferred(const AssignedGroup& group) {
     if (deferred_[i].defined()) {
       current.wire.add_(deferred_[i]);
     }
-    partial_->run(current.wire, group.members, callId(group, i), 1.0);
-    deferred_[i] = current.wire.mul(1.0 / static_cast<double>(members)).sub_(local);
+    addUp(i, group);
+    const at::Tensor mean = meanOf(i, members);
+    deferred_[i] = i < parameters_.size() ? mean.sub(local) : change(mean, local);
   }
   std::lock_guard<std::mutex> lock(mutex_);
   ++stats_.averages;
@@ -141,18 +192,23 @@ void GroupSynchronizer::averageDeferred(const AssignedGroup& group) {
 
 // cta: the average that waits for the next step lives in the buckets, which a deferred one is about to use.
 void GroupSynchronizer::deferPending() {
-  const double scale = std::exchange(apply_scale_, 0.0);
-  if (scale == 0.0) {
+  const std::int64_t members = std::exchange(apply_members_, 0);
+  if (members == 0) {
     return;
   }
   deferred_.resize(bucketCount());
   for (std::size_t i = 0; i < bucketCount(); ++i) {
-    at::Tensor difference = bucket(i).wire.mul(scale);
+    at::Tensor difference = meanOf(i, members);
     if (i < parameters_.size()) {
       bucket(i).pack();
-      difference.sub_(bucket(i).wire);
+      eachTensor(bucket(i), [&](std::size_t position, std::int64_t begin, std::int64_t count) {
+        const Write write = tensors_.write(position);
+        const at::Tensor& packed = write == Write::kAgain ? before_[i] : bucket(i).wire;
+        const at::Tensor part = difference.narrow(0, begin, count);
+        write == Write::kNow ? part.zero_() : part.sub_(packed.narrow(0, begin, count));
+      });
     } else {
-      difference.sub_(buffers_before_[i - parameters_.size()]);
+      difference = change(difference, before_[i]);
     }
     deferred_[i] = deferred_[i].defined() ? deferred_[i].add_(difference) : difference;
   }
@@ -163,27 +219,45 @@ void GroupSynchronizer::applyDeferred() {
     return;
   }
   at::NoGradGuard no_grad;
+  const std::vector<Write> writes = tensors_.endRound();
   for (std::size_t i = 0; i < bucketCount(); ++i) {
-    if (deferred_[i].defined()) {
-      bucket(i).pack();
-      bucket(i).wire.add_(deferred_[i]);
-      bucket(i).unpack(1.0);
+    if (!deferred_[i].defined()) {
+      continue;
     }
+    if (i < parameters_.size()) {
+      eachTensor(bucket(i), [&](std::size_t position, std::int64_t begin, std::int64_t count) {
+        if (writes[position] == Write::kNow) {
+          deferred_[i].narrow(0, begin, count).zero_();
+        }
+      });
+    }
+    bucket(i).pack();
+    bucket(i).wire.add_(deferred_[i]);
+    bucket(i).unpack(1.0);
   }
   deferred_.clear();
 }
 
 // cta: what a forward will change while its average is on its way.
 void GroupSynchronizer::snapshotBuffers() {
-  buffers_before_.clear();
-  for (std::size_t i = 0; i < buffers_.size(); ++i) {
-    buffers_[i].pack();
-    buffers_before_.push_back(buffers_[i].wire.clone());
+  before_.resize(bucketCount());
+  for (std::size_t i = parameters_.size(); i < bucketCount(); ++i) {
+    bucket(i).pack();
+    before_[i] = bucket(i).wire.clone();
   }
+}
+
+// cta: what the user may change of packed parameters.
+void GroupSynchronizer::keep(std::size_t index) {
+  const std::vector<std::size_t>& positions = bucket(index).positions;
+  const bool needed = std::any_of(positions.begin(), positions.end(),
+                                  [this](std::size_t position) { return tensors_.mayBeWritten(position); });
+  before_[index] = needed ? bucket(index).wire.clone() : at::Tensor();
 }
 
 void GroupSynchronizer::pause() {
   source_->pause([this](const AssignedGroup& group) {
+    tensors_.note();
     if (combine_then_adapt_) {
       snapshotBuffers();
     }

@@ -90,6 +90,7 @@ void GroupSynchronizer::afterStep() {
 }
 
 void GroupSynchronizer::postRound(std::int64_t round) {
+  tensors_.note();
   if (combine_then_adapt_) {
     snapshotBuffers();
   }

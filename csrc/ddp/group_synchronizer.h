@@ -11,7 +11,8 @@
 //                             forward and backward run on the local values; before the next step the parameters
 //                             become the average, then the step applies the local gradient to it.
 // Floating-point buffers (BatchNorm statistics) are averaged with the parameters. In cta a forward changes them while
-// their average is on its way; then the average is corrected by what the forward added.
+// their average is on its way; then the average is corrected by what the forward added. What the user writes into
+// parameters meanwhile is kept, see TensorsInPlace.
 //
 // Threads: the training thread, autograd's (gradientsReady only) and `thread_`, which alone touches source_ (but for
 // ask()), partial_ and, while a bucket is pending, that bucket and its tensors.
@@ -91,6 +92,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void averageTask(std::int64_t round, FlightRecord& record);
   void averageNow(const AssignedGroup& group);
   void reduceBucket(std::size_t index, const AssignedGroup& group);
+  void addUp(std::size_t index, const AssignedGroup& group);
   void applyPending();
   KeptPromise beginPromises();
   void averageDeferred(const AssignedGroup& group);
@@ -102,6 +104,8 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void fail(std::exception_ptr error);
   void checkAttached() const;
   void snapshotBuffers();
+  void keep(std::size_t index);
+  at::Tensor meanOf(std::size_t index, std::int64_t members) const;
   template <class Ready>
   void waitUntil(const char* what, Ready ready);
   KeptPromise beginOnThread(std::function<void()> task);
@@ -117,14 +121,14 @@ class GroupSynchronizer : public AveragingSynchronizer {
   const std::vector<at::Tensor> wires_;  // of both
   std::vector<std::int64_t> bucket_of_;  // [tensor], parameters then buffers
   TensorsInPlace tensors_;
-  std::vector<at::Tensor> buffers_before_;  // cta: what was packed of the buffers
-  std::vector<at::Tensor> deferred_;        // by bucket: to be added before the next step; empty: nothing
+  std::vector<at::Tensor> before_;    // cta, by bucket: what was packed; of parameters where they may be written
+  std::vector<at::Tensor> deferred_;  // by bucket: to be added before the next step; empty: nothing
   ReplicaAverage average_;
   std::unique_ptr<SubsetAllreduce> partial_;
   std::unique_ptr<GroupSource> source_;
 
-  std::int64_t steps_ = 0;    // training thread
-  double apply_scale_ = 0.0;  // cta: 1 / members of the average that waits to be applied; 0: none
+  std::int64_t steps_ = 0;          // training thread
+  std::int64_t apply_members_ = 0;  // cta: of the average that waits to be applied; 0: none
   bool detached_ = false;
 
   mutable std::mutex mutex_;  // guards what follows

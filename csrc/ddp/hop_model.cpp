@@ -1,5 +1,7 @@
 #include "ddp/hop_model.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -15,10 +17,14 @@ std::size_t aligned(std::size_t bytes) {
   return (bytes + HopModel::kAlignment - 1) / HopModel::kAlignment * HopModel::kAlignment;
 }
 
-// What the sum of one tensor reads: the blocks at its place, and what a forward has changed since it was packed.
 template <class T>
-void sumInto(T* to, std::size_t count, std::span<const HopModel::Input> inputs, std::size_t offset,
-             const std::byte* packed) {
+bool same(T left, T right) {
+  return left == right || (left != left && right != right);
+}
+
+// The sum of one parameter reads the blocks at its place.
+template <class T>
+void sumInto(T* to, std::size_t count, std::span<const HopModel::Input> inputs, std::size_t offset) {
   using Math = typename cpu::Element<T>::Math;
   std::vector<const T*> sources;
   std::vector<Math> weights;
@@ -26,19 +32,46 @@ void sumInto(T* to, std::size_t count, std::span<const HopModel::Input> inputs, 
     sources.push_back(reinterpret_cast<const T*>(input.block + offset));
     weights.push_back(static_cast<Math>(input.weight));
   }
-  if (packed != nullptr) {
-    sources.push_back(to);
-    weights.push_back(Math{1});
-    sources.push_back(reinterpret_cast<const T*>(packed + offset));
-    weights.push_back(Math{-1});
-  }
   cpu::weightedSum<T>(to, sources, weights, count);
 }
 
-void sumInto(const at::Tensor& to, std::span<const HopModel::Input> inputs, std::size_t offset,
+// The sum of one tensor that has been written since it was packed, or may have been: what was added since is added to
+// the sum. Buffers need not be statistics: what all blocks agree on (masks, constants) is left as it is, and where the
+// sum with the addition is not a finite number, what was written stays.
+template <class T>
+void carryInto(T* to, std::size_t count, std::span<const HopModel::Input> inputs, std::size_t offset,
+               const std::byte* packed) {
+  const T* const before = reinterpret_cast<const T*>(packed + offset);
+  const T* const first = reinterpret_cast<const T*>(inputs.front().block + offset);
+  for (std::size_t i = 0; i < count; ++i) {
+    double sum = 0.0;
+    bool agreed = true;
+    for (const HopModel::Input& input : inputs) {
+      const T value = reinterpret_cast<const T*>(input.block + offset)[i];
+      agreed = agreed && same(value, first[i]);
+      sum += input.weight * static_cast<double>(value);
+    }
+    sum = agreed ? static_cast<double>(first[i]) : sum;
+    if (same(to[i], before[i])) {
+      to[i] = static_cast<T>(sum);
+    } else {
+      const T moved = static_cast<T>(sum + (static_cast<double>(to[i]) - static_cast<double>(before[i])));
+      to[i] = std::isfinite(static_cast<double>(moved)) ? moved : to[i];
+    }
+  }
+}
+
+// packed: null for a tensor that nobody has written since it was packed.
+void average(const at::Tensor& to, std::span<const HopModel::Input> inputs, std::size_t offset,
              const std::byte* packed) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, to.scalar_type(), "hop", [&] {
-    sumInto(to.mutable_data_ptr<scalar_t>(), static_cast<std::size_t>(to.numel()), inputs, offset, packed);
+    auto* const data = to.mutable_data_ptr<scalar_t>();
+    const auto count = static_cast<std::size_t>(to.numel());
+    if (packed == nullptr) {
+      sumInto(data, count, inputs, offset);
+    } else {
+      carryInto(data, count, inputs, offset, packed);
+    }
   });
 }
 
@@ -68,25 +101,31 @@ void HopModel::pack(std::byte* block) const {
   }
 }
 
-void HopModel::assign(std::span<const Input> inputs, const std::byte* packed) const {
+void HopModel::assign(std::span<const Input> inputs, const std::byte* packed, const std::vector<Write>& writes) const {
   for (std::size_t i = 0; i < parts(); ++i) {
     const FlatBucket& to = part(i);
-    const std::byte* changed = i < parameters_.size() ? nullptr : packed;
-    if (!to.flat.device().is_cpu()) {
-      if (changed != nullptr) {
-        to.pack();  // what the sum adds to
-      }
-      sumInto(to.wire, inputs, offsets_[i], changed);
-      to.unpack(1.0);
-      continue;
+    const bool buffer = i >= parameters_.size();
+    const bool on_cpu = to.flat.device().is_cpu();
+    const auto written = [&writes](std::size_t position) { return writes[position] != Write::kNone; };
+    if (!on_cpu && (buffer || std::any_of(to.positions.begin(), to.positions.end(), written))) {
+      to.pack();  // what stays, or is added to
     }
-    std::size_t offset = offsets_[i];
-    for (const at::Tensor& tensor : to.tensors) {
-      sumInto(tensor, inputs, offset, changed);
-      offset += tensor.nbytes();
+    std::int64_t begin = 0;
+    for (std::size_t j = 0; j < to.tensors.size(); ++j) {
+      const at::Tensor tensor = on_cpu ? to.tensors[j] : to.wire.narrow(0, begin, to.tensors[j].numel());
+      const std::size_t offset = offsets_[i] + static_cast<std::size_t>(begin) * tensor.element_size();
+      const Write write = buffer ? Write::kAgain : writes[to.positions[j]];
+      begin += tensor.numel();
+      if (write == Write::kNow) {
+        continue;
+      }
+      average(tensor, inputs, offset, write == Write::kAgain ? packed : nullptr);
       if (!tensor.is_inference()) {
         tensor.unsafeGetTensorImpl()->bump_version();
       }
+    }
+    if (!on_cpu) {
+      to.unpack(1.0);
     }
   }
 }

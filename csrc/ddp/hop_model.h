@@ -15,6 +15,7 @@
 #include <ATen/ATen.h>
 
 #include "ddp/flat_buckets.h"
+#include "ddp/tensors_in_place.h"
 
 namespace torchext {
 
@@ -35,8 +36,9 @@ class HopModel {
 
   void pack(std::byte* block) const;
   // The tensors become the weighted sum of one or more blocks. packed: the block that was packed of this model before
-  // a forward may have changed its buffers; what the forward added to them is added to the sum. Null: nothing changed.
-  void assign(std::span<const Input> inputs, const std::byte* packed) const;
+  // a forward may have changed its buffers; what the forward added to them is added to the sum. writes: of the user,
+  // since then, into the parameters; see TensorsInPlace.
+  void assign(std::span<const Input> inputs, const std::byte* packed, const std::vector<Write>& writes) const;
 
   // What a block holds. For collectives over all ranks.
   const FlatBuckets& parameters() const { return parameters_; }

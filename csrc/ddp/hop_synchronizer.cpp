@@ -80,6 +80,7 @@ HopSynchronizer::~HopSynchronizer() { HopSynchronizer::leave(std::chrono::second
 
 void HopSynchronizer::publish(bool send) {
   tensors_.check("hop");
+  tensors_.note();
   exchange_ = group_->flights().begin("exchange", "all_reduce", wires_, wires_);
   std::byte* block = mailbox_->ownBlock(tag_);
   const auto start = Clock::now();
@@ -89,12 +90,12 @@ void HopSynchronizer::publish(bool send) {
   own_block_ = block;
 }
 
-void HopSynchronizer::average(bool buffers_changed) {
+void HopSynchronizer::average() {
   const auto inputs = mailbox_->take();
   {
     RECORD_FUNCTION("torchext::hop::average", std::vector<c10::IValue>{});
     const auto start = Clock::now();
-    model_.assign(inputs, buffers_changed ? own_block_ : nullptr);
+    model_.assign(inputs, own_block_, tensors_.endRound());
     stats_.copy_ms += milliseconds(start);
   }
   mailbox_->release();
@@ -111,7 +112,7 @@ void HopSynchronizer::beforeStep() {
   if (own_block_ == nullptr) {
     publish(true);
   }
-  average(true);
+  average();
   averaged_ = true;
 }
 
@@ -139,7 +140,7 @@ void HopSynchronizer::afterStep() {
 // Serial: the exchange that the last step began.
 void HopSynchronizer::finishIteration() {
   const at::NoGradGuard no_grad;
-  average(false);
+  average();
   exchanging_ = false;
   moveOn();
 }
@@ -154,7 +155,7 @@ void HopSynchronizer::moveOn() {
     stats_.skipped += jump - 1;
     mailbox_->enter(tag_);
     publish(false);  // all who would receive it have passed
-    average(false);
+    average();
   }
   mailbox_->enter(++tag_);
 }

@@ -8,7 +8,8 @@
 //              forward, or whoever else reads the parameters.
 //   Which models are waited for, how far workers drift apart, and when one skips iterations: core/hop_mode.h.
 // Floating-point buffers (BatchNorm statistics) are averaged with the parameters. In the parallel order a forward
-// changes them while their neighbours' are on the way; the average is corrected by what it added.
+// changes them while their neighbours' are on the way; the average is corrected by what it added. What the user writes
+// into parameters meanwhile is kept, see TensorsInPlace.
 // Skipping happens in afterStep() (serial: before the next forward): the worker takes the tokens of the iterations it
 // skips, averages with what has come for the last of them, and goes on behind it. iteration() tells.
 // Begin: the first model of a session goes out in the first beforeStep(), so that parameters may be loaded after attach
@@ -64,7 +65,7 @@ class HopSynchronizer : public AveragingSynchronizer {
 
  private:
   void publish(bool send);
-  void average(bool buffers_changed);
+  void average();
   void finishIteration();
   void moveOn();
   void drainAll();
@@ -75,7 +76,7 @@ class HopSynchronizer : public AveragingSynchronizer {
   const bool serial_;
   const HopModel model_;
   const std::vector<at::Tensor> wires_;  // of the model
-  const TensorsInPlace tensors_;
+  TensorsInPlace tensors_;
   ReplicaAverage replica_average_;
   std::unique_ptr<HopMailbox> mailbox_;  // null in a group of one, and after leave()
 

@@ -7,6 +7,7 @@
 #include <ATen/record_function.h>
 
 #include "c10d/promises.h"
+#include "ddp/buffer_mean.h"
 
 namespace torchext {
 
@@ -27,12 +28,15 @@ double ReplicaAverage::form() {
   double norm = 0.0;
   for (std::size_t i = 0; i < buckets_.size(); ++i) {
     const FlatBucket& current = *buckets_[i];
+    const bool buffer = i >= parameter_buckets_;
     current.pack();
-    const at::Tensor local = current.wire.clone();
-    std::vector<at::Tensor> tensors{current.wire};
+    const at::Tensor local = buffer ? at::Tensor() : current.wire.clone();
+    std::vector<at::Tensor> tensors{buffer ? toSum(current.wire) : current.wire};
     group_.allreduce(tensors, c10d::AllreduceOptions())->wait();
-    current.wire.div_(group_.getSize());
-    if (i < parameter_buckets_) {
+    if (buffer) {
+      toMean(tensors.front(), group_.getSize(), current.wire);
+    } else {
+      current.wire.div_(group_.getSize());
       distance += std::pow(at::norm(local.sub_(current.wire).to(at::kDouble)).item<double>(), 2);
       norm += std::pow(at::norm(current.wire.to(at::kDouble)).item<double>(), 2);
     }

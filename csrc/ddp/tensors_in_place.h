@@ -1,9 +1,19 @@
-// TensorsInPlace: an attached model's own tensors, and where they lived when it was attached.
+// TensorsInPlace: an attached model's own tensors, where they lived when it was attached, and which of them the user
+// has written.
 //
 // Buckets alias the tensors' memory. A model that is given other memory afterwards would go on training with tensors
 // that nobody averages.
+//
+// An average that is under way takes the place of what was packed. What the user writes into parameters meanwhile must
+// outlive that; versions tell of it, at the price of reading one number a tensor. A tensor that is written now and then
+// (load_state_dict) keeps what was written, and does without this one average: nobody has kept what it held before. One
+// that was written in the round before as well (weights that are clipped after every step) would never be averaged: of
+// it the round keeps what is packed, and what was written is added to the average as a difference.
+// A round: note() when it begins, mayBeWritten() when it packs, endRound() when the average is there.
+// Threads: one at a time.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +22,8 @@
 #include <c10/util/Exception.h>
 
 namespace torchext {
+
+enum class Write : char { kNone, kNow, kAgain };  // kAgain: in the round before as well
 
 class TensorsInPlace {
  public:
@@ -22,9 +34,37 @@ class TensorsInPlace {
     for (const at::Tensor& tensor : tensors_) {
       addresses_.push_back(tensor.data_ptr());
     }
+    versions_.resize(tensors_.size());
+    written_before_.resize(tensors_.size());
   }
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
+
+  // What is written from here on counts.
+  void note() {
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      versions_[i] = versionOf(i);
+    }
+  }
+  bool mayBeWritten(std::size_t index) const { return written_before_[index] != 0; }
+  // Since note().
+  Write write(std::size_t index) const {
+    if (versions_[index] == versionOf(index)) {
+      return Write::kNone;
+    }
+    return mayBeWritten(index) ? Write::kAgain : Write::kNow;
+  }
+  // The same of all tensors, to be called before the average is written into them.
+  std::vector<Write> endRound() {
+    std::vector<Write> writes;
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      writes.push_back(write(i));
+    }
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      written_before_[i] = writes[i] == Write::kNone ? 0 : 1;
+    }
+    return writes;
+  }
 
   // c10::Error that names the first tensor whose memory is another.
   void check(const std::string& backend) const {
@@ -36,8 +76,16 @@ class TensorsInPlace {
   }
 
  private:
+  // Tensors of inference mode have none, and cannot be written outside of it.
+  std::uint32_t versionOf(std::size_t index) const {
+    return tensors_[index].is_inference() ? 0
+                                          : tensors_[index].unsafeGetTensorImpl()->version_counter().current_version();
+  }
+
   std::vector<at::Tensor> tensors_;
   std::vector<const void*> addresses_;
+  std::vector<std::uint32_t> versions_;  // as noted
+  std::vector<char> written_before_;     // in the round before
 };
 
 }  // namespace torchext

@@ -1,0 +1,110 @@
+"""Buffers that are no statistics - masks, constants, the largest numbers - in models that are averaged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import Trainer, everywhere
+from harness import Rank, run_ranks
+from torch import nn
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("prague", {"order": "cta", "generator": "static", "group_size": 3}),
+    ("prague", {"order": "atc", "generator": "static", "group_size": 3}),
+    ("dssync", {"order": "cta"}),
+    ("dssync", {"order": "atc"}),
+    ("hop", {"order": "parallel"}),
+    ("hop", {"order": "serial"}),
+]
+
+
+def constants(dtype: torch.dtype) -> torch.Tensor:
+    limits = torch.finfo(dtype)
+    # Sums of three, or of their thirds, round.
+    odd = torch.rand(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    values = [math.inf, -math.inf, math.nan, limits.max, limits.min, limits.tiny, 0.0, 0.1, 1 / 3]
+    return torch.cat([torch.tensor(values, dtype=dtype), odd])
+
+
+class Masked(nn.Module):
+    """Buffers that never change, one that is written in every forward, and a statistic of the worker's own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 1)
+        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+        self.register_buffer("rewritten", torch.full((4, 4), -math.inf).triu(1))
+        self.register_buffer("least", torch.full((3,), math.inf))
+        self.register_buffer("seen", torch.zeros(1))
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            self.register_buffer(f"of_{dtype}".replace("torch.", ""), constants(dtype))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.rewritten.fill_(-math.inf).triu_(1)
+        self.least.fill_(5.0)  # the first average but one may still be of the infinite ones
+        self.seen += 1
+        return self.head(inputs)
+
+
+def body_kept(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
+    rank.init(backend)
+    trainer = Trainer(rank, model=Masked(), backend=backend, **options)
+    expected = {name: buffer.clone() for name, buffer in Masked().named_buffers()}
+
+    def check(steps: int) -> None:
+        expected["least"].fill_(5.0)
+        expected["seen"].fill_(steps)
+        for name, buffer in trainer.module.named_buffers():
+            torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+    for steps in range(1, 6):
+        trainer.step()
+        trainer.sync.wait()
+        check(steps)
+    with trainer.sync.averaged():
+        check(5)
+    check(5)
+    trainer.run(2)
+    trainer.sync.synchronize()
+    check(7)
+    # What differs is averaged, the same everywhere.
+    trainer.module.seen.fill_(float(rank.rank))
+    trainer.module.of_float32.fill_(torch.finfo(torch.float32).max / (1 + rank.rank))
+    trainer.sync.synchronize()
+    assert trainer.module.seen.item() == 1.0
+    largest = everywhere(trainer.module.of_float32)
+    assert largest.isfinite().all() and (largest == largest[0]).all()
+    torch.testing.assert_close(largest[0, 0].item(), torch.finfo(torch.float32).max * (11 / 18), rtol=1e-6, atol=0)
+    trainer.sync.detach()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), VARIANTS, ids=[f"{name}-{options['order']}" for name, options in VARIANTS]
+)
+def test_constant_and_infinite_buffers_stay(backend: str, options: dict[str, Any]) -> None:
+    assert run_ranks(body_kept, 3, backend, options, deadline=60) == [True] * 3
+
+
+def body_in_between(rank: Rank) -> bool:
+    """Averages that collectives of the script bring forward."""
+    rank.init()
+    trainer = Trainer(rank, model=Masked())
+    expected = dict(Masked().named_buffers())
+    for _ in range(8):
+        trainer.step()
+        dist.all_reduce(torch.zeros(1))
+        for name, buffer in trainer.module.named_buffers():
+            if name not in ("seen", "least"):
+                torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0, equal_nan=True, msg=name)
+    trainer.sync.detach()
+    return True
+
+
+def test_collectives_in_between() -> None:
+    assert run_ranks(body_in_between, 3) == [True] * 3

@@ -1,0 +1,94 @@
+"""What a script writes into the parameters of an averaged model between two steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attached import Trainer, everywhere, flat
+from harness import Rank, run_ranks
+
+# In all of them an average is under way between two steps, and all workers average in every step.
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("prague", {"order": "cta", "generator": "static"}),
+    ("dssync", {"order": "cta"}),
+    ("hop", {"order": "parallel"}),
+    ("hop", {"order": "serial"}),
+]
+both = pytest.mark.parametrize(
+    ("backend", "options"), VARIANTS, ids=[f"{name}-{options['order']}" for name, options in VARIANTS]
+)
+
+
+def fill(trainer: Trainer, value: float) -> None:
+    with torch.no_grad():
+        for parameter in trainer.module.parameters():
+            parameter.fill_(value)
+
+
+def body_loads(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
+    rank.init(backend)
+    trainer = Trainer(rank, backend=backend, lr=0.0, **options)
+    names = trainer.module.state_dict()  # which waits; later nobody does
+    trainer.run(2)
+    for value in (7.0, 8.0):
+        saved = {name: torch.full_like(tensor, value) for name, tensor in names.items()}
+        trainer.module.load_state_dict(saved)
+        trainer.loss().backward()  # and no step, as a gradient scaler has it
+        for _ in range(3):
+            assert (flat(trainer.module) == value).all(), flat(trainer.module)
+            trainer.step()
+            trainer.sync.wait()
+        # Away from what must not come back: what workers hold differs, then is not a number any more.
+        fill(trainer, float(rank.rank))
+        trainer.step()
+        fill(trainer, math.nan)
+        trainer.step()
+        trainer.sync.wait()
+    trainer.module.load_state_dict(saved)
+    trainer.run(3)
+    trainer.sync.synchronize()
+    assert (flat(trainer.module) == value).all(), flat(trainer.module)
+    trainer.sync.detach()
+    return True
+
+
+@both
+def test_what_is_loaded_stays(backend: str, options: dict[str, Any]) -> None:
+    assert run_ranks(body_loads, 2, backend, options) == [True] * 2
+
+
+def body_every_step(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
+    """Of a parameter that is written in every step the mean moves as written, and the workers come together."""
+    rank.init(backend)
+    trainer = Trainer(rank, backend=backend, lr=0.0, **options)
+    fill(trainer, 100.0 * rank.rank)
+    trainer.step()
+    for _ in range(6):
+        trainer.sync.wait()
+        with torch.no_grad():
+            for parameter in trainer.module.parameters():
+                parameter.add_(1)
+        trainer.step()
+    trainer.sync.wait()
+    values = everywhere(flat(trainer.module))
+    assert (values.mean(0) == 50.0 + 6).all(), values
+    assert (values == values[0]).all(), values
+    # One of them, the others not at all.
+    first = next(trainer.module.parameters())
+    for _ in range(3):
+        trainer.sync.wait()
+        with torch.no_grad():
+            first.clamp_(-5, 5)
+        trainer.step()
+    trainer.sync.synchronize()
+    assert (first == 5).all() and (flat(trainer.module)[first.numel() :] == 56).all()
+    trainer.sync.detach()
+    return True
+
+
+@both
+def test_what_is_written_in_every_step_is_added(backend: str, options: dict[str, Any]) -> None:
+    assert run_ranks(body_every_step, 2, backend, options) == [True] * 2
