@@ -36,7 +36,9 @@ class _Hook:
 
 
 class FlushedMethod:
-    """Takes the place of a module's method on that one module: waits, then calls it. In copies it does not wait.
+    """Takes the place of a module's method on that one module, while it lives: waits, then calls it.
+
+    Copies of the module do not wait.
 
     Args:
         module: Whose method it is.

@@ -99,7 +99,7 @@ def test_state_dict_waits(waits: Waits) -> None:
 
 def test_copies_and_pickles_wait_for_nothing(waits: Waits) -> None:
     waits.forward()
-    FlushedMethod(waits.ddp.module, "train", waits.all)
+    flushed = FlushedMethod(waits.ddp.module, "train", waits.all)
     clone = copy.deepcopy(waits.ddp.module)
     buffer = io.BytesIO()
     torch.save(waits.ddp.module, buffer)
@@ -112,6 +112,9 @@ def test_copies_and_pickles_wait_for_nothing(waits: Waits) -> None:
         assert module.training and waits.ddp.module.training
         module.state_dict()
     assert waits.seen == []
+    waits.ddp.module.train()
+    assert waits.seen == ["all"]
+    flushed.remove()
 
 
 def test_a_flushed_method_waits_and_is_given_back(waits: Waits) -> None:
