@@ -43,6 +43,31 @@ def test_calls_between_steps_that_wait_for_others(order: str, what: str) -> None
     assert run_ranks(body_between_steps, 2, order, what) == [32, 32]
 
 
+def body_asks_meanwhile(rank: Rank, order: str) -> float:
+    """Rank 0 asks for a group under a collective, and waits for that before its step; the other waits for the group."""
+    rank.init()
+    trainer = Trainer(rank, order=order)
+    trainer.run(3)
+    total = torch.ones(1)
+    if rank.rank == 0:
+        work = dist.all_reduce(total, async_op=True)
+        trainer.loss().backward()
+        work.wait()
+        trainer.optimizer.step()
+    else:
+        trainer.run(2)
+        trainer.sync.wait()
+        dist.all_reduce(total)
+    trainer.sync.synchronize()
+    equal_everywhere(trainer.module)
+    return float(total)
+
+
+@pytest.mark.parametrize("order", ["atc", "cta"])
+def test_a_collective_that_was_under_way_when_a_group_was_asked_for(order: str) -> None:
+    assert run_ranks(body_asks_meanwhile, 2, order) == [2.0] * 2
+
+
 def body(rank: Rank, generator: str, order: str) -> int:
     rank.init(timeout=20)
     models = [Trainer(rank, generator=generator, order=order, seed=seed) for seed in range(MODELS)]
