@@ -20,6 +20,8 @@ std::vector<Message> exchange(const PointToPoint& transport, int tag, const Mess
   std::vector<Message> all(core::index(transport.size()));
   std::vector<PointToPoint::WorkPtr> sends;
   std::vector<PointToPoint::WorkPtr> receives;
+  sends.reserve(ranks.size());
+  receives.reserve(ranks.size());
   for (const int rank : ranks) {
     receives.push_back(transport.recv(&all[core::index(rank)], sizeof(Message), rank, tag));
   }
