@@ -381,7 +381,9 @@ def test_refused() -> None:
 
 def body_all_alive(rank: Rank) -> tuple[str, str, float]:
     training = GoingOn(rank, "prague", {})
+    rank.report("attached")
     if rank.rank == 1:
+        rank.pause()  # until all are: attaching would raise, too
         torchext.backend_of().abort_with_reason("enough of this")
     error = elapsed_error(lambda: training.train(1_000_000))
     assert training.workers() == 3
@@ -389,5 +391,10 @@ def body_all_alive(rank: Rank) -> tuple[str, str, float]:
 
 
 def test_a_failure_without_a_death_is_raised() -> None:
-    for kind, text, seconds in run_ranks(body_all_alive, 3):
-        assert kind == "DistBackendError" and "enough of this" in text and seconds < 10, (kind, text, seconds)
+    with launch(body_all_alive, 3) as ranks:
+        ranks.expect("attached")
+        start = time.monotonic()
+        ranks.proceed([1])
+        for kind, text, _ in ranks.values():
+            assert kind == "DistBackendError" and "enough of this" in text, (kind, text)
+        assert time.monotonic() - start < 10
