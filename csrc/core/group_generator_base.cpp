@@ -55,7 +55,6 @@ Deliveries GroupGeneratorBase::complete(int worker, std::uint64_t group_id, doub
   }
   now_ = now;
   state.running.erase(found);
-  filter_.onComplete(worker, now);
   release(group_id);
   Deliveries out;
   onComplete(worker, out);

@@ -58,6 +58,8 @@ class GroupGeneratorBase : public GroupGenerator {
   bool idle(int worker) const;
   // Nothing pending, and whatever is under way waits for nobody: idle as soon as the bytes are through.
   bool idleSoon(int worker) const;
+  // Seconds since worker was told of the last group that it got.
+  double averagingFor(int worker) const { return now_ - workers_[index(worker)].told_at; }
   const SlowdownFilter& filter() const { return filter_; }
   int activeCount() const { return active_count_; }
   const GeneratorOptions& options() const { return options_; }

@@ -16,6 +16,9 @@
 namespace torchext::core {
 namespace {
 
+// Less would make others wait, more would make the same ones meet again and again.
+constexpr double kAboutAsLong = 0.5;
+
 class DivisionGenerator final : public GroupGeneratorBase {
  public:
   explicit DivisionGenerator(const GeneratorOptions& options)
@@ -50,7 +53,8 @@ class DivisionGenerator final : public GroupGeneratorBase {
     }
   }
 
-  // As many as make the groups of a division full.
+  // As many as make the groups of a division full: any of those that have averaged for about as long as the longest,
+  // and where they do not suffice those that come next. Who has just begun would keep the others waiting for all of it.
   void addThoseStillAveraging(int worker, std::vector<int>& candidates) {
     const std::size_t size = index(options().group_size);
     const std::size_t missing = (size - candidates.size() % size) % size;
@@ -59,8 +63,15 @@ class DivisionGenerator final : public GroupGeneratorBase {
     }
     std::vector<int> others =
         withoutFiltered(worker, activeWorkersThat([this](int other) { return !idle(other) && idleSoon(other); }));
-    random().shuffle(others);
-    others.resize(std::min(others.size(), missing));
+    if (others.size() > missing) {
+      random().shuffle(others);
+      const auto longer = [this](int a, int b) { return averagingFor(a) > averagingFor(b); };
+      const double longest = averagingFor(*std::min_element(others.begin(), others.end(), longer));
+      const auto later = std::stable_partition(
+          others.begin(), others.end(), [&](int other) { return averagingFor(other) >= kAboutAsLong * longest; });
+      std::sort(later, others.end(), longer);
+      others.resize(missing);
+    }
     candidates.insert(candidates.end(), others.begin(), others.end());
   }
 

@@ -1,15 +1,25 @@
 #include "slowdown_filter.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "check.h"
 
 namespace torchext::core {
 namespace {
 
-// Requests, in thresholds, over which waited steps fade to 1/e. A worker that is slower than the others by more than
+// Requests, in thresholds, over which what is past fades to 1/e. A worker that is slower than the others by more than
 // 1 / kFade of a step makes them reach the threshold.
 constexpr double kFade = 4.0;
+
+double upperMiddle(std::vector<double> values) {
+  if (values.empty()) {
+    return 0;
+  }
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
 
 }  // namespace
 
@@ -18,58 +28,65 @@ SlowdownFilter::SlowdownFilter(int workers, std::int64_t threshold)
 
 void SlowdownFilter::onRequest(int worker, double now) {
   Worker& state = workers_[index(worker)];
-  state.count += 1;
-  foremost_ = std::max(foremost_, state.count);
   if (threshold_ > 0) {
-    state.waited *= 1.0 - 1.0 / (kFade * threshold_);
+    const double fading = 1.0 / (kFade * threshold_);
+    state.waited *= 1.0 - fading;
+    state.count += fading * (middleCount() - state.count);
   }
-  if (state.computing) {
-    state.step_time = std::max(0.0, now - state.completed_at);
-    state.computing = false;
+  state.count += 1;
+  if (state.requested_at) {
+    const double step = now - *state.requested_at - state.in_groups;
+    if (step > 0) {
+      // One wait says that one step was slow, however long it was: a checkpoint or a page fault must not filter
+      // anybody.
+      state.waited += std::min(state.in_groups / step, threshold_ / 2);
+    }
   }
+  state.requested_at = now;
+  state.in_groups = 0;
 }
 
-void SlowdownFilter::onComplete(int worker, double now) {
-  Worker& state = workers_[index(worker)];
-  state.completed_at = now;
-  state.computing = true;
-}
-
-void SlowdownFilter::onWaited(int worker, double seconds) {
-  Worker& state = workers_[index(worker)];
-  if (seconds > 0 && state.step_time > 0) {
-    // One wait says that one step was slow, however long it was: a checkpoint or a page fault must not filter anybody.
-    state.waited += std::min(seconds / state.step_time, threshold_ / 2);
-  }
-}
+void SlowdownFilter::onWaited(int worker, double seconds) { workers_[index(worker)].in_groups += seconds; }
 
 void SlowdownFilter::onPause(int worker) {
   Worker& state = workers_[index(worker)];
-  state.lag = foremost_ - state.count;
+  state.ahead = state.count - middleCount();
+  state.active = false;
 }
 
 void SlowdownFilter::onReturn(int worker) {
   Worker& state = workers_[index(worker)];
-  state.count = foremost_ - state.lag;
-  state.computing = false;  // the time away is not a step time
+  state.count = middleCount() + state.ahead;
+  state.active = true;
+  state.requested_at.reset();  // the time away is not a step time
+}
+
+double SlowdownFilter::middleCount() const {
+  std::vector<double> counts;
+  counts.reserve(workers_.size());
+  for (const Worker& worker : workers_) {
+    if (worker.active) {
+      counts.push_back(worker.count);
+    }
+  }
+  return upperMiddle(std::move(counts));
 }
 
 SlowdownFilter::Reference SlowdownFilter::reference(int initiator, const std::vector<int>& workers) const {
   const Worker& own = workers_[index(initiator)];
-  if (threshold_ == 0 || workers.empty()) {
+  if (threshold_ == 0) {
     return Reference{own.count, own.progress()};
   }
-  std::vector<double> values(workers.size());
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  const auto upper_middle = [&](auto of) {
-    std::transform(workers.begin(), workers.end(), values.begin(),
-                   [&](int worker) { return of(workers_[index(worker)]); });
-    std::nth_element(values.begin(), middle, values.end());
-    return *middle;
-  };
-  const double count = upper_middle([](const Worker& worker) { return worker.count; });
-  const double progress = upper_middle([](const Worker& worker) { return worker.progress(); });
-  return Reference{std::max(own.count, count), std::max(own.progress(), progress)};
+  std::vector<double> counts;
+  std::vector<double> progress;
+  counts.reserve(workers.size());
+  progress.reserve(workers.size());
+  for (const int worker : workers) {
+    counts.push_back(workers_[index(worker)].count);
+    progress.push_back(workers_[index(worker)].progress());
+  }
+  return Reference{std::max(own.count, upperMiddle(std::move(counts))),
+                   std::max(own.progress(), upperMiddle(std::move(progress)))};
 }
 
 bool SlowdownFilter::foremostBy(int worker, const std::vector<int>& workers) const {

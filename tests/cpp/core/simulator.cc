@@ -15,8 +15,8 @@ namespace {
 struct Event {
   double time;
   std::uint64_t order;  // ties in the order of scheduling
-  int worker;           // computed its step; -1: `group` is averaged
-  std::uint64_t group;
+  int worker;           // computed its step, or has averaged with `group`
+  std::uint64_t group;  // 0: the step
   bool operator>(const Event& other) const { return time != other.time ? time > other.time : order > other.order; }
 };
 
@@ -34,6 +34,7 @@ class Simulation {
     result_.lone.resize(workers);
     result_.waited_for.resize(workers);
     told_at_.resize(workers);
+    computed_at_.resize(workers);
     result_.meetings.resize(workers * workers);
   }
 
@@ -54,10 +55,11 @@ class Simulation {
       const Event event = events_.top();
       events_.pop();
       now_ = event.time;
-      if (event.worker >= 0) {
+      if (event.group == 0) {
+        computed_at_[index(event.worker)] = now_ + computeTime(options_, event.worker, random_);
         deliver(generator_->request(event.worker, now_));
       } else {
-        finish(event.group);
+        finish(event.worker, event.group);
       }
     }
     const auto total = std::accumulate(result_.iterations.begin(), result_.iterations.end(), std::int64_t{0});
@@ -79,26 +81,30 @@ class Simulation {
         for (const int member : arrived) {
           result_.waited_for[index(delivery.worker)] += now_ - told_at_[index(member)];
         }
-        schedule(now_ + (arrived.size() == 1 ? 0.0 : options_.reduce_time), -1, delivery.group.id);
+        const double end = now_ + (arrived.size() == 1 ? 0.0 : options_.reduce_time);
+        for (const int member : arrived) {
+          schedule(end + apart(), member, delivery.group.id);
+        }
       }
     }
   }
 
-  void finish(std::uint64_t group) {
-    const std::vector<int> members = std::move(arrived_.at(group));
-    arrived_.erase(group);
+  double apart() { return options_.ends_apart == 0 ? 0 : options_.ends_apart * random_.uniform(); }
+
+  void finish(int worker, std::uint64_t group) {
     const auto workers = index(options_.generator.world_size);
-    for (const int member : members) {
-      ++result_.iterations[index(member)];
-      result_.lone[index(member)] += members.size() == 1 ? 1 : 0;
-      for (const int other : members) {
-        ++result_.meetings[index(member) * workers + index(other)];
-      }
-      startCompute(member);
+    const std::vector<int>& members = arrived_.at(group);
+    ++result_.iterations[index(worker)];
+    result_.lone[index(worker)] += members.size() == 1 ? 1 : 0;
+    for (const int other : members) {
+      ++result_.meetings[index(worker) * workers + index(other)];
     }
-    for (const int member : members) {
-      deliver(generator_->complete(member, group, now_));
+    if (options_.overlapped) {
+      schedule(std::max(now_, computed_at_[index(worker)]), worker, 0);
+    } else {
+      startCompute(worker);
     }
+    deliver(generator_->complete(worker, group, now_));
   }
 
   SimulationOptions options_;
@@ -107,7 +113,8 @@ class Simulation {
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::unordered_map<std::uint64_t, std::vector<int>> arrived_;
   SimulationResult result_;
-  std::vector<double> told_at_;  // a worker: when it got the group that it is in
+  std::vector<double> told_at_;      // a worker: when it got the group that it is in
+  std::vector<double> computed_at_;  // overlapped: when the step that it computes is done
   double now_ = 0;
   std::uint64_t order_ = 0;
 };

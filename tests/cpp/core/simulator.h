@@ -1,5 +1,6 @@
 // A discrete-event model of training with a group generator: workers compute, ask, wait until all members of their
-// group have arrived, average, go on. Time is in iterations of a normal worker.
+// group have arrived, average, go on; or, overlapped (the order cta), compute while they wait and average, and ask
+// again when both are done. Time is in iterations of a normal worker.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,8 @@ struct SimulationOptions {
   std::vector<double> slowdown = {};  // factor on a worker's compute time; empty: 1 for all
   double jitter = 0.1;                // compute time is uniform in 1 +- jitter, times the slowdown
   double reduce_time = 0.15;          // of a partial all-reduce; a group of one costs nothing
+  bool overlapped = false;
+  double ends_apart = 0.0;  // members of a group end one after the other, within this time
   double duration = 1000.0;
   std::uint64_t seed = 1;
 };
