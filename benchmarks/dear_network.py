@@ -20,7 +20,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from lab import bounds, cli, tuning
+from lab import bounds, cli, emulated, tuning
 from lab.contenders import contender
 from lab.launch import launch
 from lab.netlab import NetLab
@@ -60,17 +60,32 @@ def against_bounds(figures: Mapping[str, list[float]], rates: list[float], hosts
     half = bounds.reduce_scatter_ms(hosts, float(WORKLOAD["parameter_bytes"]), max(rates))
     dear = bounds.dear_step_ms(forward, backward, half)
     ddp = bounds.ddp_step_ms(forward, backward, half)
+    sizes = emulated.layer_sizes(int(WORKLOAD["layers"]), int(WORKLOAD["parameter_bytes"]) // 4, WORKLOAD["growth"])
+    halves = [half * size / sum(sizes) for size in sizes]
     shares = {
         # FSDP2 and ZeRO move in the same halves, but not at dear's times: they are shown against the same bound.
         name: Spread(tuple((ddp if name.startswith("ddp") else dear) * rate / 1e3 for rate in values)).as_json()
         for name, values in figures.items()
     }
-    return {"half_ms": half, "dear_step_ms": dear, "ddp_step_ms": ddp, "share_of_bound": shares}
+    return {
+        "half_ms": half,
+        "dear_step_ms": dear,
+        "ddp_step_ms": ddp,
+        "dear_pipeline_ms": bounds.dear_pipeline_ms(forward, backward, halves),
+        "ddp_pipeline_ms": bounds.ddp_pipeline_ms(forward, backward, halves),
+        "share_of_bound": shares,
+    }
 
 
 def verdicts(figures: Mapping[str, list[float]], best_ddp: str | None, bound: dict[str, Any] | None) -> dict[str, Any]:
     """Prints and returns what is asked of each dear contender: ratios over both ddp, share of the bound."""
     found: dict[str, Any] = {}
+    if bound is not None:
+        print(
+            "ideal pipelines of whole layers: {dear_pipeline_ms:.1f} ms a step, ddp {ddp_pipeline_ms:.1f}".format(
+                **bound
+            )
+        )
     for name, values in figures.items():
         if bound is not None:
             share = bound["share_of_bound"][name]["median"]

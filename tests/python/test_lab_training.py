@@ -150,6 +150,18 @@ def test_bounds_of_a_gigabit() -> None:
     assert bounds.ddp_step_ms(100, 200, half) == pytest.approx(580.0)
 
 
+def test_a_pipeline_of_layers_waits_for_the_last_layer_both_ways() -> None:
+    # 20 layers, 5 ms forward and 10 ms backward each; the link is busy but for the last layer's two passes.
+    halves = [12.0] * 20
+    assert bounds.dear_pipeline_ms(100, 200, halves) == pytest.approx(240 + 240 + 5 + 10)
+    assert bounds.ddp_pipeline_ms(100, 200, halves) == pytest.approx(100 + 10 + 480)
+    # Next to no communication: compute, and what the first layer sends after the backward and waits for.
+    assert bounds.dear_pipeline_ms(100, 200, [0.5] * 20) == pytest.approx(300 + 0.5 + 0.5)
+    assert bounds.ddp_pipeline_ms(100, 200, [0.5] * 20) == pytest.approx(300 + 1.0)
+    # One layer hides nothing.
+    assert bounds.dear_pipeline_ms(100, 200, [240.0]) == bounds.ddp_pipeline_ms(100, 200, [240.0]) == 780.0
+
+
 def test_without_communication_the_bounds_are_the_compute() -> None:
     assert bounds.reduce_scatter_ms(1, 40e6, 1e9) == 0.0
     assert bounds.dear_step_ms(100, 200, 0.0) == bounds.ddp_step_ms(100, 200, 0.0) == 300.0
