@@ -28,6 +28,7 @@ from torchext.nn import (
     ChunkPruner,
     _arguments,
     _ops,
+    _storage,
     _table,
     adaptive_embedding,
     pruning,
@@ -73,7 +74,7 @@ class Device:
             yield
             return
         with pytest.MonkeyPatch.context() as patch:
-            for module in (_ops, _table, adaptive_embedding, pruning):
+            for module in (_ops, _storage, _table, adaptive_embedding, pruning):
                 patch.setattr(module, "_ops", SimulatedOps())
             yield
 
@@ -395,7 +396,7 @@ def test_the_cuda_key_holds_a_kernel_that_checks_or_explains(name: str) -> None:
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
 def test_moving_takes_all_but_what_every_step_reads(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the meta device, in place of one that may not be here."""
-    monkeypatch.setattr(_table, "check_device", lambda *_: None)
+    monkeypatch.setattr(_storage, "check_device", lambda *_: None)
     bag = AdaptiveEmbeddingBag(50, 8, budget=0.3, chunk_dim=4, layout=layout, training="fused", optimizer="adam")
     bag.to("meta")
     moved = {name for name, value in bag.state_dict().items() if value.device.type == "meta"}

@@ -1,29 +1,20 @@
-"""A table of embeddings of which only a budget of chunks is resident: its tensors, sizes, state_dict and pruning."""
+"""How a table of which only a budget of chunks is resident trains, prunes, meets DDP, is saved and copied."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext.nn._arguments import (
-    MODES,
-    OPTIMIZERS,
-    TableOptions,
-    capacity_of,
-    check_device,
-    check_size,
-    chunk_dim_of,
-    layout_of,
-    refuse,
-)
+from torchext.nn._arguments import MODES, TableOptions, refuse
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
 from torchext.nn._ops import BagSpec, Table, _ops
 from torchext.nn._optimizer_state import moving_state
+from torchext.nn._storage import ChunkStorage, replace_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,31 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["AdaptiveTable"]
 
 
-def _bit(rows: Tensor) -> Tensor:
-    """The bit of each row in its byte of ``seen``."""
-    return torch.ones_like(rows, dtype=torch.uint8) << (rows & 7).to(torch.uint8)
-
-
-def _memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for random access: in huge pages where they are to be had. They must be asked for before it is written."""
-    made = torch.empty(size, dtype=dtype, device=device)
-    if device.type == "cpu":
-        _ops.adaptive_table_advise_huge_pages(made)
-    return made
-
-
-def _replace_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Gives a parameter other values, of which there may be another number."""
-    if values.shape != parameter.shape:
-        parameter.grad = None
-        # Autograd's node that gathers the gradient lives as long as any graph does that holds it, an old loss for
-        # instance, and would go on expecting the old shape. A change of dtype makes torch forget it.
-        other = torch.float32 if values.dtype == torch.float64 else torch.float64
-        parameter.data = values.new_empty(0, dtype=other)
-    parameter.data = values
-
-
-class AdaptiveTable(nn.Module):
+class AdaptiveTable(ChunkStorage):
     """What :class:`AdaptiveEmbeddingBag` and :class:`AdaptiveEmbedding` have in common.
 
     Attributes:
@@ -64,98 +31,16 @@ class AdaptiveTable(nn.Module):
         lr: Tensor of one number, float64, on the CPU wherever the table is: the learning rate of the fused update.
         budget_chunks: Slots of the pool.
 
-    On CUDA the pool, the fused optimizer's state, the index and utilities are on the device; the learning rate and the
-    count of steps stay on the CPU. Pruning fetches index and utilities, decides on the CPU, and sends the index back.
+    On CUDA pruning fetches index and utilities, decides on the CPU, and sends the index back.
     """
 
     _version = VERSION
-    # Plain tensors, not buffers: DDP would send buffers to all ranks in every forward pass. They are in the state_dict,
-    # and go to all ranks once (forward under DDP) and whenever utilities are merged (ChunkPruner).
-    pool: nn.Parameter
-    trigger: nn.Parameter | None
-
-    _PLAIN = ("index", "utility", "sketch", "seen", "clock", "lr")
-    _ON_HOST = ("clock", "lr")  # read in every step, so that none waits for a device
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        options: TableOptions,
-        *,
-        device: Any,
-        dtype: Any,
+        self, num_embeddings: int, embedding_dim: int, options: TableOptions, *, device: Any, dtype: Any
     ) -> None:
-        nn.Module.__init__(self)  # not nn.EmbeddingBag's, which would make the whole table
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        check_size(num_embeddings, embedding_dim, dtype)
-        device = torch.get_default_device() if device is None else torch.device(device)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        whole = options.budget == 1.0 and isinstance(options.budget, float)
-        self.chunk_dim = chunk_dim_of(embedding_dim, options.chunk_dim, whole)
-        self.chunks = embedding_dim // self.chunk_dim
-        total = num_embeddings * self.chunks
-        if total > 2**31 - 1 or self.chunks > 256:
-            raise refuse(
-                "num_embeddings x chunks",
-                (num_embeddings, self.chunks),
-                "2^31 - 1 chunks, 256 a row; take a larger chunk_dim or share the rows out (training='sharded')",
-            )
-        self.budget_chunks = capacity_of(options.budget, total)
-        self.training_mode, self.optimizer_name = options.training, options.optimizer
-        self.betas, self.eps, self.gamma = options.betas, options.eps, options.gamma
-        self.init_std, self.seed = options.init_std, options.seed
-        self.layout = layout_of(options.layout, self.budget_chunks, total)
-        check_device(device)
-        trained = self.training_mode in ("dense", "sparse")
-        pool = _memory((self.budget_chunks, self.chunk_dim), dtype, device)
-        # Autograd runs a backward pass only towards something that requires grad.
-        trigger = None if trained else nn.Parameter(torch.empty(0, dtype=dtype, device=device))
-        if self.training_mode == "sharded":  # not registered: DDP would give every rank the shard of rank 0
-            self.__dict__.update(pool=nn.Parameter(pool, requires_grad=False), trigger=trigger)
-        else:
-            self.pool, self.trigger = nn.Parameter(pool, requires_grad=trained), trigger
-        self.lr = torch.tensor(float(options.lr), dtype=torch.float64, device="cpu")
-        self._make_plain()
-        self._ddp: Any = None
-        self.reset_parameters()
-
-    def _make_plain(self) -> None:
-        rows, total, slots = self.num_embeddings, self.num_embeddings * self.chunks, self.budget_chunks
-        device = self.pool.device
-        self.clock = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
-        self.seen = torch.zeros(0 if self.layout == "identity" else (rows + 7) // 8, dtype=torch.uint8, device=device)
-        cells = max(64, slots // 2) if self.layout == "sketch" else 0
-        self.sketch = torch.full((cells,), -1, dtype=torch.int32, device=device)
-        self.index = self._empty_index(slots)
-        count, dtype = {
-            "identity": (0, torch.float32),
-            "direct": (total, torch.float32),
-            "hash": (total, torch.uint8),
-            "sketch": (slots + cells, torch.uint8),
-        }[self.layout]
-        self.utility = _memory((count,), dtype, device).zero_()
-        self.state = self._empty_state(slots)
-
-    def _empty_index(self, slots: int) -> Tensor:
-        device = self.pool.device
-        if self.layout == "identity":
-            return torch.empty(0, dtype=torch.int32, device=device)
-        if self.layout == "direct":
-            return _memory((self.num_embeddings * self.chunks,), torch.int32, device).fill_(-1)
-        return _memory((self._index_cells(slots),), torch.int64, device).fill_(-1)
-
-    @staticmethod
-    def _index_cells(slots: int) -> int:
-        """ChunkIndex::cellsFor."""
-        return slots + slots * 3 // 7 + 8
-
-    def _empty_state(self, slots: int) -> list[Tensor]:
-        if self.trigger is None:  # an optimizer has it
-            return []
-        dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
-        shape = (slots,) if self.optimizer_name == "adagrad" else (slots, self.chunk_dim)
-        return [_memory(shape, dtype, self.pool.device).zero_() for _ in range(OPTIMIZERS[self.optimizer_name])]
+        super().__init__(num_embeddings, embedding_dim, options, device=device, dtype=dtype)
+        self._ddp: Any = None  # the process group of the DDP that has met the table
 
     @property
     def _trained(self) -> Tensor:
@@ -193,69 +78,6 @@ class AdaptiveTable(nn.Module):
             *self.betas,
             self.eps,
         )
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
-        if self.layout == "identity":
-            self.pool.normal_(0, self.init_std, generator=self._generator())
-            self._zero_row(getattr(self, "padding_idx", None))
-        else:
-            self.pool.zero_()
-            self._make_plain()
-
-    def _generator(self) -> torch.Generator | None:
-        """Of initial values: torch's, or one for this shard, as all ranks may have seeded torch's alike."""
-        if self.training_mode != "sharded":
-            return None
-        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**62))
-        return torch.Generator(self.pool.device).manual_seed(drawn + self.seed)
-
-    def _zero_row(self, row: int | None) -> None:
-        if row is not None and self.layout == "identity":
-            self.pool.detach().view(self.num_embeddings, self.embedding_dim)[row].zero_()
-
-    def _resident(self) -> tuple[Tensor, Tensor]:
-        """Keys (rising) and slots of the resident chunks."""
-        nothing = self.utility.new_empty(0, dtype=torch.float32)
-        keys, slots, _ = _ops.adaptive_table_candidates(
-            self.index, nothing, self.sketch.new_empty(0), self.budget_chunks, self.num_embeddings, self.chunks
-        )
-        return keys, slots
-
-    @property
-    def weight(self) -> Tensor:
-        """The table as nn.EmbeddingBag would have it, (num_embeddings, embedding_dim), zeros where chunks are absent.
-
-        Made anew at each access unless everything is resident: a view of the pool then. Carries no gradient.
-        """
-        if self.layout == "identity":
-            return self.pool.detach().view(self.num_embeddings, self.embedding_dim)
-        keys, slots = self._resident()
-        made = self.pool.new_zeros(self.num_embeddings * self.chunks, self.chunk_dim)
-        return made.index_copy_(0, keys, self.pool.detach()[slots]).view(self.num_embeddings, self.embedding_dim)
-
-    def stats(self) -> dict[str, Any]:
-        """What is resident, how wide rows are, and what it costs.
-
-        Returns:
-            ``resident_chunks``; ``chunks`` of the whole table; ``width_histogram``: rows by their number of
-            resident chunks, from 0; ``value_bytes`` of the pool; ``bytes`` of everything that lives as long as the
-            table: values, the fused optimizer's state, index, utilities, bookkeeping; ``dense_value_bytes`` of a
-            table with all chunks; ``layout``.
-        """
-        keys, _ = self._resident()
-        widths = torch.bincount(keys.cpu() // self.chunks, minlength=self.num_embeddings)
-        tensors = [self.pool, *self.state, *(tensor for _, tensor in self.plain_tensors())]
-        return {
-            "layout": self.layout,
-            "resident_chunks": len(keys),
-            "chunks": self.num_embeddings * self.chunks,
-            "width_histogram": torch.bincount(widths, minlength=self.chunks + 1).tolist(),
-            "value_bytes": self.pool.nbytes,
-            "bytes": sum(tensor.nbytes for tensor in tensors),
-            "dense_value_bytes": self.num_embeddings * self.embedding_dim * self.pool.element_size(),
-        }
 
     def param_group(self) -> dict[str, Any]:
         """A parameter group for any torch optimizer, through which learning-rate schedulers reach the fused update.
@@ -336,26 +158,10 @@ class AdaptiveTable(nn.Module):
             cells = len(self.sketch)
             more = self.utility.new_zeros(capacity - self.budget_chunks)
             self.utility = torch.cat([self.utility[:-cells], more, self.utility[-cells:]])
-        if self.layout != "direct" and capacity + capacity * 3 // 7 + 8 > len(self.index):
+        if self.layout != "direct" and self._index_cells(capacity) > len(self.index):
             keys, slots = self._resident()
             self.index = self._empty_index(capacity)
             self._fill_index(keys, slots, capacity)
-
-    def _fill_index(self, keys: Tensor, slots: Tensor, capacity: int) -> None:
-        """Enters chunks, by rising key, into an empty index so that they have just these slots."""
-        if self.layout == "direct":
-            self.index[keys] = slots.to(torch.int32)
-            return
-        # The operator gives a table that is filled with useful chunks slots of its own: put their contents in order.
-        utility = torch.zeros(self.num_embeddings * self.chunks, dtype=torch.float32, device=keys.device)
-        utility[keys] = 1
-        none = self.sketch.new_empty(0)
-        _ops.adaptive_table_prune_(
-            self.index, utility, none, capacity, self.num_embeddings, self.chunks, capacity, capacity, 0.0
-        )
-        cells = self.index >= 0
-        found = self.index[cells] >> 32
-        self.index[cells] = found << 32 | slots[torch.searchsorted(keys, found)]
 
     def _moving_state(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], list[str]]:
         """State that moves with the pool, and its names."""
@@ -371,7 +177,7 @@ class AdaptiveTable(nn.Module):
             _ops.adaptive_table_carry_(values, moves, admitted)
             return values[:capacity].clone() if capacity < len(values) else values
 
-        _replace_values(self.pool, carried(self.pool.data))
+        replace_values(self.pool, carried(self.pool.data))
         self.state = [carried(own) for own in self.state]
         for name in moving:
             state[name] = carried(state[name])
@@ -382,26 +188,6 @@ class AdaptiveTable(nn.Module):
             generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + int(self.clock[0]))
             values = torch.randn(len(fresh), self.chunk_dim, generator=generator, device="cpu") * self.init_std
             self.pool.data[fresh] = values.to(self.pool)
-
-    @torch.no_grad()
-    def _take(self, embeddings: Tensor) -> None:
-        """Takes over a whole table: everything, or the chunks with the largest norms."""
-        if embeddings.shape != (self.num_embeddings, self.embedding_dim):
-            expected = (self.num_embeddings, self.embedding_dim)
-            raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; the table is {expected}")
-        values = embeddings.detach().to(self.pool).reshape(-1, self.chunk_dim)
-        if self.layout == "identity":
-            self.pool.copy_(values)
-            return
-        self.reset_parameters()
-        norms = values.float().norm(dim=1)
-        largest = norms.topk(min(self.budget_chunks, len(norms))).indices
-        keys = largest[norms[largest] > 0].sort().values
-        slots = torch.arange(len(keys), device=keys.device)
-        self._fill_index(keys, slots, self.budget_chunks)
-        self.pool[: len(keys)] = values[keys]
-        rows = torch.unique_consecutive(keys // self.chunks)
-        self.seen.index_put_((rows >> 3,), _bit(rows), accumulate=True)
 
     def _strange_to_ddp(self) -> bool:
         """Whether this forward pass runs inside a DDP that has not met the table; torch.compile guards the answer."""
@@ -438,34 +224,6 @@ class AdaptiveTable(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.trigger is not None:
             follow(self)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptiveTable:
-        device = fn(self.pool.new_empty(0)).device
-        check_device(device)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.training_mode == "sharded" and self.trigger is not None:
-            self.pool.data, self.trigger.data = fn(self.pool.data), fn(self.trigger.data)
-        dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
-        self.state = [state.to(device, dtype) for state in self.state]
-        for name in self._PLAIN:
-            if name not in self._ON_HOST:
-                setattr(self, name, getattr(self, name).to(device))
-        return self
-
-    def plain_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Names and tensors of what is neither parameter nor optimizer's state."""
-        return ((name, getattr(self, name)) for name in self._PLAIN)
-
-    def _resize(self, slots: int, index: int, utility: int) -> None:
-        """Room for so many slots, cells of the index and utilities; what has another size then has nothing in it."""
-        if slots != self.budget_chunks:
-            self.budget_chunks = slots
-            _replace_values(self.pool, self.pool.new_empty(slots, self.chunk_dim))
-            self.state = self._empty_state(slots)
-        if index != len(self.index):
-            self.index = self.index.new_empty(index)
-        if utility != len(self.utility):
-            self.utility = self.utility.new_empty(utility)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
