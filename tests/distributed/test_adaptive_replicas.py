@@ -1,0 +1,236 @@
+"""Replicas of adaptive tables under DDP against one process that sees every rank's batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from adaptive import DIM, ROWS, STEPS, batch, loss
+from harness import Rank, run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+from torchext.nn import AdaptiveEmbeddingBag, ChunkPruner
+
+
+def table(layout: str = "direct", **options: Any) -> AdaptiveEmbeddingBag:
+    given = {"budget": 0.4, "chunk_dim": 4, "layout": layout, "mode": "sum", "sparse": True, "init_std": 0.1}
+    return AdaptiveEmbeddingBag(ROWS, DIM, **given | options)
+
+
+def train_sparse(rank: Rank, layout: str) -> dict[str, Tensor]:
+    rank.init("gloo")
+    module = table(layout)
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    pruner = ChunkPruner(ddp, optimizer=optimizer, first=1, growth=1.0, interval=3, hysteresis=0.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(ddp(batch(rank.rank, step))).backward()
+        optimizer.step()
+        pruner.step()
+    return {name: value.clone() for name, value in module.state_dict().items()} | {"weight": module.weight}
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_replicas_decide_alike(layout: str) -> None:
+    states = run_ranks(train_sparse, 3, layout)
+    for state in states[1:]:
+        for name in ("pool", "index", "seen", "weight"):
+            assert torch.equal(state[name], states[0][name]), name
+    assert (states[0]["weight"] != 0).sum() > 50
+
+
+def test_sparse_gradients_under_ddp_equal_one_process() -> None:
+    def single() -> Tensor:
+        module = table(budget=1.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(module(torch.cat([batch(rank, step) for rank in range(2)]))).backward()
+            optimizer.step()
+        return module.weight
+
+    torch.manual_seed(0)
+    expected = single()
+    for weight in run_ranks(train_whole, 2):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+
+
+def train_whole(rank: Rank) -> Tensor:
+    torch.manual_seed(rank.rank)  # DDP makes the ranks begin alike
+    rank.init("gloo")
+    module = table(budget=1.0)
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(ddp(batch(rank.rank, step))).backward()
+        optimizer.step()
+    return module.weight.clone()
+
+
+def in_ddp(model: nn.Module, compiled: str) -> nn.Module:
+    """The model in DDP, as it is or compiled from within or from without."""
+    if compiled == "inside":
+        model.compile(backend="eager")
+    ddp = DistributedDataParallel(model)
+    if compiled == "outside":
+        ddp.compile(backend="eager")
+    return ddp
+
+
+COMPILED = pytest.mark.parametrize("compiled", ["", "inside", "outside"])
+
+
+def start_from_rank_0(rank: Rank, compiled: str) -> Tensor:
+    rank.init("gloo")
+    module = table("hash", sparse=False)
+    ids = torch.arange(ROWS).unsqueeze(1)
+    if rank.rank == 0:
+        module._take(torch.randn(ROWS, DIM))
+    ddp = in_ddp(module, compiled)
+    if compiled == "inside":
+        module(ids)  # what was compiled outside of DDP does not hold in it
+    return ddp(ids).detach()
+
+
+@COMPILED
+def test_ddp_begins_with_the_table_of_rank_0(compiled: str) -> None:
+    first, second = run_ranks(start_from_rank_0, 2, compiled)
+    assert first.any()
+    assert torch.equal(first, second)
+
+
+def compiled_whole_in_ddp(rank: Rank) -> tuple[str, bool]:
+    rank.init("gloo")
+    module = table(sparse=False)
+    module.compile(backend="eager", fullgraph=True)
+    ddp, ids = DistributedDataParallel(module), batch(rank.rank, 0)
+    try:
+        ddp(ids)
+    except torch._dynamo.exc.Unsupported as error:
+        refusal = str(error)
+    module._compiled_call_impl = None
+    ddp(ids)
+    module.compile(backend="eager", fullgraph=True)
+    return refusal, ddp(ids).requires_grad
+
+
+def test_the_first_pass_in_ddp_is_no_full_graph_and_says_so() -> None:
+    for refusal, trained in run_ranks(compiled_whole_in_ddp, 2):
+        assert "run one forward pass in DDP before compiling" in refusal
+        assert trained
+
+
+def fused_in_ddp(rank: Rank, compiled: str) -> str:
+    rank.init("gloo")
+    model = nn.Sequential(table(sparse=False, training="fused"), nn.Linear(DIM, 1))
+    try:
+        in_ddp(model, compiled)(batch(rank.rank, 0))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@COMPILED
+def test_a_fused_table_in_ddp_is_refused_with_the_way_out(compiled: str) -> None:
+    for text in run_ranks(fused_in_ddp, 2, compiled):
+        assert "replicas would differ" in text
+        assert "training='sparse'" in text
+        assert "training='sharded'" in text
+
+
+def shared_budget_in_ddp(rank: Rank) -> list[str]:
+    rank.init("gloo")
+    model = Two()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refusals = []
+    try:
+        ChunkPruner(ddp, optimizer=optimizer, shared_budget=20)
+    except ValueError as error:
+        refusals.append(str(error))
+    pruner = ChunkPruner(model, optimizer=optimizer, shared_budget=20)  # cannot know yet
+    loss(ddp(batch(rank.rank, 0))).backward()
+    for prune in (pruner.prune, lambda: model.first.prune(capacity=3)):
+        try:
+            prune()
+        except ValueError as error:
+            refusals.append(str(error))
+    try:
+        model.first.load_state_dict(table(sparse=False, budget=3).state_dict())
+    except RuntimeError as error:
+        refusals.append(str(error))
+    return refusals
+
+
+class Two(nn.Module):
+    """Tables that could share a budget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = table(sparse=False), table(sparse=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.first(ids) + self.second(ids)
+
+
+def test_a_shared_budget_in_ddp_is_refused_with_the_way_out() -> None:
+    for refusals in run_ranks(shared_budget_in_ddp, 2):
+        before, pruning, alone, loading = refusals
+        assert "Leave shared_budget out" in before
+        assert pruning == before
+        assert "capacity = 3: allowed 30 inside DistributedDataParallel" in alone
+        assert "pool: another number of slots inside DDP; load before" in loading
+
+
+def prune_with_dear(rank: Rank, form: str, momentum: float) -> str | Tensor:
+    rank.init(
+        "dear" if form else "gloo",
+        pg_options=torchext.DeAROptions(form=form, allreduce_fallback=False) if form else None,
+    )
+    model = DistributedDataParallel(table(sparse=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
+    synchronizer = torchext.attach(model, optimizer) if form else None
+    pruner = ChunkPruner(model, optimizer=optimizer, first=2, growth=1.0, interval=3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model(batch(rank.rank, step))).backward()
+        optimizer.step()
+        try:
+            pruner.step()
+        except ValueError as error:
+            return str(error)
+    if synchronizer is not None:
+        synchronizer.wait()
+    return model.module.weight
+
+
+def test_dears_state_moves_with_the_chunks_or_is_refused() -> None:
+    for text in run_ranks(prune_with_dear, 2, "sharded", 0.9):
+        assert "state 'momentum_buffer' has shape" in text
+        assert "form='replicated'" in text
+    for form, momentum in (("replicated", 0.9), ("sharded", 0.0)):
+        expected = run_ranks(prune_with_dear, 2, "", momentum)[0]
+        for weight in run_ranks(prune_with_dear, 2, form, momentum):
+            torch.testing.assert_close(weight, expected)
+
+
+def diverged(rank: Rank) -> str:
+    rank.init("gloo")
+    module = table()
+    if rank.rank == 1:
+        module._take(torch.randn(ROWS, DIM))
+    try:
+        ChunkPruner(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1)).prune()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_replicas_that_differ_are_noticed_on_every_rank() -> None:
+    for text in run_ranks(diverged, 2):
+        assert "replicas differ: rank 1 has other chunks" in text

@@ -1,0 +1,124 @@
+"""What adaptive embeddings refuse: options, batches, and backward passes over a table that has changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
+
+
+def problem(bag: AdaptiveEmbeddingBag, *args: Any) -> tuple[type[BaseException], str]:
+    before = copy.deepcopy(bag.state_dict())
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the callers compare the type
+        bag(*args)
+    for name, value in bag.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])  # which writes
+@pytest.mark.parametrize("training", ["dense", "fused"])
+def test_bad_batches_name_position_and_value(training: str, max_norm: float | None) -> None:
+    bag = AdaptiveEmbeddingBag(10, 8, mode="sum", training=training, max_norm=max_norm)
+    ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2])
+    long = torch.int64
+
+    def t(*values: int, dtype: torch.dtype = long) -> Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    cases: list[tuple[tuple[Any, ...], type[BaseException], str]] = [
+        ((t(1, 10, 3), t(0)), IndexError, "id 10 at position 1 is out of range; the table has rows 0..9"),
+        ((t(1, 2, -1), t(0)), IndexError, "id -1 at position 2"),
+        ((t(1, -(2**31), dtype=torch.int32), t(0)), IndexError, "id -2147483648 at position 1"),
+        ((t(1, 2**32 + 1), t(0)), IndexError, "id 4294967297 at position 1"),
+        ((ids, t(1, 2)), ValueError, "offsets[0] is 1, but the first bag must begin at 0"),
+        ((ids, t(0, 5)), ValueError, "offsets[1] is 5, past the end of 4 ids"),
+        ((ids, t(0, 3, 2)), ValueError, "offsets[2] is 2, less than the one before it, 3"),
+        ((ids, t(0, -1)), ValueError, "offsets[1] is -1, less than"),
+        ((ids.float(), offsets), TypeError, "input is torch.float32; it must be int32 or int64"),
+        ((ids, offsets.float()), TypeError, "offsets is torch.float32"),
+        ((ids,), ValueError, "offsets must be given with a 1-D input"),
+        ((ids.view(2, 2), offsets), ValueError, "offsets must be None with a 2-D input"),
+        ((ids.view(1, 2, 2),), ValueError, "input has shape (1, 2, 2)"),
+        ((ids, offsets, torch.ones(3)), ValueError, "per_sample_weights has shape (3,), input (4,)"),
+        ((ids, offsets, torch.ones(4).double()), TypeError, "they must be the same"),
+    ]
+    for args, kind, text in cases:
+        assert problem(bag, *args)[0] is kind, text
+        assert text in problem(bag, *args)[1]
+    mean = AdaptiveEmbeddingBag(10, 8)
+    assert problem(mean, ids, offsets, torch.ones(4))[0] is NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"budget": 0.0}, ValueError, "budget = 0.0: allowed 0 < share <= 1"),
+        ({"budget": 1.5}, ValueError, "budget = 1.5"),
+        ({"budget": float("nan")}, ValueError, "budget = nan"),
+        ({"budget": 0}, ValueError, "budget = 0: allowed 1..40 chunks"),
+        ({"budget": 41, "chunk_dim": 4}, ValueError, "budget = 41"),
+        ({"budget": "half"}, TypeError, "budget is a str"),
+        ({"chunk_dim": 5}, ValueError, "chunk_dim = 5: allowed divisors of embedding_dim = 16 from 4 on: [4, 8, 16]"),
+        ({"chunk_dim": 2}, ValueError, "chunk_dim = 2"),
+        ({"chunk_dim": 4.0}, TypeError, "chunk_dim is a float"),
+        ({"mode": "median"}, ValueError, "mode = 'median'"),
+        ({"mode": "max", "sparse": True}, ValueError, "mode = 'max' goes with neither"),
+        ({"training": "magic"}, ValueError, "training = 'magic'"),
+        ({"training": "fused", "optimizer": "lamb"}, ValueError, "optimizer = 'lamb': allowed 'sgd', 'adagrad'"),
+        ({"training": "fused", "sparse": True}, ValueError, "give one of them"),
+        ({"lr": -1.0}, ValueError, "lr = -1.0"),
+        ({"gamma": 1.0}, ValueError, "gamma = 1.0"),
+        ({"betas": (0.9, 1.0)}, ValueError, "betas = (0.9, 1.0)"),
+        ({"padding_idx": 10}, ValueError, "padding_idx = 10: allowed -10..9"),
+        ({"dtype": torch.int8}, TypeError, "dtype is torch.int8"),
+        ({"device": "meta"}, NotImplementedError, "run on the CPU and on CUDA"),
+        ({"training": "sharded"}, RuntimeError, "needs a process group"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], kind: type[BaseException], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        AdaptiveEmbeddingBag(10, 16, **{"budget": 0.5, "chunk_dim": 4} | options)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_of_a_table_that_changed_meanwhile_are_refused(compiled: bool, budget: float) -> None:
+    torch.manual_seed(9)
+    bag = AdaptiveEmbeddingBag(5, 8, mode="sum", training="fused", lr=0.5, budget=budget, chunk_dim=4)
+    bag._take(torch.randn(5, 8))
+    run = torch.compile(bag, backend="aot_eager", fullgraph=True) if compiled else bag
+    weights = [torch.ones(2, 3, requires_grad=True) for _ in range(2)]
+    ids = torch.randint(0, 5, (2, 3))
+    outputs = [run(ids, None, given) for given in weights]
+    text = "modified by an inplace operation" if compiled else "needs the table as it was in the forward pass"
+    with pytest.raises(RuntimeError, match=text):
+        (outputs[0].sum() + outputs[1].sum()).backward()
+    run(ids, None, weights[0]).sum().backward()  # one by one it is right
+    if not compiled:  # and without weights no backward pass reads the table
+        (run(ids) + run(ids)).sum().backward()
+
+
+def test_weights_of_a_table_that_was_clipped_meanwhile_are_refused() -> None:
+    bag = AdaptiveEmbeddingBag(5, 8, mode="sum", max_norm=0.5)
+    weights = torch.ones(2, 3, requires_grad=True)
+    output = bag(torch.tensor([[0, 1, 2], [2, 3, 3]]), None, weights)
+    output.sum().backward(retain_graph=True)
+    bag(torch.tensor([[4]]))
+    with pytest.raises(RuntimeError, match="by an optimizer, or by max_norm"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("training", ["dense", "fused"])
+def test_second_derivatives_are_refused(training: str) -> None:
+    table = AdaptiveEmbedding(5, 4, training=training)
+    loss = table(torch.tensor([1, 2])).square().sum()
+    (gradient,) = torch.autograd.grad(loss, table._trained, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + gradient.sum()).backward()
