@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import ORDERS, Trainer, batch, equal_everywhere, everywhere, flat, mlp, prague
-from harness import Rank, run_ranks
+from harness import Rank, launch, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -260,6 +260,33 @@ def body_checks(rank: Rank) -> int:
 
 def test_training_loops() -> None:
     assert run_ranks(body_checks, 4, deadline=120) == [len(CHECKS)] * 4
+
+
+def body_pausing(rank: Rank, order: str) -> None:
+    rank.init()
+    store = dist.distributed_c10d._get_default_store()
+    trainer = Trainer(rank, group_size=2, order=order)
+    trainer.run(5)
+    if rank.rank == 4:
+        rank.pause()
+        store.set("goes on", "")
+    else:
+        trainer.run(30)
+        rank.report("went on")
+        while not store.check(["goes on"]):  # who is left alone would be held, so as not to run ahead of everybody
+            trainer.run(1)
+    trainer.sync.synchronize()
+    equal_everywhere(trainer.module)
+    trainer.sync.detach()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_worker_that_stops_between_two_steps_holds_up_one_group(order: str) -> None:
+    with launch(body_pausing, 5, order) as ranks:
+        # Of the four others two at most have been put into a group with the fifth.
+        assert ranks.wait_until(lambda words, _: sum("went on" in said for said in words) >= 2, 60)
+        ranks.proceed([4])
+        ranks.values()
 
 
 def body_compiled(rank: Rank, place: str) -> str:
