@@ -100,7 +100,12 @@ class DearOptimizer:
         self._position = {id(parameter): position for position, parameter in enumerate(parameters)}
         self._slices = None if core.replicated else StateSlices(self._parameters, group)
         self._held = False
-        self._stepping = self._agreed = False
+        self._stepping = self._agreed = self._begun = False
+        self._early: set[int] = set()  # stepped while other gradients were on their way
+        self._only: set[int] | None = None  # what such a step is about
+        # The optimizer's own code that asks for gradients in its step; None: it is not known to step part by part.
+        in_parts = self._slices is not None and type(optimizer) in ELEMENTWISE
+        self._asking = getattr(type(optimizer), "_init_group").__code__ if in_parts else None  # noqa: B009 - untyped
         self._handles = [
             optimizer.register_state_dict_post_hook(self._complete),
             optimizer.register_load_state_dict_pre_hook(self._accept),
@@ -146,7 +151,14 @@ class DearOptimizer:
 
     def gradient(self, position: int, caller: Any = None) -> torch.Tensor | None:
         """The averaged gradient of what is stepped of a parameter; waits for it."""
-        if position in self.dropped:
+        if caller is not None and caller is self._asking and self._stepping and not self._begun:
+            self._begun = True
+            self._step_in_parts()
+        if (
+            position in self.dropped
+            or position in self._early
+            or (self._only is not None and position not in self._only)
+        ):
             return None
         if caller is _UNSCALE and self._slices is not None and not self._stepping and not self._agreed:
             self._agreed = True
@@ -167,8 +179,9 @@ class DearOptimizer:
 
     def after_step(self) -> None:
         """The optimizer's step is over."""
-        self._stepping = self._agreed = False
+        self._stepping = self._agreed = self._begun = False
         self.dropped.clear()
+        self._early.clear()
 
     def stepped(self) -> Iterator[SteppedParameter]:
         """What the optimizer holds of the model."""
@@ -212,6 +225,26 @@ class DearOptimizer:
                 else:
                     parameter.grad.detach_()
                 parameter.grad.zero_()
+
+    def _step_in_parts(self) -> None:
+        """Steps what has arrived while the rest is on its way; what arrives last is left to the step that asks for it.
+
+        Otherwise the link would be idle while everything is stepped, between the last reduce-scatter and the first
+        all-gather. Called when the optimizer itself asks, so that what runs before its step has seen all gradients.
+        """
+        buckets = [(self.core.bucket_of(stepped.position), stepped.position) for stepped in self.stepped()]
+        known, total = 0, self.core.bucket_count
+        arrived = self.core.arrived_buckets(known)
+        while arrived < total:
+            part = {position for bucket, position in buckets if bucket is not None and known <= bucket < arrived}
+            if part:
+                self._only = part
+                try:
+                    unhooked_step(self._optimizer)(self._optimizer)
+                finally:
+                    self._only = None
+                self._early |= part
+            known, arrived = arrived, self.core.arrived_buckets(arrived)
 
     def _agree_on_overflow(self) -> None:
         """Every rank sees infinite or NaN gradients if one does: a GradScaler must skip a step on all or none."""

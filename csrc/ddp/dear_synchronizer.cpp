@@ -135,6 +135,27 @@ std::optional<at::Tensor> DearSynchronizer::ownGradient(std::size_t parameter) {
   return buckets_->hasGradient(parameter) ? std::optional(buckets_->gradient(parameter)) : std::nullopt;
 }
 
+std::optional<std::size_t> DearSynchronizer::bucketOf(std::size_t parameter) const {
+  return buckets_ && buckets_->holds(parameter) ? std::optional(buckets_->bucketOf(parameter)) : std::nullopt;
+}
+
+std::size_t DearSynchronizer::arrivedBuckets(std::size_t known) {
+  if (!complete_) {
+    return bucketCount();  // nothing is on its way
+  }
+  const auto arrived = [this] {
+    return static_cast<std::size_t>(std::find(reducing_.begin(), reducing_.end(), 1) - reducing_.begin());
+  };
+  std::size_t count = 0;
+  const double waited = waitUntil("torchext::dear::wait", [&] {
+    count = arrived();
+    return count > known || count == bucketCount();
+  });
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stats_.exposed_rs_ms += waited;
+  return count;
+}
+
 std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
   if (!replicated_) {
     return ownGradient(parameter);

@@ -92,6 +92,11 @@ class DearSynchronizer : public Synchronizer {
   // In both forms this rank's slice of it, before anything is gathered (gathered(): too late).
   std::optional<at::Tensor> ownGradient(std::size_t parameter);
   bool gathered() const { return gathered_; }
+  // Buckets come in the order of the backward pass. arrivedBuckets(): how many have; waits until it is more than
+  // `known`, or all. bucketOf(): none for what is not exchanged.
+  std::size_t bucketCount() const { return reducing_.size(); }
+  std::optional<std::size_t> bucketOf(std::size_t parameter) const;
+  std::size_t arrivedBuckets(std::size_t known);
   // As optimizer.zero_grad(): there is no gradient until the next backward pass.
   void clearGradients();
 

@@ -108,6 +108,9 @@ void bindDear(py::module_& module) {
       .def("stepped", &DearSynchronizer::stepped, py::arg("parameter"), NoGil())
       .def("own_gradient", &DearSynchronizer::ownGradient, py::arg("parameter"), NoGil())
       .def("gradient", &DearSynchronizer::gradient, py::arg("parameter"), NoGil())
+      .def_property_readonly("bucket_count", &DearSynchronizer::bucketCount)
+      .def("bucket_of", &DearSynchronizer::bucketOf, py::arg("parameter"))
+      .def("arrived_buckets", &DearSynchronizer::arrivedBuckets, py::arg("known"), NoGil())
       .def("clear_gradients", &DearSynchronizer::clearGradients, NoGil())
       .def("stats", [](const DearSynchronizer& self) { return toDict(self.stats()); });
 
