@@ -191,7 +191,8 @@ class Membership:
         """The ranks of newcomers in the new group."""
         suspect, reason = backend_of(self._ddp.process_group).failure
         # Whom the reason is about, if it is known to be dead and not only silent.
-        dead = {self.members[suspect]} if f"rank {suspect} died" in reason else set()
+        gone = (f"rank {suspect} died", " exits with an uncaught ", f"rank {suspect} left while others")
+        dead = {self.members[suspect]} if any(text in reason for text in gone) else set()
         for attempt in range(ATTEMPTS):
             try:
                 decided = self._decide(attempt, dead, reason)

@@ -11,6 +11,7 @@
 
 #include "c10d/delegating_backend.h"
 #include "c10d/interpreter_lock.h"
+#include "c10d/leaving.h"
 
 namespace torchext {
 
@@ -89,6 +90,9 @@ c10::intrusive_ptr<c10d::Backend> DelegatingBackend::shrink(const std::vector<in
 
 void DelegatingBackend::announceSurvival(c10::intrusive_ptr<c10d::Store> store, std::string key) {
   health_->addAbortCallback([store = std::move(store), key = std::move(key)] {
+    if (Leaving::here()) {
+      return;
+    }
     try {
       store->set(key, std::vector<std::uint8_t>{'1'});
     } catch (const std::exception& error) {

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/debug.h>
 
 #include "c10d/interpreter_lock.h"
+#include "c10d/leaving.h"
 
 namespace torchext {
 namespace {
@@ -163,6 +164,7 @@ void DelegatingBackend::leaveAll(const std::string& reason) {
       continue;
     }
     if (!reason.empty() && !backend->shutDown_) {
+      const Leaving leaving;
       backend->health_->poison(backend->rank_, reason);
     }
     backend->shutdown();

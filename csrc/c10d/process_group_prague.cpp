@@ -92,7 +92,16 @@ std::int64_t ProcessGroupPrague::Options::syncEveryFor() const {
 ProcessGroupPrague::ProcessGroupPrague(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options)
     : AttachableBackend(rank, size, "prague", std::move(inner), options), prague_options_(std::move(options)) {
   prague_options_->validate(size);
-  auto windows = SharedWindows::open(dataTransport(), kGroupTags, prague_options_->shared_memory);
+  std::unique_ptr<SharedWindows> windows;
+  try {
+    windows = SharedWindows::open(dataTransport(), kGroupTags, prague_options_->shared_memory);
+  } catch (const std::exception& error) {
+    if (!health()->failed()) {
+      throw;
+    }
+    // Others have the group already, and have failed in their first call: that of this rank says why, too.
+    LOG(WARNING) << health()->label() << ": failed while it was made: " << error.what();
+  }
   shared_memory_ranks_ = windows ? windows->partners() : std::vector<int>{rank};
   partial_ = std::make_unique<SubsetAllreduce>(dataTransport(), kGroupTags, std::move(windows));
 }

@@ -163,7 +163,9 @@ std::vector<Update> UpdateQueue::dequeue() {
     if (tag == kEmpty) {
       continue;
     }
-    const double weight = options_.staleness > 0 ? static_cast<double>(tag - oldest() + 1) : options_.weights[i];
+    // Newer models count more.
+    const double recency = options_.staleness > 0 ? static_cast<double>(tag - oldest() + 1) : 1.0;
+    const double weight = options_.weights[i] * recency;
     taken.push_back(Update{options_.senders[i], tag, slotOf(options_.senders[i], tag), weight});
     sum += weight;
     sender.reading = static_cast<int>(turn(tag));

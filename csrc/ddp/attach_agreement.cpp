@@ -17,10 +17,23 @@ std::int64_t hash(std::uint64_t seed, const std::string& text) {
   return static_cast<std::int64_t>(seed);
 }
 
+// Averages go over memory as it lies: the order of dimensions is part of what must agree. Dimensions of one element
+// have strides that say nothing.
+std::vector<std::int64_t> memoryOrder(const at::Tensor& tensor) {
+  std::vector<std::int64_t> strides;
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1) {
+      strides.push_back(tensor.stride(dim));
+    }
+  }
+  return strides;
+}
+
 std::int64_t hashTensors(const std::vector<at::Tensor>& tensors) {
   std::uint64_t value = kFnvBasis;
   for (const at::Tensor& tensor : tensors) {
-    value = static_cast<std::uint64_t>(hash(value, c10::str(tensor.sizes(), c10::toString(tensor.scalar_type()), ";")));
+    value = static_cast<std::uint64_t>(
+        hash(value, c10::str(tensor.sizes(), memoryOrder(tensor), c10::toString(tensor.scalar_type()), ";")));
   }
   return static_cast<std::int64_t>(value);
 }
@@ -42,9 +55,9 @@ std::vector<int> agreeOnAttach(AttachableBackend& group, const std::vector<at::T
   AgreementFields compared{
       {"number of parameter tensors", static_cast<std::int64_t>(parameters.size())},
       {"number of parameter elements", numel(parameters)},
-      {"parameter shapes and dtypes (hash)", hashTensors(parameters)},
+      {"parameter shapes, strides and dtypes (hash)", hashTensors(parameters)},
       {"number of buffer elements", numel(buffers)},
-      {"buffer shapes and dtypes (hash)", hashTensors(buffers)},
+      {"buffer shapes, strides and dtypes (hash)", hashTensors(buffers)},
   };
   compared.insert(compared.end(), fields.begin(), fields.end());
   const auto width = static_cast<std::int64_t>(compared.size()) + 1;

@@ -1,4 +1,5 @@
 #include "ddp/group_synchronizer.h"
+#include "c10d/leaving.h"
 
 #include <algorithm>
 #include <utility>
@@ -267,6 +268,7 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
     if (!thread_->finish(limit)) {
       LOG(WARNING) << group_->health()->label() << ": leaving while other workers still train; call "
                    << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
+      const Leaving leaving;
       group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
     }
   }

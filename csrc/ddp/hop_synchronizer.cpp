@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
+#include "c10d/leaving.h"
 #include "c10d/promises.h"
 #include "ddp/attach_agreement.h"
 
@@ -229,6 +230,7 @@ void HopSynchronizer::leave(std::chrono::milliseconds limit) {
       } else {
         LOG(WARNING) << "hop [rank " << group_->getRank() << "]: leaving while other workers still train; call "
                      << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
+        const Leaving leaving;
         group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
       }
     } catch (const std::exception& error) {

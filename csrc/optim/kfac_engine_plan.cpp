@@ -71,14 +71,15 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
     exchange_->agree(
         {"the number of layers", "names and shapes of the layers (hash)", "factor_update_steps", "inverse_update_steps",
          "strategy (hash)", "method and scaling", "factor_decay (bits)", "damping (bits)", "worker_fraction (bits)",
-         "max_run_mb (bits)", "exchange_always and martens_decay", "split_directions", "the type of the device"},
+         "max_run_mb (bits)", "exchange_always and martens_decay", "split_directions", "the type of the device",
+         "kl_clip (bits; 0: none)"},
         {static_cast<std::int64_t>(layers_.size()), hashOf(describeLayers(layers_)), options_.factor_update_steps,
          options_.inverse_update_steps, hashOf(options_.strategy),
          2 * static_cast<std::int64_t>(options_.form) + static_cast<std::int64_t>(options_.scaling),
          bits(options_.decay), bits(options_.damping), bits(options_.worker_fraction), bits(options_.max_run_mb),
          2 * static_cast<std::int64_t>(options_.exchange_always) + static_cast<std::int64_t>(options_.martens_decay),
          options_.split_directions ? static_cast<std::int64_t>(*options_.split_directions) : -1,
-         static_cast<std::int64_t>(device_.type())});
+         static_cast<std::int64_t>(device_.type()), bits(options_.kl_clip.value_or(0))});
   }
   measureCosts();
   makePlan();

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from attached import GoingOn, equal_everywhere, freeze_when_connecting
 from harness import Rank, elapsed_error, launch, run_ranks
+from interpreters import run_script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -186,6 +188,43 @@ def body_frozen(rank: Rank, backend: str, frozen: int) -> Any:
     training.sync.synchronize()
     equal_everywhere(training.ddp.module)
     return training.sync.stats()["lost_ranks"], dist.get_world_size()
+
+
+SCRIPT = """
+    import os, sys, time
+    import torch, torch.distributed as dist, torchext
+    from torch.nn.parallel import DistributedDataParallel
+
+    backend, how, path = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=3)
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    sync = torchext.attach(ddp, optimizer, on_peer_failure="continue")
+    steps = 0
+    while sync.stats()["workers"] == 3 or steps < 50:
+        if rank == 1 and steps == 20:
+            if how == "exit":
+                sys.exit()
+            raise KeyError("no such sample")
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        steps += 1
+        time.sleep(0.005)
+    sync.synchronize()
+    print(sync.stats()["workers"], sync.stats()["lost_ranks"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "how"), [("prague", "raise"), ("dssync", "raise"), ("hop", "raise"), ("hop", "exit")]
+)
+def test_the_others_train_on_when_a_script_ends(tmp_path: Path, backend: str, how: str) -> None:
+    ends = run_script(tmp_path, SCRIPT, 3, backend, how, str(tmp_path / "store"))
+    assert [ended.code for ended in ends] == [0, int(how == "raise"), 0], ends
+    for rank in (0, 2):
+        assert ends[rank].out.strip() == "2 [1]", ends[rank]
 
 
 @pytest.mark.parametrize(("backend", "frozen"), [("prague", 2), ("hop", 2), ("prague", 0)])

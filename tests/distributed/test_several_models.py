@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,13 @@ def body_between_steps(rank: Rank, order: str, what: str) -> int:
     return trainer.step_count
 
 
-@pytest.mark.parametrize("what", ["new_group", "split_group", "message"])
+def between() -> list[Any]:
+    of_2_11 = torch.__version__.startswith("2.11")
+    refused = pytest.mark.skipif(of_2_11, reason="torch 2.11 splits groups of a device only (device_id)")
+    return ["new_group", pytest.param("split_group", marks=refused), "message"]
+
+
+@pytest.mark.parametrize("what", between())
 @pytest.mark.parametrize("order", ["atc", "cta"])
 def test_calls_between_steps_that_wait_for_others(order: str, what: str) -> None:
     assert run_ranks(body_between_steps, 2, order, what) == [32, 32]

@@ -1,0 +1,21 @@
+// Whether this thread ends a group because its process leaves it: an uncaught exception, a script that is over. Then it
+// does not count itself among those that go on (DelegatingBackend::announceSurvival).
+#pragma once
+
+namespace torchext {
+
+// As long as it lives, on the thread that made it: abort callbacks run on the thread that ends the group.
+class Leaving {
+ public:
+  Leaving() { ++depth_; }
+  ~Leaving() { --depth_; }
+  Leaving(const Leaving&) = delete;
+  Leaving& operator=(const Leaving&) = delete;
+
+  static bool here() { return depth_ > 0; }
+
+ private:
+  inline static thread_local int depth_ = 0;
+};
+
+}  // namespace torchext
