@@ -130,8 +130,10 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
         store = attempt_store(opts.store, opts.group_rank, opts.group_size, _connecting.get() or timeout)
         members = options.global_ranks_in_group
         inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts.group_id, members)
-        store.set(f"connected/{opts.group_rank}", "1")
+        store.set(f"connected/{opts.group_rank}", _watching(options))
         try:
+            if opts.group_size > 1 and not _connecting.get():  # groups that are formed anew have agreed before
+                _agree_on_watching(store, opts.group_rank, opts.group_size, name)
             backend = BACKENDS[name].create(opts.group_rank, opts.group_size, inner, options)
         except Exception:
             _await_connected(store, opts.group_size)
@@ -219,6 +221,28 @@ def group_of_one() -> ProcessGroup:
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     group._set_default_backend(kinds.GLOO)
     return group
+
+
+def _watching(options: Any) -> str:
+    """The options by which ranks watch each other, as text."""
+    every = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+    check = "every" if options.call_check == "new" and every else options.call_check
+    beat = options.heartbeat_timeout.total_seconds()
+    return f'heartbeat_timeout = {beat:g} s, call_check = "{check}"'
+
+
+def _agree_on_watching(store: Store, rank: int, size: int, name: str) -> None:
+    """Raises on every rank if two differ: one would wait for what the other never sends. Rank 0 compares."""
+    if rank == 0:
+        keys = [f"connected/{other}" for other in range(size)]
+        given = [value.decode() for value in store.multi_get(keys)]
+        other = next((other for other, value in enumerate(given) if value != given[0]), 0)
+        store.set("watching", f"rank 0 has {given[0]}, rank {other} has {given[other]}" if other else "")
+    different = store.get("watching").decode()
+    if different:
+        raise ValueError(
+            f"{name}: {different}; pass the same options (and TORCH_DISTRIBUTED_DEBUG) on all ranks of a group"
+        )
 
 
 def _await_connected(store: Store, size: int) -> None:

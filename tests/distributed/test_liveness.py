@@ -221,3 +221,21 @@ def test_options(backend: str) -> None:
             make(operation_timeout=timedelta(seconds=bad))
     with pytest.raises(ValueError, match='call_check must be one of new, every, off; got "some"'):
         make(call_check="some")
+
+
+def body_watching(rank: Rank, backend: str, options: dict[str, Any]) -> tuple[str, str, float]:
+    given = OPTIONS[backend](**(options if rank.rank == 1 else {}))
+    return elapsed_error(lambda: rank.init(backend, pg_options=given))
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "text"),
+    [
+        ("prague", {"call_check": "off"}, 'heartbeat_timeout = 5 s, call_check = "off"'),
+        ("dear", {"heartbeat_timeout": timedelta(seconds=1)}, 'heartbeat_timeout = 1 s, call_check = "new"'),
+    ],
+)
+def test_ranks_that_watch_each_other_differently_are_told(backend: str, options: dict[str, Any], text: str) -> None:
+    for kind, message, _ in run_ranks(body_watching, 3, backend, options):
+        assert kind == "ValueError"
+        assert f'rank 0 has heartbeat_timeout = 5 s, call_check = "new", rank 1 has {text}' in message
