@@ -16,7 +16,8 @@
 //   backup b      tag k of |N_in| - b of them or more; all that are there are taken, and the weights are W_ji over
 //                 their sum (1 / count where they are equal)
 //   staleness s   the newest of each in-neighbour, tag >= k - s, taken again in the next iteration if nothing newer has
-//                 arrived by then; weights in proportion to tag - (k - s) + 1
+//                 arrived by then; weights in proportion to W_ji (tag - (k - s) + 1), which is the paper's on a regular
+//                 graph, and where all are equally far keeps the mean on any
 // Tags below k (staleness: below k - s) are stale: dropped when met, by admit, advance or dequeue.
 // A sender that has left is not waited for: what it sent before still counts, and where nothing of it is left its share
 // goes to the others.

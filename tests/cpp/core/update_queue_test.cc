@@ -155,10 +155,10 @@ TEST(UpdateQueue, StalenessTakesTheNewestInProportionToFreshness) {
   put(queue, 7, 9);
   ASSERT_TRUE(queue.ready());
   const auto taken = queue.dequeue();
-  // tag - (k - s) + 1 = 1, 3, 7
-  EXPECT_EQ(taken, (std::vector<Update>{{2, 3, queue.slotOf(2, 3), 1.0 / 11},
-                                        {5, 5, queue.slotOf(5, 5), 3.0 / 11},
-                                        {7, 9, queue.slotOf(7, 9), 7.0 / 11}}));
+  // tag - (k - s) + 1 = 1, 3, 7, times 1/2, 1/4, 1/4
+  EXPECT_EQ(taken, (std::vector<Update>{{2, 3, queue.slotOf(2, 3), 0.5 / 3},
+                                        {5, 5, queue.slotOf(5, 5), 0.75 / 3},
+                                        {7, 9, queue.slotOf(7, 9), 1.75 / 3}}));
   queue.release();
   queue.advance(6);
   EXPECT_EQ(queue.available(), 2);  // tag 3 is too old now, the others are taken again
