@@ -366,6 +366,20 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
         KFAC(mlp(), **options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (KFAC, {"dampng": 1.0}, "^KFAC: no argument dampng: allowed lr, momentum, .*damping"),
+        (SPDKFAC, {"dampng": 1.0}, "^SPDKFAC: no argument dampng: allowed"),
+        (PADKFAC, {"optimizer": None, "_queued": True}, "^PADKFAC: no argument optimizer, _queued: allowed"),
+        (SPDKFAC, {"strategy": "auto"}, '^SPDKFAC: strategy is always "spd" here; leave it out, or use KFAC'),
+    ],
+)
+def test_unknown_arguments(kind: type[KFAC], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        kind(mlp(), **options)
+
+
 def test_attributes_are_checked_too() -> None:
     kfac = KFACPreconditioner(mlp())
     with pytest.raises(ValueError, match="damping = -1"):
