@@ -18,7 +18,7 @@ from torchext._dear_optimizer import DearOptimizer
 from torchext._deferred_step import DeferredStep
 from torchext._forward_waits import FlushedMethod, _Hook
 from torchext.backends import backend_of
-from torchext.synchronizer import Synchronizer
+from torchext.synchronizer import Synchronizer, _check_max_norm
 
 __all__ = ["DearSynchronizer", "Lane"]
 
@@ -108,6 +108,7 @@ class DearSynchronizer(Synchronizer):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # inherited
         self._check_attached("clip_grad_norm_")
+        _check_max_norm(max_norm)
         if self._core.allreduce:
             return super().clip_grad_norm_(max_norm, norm_type)
         if self._core.gathered:
