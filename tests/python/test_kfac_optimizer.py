@@ -430,6 +430,29 @@ def test_the_optimizer_itself_is_not_copied() -> None:
         copy.deepcopy((model, optimizer))
     with pytest.raises(TypeError, match="load_state_dict"):
         pickle.dumps(optimizer)
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"KFACPreconditioner cannot be copied or pickled.*load_state_dict"):
+            make(optimizer.kfac)
+
+
+@pytest.mark.parametrize(
+    ("skip", "kind", "message"),
+    [
+        ("0", TypeError, r"skip_layers = '0': allowed a list of regular expressions; pass \['0'\]"),
+        ([3], TypeError, "skip_layers has 3: allowed regular expressions"),
+        (["0", "("], ValueError, r"skip_layers has '\(': not a regular expression \(missing \)"),
+        (["0", "encoderr"], ValueError, "skip_layers has 'encoderr': matches the full name of no layer"),
+        (["encoder"], ValueError, r"skip_layers has 'encoder': .* r'encoder\\\.\.\*' for those inside encoder"),
+    ],
+    ids=str,
+)
+def test_patterns_that_leave_nothing_alone(skip: Any, kind: type[Exception], message: str) -> None:
+    model = nn.Sequential()
+    model.add_module("0", nn.Linear(3, 3))
+    model.add_module("encoder", nn.Sequential(nn.Linear(3, 3), nn.Dropout()))
+    with pytest.raises(kind, match=message):
+        KFACPreconditioner(model, skip_layers=skip)
+    assert KFACPreconditioner(model, skip_layers=(r"encoder\..*", r"encoder\.1")).layers == ["0"]
 
 
 @pytest.mark.parametrize("front", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,7 @@ class KFACPreconditioner:
         sequences: Linear on [N, T, in]: ``"expand"``, every position counts, or ``"reduce"``, inputs are averaged and
             gradients summed over them.
         factor_scaling: ``"kfc"`` or ``"kfac-pytorch"``.
-        skip_layers: regular expressions for full names of modules to leave alone.
+        skip_layers: regular expressions for full names of modules to leave alone; each matches one or more.
         grad_scaler: the :class:`torch.amp.GradScaler` in use, whose scale is taken out of G. Needed where gradients
             are unscaled before the optimizer's step, where ``step()`` is called by hand, and where several
             preconditioners stand in front of one optimizer; else the optimizer is told.
@@ -109,8 +109,9 @@ class KFACPreconditioner:
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
 
     Raises:
-        ValueError: a value out of its range, with name, value and range; a lazy module without parameters; layers on
-            several devices; LBFGS.
+        ValueError: a value out of its range, with name, value and range; a pattern of ``skip_layers`` that is no
+            regular expression or matches nothing; a lazy module without parameters; layers on several devices; LBFGS.
+        TypeError: ``skip_layers`` is no list of patterns.
         NoSupportedLayerError: no layer that K-FAC takes.
         torch.distributed.DistBackendError: ranks passed different models or options.
         RuntimeError: another rank could not build its part; a CUDA model on several ranks, and no NCCL in this torch.
@@ -291,6 +292,18 @@ class KFACPreconditioner:
                 "torch.compiler.reset(). skip_layers leaves layers to the plain gradient",
                 stacklevel=3,
             )
+
+    def __getstate__(self) -> NoReturn:
+        """Copies and pickles would share its engine or have none, and nothing that sees their model: there are none.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it belongs to its model by hooks, and to a group of "
+            "ranks. Make a new one for the copied model, and give it this one's state: "
+            "new.load_state_dict(copy.deepcopy(old.state_dict()))"
+        )
 
     def discard(self) -> None:
         """Forgets what backward passes have left since the last step (one that a gradient scaler skipped, say)."""
