@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,11 @@ ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
     *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD),
     torch.optim.Rprop,
+)
+_NOT_COPIED = (
+    "dear: an attached optimizer cannot be copied or pickled, its parameters are stepped for a model and a group of "
+    "ranks; take optimizer.state_dict() (on all ranks, in the sharded form it is collective) and load it into a new "
+    "optimizer of the copied model, or call detach() of what torchext.attach returned first"
 )
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
@@ -58,6 +63,22 @@ class SteppedParameter(nn.Parameter):
         self = super().__new__(cls, held_by.core.stepped(position), True)
         self.held_by, self.position = held_by, position
         return self
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """A copy would have nothing that averages its gradients: there are none.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(_NOT_COPIED)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """As copies.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(_NOT_COPIED)
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -250,6 +251,24 @@ def test_gradients_on_some_ranks_only() -> None:
         assert kind == "DistBackendError", (kind, message)
         assert "no gradient for" in message and "find_unused_parameters=True" in message, message
         assert seconds < 10
+
+
+def body_optimizers_that_are_not_copied(rank: Rank) -> bool:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw).run(2)
+    for made_of in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an attached optimizer cannot be copied or pickled"):
+            made_of(pair.optimizer)
+    pair.run(2)
+    assert pair.difference() < 1e-5
+    pair.sync.detach()
+    copied = copy.deepcopy(pair.optimizer)
+    return copied.state_dict()["state"].keys() == pair.plain.state_dict()["state"].keys()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_attached_optimizer_is_not_copied_and_a_detached_one_is(form: str) -> None:
+    assert run_ranks(in_form, 2, form, body_optimizers_that_are_not_copied) == [True, True]
 
 
 def body_state_on_rank_0(rank: Rank) -> tuple[str, str, float] | None:
