@@ -143,7 +143,13 @@ class DearSynchronizer(Synchronizer):
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result.
 
-        Every rank calls it: while the model trains as plain DDP the slices are gathered.
+        Collective: every rank loads its own, or, where one rank's is refused, none does. Parameters that the state has
+        nothing of keep theirs.
+
+        Raises:
+            TypeError: it is no mapping.
+            ValueError: a key or a shape is not this model's, with the key; or keys differ between ranks.
+            RuntimeError: another rank has refused its own.
         """
         self._check_attached("load_optimizer_state_dict")
         self.wait()
