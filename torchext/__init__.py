@@ -4,6 +4,9 @@
 training loop does not change.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from torchext._build import check_torch
 from torchext._version import __version__
 
@@ -15,6 +18,9 @@ from torchext.attach import attach  # noqa: E402
 from torchext.backends import backend_of, register  # noqa: E402
 from torchext.options import DeAROptions, DSSyncOptions, HopOptions, PragueOptions  # noqa: E402
 from torchext.synchronizer import Synchronizer  # noqa: E402
+
+if TYPE_CHECKING:
+    from torchext import optim
 
 __all__ = [
     "DSSyncOptions",
@@ -28,7 +34,19 @@ __all__ = [
     "join",
     "nn",
     "ops",
+    "optim",
     "register",
 ]
 
 register()
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is asked for: what needs no K-FAC need not wait for it.
+    if name == "optim":
+        return importlib.import_module("torchext.optim")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

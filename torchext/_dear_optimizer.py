@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from torchext import _C
+from torchext._given_state import agreed_states
 from torchext._state_slices import StateSlices
 
 __all__ = ["ELEMENTWISE", "DearOptimizer", "SteppedParameter", "check_stepped", "unhooked_step"]
@@ -20,6 +21,11 @@ ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
     *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD),
     torch.optim.Rprop,
+)
+_NOT_COPIED = (
+    "dear: an attached optimizer cannot be copied or pickled, its parameters are stepped for a model and a group of "
+    "ranks; take optimizer.state_dict() (on all ranks, in the sharded form it is collective) and load it into a new "
+    "optimizer of the copied model, or call detach() of what torchext.attach returned first"
 )
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
@@ -58,6 +64,22 @@ class SteppedParameter(nn.Parameter):
         self = super().__new__(cls, held_by.core.stepped(position), True)
         self.held_by, self.position = held_by, position
         return self
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """A copy would have nothing that averages its gradients: there are none.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(_NOT_COPIED)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """As copies.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(_NOT_COPIED)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -198,16 +220,23 @@ class DearOptimizer:
         return self._slices.distributed(states)
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
-        """Takes the values of :meth:`sharded_state`. While the optimizer holds whole parameters collective."""
-        states: dict[int, dict[str, Any]] = {}
-        for key, value in state.items():
-            position, _, name = key.partition(".")
-            states.setdefault(int(position), {})[name] = value.to_local() if hasattr(value, "to_local") else value
+        """Takes the values of :meth:`sharded_state`, on all ranks or on none. Collective."""
+        trained = {position for position, _ in self._trained()}
+        states = agreed_states(state, trained, self._expected, type(self._optimizer) in ELEMENTWISE, self._group)
         if self._slices is not None and not self._held:
             states = self._slices.whole(states)
         for number, parameter in self._trained():
             if number in states:
                 self._optimizer.state[parameter] = states[number]
+
+    def _expected(self, positions: Collection[int]) -> dict[int, dict[str, Any]]:
+        """This rank's part of the state of parameters, as it is or as the first step will make it. Local."""
+        states = self._states()
+        if type(self._optimizer) in ELEMENTWISE and not all(position in states for position in positions):
+            states = {**self._first_states(), **states}
+        if self._slices is not None and not self._held:
+            states = {position: self._cut(values, position) for position, values in states.items()}
+        return states
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self.core.clear_gradients()

@@ -18,7 +18,7 @@ from torchext._dear_optimizer import DearOptimizer
 from torchext._deferred_step import DeferredStep
 from torchext._forward_waits import FlushedMethod, _Hook
 from torchext.backends import backend_of
-from torchext.synchronizer import Synchronizer
+from torchext.synchronizer import Synchronizer, _check_max_norm
 
 __all__ = ["DearSynchronizer", "Lane"]
 
@@ -108,6 +108,7 @@ class DearSynchronizer(Synchronizer):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # inherited
         self._check_attached("clip_grad_norm_")
+        _check_max_norm(max_norm)
         if self._core.allreduce:
             return super().clip_grad_norm_(max_norm, norm_type)
         if self._core.gathered:
@@ -142,7 +143,13 @@ class DearSynchronizer(Synchronizer):
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result.
 
-        Every rank calls it: while the model trains as plain DDP the slices are gathered.
+        Collective: every rank loads its own, or, where one rank's is refused, none does. Parameters that the state has
+        nothing of keep theirs.
+
+        Raises:
+            TypeError: it is no mapping.
+            ValueError: a key or a shape is not this model's, with the key; or keys differ between ranks.
+            RuntimeError: another rank has refused its own.
         """
         self._check_attached("load_optimizer_state_dict")
         self.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -96,8 +96,12 @@ class Synchronizer(abc.ABC):
 
         Returns:
             The norm before clipping, a tensor without dimensions.
+
+        Raises:
+            ValueError: ``max_norm`` is negative or NaN; no gradient was changed.
         """
         self._check_attached("clip_grad_norm_")
+        _check_max_norm(max_norm)
         return torch.nn.utils.clip_grad_norm_(self._ddp.module.parameters(), max_norm, norm_type)
 
     @abc.abstractmethod
@@ -109,10 +113,32 @@ class Synchronizer(abc.ABC):
         return {"version": 1, "steps": self._core.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores :meth:`state_dict`; the same on all ranks."""
-        if state.get("version") != 1:
-            raise ValueError(f"Synchronizer.load_state_dict: version must be 1, got {state.get('version')!r}")
-        self._core.steps = int(state["steps"])
+        """Restores :meth:`state_dict`; the same on all ranks.
+
+        Raises:
+            TypeError: it is no mapping.
+            ValueError: it is not what :meth:`state_dict` gives; nothing was restored.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"Synchronizer.load_state_dict: the state must be a mapping, got {state!r}; pass what state_dict() gave"
+            )
+        for key in ("version", "steps"):
+            if key not in state:
+                raise ValueError(
+                    f"Synchronizer.load_state_dict: {key} is missing, got {', '.join(map(str, state)) or 'nothing'}; "
+                    "pass what state_dict() gave"
+                )
+        version, steps = state["version"], state["steps"]
+        if version != 1:
+            raise ValueError(f"Synchronizer.load_state_dict: version must be 1, got {version!r}")
+        # The schedule counts in 64 bits.
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 2**63:
+            raise ValueError(
+                f"Synchronizer.load_state_dict: steps must be an int in [0, 2**63), got {steps!r}; pass what "
+                "state_dict() gave"
+            )
+        self._core.steps = steps
 
     def detach(self) -> None:
         """Ends taking part: gradients stay local and nothing is exchanged any more. Safe twice."""
@@ -327,6 +353,14 @@ class _NoJoin:
 
     def remove(self) -> None:
         del self._ddp.join_hook
+
+
+def _check_max_norm(max_norm: float) -> None:
+    # A negative one would turn gradients around, NaN would be in every one of them.
+    if not float(max_norm) >= 0:
+        raise ValueError(
+            f"Synchronizer.clip_grad_norm_: max_norm must be 0 or more, got {max_norm}; inf only measures the norm"
+        )
 
 
 def _refuse_join(name: str, **_: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,23 @@ def check_closure(rank: Rank) -> None:
     trainer.sync.detach()
 
 
+def refuses_damaged_states(sync: torchext.Synchronizer) -> None:
+    damaged: list[tuple[dict[str, Any], str]] = [
+        ({}, "version is missing, got nothing"),
+        ({"steps": 3}, "version is missing, got steps"),
+        ({"version": 1}, "steps is missing, got version; pass what state_dict"),
+        *(
+            ({"version": 1, "steps": steps}, rf"steps must be an int in \[0, 2\*\*63\), got {steps!r}")
+            for steps in (-5, "x", 2.5, None, True, 2**63)
+        ),
+    ]
+    for state, text in damaged:
+        with pytest.raises(ValueError, match=text):
+            sync.load_state_dict(state)
+    with pytest.raises(TypeError, match="must be a mapping, got 3"):
+        sync.load_state_dict(3)  # type: ignore[arg-type]
+
+
 def check_period_and_state(rank: Rank) -> None:
     # The static schedule leaves nobody alone: every average that is due is one of two or more members.
     for order in ORDERS:
@@ -102,6 +120,8 @@ def check_period_and_state(rank: Rank) -> None:
         assert resumed.sync.state_dict() == state
         with pytest.raises(ValueError, match="version must be 1, got 2"):
             resumed.sync.load_state_dict({"version": 2, "steps": 0})
+        refuses_damaged_states(resumed.sync)
+        assert resumed.sync.state_dict() == state
         resumed.step()  # the 12th
         resumed.sync.wait()
         assert resumed.sync.stats()["averages"] == 1

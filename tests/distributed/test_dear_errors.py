@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -250,6 +251,73 @@ def test_gradients_on_some_ranks_only() -> None:
         assert kind == "DistBackendError", (kind, message)
         assert "no gradient for" in message and "find_unused_parameters=True" in message, message
         assert seconds < 10
+
+
+def body_optimizers_that_are_not_copied(rank: Rank) -> bool:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw).run(2)
+    for made_of in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an attached optimizer cannot be copied or pickled"):
+            made_of(pair.optimizer)
+    pair.run(2)
+    assert pair.difference() < 1e-5
+    pair.sync.detach()
+    copied = copy.deepcopy(pair.optimizer)
+    return copied.state_dict()["state"].keys() == pair.plain.state_dict()["state"].keys()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_attached_optimizer_is_not_copied_and_a_detached_one_is(form: str) -> None:
+    assert run_ranks(in_form, 2, form, body_optimizers_that_are_not_copied) == [True, True]
+
+
+def _without(state: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != key}
+
+
+def body_damaged_state(rank: Rank, fallback: bool) -> list[str]:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw, fallback=fallback)
+    trained = Pair(rank, made(mlp), adamw, fallback=fallback).run(3)
+    good = trained.sync.optimizer_state_dict()
+    damaged: list[tuple[Any, str]] = [
+        (3, "is of type int, must be a mapping"),
+        ({**good, "step": 1}, "has the key 'step', must be"),
+        ({**good, "x.step": 1}, "has the key 'x.step', must be"),
+        ({**good, 7: 1}, "has the key 7, must be"),
+        ({**good, "99.step": torch.tensor(1.0)}, "'99.step': the parameters stepped are 0, 1, 2, 3, 4, 5;"),
+        ({**good, "0.momentum": torch.tensor(1.0)}, "'0.momentum': this optimizer keeps step, exp_avg, exp_avg_sq"),
+        (_without(good, "0.exp_avg"), "lacks '0.exp_avg'"),
+        ({**good, "0.exp_avg": torch.zeros(3)}, r"'0.exp_avg' is a tensor of shape \[3\] and .* must be a tensor of"),
+        ({**good, "0.step": torch.zeros(2)}, r"'0.step' is a tensor of shape \[2\] .* shape \[\] and torch.float32"),
+        ({**good, "0.exp_avg": good["0.exp_avg"].double()}, "'0.exp_avg' .* torch.float64 on this rank"),
+        ({**good, "0.exp_avg": None}, "'0.exp_avg' is of type NoneType"),
+    ]
+    for runs in range(2):  # before there is any state, and after
+        pair.run(runs * 3)
+        before = {key: copy.copy(value) for key, value in pair.sync.optimizer_state_dict().items()}
+        for state, text in damaged:
+            with pytest.raises((TypeError, ValueError), match=text):
+                pair.sync.load_optimizer_state_dict(state)
+        with pytest.raises(ValueError if rank.rank else RuntimeError, match="lacks" if rank.rank else "rank 4 could"):
+            pair.sync.load_optimizer_state_dict(_without(good, "0.exp_avg") if rank.rank else good)
+        none = {key: value for key, value in good.items() if not key.startswith("1.")}
+        with pytest.raises(ValueError, match="different keys"):
+            pair.sync.load_optimizer_state_dict(none if rank.rank else good)
+        after = pair.sync.optimizer_state_dict()
+        assert after.keys() == before.keys()
+        for key, value in before.items():
+            assert torch.equal(*(v.to_local() if hasattr(v, "to_local") else v for v in (value, after[key])))
+    assert pair.difference() < 1e-5
+    pair.sync.load_optimizer_state_dict(good)
+    return sorted(good)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_damaged_optimizer_state_is_refused_on_all_ranks(form: str, fallback: bool) -> None:
+    keys = run_ranks(in_form, 5, form, body_damaged_state, fallback)  # one has nothing of the last bias
+    assert all(of_rank == keys[0] for of_rank in keys)
 
 
 def body_state_on_rank_0(rank: Rank) -> tuple[str, str, float] | None:

@@ -100,6 +100,9 @@ def body_clipped_doubles(rank: Rank) -> bool:
     rank.init("dear")
     pair = Pair(rank, made(mlp, torch.float64), sgd)
     pair.losses()[0].backward()
+    for refused in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"max_norm must be 0 or more, got {refused}"):
+            pair.sync.clip_grad_norm_(refused)
     norm = pair.sync.clip_grad_norm_(1e-3)
     # What it has left, of the slices of all ranks.
     left = torch.zeros((), dtype=torch.float64)

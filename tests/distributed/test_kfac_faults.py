@@ -202,6 +202,10 @@ def body_different(rank: Rank, what: str) -> None:
         KFAC(nn.Linear(4, 4), damping=0.1 if second else 0.2)
     elif what == "lr":
         KFAC(nn.Linear(4, 4), lr=-1.0 if second else 1.0)
+    elif what == "misspelt":
+        SPDKFAC(nn.Linear(4, 4), **({"dampng": 1.0} if second else {}))
+    elif what == "strategy":
+        SPDKFAC(nn.Linear(4, 4), **({"strategy": "pad"} if second else {}))
 
 
 @pytest.mark.parametrize(
@@ -212,6 +216,8 @@ def body_different(rank: Rank, what: str) -> None:
         ("damping", "DistBackendError", "damping"),
         ("no layer", "RuntimeError", "rank 1 could not build its optimizer"),
         ("lr", "RuntimeError", "rank 1 could not build its optimizer"),
+        ("misspelt", "RuntimeError", "rank 1 could not build its optimizer"),
+        ("strategy", "RuntimeError", "rank 1 could not build its optimizer"),
     ],
 )
 def test_ranks_that_differ_are_told_at_construction(what: str, error: str, message: str) -> None:

@@ -40,9 +40,11 @@ def find_layers(model: nn.Module, *, skip: Sequence[str], sequences: str) -> lis
         sequences: ``"expand"`` or ``"reduce"``.
 
     Raises:
-        ValueError: a lazy module has not seen its first input.
+        TypeError: ``skip`` is no list of patterns.
+        ValueError: a lazy module has not seen its first input; a pattern of ``skip`` is none, or matches nothing.
         NoSupportedLayerError: nothing is left.
     """
+    patterns = _patterns(model, skip)
     inside = [name + "." for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     users: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -56,7 +58,7 @@ def find_layers(model: nn.Module, *, skip: Sequence[str], sequences: str) -> lis
     for tied in users.values():
         name, module = tied[0]
         if all(_same_kind(module, other) for _, other in tied) and not any(
-            re.fullmatch(p, n) for p in skip for n, _ in tied
+            pattern.fullmatch(n) for pattern in patterns for n, _ in tied
         ):
             layer = _layer(name, [user for _, user in tied], sequences)
             found += [layer] if layer is not None else []
@@ -66,6 +68,30 @@ def find_layers(model: nn.Module, *, skip: Sequence[str], sequences: str) -> lis
             + (f" that skip_layers={list(skip)} leaves" if skip else "")
         )
     return found
+
+
+def _patterns(model: nn.Module, skip: Sequence[str]) -> list[re.Pattern[str]]:
+    if isinstance(skip, str | re.Pattern):
+        raise TypeError(f"skip_layers = {skip!r}: allowed a list of regular expressions; pass [{skip!r}]")
+    # Those that only hold others have nothing to leave alone: who names one means what is inside.
+    names = [
+        name for name, module in model.named_modules() if module._parameters or next(module.children(), None) is None
+    ]
+    patterns = []
+    for given in skip:
+        if not isinstance(given, str | re.Pattern):
+            raise TypeError(f"skip_layers has {given!r}: allowed regular expressions for full names of modules, as str")
+        try:
+            pattern = re.compile(given)
+        except re.error as error:
+            raise ValueError(f"skip_layers has {given!r}: not a regular expression ({error})") from error
+        if not any(pattern.fullmatch(name) for name in names):
+            raise ValueError(
+                f"skip_layers has {given!r}: matches the full name of no layer; allowed what matches one of "
+                "model.named_modules(), r'encoder\\..*' for those inside encoder"
+            )
+        patterns.append(pattern)
+    return patterns
 
 
 def _same_kind(module: nn.Module, other: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -35,6 +36,7 @@ class KFAC(torch.optim.Optimizer):
 
     Raises:
         ValueError: a value out of its range, with name, value and range.
+        TypeError: an argument that is not known here, with those that are.
     """
 
     # GradScaler then hands over its scale (as grad_scale) and what it found (as found_inf) and leaves gradients alone.
@@ -58,7 +60,12 @@ class KFAC(torch.optim.Optimizer):
             super().__init__(params if params is not None else list(model.parameters()), defaults)
         except Exception as error:  # the other ranks wait to be told
             failure = error
-        self.kfac = KFACPreconditioner(model, strategy=strategy, _failure=failure, **kfac)
+        # Python's own refusal would come before they are: they would wait for this rank inside new_group().
+        refusal = _refusal(kfac, strategy)
+        if refusal:
+            failure = TypeError(f"{type(self).__name__}: {refusal}")
+        passed = {name: value for name, value in kfac.items() if name in _PASSED_ON}
+        self.kfac = KFACPreconditioner(model, strategy=strategy, _failure=failure, **passed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's own values are checked."""
@@ -155,7 +162,7 @@ class KFAC(torch.optim.Optimizer):
         """Loads what ``state_dict()`` gave, at any world size.
 
         Raises:
-            KFACStateError: it is no K-FAC state, or one of another model or method. Nothing was loaded.
+            KFACStateError: it is no K-FAC state, or one of another model or method; nothing was loaded.
         """
         state = dict(state_dict)
         kfac = state.pop("kfac", None)
@@ -167,6 +174,31 @@ class KFAC(torch.optim.Optimizer):
         self.kfac.check_state(kfac)
         super().load_state_dict(state)
         self.kfac.load_state_dict(kfac)
+
+
+# What KFAC passes on to its preconditioner as it is; one that stands for itself needs no optimizer.
+_PASSED_ON = [
+    name
+    for name, parameter in inspect.signature(KFACPreconditioner.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and not name.startswith("_") and name != "strategy"
+]
+_GIVEN = "strategy="  # no name that a caller can have passed by
+
+
+def _with_strategy(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options for KFAC, under this strategy; one that was given, too, is left for it to refuse."""
+    return {_GIVEN if name == "strategy" else name: value for name, value in options.items()} | {"strategy": strategy}
+
+
+def _refusal(options: Iterable[str], strategy: str) -> str:
+    unknown = [name for name in options if name not in _PASSED_ON]
+    if _GIVEN in unknown:
+        return f'strategy is always "{strategy}" here; leave it out, or use KFAC, which takes it'
+    if unknown:
+        return (
+            f"no argument {', '.join(unknown)}: allowed lr, momentum, weight_decay, nesterov, {', '.join(_PASSED_ON)}"
+        )
+    return ""
 
 
 def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
@@ -203,7 +235,7 @@ class SPDKFAC(KFAC):
     """
 
     def __init__(self, model: nn.Module, params: Iterable[Any] | None = None, **options: Any) -> None:
-        super().__init__(model, params, strategy="spd", **options)
+        super().__init__(model, params, **_with_strategy("spd", options))
 
 
 class PADKFAC(KFAC):
@@ -214,4 +246,4 @@ class PADKFAC(KFAC):
     """
 
     def __init__(self, model: nn.Module, params: Iterable[Any] | None = None, **options: Any) -> None:
-        super().__init__(model, params, strategy="pad", **options)
+        super().__init__(model, params, **_with_strategy("pad", options))

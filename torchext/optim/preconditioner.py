@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext.errors import KFACStateError
 from torchext.optim._layers import Layer, find_layers, install_hooks
 from torchext.optim._plan import KFACPlan
+from torchext.optim._state import VERSION, check_state
 
 __all__ = ["KFACPreconditioner"]
-
-_VERSION = 1
-
 
 _in_front: weakref.WeakKeyDictionary[torch.optim.Optimizer, KFACPreconditioner] = weakref.WeakKeyDictionary()
 
@@ -101,7 +98,7 @@ class KFACPreconditioner:
         sequences: Linear on [N, T, in]: ``"expand"``, every position counts, or ``"reduce"``, inputs are averaged and
             gradients summed over them.
         factor_scaling: ``"kfc"`` or ``"kfac-pytorch"``.
-        skip_layers: regular expressions for full names of modules to leave alone.
+        skip_layers: regular expressions for full names of modules to leave alone; each matches one or more.
         grad_scaler: the :class:`torch.amp.GradScaler` in use, whose scale is taken out of G. Needed where gradients
             are unscaled before the optimizer's step, where ``step()`` is called by hand, and where several
             preconditioners stand in front of one optimizer; else the optimizer is told.
@@ -112,8 +109,9 @@ class KFACPreconditioner:
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
 
     Raises:
-        ValueError: a value out of its range, with name, value and range; a lazy module without parameters; layers on
-            several devices; LBFGS.
+        ValueError: a value out of its range, with name, value and range; a pattern of ``skip_layers`` that is no
+            regular expression or matches nothing; a lazy module without parameters; layers on several devices; LBFGS.
+        TypeError: ``skip_layers`` is no list of patterns.
         NoSupportedLayerError: no layer that K-FAC takes.
         torch.distributed.DistBackendError: ranks passed different models or options.
         RuntimeError: another rank could not build its part; a CUDA model on several ranks, and no NCCL in this torch.
@@ -295,6 +293,18 @@ class KFACPreconditioner:
                 stacklevel=3,
             )
 
+    def __getstate__(self) -> NoReturn:
+        """Copies and pickles would share its engine or have none, and nothing that sees their model: there are none.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it belongs to its model by hooks, and to a group of "
+            "ranks. Make a new one for the copied model, and give it this one's state: "
+            "new.load_state_dict(copy.deepcopy(old.state_dict()))"
+        )
+
     def discard(self) -> None:
         """Forgets what backward passes have left since the last step (one that a gradient scaler skipped, say)."""
         self._engine.discard()
@@ -347,37 +357,29 @@ class KFACPreconditioner:
         stats = self.stats()
         factors = self._engine.state()
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "method": self._method,
             "factor_scaling": self._scaling,
-            "layers": [(layer.name, list(layer.weight.shape), layer.bias is not None) for layer in self._layers],
+            "layers": self._described_layers(),
             "steps": stats["steps"],
             "factor_updates": stats["factor_updates"],
             "factors": factors,
         }
 
+    def _described_layers(self) -> list[tuple[str, list[int], bool]]:
+        return [(layer.name, list(layer.weight.shape), layer.bias is not None) for layer in self._layers]
+
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises :class:`torchext.errors.KFACStateError` if ``load_state_dict`` would."""
-        if state.get("version") != _VERSION:
-            raise KFACStateError(f"version = {state.get('version')!r}: this release reads {_VERSION}")
-        if state["method"] != self._method:
-            raise KFACStateError(f'the state was made with method="{state["method"]}", this one has "{self._method}"')
-        scaling = state.get("factor_scaling", self._scaling)  # the first states did not say
-        if scaling != self._scaling:
-            raise KFACStateError(f'the state was made with factor_scaling="{scaling}", this one has "{self._scaling}"')
-        own = [(layer.name, list(layer.weight.shape), layer.bias is not None) for layer in self._layers]
-        saved = [(name, list(shape), bias) for name, shape, bias in state["layers"]]
-        for mine, theirs in zip(own, saved, strict=False):
-            if mine != theirs:
-                raise KFACStateError(f"the state is of another model: it has layer {theirs}, the model {mine}")
-        if len(own) != len(saved):
-            raise KFACStateError(f"the state is of another model: {len(saved)} layers, the model has {len(own)}")
+        """Raises :class:`torchext.errors.KFACStateError` if ``load_state_dict`` would. Local."""
+        # The plan knows the sizes of factors without a collective, which state() is.
+        factors = self._engine.plan()["factors"]
+        check_state(state, method=self._method, scaling=self._scaling, layers=self._described_layers(), factors=factors)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what ``state_dict()`` gave at any world size and under any strategy.
 
         Raises:
-            KFACStateError: it is of another model or method; nothing was loaded.
+            KFACStateError: it is none, or one of another model or method; nothing was loaded.
         """
         self.check_state(state)
         self._engine.load(state["factors"], state["steps"], state["factor_updates"])

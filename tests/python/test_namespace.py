@@ -1,0 +1,26 @@
+"""What ``import torchext`` alone gives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import sys
+import torchext
+
+assert "torchext.optim" not in sys.modules
+assert "optim" in dir(torchext)
+print(torchext.optim.SPDKFAC.__name__, torchext.nn.ChunkPruner.__name__)
+assert torchext.optim is sys.modules["torchext.optim"]
+try:
+    torchext.optimiser
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_parts_are_there_without_imports_of_their_own() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["SPDKFAC ChunkPruner", "module 'torchext' has no attribute 'optimiser'"]
