@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Proces
 from torchext._version import __version__
 from torchext.backends import BACKENDS, options_for
 
-__all__ = ["Door", "Newcomer", "Request", "join", "root_of", "take_newcomer"]
+__all__ = ["Door", "Newcomer", "Request", "forget_newcomer", "join", "newcomer_of", "root_of"]
 
 ANSWER = timedelta(seconds=1)  # for a newcomer that waits to say that it does
 
@@ -214,13 +214,17 @@ def join(
     _newcomer = newcomer
 
 
-def take_newcomer(group: ProcessGroup) -> Newcomer | None:
-    """What :func:`join` has prepared, if ``group`` is that of one which it has made; once."""
-    global _newcomer
-    if _newcomer is None or _newcomer.group is not group:
+def newcomer_of(group: ProcessGroup) -> Newcomer | None:
+    """What :func:`join` has prepared, if ``group`` is that of one which it has made and still the default group."""
+    if _newcomer is None or _newcomer.group is not group or group is not dist.group.WORLD:
         return None
-    newcomer, _newcomer = _newcomer, None
-    return newcomer
+    return _newcomer
+
+
+def forget_newcomer() -> None:
+    """It is one of the workers now; until then ``attach`` may be tried again."""
+    global _newcomer
+    _newcomer = None
 
 
 def _store_at(init_method: str) -> Store:
