@@ -335,6 +335,25 @@ def test_learning_rates_that_are_put_into_the_group_are_taken_over() -> None:
         assert train(*pair) == 0.125
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("value", [0.25, 2, torch.tensor(0.25), torch.tensor([2])], ids=str)
+def test_learning_rates_that_are_assigned_are_written_into_the_tensor(value: Any, compiled: bool) -> None:
+    bag = AdaptiveEmbeddingBag(4, 4, mode="sum", training="fused", optimizer="sgd", lr=1.0)
+    run = torch.compile(bag, backend="aot_eager", fullgraph=True) if compiled else bag
+    run(torch.tensor([[2]])).sum().backward()
+    group, rate = bag.param_group(), bag.lr
+    for each in (bag, copy.deepcopy(bag)):
+        each.lr = value
+    assert bag.lr is rate is group["lr"]
+    assert (bag.lr.dtype, bag.lr.shape, bag.lr.item()) == (torch.float64, (), float(value))
+    before = bag.weight[1, 0].item()
+    run(torch.tensor([[1]])).sum().backward()
+    assert bag.weight[1, 0].item() == pytest.approx(before - float(value))
+    other = AdaptiveEmbeddingBag(4, 4, mode="sum", training="fused", optimizer="sgd")
+    other.load_state_dict(bag.state_dict())
+    assert other.lr == float(value) == bag.double().lr
+
+
 def test_copies_and_pickles_are_tables_of_their_own() -> None:
     bag = AdaptiveEmbeddingBag(20, 8, budget=0.5, chunk_dim=4, training="fused")
     bag._take(torch.randn(20, 8))

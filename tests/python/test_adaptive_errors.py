@@ -87,6 +87,33 @@ def test_bad_options_are_named(options: dict[str, Any], kind: type[BaseException
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (-1.0, ValueError, "lr = -1.0: allowed 0 or more, finite"),
+        (float("inf"), ValueError, "lr = inf"),
+        (torch.tensor(float("nan")), ValueError, "lr = nan"),
+        ("0.1", TypeError, "lr = '0.1' is a str; it must be a number, 0 or more, finite"),
+        (None, TypeError, "lr = None"),
+        (True, TypeError, "lr = True"),
+        (torch.ones(2), TypeError, "lr is a tensor of shape (2,), torch.float32; it must hold one number"),
+    ],
+    ids=str,
+)
+def test_bad_learning_rates_are_named_and_leave_the_old_one(value: Any, kind: type[BaseException], text: str) -> None:
+    bag = AdaptiveEmbeddingBag(4, 4, training="fused", lr=0.5)
+    optimizer = torch.optim.SGD([bag.param_group()], lr=0.5)
+    with pytest.raises(kind) as made:
+        AdaptiveEmbeddingBag(4, 4, training="fused", lr=value)
+    with pytest.raises(kind) as assigned:
+        bag.lr = value
+    optimizer.param_groups[0]["lr"] = value
+    with pytest.raises(kind) as followed:
+        optimizer.step()
+    assert all(text in str(caught.value) for caught in (made, assigned, followed))
+    assert bag.lr == 0.5
+
+
 @pytest.mark.parametrize("budget", [1.0, 0.5])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weights_of_a_table_that_changed_meanwhile_are_refused(compiled: bool, budget: float) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +24,27 @@ _DIRECT_FROM, _HASH_FROM = 1 / 8, 1 / 32
 def refuse(name: str, value: object, allowed: str) -> ValueError:
     """The error for a value out of its range."""
     return ValueError(f"{name} = {value!r}: allowed {allowed}")
+
+
+def check_number(name: str, value: Any, fits: Callable[[Any], bool], allowed: str) -> None:
+    """Refuses what is no number, or not one of those allowed; NaN fits nothing."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} = {value!r} is a {type(value).__name__}; it must be a number, {allowed}")
+    if not fits(value):
+        raise refuse(name, value, allowed)
+
+
+def learning_rate(value: Any) -> float:
+    """Of the fused update, from a number or a tensor of one."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
+            shape = tuple(value.shape)
+            raise TypeError(
+                f"lr is a tensor of shape {shape}, {value.dtype}; it must hold one number, 0 or more, finite"
+            )
+        value = value.item()
+    check_number("lr", value, lambda lr: 0 <= lr < float("inf"), "0 or more, finite")
+    return float(value)
 
 
 def chunk_dim_of(embedding_dim: int, chunk_dim: int | None, whole: bool) -> int:
@@ -95,8 +119,7 @@ class TableOptions:
         ):
             if choice not in choices:
                 raise refuse(name, choice, ", ".join(map(repr, choices)))
-        if not 0 <= self.lr < float("inf"):
-            raise refuse("lr", self.lr, "0 or more, finite")
+        learning_rate(self.lr)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise refuse("betas", self.betas, "two numbers, 0 <= beta < 1")
         if not self.eps >= 0:

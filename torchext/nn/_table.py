@@ -28,7 +28,8 @@ class AdaptiveTable(ChunkStorage):
     Attributes:
         pool: Parameter, (slots, chunk_dim): the values of resident chunks. Trained by an optimizer of yours unless
             training is fused or sharded.
-        lr: Tensor of one number, float64, on the CPU wherever the table is: the learning rate of the fused update.
+        lr: Tensor of one number, float64, on the CPU wherever the table is: the learning rate of the fused update. A
+            number that is assigned is written into it.
         budget_chunks: Slots of the pool.
 
     On CUDA pruning fetches index and utilities, decides on the CPU, and sends the index back.
