@@ -160,7 +160,7 @@ class ChunkStorage(nn.Module):
         """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
         if self.layout == "identity":
             self.pool.normal_(0, self.init_std, generator=self._generator())
-            self._zero_row(getattr(self, "padding_idx", None))
+            self._zero_row(getattr(self, "_frozen", None))  # a shard has rows of its own
         else:
             self.pool.zero_()
             self._make_plain()
