@@ -240,9 +240,28 @@ def test_one_is_gone_when_a_newcomer_comes(frozen: int) -> None:
 
 
 def body_arguments(rank: Rank) -> None:
+    with pytest.raises(TypeError, match=r"timeout must be a datetime\.timedelta, got 5 \(int\); timedelta\(seconds="):
+        torchext.join("hop", store=dist.HashStore(), timeout=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"timeout must be more than 0, got 0:00:00"):
+        torchext.join("hop", store=dist.HashStore(), timeout=timedelta(0))
+    for method in ("tcp://x:abc", "tcp://x:99999", "tcp://x:0", "tcp://x", "tcp://:29500", "bogus", "file://"):
+        with pytest.raises(ValueError, match=rf"with a port in 1\.\.65535, got '{method}'"):
+            torchext.join("hop", method)
+    with pytest.raises(TypeError, match=r"init_method must be a str, got .*HashStore"):
+        torchext.join("hop", dist.HashStore())  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "localhost")
+        for port in ("zzz", "", "-1", "65536"):
+            patch.setenv("MASTER_PORT", port)
+            with pytest.raises(
+                ValueError, match=rf"MASTER_PORT in the environment must be in 1\.\.65535, got '{port}'"
+            ):
+                torchext.join("hop")
+    with pytest.raises(TypeError, match=r"takes a process group of torch\.distributed, .* got 3 \(int\)"):
+        torchext.backend_of(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"backend must be one of 'dssync', 'hop', 'prague', got 'dear'"):
         torchext.join("dear")
-    with pytest.raises(ValueError, match=r"init_method must be env://, tcp://host:port or file:///path, got 'tcp:4'"):
+    with pytest.raises(ValueError, match=r"init_method must be env://, tcp://host:port or file:///path, .*got 'tcp:4'"):
         torchext.join("hop", "tcp:4")
     with pytest.raises(ValueError, match=r"'env://' needs MASTER_ADDR and MASTER_PORT in the environment"):
         torchext.join("hop")
