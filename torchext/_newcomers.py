@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Proces
 from torchext._version import __version__
 from torchext.backends import BACKENDS, options_for
 
-__all__ = ["Door", "Newcomer", "Request", "join", "root_of", "take_newcomer"]
+__all__ = ["Door", "Newcomer", "Request", "forget_newcomer", "join", "newcomer_of", "root_of"]
 
 ANSWER = timedelta(seconds=1)  # for a newcomer that waits to say that it does
 
@@ -195,7 +195,9 @@ def join(
 
     Raises:
         RuntimeError: ``torch.distributed`` is initialized already.
-        ValueError: ``backend`` cannot be joined, or ``init_method`` is not understood.
+        ValueError: ``backend`` cannot be joined, ``init_method`` or ``MASTER_PORT`` is not understood, or ``timeout``
+            is not above 0.
+        TypeError: ``timeout`` is no timedelta, or ``init_method`` no str.
         torchext.errors.BackendOptionsError: ``pg_options`` are those of another backend.
         torch.distributed.DistError: There is no store.
     """
@@ -206,6 +208,13 @@ def join(
         can = ", ".join(repr(name) for name in sorted(BACKENDS) if name != "dear")
         raise ValueError(f"torchext.join: backend must be one of {can}, got {backend!r}")
     options = options_for(backend, pg_options)
+    if not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"torchext.join: timeout must be a datetime.timedelta, got {timeout!r} ({type(timeout).__name__}); "
+            "timedelta(seconds=...) makes one"
+        )
+    if timeout <= timedelta(0):
+        raise ValueError(f"torchext.join: timeout must be more than 0, got {timeout}")
     if store is None:
         store = _store_at(init_method)
     newcomer = Newcomer(store, backend, options, timeout)
@@ -214,28 +223,47 @@ def join(
     _newcomer = newcomer
 
 
-def take_newcomer(group: ProcessGroup) -> Newcomer | None:
-    """What :func:`join` has prepared, if ``group`` is that of one which it has made; once."""
-    global _newcomer
-    if _newcomer is None or _newcomer.group is not group:
+def newcomer_of(group: ProcessGroup) -> Newcomer | None:
+    """What :func:`join` has prepared, if ``group`` is that of one which it has made and still the default group."""
+    if _newcomer is None or _newcomer.group is not group or group is not dist.group.WORLD:
         return None
-    newcomer, _newcomer = _newcomer, None
-    return newcomer
+    return _newcomer
+
+
+def forget_newcomer() -> None:
+    """It is one of the workers now; until then ``attach`` may be tried again."""
+    global _newcomer
+    _newcomer = None
 
 
 def _store_at(init_method: str) -> Store:
+    if not isinstance(init_method, str):
+        raise TypeError(
+            f"torchext.join: init_method must be a str, got {init_method!r} ({type(init_method).__name__}); a store "
+            "itself goes into store="
+        )
     url = urlsplit(init_method)
     if url.scheme == "file" and url.path:
         return FileStore(url.path)
-    host, port = url.hostname, url.port
     if url.scheme == "env":
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"torchext.join: init_method 'env://' needs {' and '.join(missing)} in the environment")
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    elif url.scheme != "tcp" or host is None or port is None:
+        host, port = os.environ["MASTER_ADDR"], _port(os.environ["MASTER_PORT"])
+        if port is None:
+            raise ValueError(
+                f"torchext.join: MASTER_PORT in the environment must be in 1..65535, got {os.environ['MASTER_PORT']!r}"
+            )
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
+    port = _port(url.netloc.rpartition(":")[2])
+    if url.scheme != "tcp" or not url.hostname or port is None:
         raise ValueError(
-            f"torchext.join: init_method must be env://, tcp://host:port or file:///path, got {init_method!r}"
+            "torchext.join: init_method must be env://, tcp://host:port or file:///path, with a port in 1..65535, got "
+            f"{init_method!r}"
         )
-    assert host is not None and port is not None
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
+    return TCPStore(url.hostname, port, is_master=False, timeout=timedelta(seconds=30))
+
+
+def _port(text: str) -> int | None:
+    """The port that a text names, if it does."""
+    return int(text) if re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 65536 else None

@@ -20,8 +20,8 @@ from torchext._dear_optimizer import check_stepped
 from torchext._dear_synchronizer import DearSynchronizer, Lane
 from torchext._hop_synchronizer import HopSynchronizer
 from torchext._membership import Membership
-from torchext._newcomers import take_newcomer
-from torchext.backends import BACKENDS, backend_of
+from torchext._newcomers import forget_newcomer, newcomer_of
+from torchext.backends import backend_of
 from torchext.synchronizer import AveragingSynchronizer, Synchronizer
 
 __all__ = ["attach"]
@@ -92,14 +92,18 @@ def attach(
     if on_peer_failure not in ("raise", "continue"):
         raise ValueError(f"torchext.attach: on_peer_failure must be 'raise' or 'continue', got {on_peer_failure!r}")
     membership = None
-    newcomer = take_newcomer(ddp_model.process_group)
-    if on_peer_failure == "continue":
-        _check_can_continue(None if newcomer else backend_of(ddp_model.process_group))
-        membership = Membership(ddp_model, optimizer, newcomer)
-    elif newcomer is not None:
+    newcomer = newcomer_of(ddp_model.process_group)
+    if newcomer is not None and on_peer_failure != "continue":
         raise ValueError(
             "torchext.attach: a worker that joins is attached as those it joins are, with on_peer_failure='continue'"
         )
+    if newcomer is not None or not isinstance(backend_of(ddp_model.process_group), _C.ProcessGroupDear):
+        _check_averaging(ddp_model, optimizer)  # before the others count on a newcomer
+    if on_peer_failure == "continue":
+        _check_can_continue(None if newcomer else backend_of(ddp_model.process_group))
+        membership = Membership(ddp_model, optimizer, newcomer)
+        if newcomer is not None:
+            forget_newcomer()
     backend = backend_of(ddp_model.process_group)
     synchronizer: Synchronizer
     if isinstance(backend, (_C.ProcessGroupPrague, _C.ProcessGroupDSSync)):
@@ -109,13 +113,9 @@ def attach(
         synchronizer = _attach_averaging(attach_core, ddp_model, optimizer, membership)
     elif isinstance(backend, _C.ProcessGroupHop):
         synchronizer = _attach_averaging(_C.attach_hop, ddp_model, optimizer, membership, HopSynchronizer)
-    elif isinstance(backend, _C.ProcessGroupDear):
-        synchronizer = _attach_dear(backend, ddp_model, optimizer, None if bucket_mb == "auto" else bucket_mb)
     else:
-        raise ValueError(
-            f"torchext.attach: the model's process group uses backend {backend.name()!r}, which trains as plain DDP; "
-            f"initialize with one of {', '.join(map(repr, sorted(BACKENDS)))}"
-        )
+        assert isinstance(backend, _C.ProcessGroupDear)  # backend_of has refused all others
+        synchronizer = _attach_dear(backend, ddp_model, optimizer, None if bucket_mb == "auto" else bucket_mb)
     ddp_model._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
     _leave_at_exit(synchronizer)
     return synchronizer
@@ -129,14 +129,8 @@ def _check_can_continue(backend: Any) -> None:
         )
 
 
-def _attach_averaging(
-    attach_core: Callable[..., Any],
-    ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    membership: Membership | None,
-    kind: type[AveragingSynchronizer] = AveragingSynchronizer,
-) -> Synchronizer:
-    """Attaches to a decentralized backend. attach_core: of backend, parameters and buffers to a C++ synchronizer."""
+def _check_averaging(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses what decentralized workers cannot train."""
     kfac = sys.modules.get("torchext.optim.preconditioner")
     if kfac is not None and kfac.shares_factors(optimizer):
         raise ValueError(
@@ -150,6 +144,22 @@ def _attach_averaging(
             "torchext.attach: the model has a communication hook (register_comm_hook), and gradients of decentralized "
             "workers are not communicated; leave it out"
         )
+    for name, child in ddp.module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            raise ValueError(
+                f"torchext.attach: {name!r} is a SyncBatchNorm, which needs all workers in every forward pass; "
+                "decentralized workers run at their own pace. Use BatchNorm: its statistics are averaged"
+            )
+
+
+def _attach_averaging(
+    attach_core: Callable[..., Any],
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    membership: Membership | None,
+    kind: type[AveragingSynchronizer] = AveragingSynchronizer,
+) -> Synchronizer:
+    """Attaches to a decentralized backend. attach_core: of backend, parameters and buffers to a C++ synchronizer."""
     parameters, buffers = _averaged_tensors(ddp.module)
 
     def make_core(backend: Any) -> Any:
@@ -168,12 +178,6 @@ def _attach_averaging(
 
 def _averaged_tensors(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The parameters and floating-point buffers of a model that decentralized workers average."""
-    for name, child in module.named_modules():
-        if isinstance(child, nn.SyncBatchNorm):
-            raise ValueError(
-                f"torchext.attach: {name!r} is a SyncBatchNorm, which needs all workers in every forward pass; "
-                "decentralized workers run at their own pace. Use BatchNorm: its statistics are averaged"
-            )
     parameters: list[torch.Tensor] = list(module.parameters())
     return parameters, [buffer for buffer in module.buffers() if buffer.is_floating_point()]
 

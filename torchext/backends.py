@@ -93,8 +93,14 @@ def backend_of(group: ProcessGroup | None = None) -> Any:
     """The C++ backend of ``group`` (the default group if ``None``) for CPU tensors.
 
     Raises:
+        TypeError: ``group`` is no process group.
         NotABackendOfOursError: The group runs on another backend.
     """
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            "torchext.backend_of takes a process group of torch.distributed, or None for the default group, got "
+            f"{group!r} ({type(group).__name__}); new_group and DeviceMesh.get_group return such groups to members"
+        )
     group = group if group is not None else dist.distributed_c10d._get_default_group()
     for device in group._device_types:
         backend = group._get_backend(device)

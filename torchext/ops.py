@@ -64,24 +64,46 @@ def multi_tensor_average_(tensors: Sequence[Tensor], flat: Tensor, *, scale: flo
     torch.ops.torchext.multi_tensor_average_(list(tensors), flat, scale)
 
 
-def _check_shapes(op: str, tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """What the fake kernels check: shapes only, with sizes that may be symbols."""
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def _check(op: str, tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """What the fake kernels check: all that the real ones do but shared memory, in their order, with their errors."""
     if flat.dim() != 1:
-        raise ValueError(f"{op}: flat must be 1-D, got shape {tuple(flat.shape)}")
+        raise ValueError(f"{op}: flat must be 1-D, got shape {list(flat.shape)}")
+    if _has_numbers(flat) and not flat.is_contiguous():
+        raise ValueError(f"{op}: flat must be contiguous, got stride {flat.stride(0)}")
+    if flat.dtype not in _DTYPES:
+        raise TypeError(f"{op}: flat is {flat.dtype}; supported are {', '.join(map(str, _DTYPES))}")
     for index, tensor in enumerate(tensors):
         if tensor.device != flat.device:
-            raise ValueError(f"{op}: tensors[{index}] is on {tensor.device}, flat on {flat.device}")
+            raise ValueError(
+                f"{op}: tensors[{index}] is on {tensor.device}, flat on {flat.device}; all must be on one device"
+            )
         if tensor.dtype != flat.dtype:
             raise TypeError(f"{op}: tensors[{index}] is {tensor.dtype}, flat is {flat.dtype}; they must be the same")
+        if _has_numbers(tensor) and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            raise ValueError(
+                f"{op}: tensors[{index}] of shape {list(tensor.shape)} is not dense in memory (a slice or an expanded "
+                "tensor?); pass a contiguous copy"
+            )
     total = sum(tensor.numel() for tensor in tensors)
-    torch._check(total == flat.numel(), lambda: f"{op}: the tensors hold {total} elements, flat holds {flat.numel()}")
+    # Not an if: sizes that depend on data are only known when the real kernel runs, and then this is asserted.
+    torch._check_value(
+        total == flat.numel(), lambda: f"{op}: the tensors hold {total} elements, flat holds {flat.numel()}"
+    )
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    """Whether sizes and strides are numbers; a question about symbols would tie a compiled graph to the answer."""
+    return all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride()))
 
 
 @torch.library.register_fake("torchext::multi_tensor_flatten")  # type: ignore[untyped-decorator]
 def _(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    _check_shapes("multi_tensor_flatten", tensors, flat)
+    _check("multi_tensor_flatten", tensors, flat)
 
 
 @torch.library.register_fake("torchext::multi_tensor_average_")  # type: ignore[untyped-decorator]
 def _(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
-    _check_shapes("multi_tensor_average_", tensors, flat)
+    _check("multi_tensor_average_", tensors, flat)

@@ -45,7 +45,7 @@ def test_replicas_decide_alike(layout: str) -> None:
 
 def test_sparse_gradients_under_ddp_equal_one_process() -> None:
     def single() -> Tensor:
-        module = table(budget=1.0)
+        module = table("auto", budget=1.0)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -62,7 +62,7 @@ def test_sparse_gradients_under_ddp_equal_one_process() -> None:
 def train_whole(rank: Rank) -> Tensor:
     torch.manual_seed(rank.rank)  # DDP makes the ranks begin alike
     rank.init("gloo")
-    module = table(budget=1.0)
+    module = table("auto", budget=1.0)
     ddp = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
     for step in range(STEPS):

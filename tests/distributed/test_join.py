@@ -240,9 +240,28 @@ def test_one_is_gone_when_a_newcomer_comes(frozen: int) -> None:
 
 
 def body_arguments(rank: Rank) -> None:
+    with pytest.raises(TypeError, match=r"timeout must be a datetime\.timedelta, got 5 \(int\); timedelta\(seconds="):
+        torchext.join("hop", store=dist.HashStore(), timeout=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"timeout must be more than 0, got 0:00:00"):
+        torchext.join("hop", store=dist.HashStore(), timeout=timedelta(0))
+    for method in ("tcp://x:abc", "tcp://x:99999", "tcp://x:0", "tcp://x", "tcp://:29500", "bogus", "file://"):
+        with pytest.raises(ValueError, match=rf"with a port in 1\.\.65535, got '{method}'"):
+            torchext.join("hop", method)
+    with pytest.raises(TypeError, match=r"init_method must be a str, got .*HashStore"):
+        torchext.join("hop", dist.HashStore())  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "localhost")
+        for port in ("zzz", "", "-1", "65536"):
+            patch.setenv("MASTER_PORT", port)
+            with pytest.raises(
+                ValueError, match=rf"MASTER_PORT in the environment must be in 1\.\.65535, got '{port}'"
+            ):
+                torchext.join("hop")
+    with pytest.raises(TypeError, match=r"takes a process group of torch\.distributed, .* got 3 \(int\)"):
+        torchext.backend_of(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"backend must be one of 'dssync', 'hop', 'prague', got 'dear'"):
         torchext.join("dear")
-    with pytest.raises(ValueError, match=r"init_method must be env://, tcp://host:port or file:///path, got 'tcp:4'"):
+    with pytest.raises(ValueError, match=r"init_method must be env://, tcp://host:port or file:///path, .*got 'tcp:4'"):
         torchext.join("hop", "tcp:4")
     with pytest.raises(ValueError, match=r"'env://' needs MASTER_ADDR and MASTER_PORT in the environment"):
         torchext.join("hop")
@@ -258,12 +277,46 @@ def body_arguments(rank: Rank) -> None:
     with pytest.raises(dist.DistStoreError, match=r"no worker let this one in within 0\.5 s\. They do when all meet"):
         torchext.attach(ddp, optimizer, on_peer_failure="continue")
     assert time.monotonic() - start < 5
+    with pytest.raises(dist.DistStoreError, match=r"no worker let this one in within 0\.5 s"):  # asks anew
+        torchext.attach(ddp, optimizer, on_peer_failure="continue")
     dist.destroy_process_group()
     torchext.join("prague", store=dist.HashStore())
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"attached as those it joins are, with on_peer_failure='continue'"):
         torchext.attach(ddp, optimizer)
+    assert dist.get_world_size() == 1
+
+
+def body_second_try(rank: Rank) -> Any:
+    """What attach refuses by itself costs a newcomer nothing, nor the others: the next call is let in."""
+    real = torchext.attach
+
+    def attach(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **arguments: Any) -> Any:
+        with pytest.raises(ValueError, match=r"with on_peer_failure='continue'"):
+            real(ddp, optimizer)
+        refused = DistributedDataParallel(torch.nn.Linear(2, 2))
+        refused.register_comm_hook(None, lambda _, bucket: torch.futures.Future())
+        with pytest.raises(ValueError, match=r"has a communication hook"):
+            real(refused, torch.optim.SGD(refused.parameters(), lr=0.1), **arguments)
+        return real(ddp, optimizer, **arguments)
+
+    if rank.rank == 2:
+        rank.pause()
+        torchext.attach = attach
+    training = GoingOn(rank, "prague", {}, workers=2)
+    if rank.rank < 2:
+        rank.report("trains")
+    train_until(training, 3)
+    equal_everywhere(training.ddp.module)
+    return training.sync.stats()["joined_ranks"]
+
+
+def test_a_newcomer_may_attach_again() -> None:
+    with launch(body_second_try, 3) as ranks:
+        ranks.expect("trains", [0, 1])
+        ranks.proceed([2])
+        assert ranks.values() == [[2]] * 3
 
 
 def test_arguments() -> None:

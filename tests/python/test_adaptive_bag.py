@@ -277,8 +277,9 @@ def test_widths_with_loops_of_their_own(chunk_dim: int, rows: int, budget: float
     torch.manual_seed(6)
     dim = 2 * chunk_dim
     weight = torch.randn(rows, dim)
+    layout = "auto" if budget == 1 else "direct"
     bag = AdaptiveEmbeddingBag(
-        rows, dim, mode="sum", budget=budget, chunk_dim=chunk_dim, layout="direct", training="fused", lr=0.1, eps=1e-8
+        rows, dim, mode="sum", budget=budget, chunk_dim=chunk_dim, layout=layout, training="fused", lr=0.1, eps=1e-8
     )
     bag._take(weight)
     weight = bag.weight.clone()
@@ -333,6 +334,25 @@ def test_learning_rates_that_are_put_into_the_group_are_taken_over() -> None:
         pair[1].param_groups[0]["lr"] = 0.125
         assert train(*pair) == 0.5
         assert train(*pair) == 0.125
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("value", [0.25, 2, torch.tensor(0.25), torch.tensor([2])], ids=str)
+def test_learning_rates_that_are_assigned_are_written_into_the_tensor(value: Any, compiled: bool) -> None:
+    bag = AdaptiveEmbeddingBag(4, 4, mode="sum", training="fused", optimizer="sgd", lr=1.0)
+    run = torch.compile(bag, backend="aot_eager", fullgraph=True) if compiled else bag
+    run(torch.tensor([[2]])).sum().backward()
+    group, rate = bag.param_group(), bag.lr
+    for each in (bag, copy.deepcopy(bag)):
+        each.lr = value
+    assert bag.lr is rate is group["lr"]
+    assert (bag.lr.dtype, bag.lr.shape, bag.lr.item()) == (torch.float64, (), float(value))
+    before = bag.weight[1, 0].item()
+    run(torch.tensor([[1]])).sum().backward()
+    assert bag.weight[1, 0].item() == pytest.approx(before - float(value))
+    other = AdaptiveEmbeddingBag(4, 4, mode="sum", training="fused", optimizer="sgd")
+    other.load_state_dict(bag.state_dict())
+    assert other.lr == float(value) == bag.double().lr
 
 
 def test_copies_and_pickles_are_tables_of_their_own() -> None:

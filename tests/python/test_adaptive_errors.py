@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, _storage
 
 
 def problem(bag: AdaptiveEmbeddingBag, *args: Any) -> tuple[type[BaseException], str]:
@@ -75,16 +75,72 @@ def test_bad_batches_name_position_and_value(training: str, max_norm: float | No
         ({"lr": -1.0}, ValueError, "lr = -1.0"),
         ({"gamma": 1.0}, ValueError, "gamma = 1.0"),
         ({"betas": (0.9, 1.0)}, ValueError, "betas = (0.9, 1.0)"),
+        ({"betas": 0.9}, TypeError, "betas = 0.9; it must be a pair of numbers, 0 <= beta < 1"),
+        ({"betas": (0.9,)}, TypeError, "betas = (0.9,); it must be a pair"),
+        ({"betas": (0.9, "x")}, TypeError, "betas[1] = 'x' is a str; it must be a number"),
+        ({"eps": -1.0}, ValueError, "eps = -1.0: allowed 0 or more, finite"),
+        ({"eps": float("inf")}, ValueError, "eps = inf"),
+        ({"eps": "x"}, TypeError, "eps = 'x' is a str; it must be a number, 0 or more, finite"),
+        ({"init_std": float("inf")}, ValueError, "init_std = inf: allowed 0 or more, finite"),
+        ({"init_std": float("nan")}, ValueError, "init_std = nan"),
+        ({"seed": -1}, ValueError, "seed = -1: allowed 0..2^63 - 1"),
+        ({"seed": 2**63}, ValueError, "seed = 9223372036854775808"),
+        ({"seed": 1.5}, TypeError, "seed = 1.5 is a float; it must be an int, 0..2^63 - 1"),
+        ({"max_norm": -1.0}, ValueError, "max_norm = -1.0: allowed above 0, or None"),
+        ({"max_norm": float("nan")}, ValueError, "max_norm = nan"),
+        ({"max_norm": "x"}, TypeError, "max_norm = 'x' is a str; it must be a number, above 0, or None"),
+        ({"norm_type": 0}, ValueError, "norm_type = 0: allowed above 0"),
+        ({"norm_type": "fro"}, TypeError, "norm_type = 'fro' is a str; it must be a number, above 0"),
+        ({"budget": 1.0, "layout": "hash"}, ValueError, "layout = 'hash': allowed 'auto' with budget 1.0, which keeps"),
         ({"padding_idx": 10}, ValueError, "padding_idx = 10: allowed -10..9"),
+        ({"padding_idx": 1.5}, TypeError, "padding_idx = 1.5 is a float; it must be an int, -10..9, or None"),
         ({"dtype": torch.int8}, TypeError, "dtype is torch.int8"),
         ({"device": "meta"}, NotImplementedError, "run on the CPU and on CUDA"),
         ({"training": "sharded"}, RuntimeError, "needs a process group"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], kind: type[BaseException], text: str) -> None:
+def test_bad_options_are_named(
+    options: dict[str, Any], kind: type[BaseException], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_storage, "_memory", None)  # nothing is allocated before
     with pytest.raises(kind) as caught:
         AdaptiveEmbeddingBag(10, 16, **{"budget": 0.5, "chunk_dim": 4} | options)
     assert text in str(caught.value)
+
+
+def test_the_largest_seed_and_infinite_norms_work() -> None:
+    bag = AdaptiveEmbeddingBag(10, 8, budget=10, chunk_dim=4, training="fused", seed=2**63 - 1, max_norm=float("inf"))
+    bag(torch.arange(10).view(5, 2)).sum().backward()
+    assert bag.prune()["admitted"] == 10
+    clipped = AdaptiveEmbeddingBag(10, 8, max_norm=0.1, norm_type=float("inf"))
+    assert clipped(torch.arange(10).view(10, 1)).abs().max() <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (-1.0, ValueError, "lr = -1.0: allowed 0 or more, finite"),
+        (float("inf"), ValueError, "lr = inf"),
+        (torch.tensor(float("nan")), ValueError, "lr = nan"),
+        ("0.1", TypeError, "lr = '0.1' is a str; it must be a number, 0 or more, finite"),
+        (None, TypeError, "lr = None"),
+        (True, TypeError, "lr = True"),
+        (torch.ones(2), TypeError, "lr is a tensor of shape (2,), torch.float32; it must hold one number"),
+    ],
+    ids=str,
+)
+def test_bad_learning_rates_are_named_and_leave_the_old_one(value: Any, kind: type[BaseException], text: str) -> None:
+    bag = AdaptiveEmbeddingBag(4, 4, training="fused", lr=0.5)
+    optimizer = torch.optim.SGD([bag.param_group()], lr=0.5)
+    with pytest.raises(kind) as made:
+        AdaptiveEmbeddingBag(4, 4, training="fused", lr=value)
+    with pytest.raises(kind) as assigned:
+        bag.lr = value
+    optimizer.param_groups[0]["lr"] = value
+    with pytest.raises(kind) as followed:
+        optimizer.step()
+    assert all(text in str(caught.value) for caught in (made, assigned, followed))
+    assert bag.lr == 0.5
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.5])

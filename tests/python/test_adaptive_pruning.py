@@ -415,25 +415,61 @@ def test_a_checkpoint_with_another_size_is_trained_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "kind", "text"),
     [
-        ({"first": 0}, "first = 0"),
-        ({"growth": 0.5}, "growth = 0.5"),
-        ({"interval": 3}, "interval = 3: allowed first = 16 or more"),
-        ({"max_swap_share": 0.0}, "max_swap_share = 0.0"),
-        ({"hysteresis": -1.0}, "hysteresis = -1.0"),
-        ({"shared_budget": 10**6}, "shared_budget = 1000000: allowed 1..100 chunks"),
+        ({"first": 0}, ValueError, "first = 0"),
+        ({"first": 1.5}, TypeError, "first = 1.5 is a float; it must be an int, 1 or more"),
+        ({"growth": 0.5}, ValueError, "growth = 0.5"),
+        ({"growth": math.inf}, ValueError, "growth = inf: allowed 1 or more, finite"),
+        ({"interval": 3}, ValueError, "interval = 3: allowed first = 16 or more"),
+        ({"interval": "x"}, TypeError, "interval = 'x' is a str"),
+        ({"max_swap_share": 0.0}, ValueError, "max_swap_share = 0.0"),
+        ({"hysteresis": -1.0}, ValueError, "hysteresis = -1.0"),
+        ({"hysteresis": math.nan}, ValueError, "hysteresis = nan"),
+        ({"shared_budget": 10**6}, ValueError, "shared_budget = 1000000: allowed 1..100 chunks"),
+        (
+            {"shared_budget": 30.5},
+            TypeError,
+            "shared_budget = 30.5 is a float; it must be an int, 1..100 chunks, or None",
+        ),
+        ({"optimizer": 3}, TypeError, "optimizer = 3 is a int; it must be the torch.optim.Optimizer that trains"),
     ],
 )
-def test_bad_pruners_are_named(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+def test_bad_pruners_are_named(options: dict[str, Any], kind: type[BaseException], text: str) -> None:
+    with pytest.raises(kind) as caught:
         ChunkPruner(trained(), **options)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "text"),
+    [
+        ({}, ValueError, r"state lacks \['steps', 'next', 'wait'\]"),
+        ({"steps": 1, "next": 2}, ValueError, r"state lacks \['wait'\]"),
+        ({"steps": -1, "next": 2, "wait": 2.0}, ValueError, r"state\['steps'\] = -1: allowed 0 or more"),
+        ({"steps": 9, "next": 0, "wait": 2.0}, ValueError, r"state\['next'\] = 0: allowed 1 or more"),
+        ({"steps": 9, "next": 12, "wait": "x"}, TypeError, r"state\['wait'\] = 'x' is a str"),
+        ({"steps": 9, "next": 12, "wait": math.inf}, ValueError, r"state\['wait'\] = inf"),
+        (3, TypeError, r"state is a int; it must be what ChunkPruner.state_dict\(\) returned"),
+    ],
+    ids=str,
+)
+def test_bad_states_of_pruners_are_named_and_change_nothing(state: Any, kind: type[BaseException], text: str) -> None:
+    pruner = ChunkPruner(trained())
+    before = pruner.state_dict()
+    with pytest.raises(kind, match=text):
+        pruner.load_state_dict(state)
+    assert pruner.state_dict() == before
 
 
 def test_pruners_need_something_to_prune() -> None:
     with pytest.raises(ValueError, match="no AdaptiveEmbedding"):
         ChunkPruner(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"budget 1\.0 keep everything and need no ChunkPruner"):
+        ChunkPruner(AdaptiveEmbedding(10, 8))
+    with pytest.raises(TypeError, match=r"modules: 3 is a int"):
+        ChunkPruner([trained(), 3])  # type: ignore[list-item]
+    assert len(ChunkPruner([trained(), AdaptiveEmbedding(10, 8)]).tables) == 1
     with pytest.raises(ValueError, match="max_swaps = -1"):
         trained().prune(max_swaps=-1)
     with pytest.raises(ValueError, match=r"capacity = 101: allowed 0\.\.100"):

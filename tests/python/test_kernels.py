@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchext import ops
 
@@ -154,8 +155,7 @@ def test_inference_mode() -> None:
         assert torch.equal(tensors[0], torch.full((3,), 3.0))
 
 
-@both
-@pytest.mark.parametrize(
+wrong = pytest.mark.parametrize(
     ("tensors", "flat", "error", "message"),
     [
         ([torch.zeros(2), torch.zeros(3)], torch.zeros(4), ValueError, "the tensors hold 5 elements, flat holds 4"),
@@ -170,11 +170,27 @@ def test_inference_mode() -> None:
     ],
     ids=["numel", "empty list", "2-D", "0-D", "stride", "dtypes", "integers", "slice", "expanded"],
 )
+
+
+@both
+@wrong
 def test_wrong_arguments(run: Run, tensors: list[Tensor], flat: Tensor, error: type[Exception], message: str) -> None:
     before = [t.clone() for t in (*tensors, flat)]
     with pytest.raises(error, match=message):
         run(tensors, flat)
     assert all(torch.equal(a, b) for a, b in zip((*tensors, flat), before, strict=True))
+
+
+@both
+@wrong
+def test_fake_kernels_raise_the_same(
+    run: Run, tensors: list[Tensor], flat: Tensor, error: type[Exception], message: str
+) -> None:
+    for torchs, ours in (("Half", "torch.float16"), ("Float", "torch.float32"), ("Int", "torch.int32")):
+        message = message.replace(f"is {torchs}", f"is {ours}")
+    message = message.replace("Float, Double", "torch.float32, torch.float64")
+    with FakeTensorMode() as mode, pytest.raises(error, match=message):
+        run([mode.from_tensor(tensor) for tensor in tensors], mode.from_tensor(flat))
 
 
 @both

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torchext._build import build_info
 MODES = {"sum": 0, "mean": 1, "max": 2}
 _TRAINING = ("dense", "sparse", "fused", "sharded")
 OPTIMIZERS = {"sgd": 0, "adagrad": 1, "adam": 2}  # tensors of state
+SEEDS = 2**63
 _LAYOUTS = ("auto", "direct", "hash", "sketch")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Shares of resident chunks from which a layout pays (see AdaptiveEmbeddingBag).
@@ -21,6 +25,33 @@ _DIRECT_FROM, _HASH_FROM = 1 / 8, 1 / 32
 def refuse(name: str, value: object, allowed: str) -> ValueError:
     """The error for a value out of its range."""
     return ValueError(f"{name} = {value!r}: allowed {allowed}")
+
+
+def check_number(name: str, value: Any, fits: Callable[[Any], bool], allowed: str) -> None:
+    """Refuses what is no number, or not one of those allowed; NaN fits nothing."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} = {value!r} is a {type(value).__name__}; it must be a number, {allowed}")
+    if not fits(value):
+        raise refuse(name, value, allowed)
+
+
+def check_int(name: str, value: Any, allowed: str) -> None:
+    """Refuses what is no int."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} = {value!r} is a {type(value).__name__}; it must be an int, {allowed}")
+
+
+def learning_rate(value: Any) -> float:
+    """Of the fused update, from a number or a tensor of one."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
+            shape = tuple(value.shape)
+            raise TypeError(
+                f"lr is a tensor of shape {shape}, {value.dtype}; it must hold one number, 0 or more, finite"
+            )
+        value = value.item()
+    check_number("lr", value, lambda lr: 0 <= lr < float("inf"), "0 or more, finite")
+    return float(value)
 
 
 def chunk_dim_of(embedding_dim: int, chunk_dim: int | None, whole: bool) -> int:
@@ -95,23 +126,47 @@ class TableOptions:
         ):
             if choice not in choices:
                 raise refuse(name, choice, ", ".join(map(repr, choices)))
-        if not 0 <= self.lr < float("inf"):
-            raise refuse("lr", self.lr, "0 or more, finite")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise refuse("betas", self.betas, "two numbers, 0 <= beta < 1")
-        if not self.eps >= 0:
-            raise refuse("eps", self.eps, "0 or more")
-        if not 0.5 <= self.gamma < 1:
-            raise refuse("gamma", self.gamma, "0.5 <= gamma < 1")
-        if not self.init_std >= 0:
-            raise refuse("init_std", self.init_std, "0 or more")
+        learning_rate(self.lr)
+        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
+            raise TypeError(f"betas = {self.betas!r}; it must be a pair of numbers, 0 <= beta < 1")
+        for place, beta in enumerate(self.betas):
+            check_number(f"betas = {self.betas!r}, betas[{place}]", beta, lambda beta: 0 <= beta < 1, "0 <= beta < 1")
+        for name in ("eps", "init_std"):
+            check_number(name, getattr(self, name), lambda value: 0 <= value < float("inf"), "0 or more, finite")
+        check_number("gamma", self.gamma, lambda gamma: 0.5 <= gamma < 1, "0.5 <= gamma < 1")
+        check_int("seed", self.seed, "0..2^63 - 1")
+        if not 0 <= self.seed < SEEDS:
+            raise refuse("seed", self.seed, "0..2^63 - 1")
+        if self.layout != "auto" and isinstance(self.budget, float) and self.budget == 1:
+            raise refuse("layout", self.layout, "'auto' with budget 1.0, which keeps everything and needs no layout")
 
     def of_shard(self, rank: int, world: int) -> TableOptions:
         """These options for a rank's share: a budget that is a number of chunks is divided, seeds differ."""
         budget = self.budget
         if isinstance(budget, int) and not isinstance(budget, bool):
             budget = max(1, budget // world)
-        return replace(self, budget=budget, seed=self.seed + rank)
+        return replace(self, budget=budget, seed=(self.seed + rank) % SEEDS)
+
+
+def padding_of(padding_idx: int | None, num_embeddings: int) -> int | None:
+    """The row that is padding, counted from the first one."""
+    if padding_idx is None:
+        return None
+    allowed = f"{-num_embeddings}..{num_embeddings - 1}, or None"
+    check_int("padding_idx", padding_idx, allowed)
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise refuse("padding_idx", padding_idx, allowed)
+    return padding_idx % num_embeddings
+
+
+def check_norm(max_norm: float | None, norm_type: float, sharded: bool) -> None:
+    """Refuses norms that rows cannot be clipped to."""
+    check_number("norm_type", norm_type, lambda value: value > 0, "above 0")
+    if max_norm is None:
+        return
+    check_number("max_norm", max_norm, lambda value: value > 0, "above 0, or None")
+    if sharded:
+        raise ValueError("max_norm with training = 'sharded' is not supported; clip the rows of weight instead")
 
 
 def check_size(num_embeddings: int, embedding_dim: int, dtype: torch.dtype) -> None:

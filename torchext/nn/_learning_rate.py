@@ -26,7 +26,7 @@ def _take_over(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for table in list(_followers):
         for group in optimizer.param_groups:
             if group.get("lr") is not table.lr and any(held is table.trigger for held in group["params"]):
-                table.lr.fill_(float(group["lr"]))
+                table.lr = group["lr"]
                 group["lr"] = table.lr
 
 

@@ -16,6 +16,7 @@ from torchext.nn._arguments import (
     check_size,
     chunk_dim_of,
     layout_of,
+    learning_rate,
     refuse,
 )
 from torchext.nn._ops import _ops
@@ -100,9 +101,22 @@ class ChunkStorage(nn.Module):
             self.__dict__.update(pool=nn.Parameter(pool, requires_grad=False), trigger=trigger)
         else:
             self.pool, self.trigger = nn.Parameter(pool, requires_grad=trained), trigger
-        self.lr = torch.tensor(float(options.lr), dtype=torch.float64, device="cpu")
+        self._lr = torch.tensor(learning_rate(options.lr), dtype=torch.float64, device="cpu")
         self._make_plain()
         self.reset_parameters()
+
+    @property
+    def lr(self) -> Tensor:
+        """The learning rate of the fused update: one number, float64, on the CPU wherever the table is.
+
+        What is assigned, a number or a tensor of one, is written into the tensor, which param_group() and compiled
+        graphs share.
+        """
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float | Tensor) -> None:
+        self._lr.fill_(learning_rate(value))
 
     def _make_plain(self) -> None:
         rows, total, slots = self.num_embeddings, self.num_embeddings * self.chunks, self.budget_chunks
@@ -146,7 +160,7 @@ class ChunkStorage(nn.Module):
         """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
         if self.layout == "identity":
             self.pool.normal_(0, self.init_std, generator=self._generator())
-            self._zero_row(getattr(self, "padding_idx", None))
+            self._zero_row(getattr(self, "_frozen", None))  # a shard has rows of its own
         else:
             self.pool.zero_()
             self._make_plain()

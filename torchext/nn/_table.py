@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext.nn._arguments import MODES, TableOptions, refuse
+from torchext.nn._arguments import MODES, SEEDS, TableOptions, refuse
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
 from torchext.nn._ops import BagSpec, Table, _ops
@@ -28,7 +28,8 @@ class AdaptiveTable(ChunkStorage):
     Attributes:
         pool: Parameter, (slots, chunk_dim): the values of resident chunks. Trained by an optimizer of yours unless
             training is fused or sharded.
-        lr: Tensor of one number, float64, on the CPU wherever the table is: the learning rate of the fused update.
+        lr: Tensor of one number, float64, on the CPU wherever the table is: the learning rate of the fused update. A
+            number that is assigned is written into it.
         budget_chunks: Slots of the pool.
 
     On CUDA pruning fetches index and utilities, decides on the CPU, and sends the index back.
@@ -185,7 +186,8 @@ class AdaptiveTable(ChunkStorage):
         fresh = _ops.adaptive_table_meet_(self.seen, admitted, self.chunks)
         if len(fresh) and self.init_std > 0:
             # On the CPU, so that a row begins with the same values on every device.
-            generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + int(self.clock[0]))
+            seed = (self.seed * 1_000_003 + int(self.clock[0])) % SEEDS
+            generator = torch.Generator("cpu").manual_seed(seed)
             values = torch.randn(len(fresh), self.chunk_dim, generator=generator, device="cpu") * self.init_std
             self.pool.data[fresh] = values.to(self.pool)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchext.nn._arguments import TableOptions, offsets_problem
+from torchext.nn._arguments import TableOptions, check_norm, check_size, offsets_problem, padding_of
 from torchext.nn._ops import _ops, adaptive_bag, train_bag, written
 from torchext.nn._sharding import Shards
 from torchext.nn._table import AdaptiveTable
@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["AdaptiveEmbedding", "AdaptiveEmbeddingBag"]
-
-
-def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:
-    if padding_idx is None:
-        return None
-    if not -num_embeddings <= padding_idx < num_embeddings:
-        allowed = f"{-num_embeddings}..{num_embeddings - 1}"
-        raise ValueError(f"padding_idx = {padding_idx}: allowed {allowed}, or None")
-    return padding_idx % num_embeddings
 
 
 def _ids(name: str, tensor: Tensor) -> Tensor:
@@ -50,6 +41,12 @@ class _AdaptiveLookup(AdaptiveTable):
         num_embeddings: int,
         embedding_dim: int,
         *,
+        mode: str,
+        include_last_offset: bool,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        padding_idx: int | None,
         sparse: bool,
         training: str | None,
         process_group: Any,
@@ -59,6 +56,10 @@ class _AdaptiveLookup(AdaptiveTable):
     ) -> None:
         if sparse and training not in (None, "sparse"):
             raise ValueError(f"sparse = True with training = {training!r}: give one of them")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        check_size(num_embeddings, embedding_dim, dtype)
+        padding_idx = padding_of(padding_idx, num_embeddings)
+        check_norm(max_norm, norm_type, sharded=training == "sharded")
         made = TableOptions(training=training or ("sparse" if sparse else "dense"), **options)
         self._shards: Shards | None = None
         rows = num_embeddings
@@ -69,6 +70,11 @@ class _AdaptiveLookup(AdaptiveTable):
         super().__init__(rows, embedding_dim, made, device=device, dtype=dtype)
         self._shards = shards
         self.sparse = made.training == "sparse"
+        self.mode, self.include_last_offset = mode, include_last_offset
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
+        self.padding_idx = padding_idx
+        self._frozen = self._skipped = shards.local(padding_idx) if shards else padding_idx
+        self._zero_row(self._frozen)
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> Self:
@@ -89,15 +95,6 @@ class _AdaptiveLookup(AdaptiveTable):
         if self._shards is not None and len(embeddings) == self._shards.num_embeddings:
             embeddings = self._shards.share(embeddings)
         super()._take(embeddings)
-
-    def _set_arguments(
-        self, mode: str, include_last_offset: bool, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool
-    ) -> None:
-        """Those of torch's modules."""
-        if self._shards is not None and max_norm is not None:
-            raise ValueError("max_norm with training = 'sharded' is not supported; clip the rows of weight instead")
-        self.mode, self.include_last_offset = mode, include_last_offset
-        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
 
     def _look_up(
         self, ids: Tensor, offsets: Tensor | None, bag_size: int, per_sample_weights: Tensor | None, last: bool
@@ -188,9 +185,9 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         budget: Share of resident chunks, a float 0 < share <= 1, or their number as an int.
         chunk_dim: Columns of a chunk: a divisor of embedding_dim from 4 on. Default: all columns with budget 1.0, else
             the largest of 16, 8, 4 that divides them.
-        layout: ``"auto"``, ``"direct"``, ``"hash"`` or ``"sketch"``.
-        max_norm: As in nn.EmbeddingBag.
-        norm_type: As there.
+        layout: ``"auto"``, ``"direct"``, ``"hash"`` or ``"sketch"``; with budget 1.0, which needs none, ``"auto"``.
+        max_norm: As in nn.EmbeddingBag; above 0, and not for shards.
+        norm_type: As there, above 0; infinity: the largest value counts.
         scale_grad_by_freq: As there.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         sparse: Short for ``training="sparse"``.
@@ -200,11 +197,11 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         optimizer: Of the fused update: ``"sgd"``, ``"adagrad"`` (row-wise, a chunk) or ``"adam"`` (lazy, as
             torch.optim.SparseAdam).
         lr: Of the fused update, 0 or more.
-        betas: Of Adam.
-        eps: Of Adagrad and Adam.
+        betas: Of Adam, 0 <= beta < 1.
+        eps: Of Adagrad and Adam, 0 or more.
         gamma: Decay of utility in a step, 0.5 <= gamma < 1.
         init_std: Standard deviation of initial values, 0 or more.
-        seed: Of the values of rows that are admitted for the first time; the same on all ranks.
+        seed: Of the values of rows that are admitted for the first time, 0..2^63 - 1; the same on all ranks.
         process_group: Of the shards; None: the default group.
         device: The CPU, or CUDA: there every forward pass waits for the check of its ids, CUDA graphs cannot record
             it, and shards need a group that exchanges such tensors (NCCL).
@@ -249,6 +246,12 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         super().__init__(
             num_embeddings,
             embedding_dim,
+            mode=mode,
+            include_last_offset=include_last_offset,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            padding_idx=padding_idx,
             budget=budget,
             chunk_dim=chunk_dim,
             layout=layout,
@@ -265,10 +268,6 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
             device=device,
             dtype=dtype,
         )
-        self._set_arguments(mode, include_last_offset, max_norm, norm_type, scale_grad_by_freq)
-        self.padding_idx = _padding(padding_idx, num_embeddings)
-        self._frozen = self._skipped = self._shards.local(self.padding_idx) if self._shards else self.padding_idx
-        self._zero_row(self._skipped)
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """The bags, (bags, embedding_dim).
@@ -343,6 +342,12 @@ class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[misc, ov
         super().__init__(
             num_embeddings,
             embedding_dim,
+            mode="sum",
+            include_last_offset=False,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            padding_idx=padding_idx,
             budget=budget,
             chunk_dim=chunk_dim,
             layout=layout,
@@ -359,11 +364,7 @@ class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[misc, ov
             device=device,
             dtype=dtype,
         )
-        self._set_arguments("sum", False, max_norm, norm_type, scale_grad_by_freq)
-        self.padding_idx = _padding(padding_idx, num_embeddings)
-        self._frozen = self._shards.local(self.padding_idx) if self._shards else self.padding_idx
         self._skipped = None
-        self._zero_row(self._frozen)
 
     def forward(self, input: Tensor) -> Tensor:
         """The vectors, (*input.shape, embedding_dim); input is int32 or int64, of any shape.

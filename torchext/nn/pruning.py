@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchext.nn._arguments import check_int, check_number, refuse
 from torchext.nn._ops import _ops
 from torchext.nn._optimizer_state import find_pool
 from torchext.nn._table import AdaptiveTable
 
 __all__ = ["ChunkPruner"]
+
+
+def _modules(modules: Any) -> list[nn.Module]:
+    if isinstance(modules, nn.Module):
+        return [modules]
+    found = list(modules) if isinstance(modules, Iterable) else [modules]
+    for module in found:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"modules: {module!r} is a {type(module).__name__}; give a torch.nn.Module, or several")
+    return found
+
+
+def _check_count(name: str, value: Any, least: int, allowed: str) -> None:
+    check_int(name, value, allowed)
+    if value < least:
+        raise refuse(name, value, allowed)
 
 
 class ChunkPruner:
@@ -37,9 +54,9 @@ class ChunkPruner:
         optimizer: Whose state of a pool moves with the chunks. Needed when an optimizer trains the pools.
         first: Steps until the first pruning, 1 or more.
         growth: Factor by which the interval grows, 1 or more.
-        interval: Longest interval in steps.
+        interval: Longest interval in steps, ``first`` or more.
         max_swap_share: Chunks exchanged at once, as a share of the pool, 0 < share <= 1; free slots are filled besides.
-        hysteresis: A resident chunk counts (1 + hysteresis) times its utility.
+        hysteresis: A resident chunk counts (1 + hysteresis) times its utility, 0 or more.
         shared_budget: Chunks that all tables have together, or None: each its own. Pools then grow and shrink;
             utilities count relative to the 95th percentile of their table. All tables need one chunk_dim. Not for
             tables with ``training="dense"`` or ``"sparse"`` inside DistributedDataParallel, whose buckets keep their
@@ -50,6 +67,7 @@ class ChunkPruner:
         ValueError: An argument out of its range, no table to prune, or an optimizer that does not train a pool. A
             shared budget in DDP that was not among the modules, and optimizer state that cannot move (that of "dear" in
             its sharded form): from :meth:`prune`.
+        TypeError: An argument of a wrong type.
     """
 
     def __init__(
@@ -65,26 +83,32 @@ class ChunkPruner:
         shared_budget: int | None = None,
         process_group: Any = None,
     ) -> None:
-        found = [modules] if isinstance(modules, nn.Module) else list(modules)
+        found = _modules(modules)
         tables = [table for module in found for table in module.modules() if isinstance(table, AdaptiveTable)]
         self.tables = [table for table in dict.fromkeys(tables) if table.layout != "identity"]
-        if not tables:
-            raise ValueError("modules: no AdaptiveEmbedding or AdaptiveEmbeddingBag with a budget below 1.0 in them")
-        for name, value, good, allowed in (
-            ("first", first, first >= 1, "1 or more"),
-            ("growth", growth, growth >= 1, "1 or more"),
-            ("interval", interval, interval >= first, f"first = {first} or more"),
-            ("max_swap_share", max_swap_share, 0 < max_swap_share <= 1, "0 < share <= 1"),
-            ("hysteresis", hysteresis, hysteresis >= 0, "0 or more"),
-        ):
-            if not good:
-                raise ValueError(f"{name} = {value!r}: allowed {allowed}")
+        # Of a budget below 1.0 a rank's few rows may all be resident, while those of others are pruned.
+        if not self.tables and not any(table.training_mode == "sharded" for table in tables):
+            raise ValueError(
+                "modules: no AdaptiveEmbedding or AdaptiveEmbeddingBag with a budget below 1.0 in them; tables with "
+                "budget 1.0 keep everything and need no ChunkPruner"
+            )
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer = {optimizer!r} is a {type(optimizer).__name__}; it must be the torch.optim.Optimizer that "
+                "trains the pools, or None"
+            )
+        _check_count("first", first, 1, "1 or more")
+        check_number("growth", growth, lambda value: 1 <= value < float("inf"), "1 or more, finite")
+        _check_count("interval", interval, first, f"first = {first} or more")
+        check_number("max_swap_share", max_swap_share, lambda value: 0 < value <= 1, "0 < share <= 1")
+        check_number("hysteresis", hysteresis, lambda value: 0 <= value < float("inf"), "0 or more, finite")
         if shared_budget is not None:
             most = sum(table.num_embeddings * table.chunks for table in self.tables)
+            check_int("shared_budget", shared_budget, f"{len(self.tables)}..{most} chunks, or None")
             if not len(self.tables) <= shared_budget <= most:
                 raise ValueError(f"shared_budget = {shared_budget}: allowed {len(self.tables)}..{most} chunks")
             widths = {table.chunk_dim for table in self.tables}
-            if len(widths) != 1:
+            if len(widths) > 1:
                 raise ValueError(f"shared_budget needs tables with one chunk_dim, found {sorted(widths)}")
             if any(isinstance(part, DistributedDataParallel) for module in found for part in module.modules()):
                 self._refuse_ddp(self.tables)
@@ -198,5 +222,17 @@ class ChunkPruner:
         return {"steps": self._steps, "next": self._next, "wait": self._wait}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on where :meth:`state_dict` was taken."""
+        """Goes on where :meth:`state_dict` was taken.
+
+        Raises:
+            TypeError, ValueError: It is no such state; names the key. Nothing of it is taken then.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state is a {type(state).__name__}; it must be what ChunkPruner.state_dict() returned")
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise ValueError(f"state lacks {missing}; it must be what ChunkPruner.state_dict() returned")
+        _check_count("state['steps']", state["steps"], 0, "0 or more")
+        _check_count("state['next']", state["next"], 1, "1 or more")
+        check_number("state['wait']", state["wait"], lambda value: 1 <= value < float("inf"), "1 or more, finite")
         self._steps, self._next, self._wait = int(state["steps"]), int(state["next"]), float(state["wait"])
