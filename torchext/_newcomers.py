@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, ProcessGroup, Store, TCPStore
@@ -45,14 +46,14 @@ class Request:
 
     backend: str
     options: str
-    model: list[tuple[str, str, list[int]]]
-    """Name, dtype and shape of each tensor of the state."""
+    model: list[tuple[str, str, list[int], list[int]]]
+    """Name, dtype, shape and strides of each tensor of the state: averages run over memory, in its order."""
     version: str = __version__
 
     @classmethod
     def of(cls, backend: str, options: Any, module: nn.Module) -> Request:
         tensors = [
-            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor))
             for name, tensor in module.state_dict().items()
         ]
         # The timeout may come with init_process_group as well; newcomers take the job's.
@@ -72,9 +73,14 @@ class Request:
         return ""
 
 
+def _strides(tensor: torch.Tensor) -> list[int]:
+    # A dimension of one element is nowhere in memory's order, whatever stride it has.
+    return [stride if size > 1 else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+
+
 def _tensor(entry: Any) -> str:
-    name, dtype, shape = entry
-    return f"{name} ({dtype}, {tuple(shape)})"
+    name, dtype, shape, strides = entry
+    return f"{name} ({dtype}, {tuple(shape)}, strides {tuple(strides)})"
 
 
 class Door:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import GoingOn, equal_everywhere, flat, freeze_when_connecting
+from attached import GoingOn, equal_everywhere, flat, freeze_when_connecting, mlp
 from harness import Rank, launch, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -114,28 +114,30 @@ def test_a_newcomer_takes_the_place_of_the_dead(backend: str) -> None:
 # ---- Who is not let in, and who is gone ----
 
 
+def refused(rank: Rank, match: str, module: torch.nn.Module, backend: str = "prague", options: Any = None) -> None:
+    torchext.join(backend, f"file://{rank.folder / 'store'}", pg_options=options)
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=match):
+        torchext.attach(ddp, optimizer, on_peer_failure="continue")
+    dist.destroy_process_group()
+
+
 def body_refused(rank: Rank) -> Any:
     if rank.rank == 2:
         rank.pause()
-        options = torchext.PragueOptions(sync_period=2)
-        torchext.join("prague", f"file://{rank.folder / 'store'}", pg_options=options)
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"its options is Prague.*sync_period=2.* the job's is .*sync_period=1"):
-            torchext.attach(ddp, optimizer, on_peer_failure="continue")
-        dist.destroy_process_group()
-        torchext.join("prague", f"file://{rank.folder / 'store'}")
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"its model has weight \(float32, \(3, 3\)\) where the job's has \S+ \("):
-            torchext.attach(ddp, optimizer, on_peer_failure="continue")
-        dist.destroy_process_group()
-        torchext.join("hop", f"file://{rank.folder / 'store'}")
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"its backend is hop, the job's is prague"):
-            torchext.attach(ddp, optimizer, on_peer_failure="continue")
-        dist.destroy_process_group()
+        other = torch.nn.Linear(3, 3)
+        its = r"its options is Prague.*sync_period=2.* the job's is .*sync_period=1"
+        refused(rank, its, other, options=torchext.PragueOptions(sync_period=2))
+        its = r"its model has weight \(float32, \(3, 3\), strides \(3, 1\)\) where the job's has \S+ \("
+        refused(rank, its, other)
+        refused(rank, r"its backend is hop, the job's is prague", other, backend="hop")
+        transposed = mlp()
+        transposed[2].weight = torch.nn.Parameter(transposed[2].weight.detach().t())  # a square one
+        its = (
+            r"its model has 2\.weight \(.*, strides \(1, 16\)\) where the job's has 2\.weight \(.*, strides \(16, 1\)\)"
+        )
+        refused(rank, its, transposed)
         rank.report("refused")
     training = GoingOn(rank, "prague", {}, workers=2)
     if rank.rank < 2:
