@@ -47,14 +47,15 @@ class Request:
     backend: str
     options: str
     model: list[tuple[str, str, list[int], list[int]]]
-    """Name, dtype, shape and strides of each tensor of the state: averages run over memory, in its order."""
+    """Name, dtype, shape and strides of each parameter and buffer: averages run over memory, in its order."""
     version: str = __version__
 
     @classmethod
     def of(cls, backend: str, options: Any, module: nn.Module) -> Request:
         tensors = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor))
-            for name, tensor in module.state_dict().items()
+            # Not state_dict(), which has get_extra_state() and lacks buffers that are not persistent.
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
         ]
         # The timeout may come with init_process_group as well; newcomers take the job's.
         return cls(backend, re.sub(r", timeout=[^,)]*\)$", ")", repr(options)), tensors)

@@ -111,6 +111,43 @@ def test_a_newcomer_takes_the_place_of_the_dead(backend: str) -> None:
         assert ranks.values() == [(place, 3, [0], [3]) for place in range(3)]
 
 
+class Peculiar(torch.nn.Module):
+    """Has more than parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.extra = 0
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)
+
+
+def body_peculiar(rank: Rank) -> Any:
+    if rank.rank == 2:
+        rank.pause()
+    module = Peculiar()
+    training = GoingOn(rank, "prague", {}, workers=2, module=module)
+    if rank.rank < 2:
+        module.extra = 7
+        rank.report("trains")
+    train_until(training, 3)
+    return module.extra
+
+
+def test_a_newcomer_gets_all_that_a_model_has() -> None:
+    with launch(body_peculiar, 3) as ranks:
+        ranks.expect("trains", [0, 1])
+        ranks.proceed([2])
+        assert ranks.values() == [7] * 3
+
+
 # ---- Who is not let in, and who is gone ----
 
 
