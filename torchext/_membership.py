@@ -27,7 +27,6 @@ worker's. All begin with the exact average of their replicas.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import time
@@ -43,6 +42,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
+from torchext._handover import pack, unpack
 from torchext._newcomers import Door, Newcomer, Request, root_of
 from torchext._rendezvous import attempt_store
 from torchext.backends import BACKENDS, backend_of, connecting_within, group_of_one
@@ -353,9 +353,7 @@ class Membership:
         """The first worker's model and optimizer, to a newcomer."""
         group = self._ddp.process_group
         if dist.get_rank(group) == 0:
-            buffer = io.BytesIO()
-            torch.save([self._ddp.module.state_dict(), self._optimizer.state_dict()], buffer)
-            state = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+            state = pack(self._ddp.module, self._optimizer)
             dist.send(torch.tensor([state.numel()]), rank, group)
             dist.send(state, rank, group)
 
@@ -392,9 +390,7 @@ class Membership:
         dist.recv(size, 0)
         state = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(state, 0)
-        model, optimizer = torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
-        self._ddp.module.load_state_dict(model)
-        self._optimizer.load_state_dict(optimizer)
+        unpack(state, self._ddp.module, self._optimizer)
 
     # ---- Where they meet in the store ----
 

@@ -127,7 +127,6 @@ class GoingOn:
         timeout: float = 60,
         workers: int | None = None,
         module: nn.Module | None = None,
-        lr: float = 0.02,
     ) -> None:
         """workers: the world at first; ranks from there on join it."""
         pg_options = OPTIONS[backend](timeout=timedelta(seconds=timeout), **options)
@@ -137,7 +136,7 @@ class GoingOn:
             rank.init(backend, timeout=timeout, pg_options=pg_options, world_size=workers)
         self.rank = rank.rank
         self.ddp = DistributedDataParallel(mlp() if module is None else module)
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=lr, momentum=0.5)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.02, momentum=0.5)
         self.sync = torchext.attach(self.ddp, self.optimizer, on_peer_failure="continue")
         self.step = 0
 

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,18 +135,20 @@ def body_peculiar(rank: Rank) -> Any:
         rank.pause()
     module = Peculiar()
     training = GoingOn(rank, "prague", {}, workers=2, module=module)
+    group = training.optimizer.param_groups[0]
     if rank.rank < 2:
         module.extra = 7
+        group["lr"], group["betas"] = np.float64(0.03), (np.float32(0.5), 0.9)  # a schedule's
         rank.report("trains")
     train_until(training, 3)
-    return module.extra
+    return module.extra, group["lr"], group["betas"]
 
 
 def test_a_newcomer_gets_all_that_a_model_has() -> None:
     with launch(body_peculiar, 3) as ranks:
         ranks.expect("trains", [0, 1])
         ranks.proceed([2])
-        assert ranks.values() == [7] * 3
+        assert ranks.values() == [(7, 0.03, (0.5, 0.9))] * 3
 
 
 # ---- Who is not let in, and who is gone ----
