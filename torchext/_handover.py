@@ -15,15 +15,30 @@ __all__ = ["pack", "unpack"]
 def pack(module: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """The state of both, on the CPU."""
     buffer = io.BytesIO()
-    torch.save([module.state_dict(), _plain(optimizer.state_dict())], buffer)
+    torch.save([module.state_dict(), _passing(module), _plain(optimizer.state_dict())], buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def unpack(state: torch.Tensor, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Loads what :func:`pack` has made of another worker's."""
-    of_module, of_optimizer = torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
+    of_module, passing, of_optimizer = torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
     module.load_state_dict(of_module)
+    own = _passing(module)
+    for name, buffer in passing.items():
+        # One that the module has made anew since, in another size, is a cache: it will do so here, too.
+        if name in own and own[name].shape == buffer.shape:
+            own[name].copy_(buffer)
     optimizer.load_state_dict(of_optimizer)
+
+
+def _passing(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are not persistent, which are averaged like the others but are not in state_dict()."""
+    passing = {}
+    for prefix, child in module.named_modules():
+        for name in child._non_persistent_buffers_set:
+            if (buffer := child._buffers[name]) is not None:
+                passing[f"{prefix}.{name}"] = buffer.detach()
+    return passing
 
 
 def _plain(state: Any) -> Any:

@@ -119,6 +119,9 @@ class Peculiar(torch.nn.Module):
         super().__init__()
         self.net = mlp()
         self.extra = 0
+        self.register_buffer("seen", torch.zeros(2), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("none", None, persistent=False)
 
     def get_extra_state(self) -> Any:
         return {"extra": self.extra}
@@ -138,17 +141,19 @@ def body_peculiar(rank: Rank) -> Any:
     group = training.optimizer.param_groups[0]
     if rank.rank < 2:
         module.extra = 7
+        module.seen.fill_(3)
+        module.count.fill_(4)
         group["lr"], group["betas"] = np.float64(0.03), (np.float32(0.5), 0.9)  # a schedule's
         rank.report("trains")
     train_until(training, 3)
-    return module.extra, group["lr"], group["betas"]
+    return module.extra, module.seen.tolist(), int(module.count), group["lr"], group["betas"]
 
 
 def test_a_newcomer_gets_all_that_a_model_has() -> None:
     with launch(body_peculiar, 3) as ranks:
         ranks.expect("trains", [0, 1])
         ranks.proceed([2])
-        assert ranks.values() == [(7, 0.03, (0.5, 0.9))] * 3
+        assert ranks.values() == [(7, [3, 3], 4, 0.03, (0.5, 0.9))] * 3
 
 
 # ---- Who is not let in, and who is gone ----
