@@ -122,7 +122,7 @@ class Membership:
             self._begin()
         else:
             self._enter(newcomer)
-        self._door = Door(self._store, Request.of(self._backend, self._options, ddp.module))
+        self._door = Door(self._store, Request.of(self._backend, self._options, ddp.module, optimizer))
 
     @property
     def members(self) -> list[int]:
@@ -362,7 +362,7 @@ class Membership:
         self._store = newcomer.store
         self._is_world = True
         for entry in range(ENTRIES):
-            request, answer = newcomer.ask(self._ddp.module)
+            request, answer = newcomer.ask(self._ddp.module, self._optimizer)
             self._options._timeout = timedelta(seconds=answer.pop("timeout"))
             self._roll = _Roll(**answer)
             try:

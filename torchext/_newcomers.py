@@ -46,23 +46,30 @@ class Request:
 
     backend: str
     options: str
+    optimizer: str
+    """Its class."""
     model: list[tuple[str, str, list[int], list[int]]]
     """Name, dtype, shape and strides of each parameter and buffer: averages run over memory, in its order."""
+    groups: list[list[str]]
+    """The parameters of each of the optimizer's groups, whose state goes by their places; "" for one of others."""
     version: str = __version__
 
     @classmethod
-    def of(cls, backend: str, options: Any, module: nn.Module) -> Request:
+    def of(cls, backend: str, options: Any, module: nn.Module, optimizer: torch.optim.Optimizer) -> Request:
         tensors = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor))
             # Not state_dict(), which has get_extra_state() and lacks buffers that are not persistent.
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
         ]
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         # The timeout may come with init_process_group as well; newcomers take the job's.
-        return cls(backend, re.sub(r", timeout=[^,)]*\)$", ")", repr(options)), tensors)
+        options = re.sub(r", timeout=[^,)]*\)$", ")", repr(options))
+        return cls(backend, options, type(optimizer).__name__, tensors, groups)
 
     def difference(self, job: Request) -> str:
         """Why a worker with this request cannot join ``job``; empty if it can."""
-        for what in ("version", "backend", "options"):
+        for what in ("version", "backend", "options", "optimizer"):
             its, ours = getattr(self, what), getattr(job, what)
             if its != ours:
                 return f"its {what} is {its}, the job's is {ours}"
@@ -71,7 +78,23 @@ class Request:
                 return f"its model has {_tensor(its)} where the job's has {_tensor(ours)}"
         if len(self.model) != len(job.model):
             return f"its model has {len(self.model)} tensors, the job's has {len(job.model)}"
+        its, ours = ([len(group) for group in request.groups] for request in (self, job))
+        if its != ours:
+            return f"its optimizer has groups of {_listed(its)} parameters, the job's has groups of {_listed(ours)}"
+        for number, groups in enumerate(zip(self.groups, job.groups, strict=True)):
+            for place, (its, ours) in enumerate(zip(*groups, strict=True)):
+                if its != ours:
+                    where = f"at place {place} of group {number}"
+                    return f"its optimizer has {_parameter(its)} {where}, where the job's has {_parameter(ours)}"
         return ""
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _parameter(name: str) -> str:
+    return name or "a parameter that is not the model's"
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
@@ -137,7 +160,7 @@ class Newcomer:
         self.group: ProcessGroup | None = None  # that of one, in which the model is built
         self._timeout = timeout
 
-    def ask(self, module: nn.Module) -> tuple[int, dict[str, Any]]:
+    def ask(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]]:
         """Waits until the workers let this one in; returns the request's number and :meth:`Door.admit`'s answer.
 
         Raises:
@@ -145,7 +168,7 @@ class Newcomer:
             torch.distributed.DistStoreError: No worker answered in time.
         """
         store = PrefixStore(_PREFIX, root_of(self.store))
-        request = Request.of(self.backend, self.options, module)
+        request = Request.of(self.backend, self.options, module, optimizer)
         number = store.add("count", 1)
         store.set(f"{number}/request", json.dumps(asdict(request)))
         self._wait(store, f"{number}/heard", self._timeout)

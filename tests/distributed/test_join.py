@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -159,13 +160,29 @@ def test_a_newcomer_gets_all_that_a_model_has() -> None:
 # ---- Who is not let in, and who is gone ----
 
 
-def refused(rank: Rank, match: str, module: torch.nn.Module, backend: str = "prague", options: Any = None) -> None:
+def refused(
+    rank: Rank,
+    match: str,
+    module: torch.nn.Module,
+    backend: str = "prague",
+    options: Any = None,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> None:
+    """make_optimizer: of the parameters."""
     torchext.join(backend, f"file://{rank.folder / 'store'}", pg_options=options)
     ddp = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer = make_optimizer(list(ddp.parameters()), lr=0.1)
     with pytest.raises(ValueError, match=match):
         torchext.attach(ddp, optimizer, on_peer_failure="continue")
     dist.destroy_process_group()
+
+
+def in_groups(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=lr)
+
+
+def in_another_order(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters[::-1], lr=lr)
 
 
 def body_refused(rank: Rank) -> Any:
@@ -183,6 +200,12 @@ def body_refused(rank: Rank) -> Any:
             r"its model has 2\.weight \(.*, strides \(1, 16\)\) where the job's has 2\.weight \(.*, strides \(16, 1\)\)"
         )
         refused(rank, its, transposed)
+        its = r"its optimizer is Adam, the job's is SGD"
+        refused(rank, its, mlp(), make_optimizer=torch.optim.Adam)
+        its = r"its optimizer has groups of 2, 4 parameters, the job's has groups of 6"
+        refused(rank, its, mlp(), make_optimizer=in_groups)
+        its = r"its optimizer has 4\.bias at place 0 of group 0, where the job's has 0\.weight"
+        refused(rank, its, mlp(), make_optimizer=in_another_order)
         rank.report("refused")
     training = GoingOn(rank, "prague", {}, workers=2)
     if rank.rank < 2:
@@ -213,8 +236,8 @@ def body_ghosts(rank: Rank) -> Any:
     if rank.rank == 3:
         real = Newcomer.ask
 
-        def ask(self: Newcomer, module: torch.nn.Module) -> Any:
-            answer = real(self, module)
+        def ask(self: Newcomer, *brought: Any) -> Any:
+            answer = real(self, *brought)
             rank.report("let in")
             rank.pause()
             return answer
