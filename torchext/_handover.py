@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from typing import Any
 
@@ -11,17 +12,27 @@ from torch import nn
 
 __all__ = ["pack", "unpack"]
 
+_logger = logging.getLogger("torchext")
+
 
 def pack(module: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """The state of both, on the CPU."""
+    """The state of both, on the CPU; or why it cannot be had, which is nothing to end the job for."""
     buffer = io.BytesIO()
-    torch.save([module.state_dict(), _passing(module), _plain(optimizer.state_dict())], buffer)
+    try:
+        torch.save([module.state_dict(), _passing(module), _plain(optimizer.state_dict())], buffer)
+    except Exception as error:
+        _logger.warning("torchext: a newcomer cannot get the model and optimizer of this worker", exc_info=True)
+        buffer = io.BytesIO()
+        torch.save(f"{type(error).__name__}: {error}", buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def unpack(state: torch.Tensor, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Loads what :func:`pack` has made of another worker's."""
-    of_module, passing, of_optimizer = torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
+    """Loads what :func:`pack` has made of another worker's. RuntimeError: there is none, or it does not fit."""
+    loaded = torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
+    if isinstance(loaded, str):
+        raise RuntimeError(f"that worker could not save it: {loaded}")
+    of_module, passing, of_optimizer = loaded
     module.load_state_dict(of_module)
     own = _passing(module)
     for name, buffer in passing.items():

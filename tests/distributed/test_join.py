@@ -223,6 +223,49 @@ def test_who_does_not_fit_is_refused_and_the_job_goes_on() -> None:
         assert ranks.values() == [[2]] * 3
 
 
+class Choosy(Peculiar):
+    def set_extra_state(self, state: Any) -> None:
+        raise RuntimeError("not this one")
+
+
+def body_choosy(rank: Rank, workers: int, extra: Any, match: str) -> Any:
+    if rank.rank == workers:
+        torchext.join("prague", f"file://{rank.folder / 'store'}")
+        ddp = DistributedDataParallel(Choosy())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=match):
+            torchext.attach(ddp, optimizer, on_peer_failure="continue")
+        assert not dist.is_initialized()
+        return 0
+    module = Peculiar()
+    module.extra = print if extra == "a function" else (_ for _ in ()) if extra == "a generator" else extra
+    training = GoingOn(rank, "prague", {}, workers=workers, module=module)
+    end = time.monotonic() + 30
+    while not training.sync.stats()["lost_ranks"]:
+        assert time.monotonic() < end, training.sync.stats()
+        training.sync.synchronize()
+    training.train(10)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    stats = training.sync.stats()
+    return stats["workers"], stats["lost_ranks"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "extra", "match"),
+    [
+        (1, 7, r"cannot load what .* handed over \(RuntimeError: not this one\); make model and optimizer as"),
+        (2, 7, r"\(RuntimeError: not this one\)"),
+        (1, "a function", r"\(UnpicklingError: Weights only load failed"),
+        (1, "a generator", r"RuntimeError: that worker could not save it: TypeError: cannot pickle 'generator' object"),
+    ],
+)
+def test_a_newcomer_that_cannot_take_over_goes_and_the_job_goes_on(workers: int, extra: Any, match: str) -> None:
+    with launch(body_choosy, workers + 1, workers, extra, match) as ranks:
+        values = ranks.values()
+    assert values[:workers] == [(workers, [workers])] * workers
+
+
 def body_ghosts(rank: Rank) -> Any:
     """Rank 2 dies while it waits, rank 3 when the others wait for it; rank 4 joins."""
     _membership.CONNECTING = timedelta(seconds=3)
