@@ -3,7 +3,8 @@
 They meet in the job's store. A newcomer leaves a request with what it trains, and waits. The job's first worker looks
 for requests whenever all workers meet for an exact average, refuses those that do not fit, with the reason, and makes
 sure that the others still wait: one that was killed meanwhile must not be waited for. Then all workers form a group
-with the newcomers in it (``torchext/_membership.py``).
+with the newcomers in it (``torchext/_membership.py``). Should the first worker die before it has answered, the next one
+asks the newcomer again whether it waits; one that was taken for dead makes a new request.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torchext.backends import BACKENDS, options_for
 __all__ = ["Door", "Newcomer", "Request", "join", "root_of", "take_newcomer"]
 
 ANSWER = timedelta(seconds=1)  # for a newcomer that waits to say that it does
+REQUESTS = 5  # of a newcomer that is slow to say so
 
 _PREFIX = "torchext/newcomers"
 _PAUSE = 0.02
@@ -117,28 +119,41 @@ class Door:
 
     def newcomers(self) -> list[int]:
         """The requests of those that fit and wait, which must be answered with :meth:`admit`."""
-        waiting = []
+        waiting = {}
         for number in range(1, self._store.add("count", 0) + 1):
             if number in self._done or not self._store.check([f"{number}/request"]):
                 continue
             self._done.add(number)
-            if self._store.check([f"{number}/heard"]):
-                continue  # by the first worker before this one
+            call = self._calls(number) + 1
+            if call > 1 and self._is_settled(number, call - 1):
+                continue
             fields = json.loads(self._store.get(f"{number}/request"))
             difference = Request(**fields).difference(self._job)
-            self._store.set(f"{number}/heard", difference)
+            self._store.set(f"{number}/heard/{call}", difference)
             if not difference:
-                waiting.append(number)
-        return [number for number in waiting if self._waits(number)]
+                waiting[number] = call
+        return [number for number, call in waiting.items() if self._waits(number, call)]
 
     def admit(self, number: int, answer: dict[str, Any]) -> None:
         """Tells a newcomer where the workers meet."""
         self._store.set(f"{number}/answer", json.dumps(answer))
 
-    def _waits(self, number: int) -> bool:
+    def _calls(self, number: int) -> int:
+        """How many first workers have heard a request; more than one if they died before they answered."""
+        call = 0
+        while self._store.check([f"{number}/heard/{call + 1}"]):
+            call += 1
+        return call
+
+    def _is_settled(self, number: int, call: int) -> bool:
+        refused = bool(self._store.get(f"{number}/heard/{call}"))
+        return refused or self._store.check([f"{number}/answer"])
+
+    def _waits(self, number: int, call: int) -> bool:
         try:
-            self._store.wait([f"{number}/here"], ANSWER)
+            self._store.wait([f"{number}/here/{call}"], ANSWER)
         except RuntimeError:  # DistStoreError, or what a FileStore raises
+            self._store.set(f"{number}/answer", json.dumps(None))  # one that was only slow asks anew
             return False
         return True
 
@@ -169,20 +184,38 @@ class Newcomer:
         """
         store = PrefixStore(_PREFIX, root_of(self.store))
         request = Request.of(self.backend, self.options, module, optimizer)
-        number = store.add("count", 1)
-        store.set(f"{number}/request", json.dumps(asdict(request)))
-        self._wait(store, f"{number}/heard", self._timeout)
-        difference = store.get(f"{number}/heard").decode()
-        if difference:
-            raise ValueError(f"torchext.join: this worker does not fit the running job: {difference}")
-        store.set(f"{number}/here", "1")
-        self._wait(store, f"{number}/answer", max(self._timeout, timedelta(seconds=30)))
-        return number, json.loads(store.get(f"{number}/answer"))
+        for _ in range(REQUESTS):
+            number = store.add("count", 1)
+            store.set(f"{number}/request", json.dumps(asdict(request)))
+            answer = self._answer(store, number)
+            if answer is not None:
+                return number, answer
+        raise dist.DistStoreError(
+            f"torchext.join: the workers heard this one {REQUESTS} times, and each time it took more than"
+            f" {ANSWER.total_seconds():g} s to say that it still waits; is its way to the store so slow?"
+        )
 
-    def _wait(self, store: Store, key: str, limit: timedelta) -> None:
+    def _answer(self, store: Store, number: int) -> dict[str, Any] | None:
+        """To a request; None: this one was thought dead."""
+        limit, call = self._timeout, 1
+        while self._wait(store, [f"{number}/answer", f"{number}/heard/{call}"], limit) == 1:
+            difference = store.get(f"{number}/heard/{call}").decode()
+            if difference:
+                raise ValueError(f"torchext.join: this worker does not fit the running job: {difference}")
+            store.set(f"{number}/here/{call}", "1")
+            limit = max(self._timeout, timedelta(seconds=30))
+            call += 1  # should the worker that has heard this die, the next one calls
+        answer: dict[str, Any] | None = json.loads(store.get(f"{number}/answer"))
+        return answer
+
+    def _wait(self, store: Store, keys: list[str], limit: timedelta) -> int:
+        """The place of the first key that is there."""
         # Short waits: one inside the store cannot be interrupted from the keyboard.
         deadline = time.monotonic() + limit.total_seconds()
-        while not store.check([key]):
+        while True:
+            for place, key in enumerate(keys):
+                if store.check([key]):
+                    return place
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(
                     f"torchext.join: no worker let this one in within {limit.total_seconds():g} s. They do when all"
