@@ -16,7 +16,7 @@ from harness import Rank, launch, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext import _membership, _newcomers
+from torchext import _membership
 from torchext._newcomers import Door, Newcomer
 from torchext.errors import BackendOptionsError
 
@@ -313,19 +313,17 @@ def test_newcomers_that_die_on_the_doorstep() -> None:
         assert [value[:3] for value in ranks.values()] == [(3, [], 1)] * 3
 
 
-def body_heard_in_vain(rank: Rank, why: str) -> Any:
-    """The first worker hears a newcomer, and does not let it in: it dies, or takes the newcomer for dead."""
+def body_heard_in_vain(rank: Rank) -> Any:
+    """The first worker hears a newcomer, and dies before it lets it in."""
     if rank.rank == 3:
         rank.pause()
-    if rank.rank == 0 and why == "dies":
+    if rank.rank == 0:
 
         def admit(*_: Any) -> None:
             rank.report("heard")
             rank.pause()
 
         Door.admit = admit  # type: ignore[method-assign]
-    if rank.rank < 3 and why == "takes it for dead":
-        _newcomers.ANSWER = timedelta(milliseconds=1)  # at first
     training = GoingOn(rank, "prague", {}, workers=3)
     if rank.rank < 3:
         rank.report("trains")
@@ -334,24 +332,18 @@ def body_heard_in_vain(rank: Rank, why: str) -> Any:
         assert time.monotonic() < end, training.sync.stats()
         training.train(1)
         training.sync.synchronize()
-        if rank.rank == 0 and training.sync._membership._door._done:
-            _newcomers.ANSWER = timedelta(seconds=1)
     equal_everywhere(training.ddp.module)
     stats = training.sync.stats()
     return stats["workers"], stats["lost_ranks"], stats["joined_ranks"]
 
 
-@pytest.mark.parametrize("why", ["dies", "takes it for dead"])
-def test_a_newcomer_is_heard_in_vain_and_comes_in_all_the_same(why: str) -> None:
-    with launch(body_heard_in_vain, 4, why) as ranks:
+def test_a_newcomer_is_heard_in_vain_and_comes_in_all_the_same() -> None:
+    with launch(body_heard_in_vain, 4) as ranks:
         ranks.expect("trains", [0, 1, 2])
         ranks.proceed([3])
-        lost = []
-        if why == "dies":
-            ranks.expect("heard", [0])
-            ranks.kill(0)
-            lost = [0]
-        assert ranks.values() == [(4 - len(lost), lost, [3])] * (4 - len(lost))
+        ranks.expect("heard", [0])
+        ranks.kill(0)
+        assert ranks.values() == [(3, [0], [3])] * 3
 
 
 def body_frozen_in_the_door(rank: Rank, frozen: int) -> Any:
