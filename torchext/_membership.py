@@ -3,10 +3,11 @@
 Every worker has a number for life: its rank at the time of attach, or the next free one when it joins later.
 
 Who is left. When a group fails, every process of it that lives says so in the store, from a thread of the backend: it
-counts as alive whatever its training thread is doing. Once all have spoken but the one that is known to be dead, or
-after :data:`GRACE` more than half, the first training thread to notice writes down who is left, and what it writes is
-final (``compare_set``). A process that is not on the list, because it was stopped for longer than that, is told so and
-cannot come back by itself. Where half or more are silent and might live, behind a broken link, nobody goes on.
+counts as alive whatever its training thread is doing. Once all have spoken but the one that is known to be dead (a
+newcomer that gives up says so itself), or after :data:`GRACE` more than half, the first training thread to notice
+writes down who is left, and what it writes is final (``compare_set``). A process that is not on the list, because it
+was stopped for longer than that, is told so and cannot come back by itself. Where half or more are silent and might
+live, behind a broken link, nobody goes on.
 
 Who comes. When all workers have formed an exact average, the first of them looks for newcomers (``_newcomers.py``) and
 writes the same kind of list, with them on it.
@@ -27,7 +28,6 @@ worker's. All begin with the exact average of their replicas.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import time
@@ -43,6 +43,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
+from torchext._handover import pack, unpack
 from torchext._newcomers import Door, Newcomer, Request, root_of
 from torchext._rendezvous import attempt_store
 from torchext.backends import BACKENDS, backend_of, connecting_within, group_of_one
@@ -122,7 +123,7 @@ class Membership:
             self._begin()
         else:
             self._enter(newcomer)
-        self._door = Door(self._store, Request.of(self._backend, self._options, ddp.module))
+        self._door = Door(self._store, Request.of(self._backend, self._options, ddp.module, optimizer))
 
     @property
     def members(self) -> list[int]:
@@ -229,6 +230,7 @@ class Membership:
         while not store.check(["decision"]):
             alive = [number for number in self.members if store.check([f"alive/{number}"])]
             silent = set(self.members) - set(alive)
+            dead |= {number for number in silent if self._meeting().check([f"gone/{number}"])}
             waited = time.monotonic() - started
             if silent <= dead or (2 * len(alive) > len(self.members) and waited > grace):
                 self._write(store, _List(alive))
@@ -354,9 +356,7 @@ class Membership:
         """The first worker's model and optimizer, to a newcomer."""
         group = self._ddp.process_group
         if dist.get_rank(group) == 0:
-            buffer = io.BytesIO()
-            torch.save([self._ddp.module.state_dict(), self._optimizer.state_dict()], buffer)
-            state = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+            state = pack(self._ddp.module, self._optimizer)
             dist.send(torch.tensor([state.numel()]), rank, group)
             dist.send(state, rank, group)
 
@@ -365,37 +365,56 @@ class Membership:
         self._store = newcomer.store
         self._is_world = True
         for entry in range(ENTRIES):
-            request, answer = newcomer.ask(self._ddp.module)
+            request, answer = newcomer.ask(self._ddp.module, self._optimizer)
             self._options._timeout = timedelta(seconds=answer.pop("timeout"))
             self._roll = _Roll(**answer)
             try:
-                self._come_in(request)
-                return
+                decided, state = self._come_in(request)
+                break
             except RuntimeError as error:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 if entry == ENTRIES - 1:
                     raise dist.DistBackendError(f"torchext.join: not let in by {ENTRIES} tries") from error
                 _logger.warning("torchext.join: the workers lost one of them meanwhile (%s); asking again", error)
+        try:
+            unpack(state, self._ddp.module, self._optimizer)
+        except Exception as error:
+            self._give_up()
+            raise ValueError(
+                f"torchext.join: this worker cannot load what the job's first worker has handed over"
+                f" ({type(error).__name__}: {error}); make model and optimizer as the job does"
+            ) from error
+        self._enroll(decided, "")
 
-    def _come_in(self, request: int) -> None:
+    def _come_in(self, request: int) -> tuple[_List, torch.Tensor]:
+        """Who trains from now on, and what the first of them has handed over. RuntimeError: ask again."""
         decided = self._read(self._meeting())
         number = decided.newcomers.get(str(request))
         if number is None:
             raise dist.DistBackendError("the workers went on without newcomers")
         self._me = number
         self._form(decided, 0)
-        self._take_over()
-        self._enroll(decided, "")
+        try:
+            return decided, self._receive()
+        except RuntimeError:
+            self._give_up()
+            raise
 
-    def _take_over(self) -> None:
+    def _give_up(self) -> None:
+        """Leaves the group that stands already. The others must not wonder whether this one lives."""
+        self._roll.groups += 1  # as theirs
+        try:
+            self._meeting().set(f"gone/{self._me}", "1")
+        finally:
+            dist.destroy_process_group()
+
+    def _receive(self) -> torch.Tensor:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, 0)
         state = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(state, 0)
-        model, optimizer = torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
-        self._ddp.module.load_state_dict(model)
-        self._optimizer.load_state_dict(optimizer)
+        return state
 
     # ---- Where they meet in the store ----
 

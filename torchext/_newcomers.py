@@ -3,7 +3,8 @@
 They meet in the job's store. A newcomer leaves a request with what it trains, and waits. The job's first worker looks
 for requests whenever all workers meet for an exact average, refuses those that do not fit, with the reason, and makes
 sure that the others still wait: one that was killed meanwhile must not be waited for. Then all workers form a group
-with the newcomers in it (``torchext/_membership.py``).
+with the newcomers in it (``torchext/_membership.py``). Should the first worker die before it has answered, the next one
+asks the newcomer again whether it waits; one that was taken for dead makes a new request.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, ProcessGroup, Store, TCPStore
@@ -27,6 +29,7 @@ from torchext.backends import BACKENDS, options_for
 __all__ = ["Door", "Newcomer", "Request", "forget_newcomer", "join", "newcomer_of", "root_of"]
 
 ANSWER = timedelta(seconds=1)  # for a newcomer that waits to say that it does
+REQUESTS = 5  # of a newcomer that is slow to say so
 
 _PREFIX = "torchext/newcomers"
 _PAUSE = 0.02
@@ -45,22 +48,30 @@ class Request:
 
     backend: str
     options: str
-    model: list[tuple[str, str, list[int]]]
-    """Name, dtype and shape of each tensor of the state."""
+    optimizer: str
+    """Its class."""
+    model: list[tuple[str, str, list[int], list[int]]]
+    """Name, dtype, shape and strides of each parameter and buffer: averages run over memory, in its order."""
+    groups: list[list[str]]
+    """The parameters of each of the optimizer's groups, whose state goes by their places; "" for one of others."""
     version: str = __version__
 
     @classmethod
-    def of(cls, backend: str, options: Any, module: nn.Module) -> Request:
+    def of(cls, backend: str, options: Any, module: nn.Module, optimizer: torch.optim.Optimizer) -> Request:
         tensors = [
-            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-            for name, tensor in module.state_dict().items()
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor))
+            # Not state_dict(), which has get_extra_state() and lacks buffers that are not persistent.
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
         ]
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         # The timeout may come with init_process_group as well; newcomers take the job's.
-        return cls(backend, re.sub(r", timeout=[^,)]*\)$", ")", repr(options)), tensors)
+        options = re.sub(r", timeout=[^,)]*\)$", ")", repr(options))
+        return cls(backend, options, type(optimizer).__name__, tensors, groups)
 
     def difference(self, job: Request) -> str:
         """Why a worker with this request cannot join ``job``; empty if it can."""
-        for what in ("version", "backend", "options"):
+        for what in ("version", "backend", "options", "optimizer"):
             its, ours = getattr(self, what), getattr(job, what)
             if its != ours:
                 return f"its {what} is {its}, the job's is {ours}"
@@ -69,12 +80,33 @@ class Request:
                 return f"its model has {_tensor(its)} where the job's has {_tensor(ours)}"
         if len(self.model) != len(job.model):
             return f"its model has {len(self.model)} tensors, the job's has {len(job.model)}"
+        its, ours = ([len(group) for group in request.groups] for request in (self, job))
+        if its != ours:
+            return f"its optimizer has groups of {_listed(its)} parameters, the job's has groups of {_listed(ours)}"
+        for number, groups in enumerate(zip(self.groups, job.groups, strict=True)):
+            for place, (its, ours) in enumerate(zip(*groups, strict=True)):
+                if its != ours:
+                    where = f"at place {place} of group {number}"
+                    return f"its optimizer has {_parameter(its)} {where}, where the job's has {_parameter(ours)}"
         return ""
 
 
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _parameter(name: str) -> str:
+    return name or "a parameter that is not the model's"
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    # A dimension of one element is nowhere in memory's order, whatever stride it has.
+    return [stride if size > 1 else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+
+
 def _tensor(entry: Any) -> str:
-    name, dtype, shape = entry
-    return f"{name} ({dtype}, {tuple(shape)})"
+    name, dtype, shape, strides = entry
+    return f"{name} ({dtype}, {tuple(shape)}, strides {tuple(strides)})"
 
 
 class Door:
@@ -87,28 +119,41 @@ class Door:
 
     def newcomers(self) -> list[int]:
         """The requests of those that fit and wait, which must be answered with :meth:`admit`."""
-        waiting = []
+        waiting = {}
         for number in range(1, self._store.add("count", 0) + 1):
             if number in self._done or not self._store.check([f"{number}/request"]):
                 continue
             self._done.add(number)
-            if self._store.check([f"{number}/heard"]):
-                continue  # by the first worker before this one
+            call = self._calls(number) + 1
+            if call > 1 and self._is_settled(number, call - 1):
+                continue
             fields = json.loads(self._store.get(f"{number}/request"))
             difference = Request(**fields).difference(self._job)
-            self._store.set(f"{number}/heard", difference)
+            self._store.set(f"{number}/heard/{call}", difference)
             if not difference:
-                waiting.append(number)
-        return [number for number in waiting if self._waits(number)]
+                waiting[number] = call
+        return [number for number, call in waiting.items() if self._waits(number, call)]
 
     def admit(self, number: int, answer: dict[str, Any]) -> None:
         """Tells a newcomer where the workers meet."""
         self._store.set(f"{number}/answer", json.dumps(answer))
 
-    def _waits(self, number: int) -> bool:
+    def _calls(self, number: int) -> int:
+        """How many first workers have heard a request; more than one if they died before they answered."""
+        call = 0
+        while self._store.check([f"{number}/heard/{call + 1}"]):
+            call += 1
+        return call
+
+    def _is_settled(self, number: int, call: int) -> bool:
+        refused = bool(self._store.get(f"{number}/heard/{call}"))
+        return refused or self._store.check([f"{number}/answer"])
+
+    def _waits(self, number: int, call: int) -> bool:
         try:
-            self._store.wait([f"{number}/here"], ANSWER)
+            self._store.wait([f"{number}/here/{call}"], ANSWER)
         except RuntimeError:  # DistStoreError, or what a FileStore raises
+            self._store.set(f"{number}/answer", json.dumps(None))  # one that was only slow asks anew
             return False
         return True
 
@@ -130,7 +175,7 @@ class Newcomer:
         self.group: ProcessGroup | None = None  # that of one, in which the model is built
         self._timeout = timeout
 
-    def ask(self, module: nn.Module) -> tuple[int, dict[str, Any]]:
+    def ask(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]]:
         """Waits until the workers let this one in; returns the request's number and :meth:`Door.admit`'s answer.
 
         Raises:
@@ -138,21 +183,39 @@ class Newcomer:
             torch.distributed.DistStoreError: No worker answered in time.
         """
         store = PrefixStore(_PREFIX, root_of(self.store))
-        request = Request.of(self.backend, self.options, module)
-        number = store.add("count", 1)
-        store.set(f"{number}/request", json.dumps(asdict(request)))
-        self._wait(store, f"{number}/heard", self._timeout)
-        difference = store.get(f"{number}/heard").decode()
-        if difference:
-            raise ValueError(f"torchext.join: this worker does not fit the running job: {difference}")
-        store.set(f"{number}/here", "1")
-        self._wait(store, f"{number}/answer", max(self._timeout, timedelta(seconds=30)))
-        return number, json.loads(store.get(f"{number}/answer"))
+        request = Request.of(self.backend, self.options, module, optimizer)
+        for _ in range(REQUESTS):
+            number = store.add("count", 1)
+            store.set(f"{number}/request", json.dumps(asdict(request)))
+            answer = self._answer(store, number)
+            if answer is not None:
+                return number, answer
+        raise dist.DistStoreError(
+            f"torchext.join: the workers heard this one {REQUESTS} times, and each time it took more than"
+            f" {ANSWER.total_seconds():g} s to say that it still waits; is its way to the store so slow?"
+        )
 
-    def _wait(self, store: Store, key: str, limit: timedelta) -> None:
+    def _answer(self, store: Store, number: int) -> dict[str, Any] | None:
+        """To a request; None: this one was thought dead."""
+        limit, call = self._timeout, 1
+        while self._wait(store, [f"{number}/answer", f"{number}/heard/{call}"], limit) == 1:
+            difference = store.get(f"{number}/heard/{call}").decode()
+            if difference:
+                raise ValueError(f"torchext.join: this worker does not fit the running job: {difference}")
+            store.set(f"{number}/here/{call}", "1")
+            limit = max(self._timeout, timedelta(seconds=30))
+            call += 1  # should the worker that has heard this die, the next one calls
+        answer: dict[str, Any] | None = json.loads(store.get(f"{number}/answer"))
+        return answer
+
+    def _wait(self, store: Store, keys: list[str], limit: timedelta) -> int:
+        """The place of the first key that is there."""
         # Short waits: one inside the store cannot be interrupted from the keyboard.
         deadline = time.monotonic() + limit.total_seconds()
-        while not store.check([key]):
+        while True:
+            for place, key in enumerate(keys):
+                if store.check([key]):
+                    return place
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(
                     f"torchext.join: no worker let this one in within {limit.total_seconds():g} s. They do when all"

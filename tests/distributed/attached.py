@@ -119,7 +119,14 @@ class GoingOn:
     """A small regression, trained with on_peer_failure="continue"."""
 
     def __init__(
-        self, rank: Rank, backend: str, options: dict[str, Any], *, timeout: float = 60, workers: int | None = None
+        self,
+        rank: Rank,
+        backend: str,
+        options: dict[str, Any],
+        *,
+        timeout: float = 60,
+        workers: int | None = None,
+        module: nn.Module | None = None,
     ) -> None:
         """workers: the world at first; ranks from there on join it."""
         pg_options = OPTIONS[backend](timeout=timedelta(seconds=timeout), **options)
@@ -128,7 +135,7 @@ class GoingOn:
         else:
             rank.init(backend, timeout=timeout, pg_options=pg_options, world_size=workers)
         self.rank = rank.rank
-        self.ddp = DistributedDataParallel(mlp())
+        self.ddp = DistributedDataParallel(mlp() if module is None else module)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.02, momentum=0.5)
         self.sync = torchext.attach(self.ddp, self.optimizer, on_peer_failure="continue")
         self.step = 0

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from attached import GoingOn, equal_everywhere, flat, freeze_when_connecting
+from attached import GoingOn, equal_everywhere, flat, freeze_when_connecting, mlp
 from harness import Rank, launch, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 from torchext import _membership
-from torchext._newcomers import Newcomer
+from torchext._newcomers import Door, Newcomer
 from torchext.errors import BackendOptionsError
 
 BACKENDS: list[tuple[str, dict[str, Any]]] = [
@@ -111,31 +113,99 @@ def test_a_newcomer_takes_the_place_of_the_dead(backend: str) -> None:
         assert ranks.values() == [(place, 3, [0], [3]) for place in range(3)]
 
 
+class Peculiar(torch.nn.Module):
+    """Has more than parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.extra = 0
+        self.register_buffer("seen", torch.zeros(2), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("none", None, persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)
+
+
+def body_peculiar(rank: Rank) -> Any:
+    if rank.rank == 2:
+        rank.pause()
+    module = Peculiar()
+    training = GoingOn(rank, "prague", {}, workers=2, module=module)
+    group = training.optimizer.param_groups[0]
+    if rank.rank < 2:
+        module.extra = 7
+        module.seen.fill_(3)
+        module.count.fill_(4)
+        group["lr"], group["betas"] = np.float64(0.03), (np.float32(0.5), 0.9)  # a schedule's
+        rank.report("trains")
+    train_until(training, 3)
+    return module.extra, module.seen.tolist(), int(module.count), group["lr"], group["betas"]
+
+
+def test_a_newcomer_gets_all_that_a_model_has() -> None:
+    with launch(body_peculiar, 3) as ranks:
+        ranks.expect("trains", [0, 1])
+        ranks.proceed([2])
+        assert ranks.values() == [(7, [3, 3], 4, 0.03, (0.5, 0.9))] * 3
+
+
 # ---- Who is not let in, and who is gone ----
+
+
+def refused(
+    rank: Rank,
+    match: str,
+    module: torch.nn.Module,
+    backend: str = "prague",
+    options: Any = None,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> None:
+    """make_optimizer: of the parameters."""
+    torchext.join(backend, f"file://{rank.folder / 'store'}", pg_options=options)
+    ddp = DistributedDataParallel(module)
+    optimizer = make_optimizer(list(ddp.parameters()), lr=0.1)
+    with pytest.raises(ValueError, match=match):
+        torchext.attach(ddp, optimizer, on_peer_failure="continue")
+    dist.destroy_process_group()
+
+
+def in_groups(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=lr)
+
+
+def in_another_order(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters[::-1], lr=lr)
 
 
 def body_refused(rank: Rank) -> Any:
     if rank.rank == 2:
         rank.pause()
-        options = torchext.PragueOptions(sync_period=2)
-        torchext.join("prague", f"file://{rank.folder / 'store'}", pg_options=options)
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"its options is Prague.*sync_period=2.* the job's is .*sync_period=1"):
-            torchext.attach(ddp, optimizer, on_peer_failure="continue")
-        dist.destroy_process_group()
-        torchext.join("prague", f"file://{rank.folder / 'store'}")
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"its model has weight \(float32, \(3, 3\)\) where the job's has \S+ \("):
-            torchext.attach(ddp, optimizer, on_peer_failure="continue")
-        dist.destroy_process_group()
-        torchext.join("hop", f"file://{rank.folder / 'store'}")
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"its backend is hop, the job's is prague"):
-            torchext.attach(ddp, optimizer, on_peer_failure="continue")
-        dist.destroy_process_group()
+        other = torch.nn.Linear(3, 3)
+        its = r"its options is Prague.*sync_period=2.* the job's is .*sync_period=1"
+        refused(rank, its, other, options=torchext.PragueOptions(sync_period=2))
+        its = r"its model has weight \(float32, \(3, 3\), strides \(3, 1\)\) where the job's has \S+ \("
+        refused(rank, its, other)
+        refused(rank, r"its backend is hop, the job's is prague", other, backend="hop")
+        transposed = mlp()
+        transposed[2].weight = torch.nn.Parameter(transposed[2].weight.detach().t())  # a square one
+        its = (
+            r"its model has 2\.weight \(.*, strides \(1, 16\)\) where the job's has 2\.weight \(.*, strides \(16, 1\)\)"
+        )
+        refused(rank, its, transposed)
+        its = r"its optimizer is Adam, the job's is SGD"
+        refused(rank, its, mlp(), make_optimizer=torch.optim.Adam)
+        its = r"its optimizer has groups of 2, 4 parameters, the job's has groups of 6"
+        refused(rank, its, mlp(), make_optimizer=in_groups)
+        its = r"its optimizer has 4\.bias at place 0 of group 0, where the job's has 0\.weight"
+        refused(rank, its, mlp(), make_optimizer=in_another_order)
         rank.report("refused")
     training = GoingOn(rank, "prague", {}, workers=2)
     if rank.rank < 2:
@@ -153,6 +223,49 @@ def test_who_does_not_fit_is_refused_and_the_job_goes_on() -> None:
         assert ranks.values() == [[2]] * 3
 
 
+class Choosy(Peculiar):
+    def set_extra_state(self, state: Any) -> None:
+        raise RuntimeError("not this one")
+
+
+def body_choosy(rank: Rank, workers: int, extra: Any, match: str) -> Any:
+    if rank.rank == workers:
+        torchext.join("prague", f"file://{rank.folder / 'store'}")
+        ddp = DistributedDataParallel(Choosy())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=match):
+            torchext.attach(ddp, optimizer, on_peer_failure="continue")
+        assert not dist.is_initialized()
+        return 0
+    module = Peculiar()
+    module.extra = print if extra == "a function" else (_ for _ in ()) if extra == "a generator" else extra
+    training = GoingOn(rank, "prague", {}, workers=workers, module=module)
+    end = time.monotonic() + 30
+    while not training.sync.stats()["lost_ranks"]:
+        assert time.monotonic() < end, training.sync.stats()
+        training.sync.synchronize()
+    training.train(10)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    stats = training.sync.stats()
+    return stats["workers"], stats["lost_ranks"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "extra", "match"),
+    [
+        (1, 7, r"cannot load what .* handed over \(RuntimeError: not this one\); make model and optimizer as"),
+        (2, 7, r"\(RuntimeError: not this one\)"),
+        (1, "a function", r"\(UnpicklingError: Weights only load failed"),
+        (1, "a generator", r"RuntimeError: that worker could not save it: TypeError: cannot pickle 'generator' object"),
+    ],
+)
+def test_a_newcomer_that_cannot_take_over_goes_and_the_job_goes_on(workers: int, extra: Any, match: str) -> None:
+    with launch(body_choosy, workers + 1, workers, extra, match) as ranks:
+        values = ranks.values()
+    assert values[:workers] == [(workers, [workers])] * workers
+
+
 def body_ghosts(rank: Rank) -> Any:
     """Rank 2 dies while it waits, rank 3 when the others wait for it; rank 4 joins."""
     _membership.CONNECTING = timedelta(seconds=3)
@@ -166,8 +279,8 @@ def body_ghosts(rank: Rank) -> Any:
     if rank.rank == 3:
         real = Newcomer.ask
 
-        def ask(self: Newcomer, module: torch.nn.Module) -> Any:
-            answer = real(self, module)
+        def ask(self: Newcomer, *brought: Any) -> Any:
+            answer = real(self, *brought)
             rank.report("let in")
             rank.pause()
             return answer
@@ -198,6 +311,39 @@ def test_newcomers_that_die_on_the_doorstep() -> None:
         ranks.kill(3)
         ranks.proceed([4])
         assert [value[:3] for value in ranks.values()] == [(3, [], 1)] * 3
+
+
+def body_heard_in_vain(rank: Rank) -> Any:
+    """The first worker hears a newcomer, and dies before it lets it in."""
+    if rank.rank == 3:
+        rank.pause()
+    if rank.rank == 0:
+
+        def admit(*_: Any) -> None:
+            rank.report("heard")
+            rank.pause()
+
+        Door.admit = admit  # type: ignore[method-assign]
+    training = GoingOn(rank, "prague", {}, workers=3)
+    if rank.rank < 3:
+        rank.report("trains")
+    end = time.monotonic() + 40
+    while not training.sync.stats()["joined_ranks"]:
+        assert time.monotonic() < end, training.sync.stats()
+        training.train(1)
+        training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    stats = training.sync.stats()
+    return stats["workers"], stats["lost_ranks"], stats["joined_ranks"]
+
+
+def test_a_newcomer_is_heard_in_vain_and_comes_in_all_the_same() -> None:
+    with launch(body_heard_in_vain, 4) as ranks:
+        ranks.expect("trains", [0, 1, 2])
+        ranks.proceed([3])
+        ranks.expect("heard", [0])
+        ranks.kill(0)
+        assert ranks.values() == [(3, [0], [3])] * 3
 
 
 def body_frozen_in_the_door(rank: Rank, frozen: int) -> Any:

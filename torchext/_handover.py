@@ -1,0 +1,64 @@
+"""What a worker that joins gets from the first of those that train: its model and its optimizer's state, as bytes."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["pack", "unpack"]
+
+_logger = logging.getLogger("torchext")
+
+
+def pack(module: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """The state of both, on the CPU; or why it cannot be had, which is nothing to end the job for."""
+    buffer = io.BytesIO()
+    try:
+        torch.save([module.state_dict(), _passing(module), _plain(optimizer.state_dict())], buffer)
+    except Exception as error:
+        _logger.warning("torchext: a newcomer cannot get the model and optimizer of this worker", exc_info=True)
+        buffer = io.BytesIO()
+        torch.save(f"{type(error).__name__}: {error}", buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def unpack(state: torch.Tensor, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Loads what :func:`pack` has made of another worker's. RuntimeError: there is none, or it does not fit."""
+    loaded = torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
+    if isinstance(loaded, str):
+        raise RuntimeError(f"that worker could not save it: {loaded}")
+    of_module, passing, of_optimizer = loaded
+    module.load_state_dict(of_module)
+    own = _passing(module)
+    for name, buffer in passing.items():
+        # One that the module has made anew since, in another size, is a cache: it will do so here, too.
+        if name in own and own[name].shape == buffer.shape:
+            own[name].copy_(buffer)
+    optimizer.load_state_dict(of_optimizer)
+
+
+def _passing(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are not persistent, which are averaged like the others but are not in state_dict()."""
+    passing = {}
+    for prefix, child in module.named_modules():
+        for name in child._non_persistent_buffers_set:
+            if (buffer := child._buffers[name]) is not None:
+                passing[f"{prefix}.{name}"] = buffer.detach()
+    return passing
+
+
+def _plain(state: Any) -> Any:
+    """The same with Python's numbers for numpy's, which come from schedules, and which torch.load takes for code."""
+    numpy: Any = sys.modules.get("numpy")  # else there are none
+    if numpy is not None and isinstance(state, numpy.generic):
+        return state.item()
+    if type(state) is dict:
+        return {key: _plain(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_plain, state))
+    return state
