@@ -7,15 +7,15 @@ namespace torchext {
 // As long as it lives, on the thread that made it: abort callbacks run on the thread that ends the group.
 class Leaving {
  public:
-  Leaving() { ++depth_; }
-  ~Leaving() { --depth_; }
+  Leaving() { ++depth; }
+  ~Leaving() { --depth; }
   Leaving(const Leaving&) = delete;
   Leaving& operator=(const Leaving&) = delete;
 
-  static bool here() { return depth_ > 0; }
+  static bool here() { return depth > 0; }
 
  private:
-  inline static thread_local int depth_ = 0;
+  inline static thread_local int depth = 0;
 };
 
 }  // namespace torchext
