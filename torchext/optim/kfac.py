@@ -12,7 +12,7 @@ from torch.optim.sgd import sgd
 
 from torchext.errors import KFACStateError
 from torchext.optim._plan import KFACPlan
-from torchext.optim.preconditioner import KFACPreconditioner
+from torchext.optim.preconditioner import KFACPreconditioner, no_copies
 
 __all__ = ["KFAC", "PADKFAC", "SPDKFAC"]
 
@@ -148,11 +148,7 @@ class KFAC(torch.optim.Optimizer):
         Raises:
             TypeError: always.
         """
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: it belongs to its model by hooks, and to a group of "
-            "ranks. Make a new one for the copied model, and give it this one's state: "
-            "new.load_state_dict(copy.deepcopy(old.state_dict()))"
-        )
+        raise no_copies(self)
 
     def state_dict(self) -> dict[str, Any]:
         """SGD's state, and under ``"kfac"`` factors and inverses. Collective where there is more than one rank."""

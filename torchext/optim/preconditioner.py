@@ -299,11 +299,7 @@ class KFACPreconditioner:
         Raises:
             TypeError: always.
         """
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: it belongs to its model by hooks, and to a group of "
-            "ranks. Make a new one for the copied model, and give it this one's state: "
-            "new.load_state_dict(copy.deepcopy(old.state_dict()))"
-        )
+        raise no_copies(self)
 
     def discard(self) -> None:
         """Forgets what backward passes have left since the last step (one that a gradient scaler skipped, say)."""
@@ -383,6 +379,15 @@ class KFACPreconditioner:
         """
         self.check_state(state)
         self._engine.load(state["factors"], state["steps"], state["factor_updates"])
+
+
+def no_copies(of: object) -> TypeError:
+    """What copying or pickling an optimizer or preconditioner raises."""
+    return TypeError(
+        f"{type(of).__name__} cannot be copied or pickled: it belongs to its model by hooks, and to a group of "
+        "ranks. Make a new one for the copied model, and give it this one's state: "
+        "new.load_state_dict(copy.deepcopy(old.state_dict()))"
+    )
 
 
 def _check_devices(layers: Sequence[Layer]) -> None:
