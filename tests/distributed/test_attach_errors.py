@@ -203,7 +203,9 @@ def body_disagreement(rank: Rank) -> list[tuple[str, str, str, float]]:
     attach("bucket bytes", model, bucket_mb=2 if odd else 1)
     attach("number of parameter tensors is 2 on rank 0 and 1 on rank 2", nn.Linear(4, 1, bias=not odd))
     attach("number of parameter elements is 5 on rank 0 and 6 on rank 2", nn.Linear(5 if odd else 4, 1))
-    attach("parameter shapes and dtypes", nn.Linear(1, 3) if odd else nn.Linear(5, 1))
+    attach("parameter shapes, strides and dtypes", nn.Linear(1, 3) if odd else nn.Linear(5, 1))
+    of_images = nn.Conv2d(2, 2, 2)
+    attach("parameter shapes, strides", of_images.to(memory_format=torch.channels_last) if odd else of_images)
     attach("number of buffer elements is 3 on rank 0 and 4 on rank 2", Buffered(4 if odd else 3))
     return errors
 
