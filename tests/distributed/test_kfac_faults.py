@@ -198,6 +198,8 @@ def body_different(rank: Rank, what: str) -> None:
         KFAC(nn.Linear(4, 5 if second else 4))
     elif what == "count":
         KFAC(nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] if second else [])))
+    elif what == "kl_clip":
+        KFAC(nn.Linear(4, 4), kl_clip=1e-3 if second else None)
     elif what == "damping":
         KFAC(nn.Linear(4, 4), damping=0.1 if second else 0.2)
     elif what == "lr":
@@ -214,6 +216,7 @@ def body_different(rank: Rank, what: str) -> None:
         ("shape", "DistBackendError", "names and shapes of the layers"),
         ("count", "DistBackendError", "the number of layers is 1 on rank 0 and 2 on rank 1"),
         ("damping", "DistBackendError", "damping"),
+        ("kl_clip", "DistBackendError", "kl_clip"),
         ("no layer", "RuntimeError", "rank 1 could not build its optimizer"),
         ("lr", "RuntimeError", "rank 1 could not build its optimizer"),
         ("misspelt", "RuntimeError", "rank 1 could not build its optimizer"),
