@@ -28,6 +28,8 @@ _NOT_COPIED = (
     "optimizer of the copied model, or call detach() of what torchext.attach returned first"
 )
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
+# A step is cut into so many parts at most: each of them asks for every gradient.
+_PARTS = 16
 
 
 def check_stepped(optimizer: torch.optim.Optimizer, form: str) -> None:
@@ -263,7 +265,8 @@ class DearOptimizer:
         """
         buckets = [(self.core.bucket_of(stepped.position), stepped.position) for stepped in self.stepped()]
         known, total = 0, self.core.bucket_count
-        arrived = self.core.arrived_buckets(known)
+        stride = max(1, -(-total // _PARTS))
+        arrived = self.core.arrived_buckets(stride - 1)
         while arrived < total:
             part = {position for bucket, position in buckets if bucket is not None and known <= bucket < arrived}
             if part:
@@ -273,7 +276,7 @@ class DearOptimizer:
                 finally:
                     self._only = None
                 self._early |= part
-            known, arrived = arrived, self.core.arrived_buckets(arrived)
+            known, arrived = arrived, self.core.arrived_buckets(arrived + stride - 1)
 
     def _agree_on_overflow(self) -> None:
         """Every rank sees infinite or NaN gradients if one does: a GradScaler must skip a step on all or none."""

@@ -83,7 +83,6 @@ class DearSynchronizer(Synchronizer):
     ) -> None:
         super().__init__(core, ddp, optimizer, parameters)
         self._lane = lane
-        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         self._held = DearOptimizer(core, optimizer, parameters, ddp.process_group, self.wait)
         self._deferred: DeferredStep | None = None
         self._synced = True  # the last forward pass was not inside no_sync()
@@ -224,11 +223,6 @@ class DearSynchronizer(Synchronizer):
 
     def _before_step(self, *_: Any) -> None:
         super()._before_step()
-        if any(parameter.requires_grad for parameter in self._frozen):
-            raise ValueError(
-                "dear: a parameter that was frozen at torchext.attach requires a gradient now, which DDP does not "
-                "reduce; unfreeze before the model is wrapped (frozen later and unfrozen again works)"
-            )
         self._held.before_step()
 
     def _after_step(self, *_: Any) -> None:

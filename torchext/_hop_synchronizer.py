@@ -30,6 +30,11 @@ class HopSynchronizer(AveragingSynchronizer):
         self.wait()
         return self._core.steps
 
+    def _meet(self, steps: int) -> int:
+        most = super()._meet(steps)
+        self._core.begin()  # the others may first step another model, where they wait for this worker
+        return most
+
     def stats(self) -> dict[str, Any]:
         """Counters, histograms (value to how often) and milliseconds since attach.
 

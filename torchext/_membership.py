@@ -148,7 +148,7 @@ class Membership:
         name = dist.get_backend(group)
         # "cpu:gloo,cuda:prague" has no name of its own
         self._backend = name if name in BACKENDS else dist.get_backend_config(group)
-        self._is_world = group is dist.group.WORLD
+        self.is_world = group is dist.group.WORLD
         token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
         dist.broadcast(token, group=group, group_src=0)
         self._store = root_of(dist.distributed_c10d._world.pg_map[group][1])
@@ -157,9 +157,27 @@ class Membership:
 
     # ---- Failures ----
 
-    def fail(self, error: BaseException) -> None:
-        """Ends the model's group, if that has not failed already: a timeout, say, which the others must learn of."""
+    def suspect(self) -> int | None:
+        """The rank in the world of whom the failure is about, if that is known."""
+        group = self._ddp.process_group
+        rank = backend_of(group).failure[0]
+        return dist.get_process_group_ranks(group)[rank] if rank >= 0 else None
+
+    def loses(self, rank: int | None) -> bool:
+        """Whether that rank of the world is one of the workers."""
+        return rank in dist.get_process_group_ranks(self._ddp.process_group)
+
+    def fail(self, error: BaseException, *, patient: bool = False) -> None:
+        """Ends the model's group, if that has not failed already: a timeout, say, which the others must learn of.
+
+        Args:
+            error: The reason.
+            patient: Somebody in it died; it should find out by itself, and then knows who.
+        """
         backend = backend_of(self._ddp.process_group)
+        end = time.monotonic() + (GRACE if patient else 0)
+        while not backend.failure[1] and time.monotonic() < end:
+            time.sleep(_PAUSE)
         if not backend.failure[1]:
             backend.abort_with_reason(str(error))
 
@@ -253,7 +271,7 @@ class Membership:
             if self._meeting(attempt).check(["outcome"]):  # the others have waited for this one in vain
                 raise dist.DistBackendError("came too late")
             with connecting_within(decided.connecting):
-                group = self._world(decided, attempt) if self._is_world else self._shrunk(decided)
+                group = self._world(decided, attempt) if self.is_world else self._shrunk(decided)
             outcome = self._outcome(decided, attempt)
         except RuntimeError as error:
             outcome = self._conclude(attempt, f"rank {self._me} did not come into it: {error}")
@@ -350,7 +368,7 @@ class Membership:
 
     def _takes_newcomers(self) -> bool:
         # Of a newcomer it is not known in which rack it stands; and it is in the world, not in a part of it.
-        return self._is_world and not getattr(self._options, "racks", [])
+        return self.is_world and not getattr(self._options, "racks", [])
 
     def _hand_over(self, rank: int) -> None:
         """The first worker's model and optimizer, to a newcomer."""
@@ -363,7 +381,7 @@ class Membership:
     def _enter(self, newcomer: Newcomer) -> None:
         self._options, self._backend = newcomer.options, newcomer.backend
         self._store = newcomer.store
-        self._is_world = True
+        self.is_world = True
         for entry in range(ENTRIES):
             request, answer = newcomer.ask(self._ddp.module, self._optimizer)
             self._options._timeout = timedelta(seconds=answer.pop("timeout"))

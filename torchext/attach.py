@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torchext._hop_synchronizer import HopSynchronizer
 from torchext._membership import Membership
 from torchext._newcomers import forget_newcomer, newcomer_of
 from torchext.backends import backend_of
-from torchext.synchronizer import AveragingSynchronizer, Synchronizer
+from torchext.synchronizer import AveragingSynchronizer, Synchronizer, in_use
 
 __all__ = ["attach"]
 
@@ -67,8 +68,10 @@ def attach(
 
     Installs hooks around ``optimizer.step`` and in front of the modules that wait for their parameters. With all but
     ``dear``, a C++ communication hook in DDP's reducer keeps gradients local, optimizer state stays local, and
-    ``broadcast_buffers`` is turned off: floating-point buffers are averaged with the parameters. With ``dear``, the
-    optimizer gets a slice of every parameter, and training goes on exactly as with plain DDP.
+    ``broadcast_buffers`` is turned off: floating-point buffers are averaged with the parameters. Parameters that are
+    frozen (``requires_grad=False``) now do not travel in training; where all workers meet they are averaged, too, if
+    they differ (a teacher that follows each worker's student). With ``dear``, the optimizer gets a slice of every
+    parameter, and training goes on exactly as with plain DDP.
 
     Args:
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
@@ -78,8 +81,9 @@ def attach(
             sends whole models.
         on_peer_failure: What a worker's death means to the others. ``"raise"``: an error that names it. ``"continue"``
             (``prague``, ``dssync``, ``hop``): they train on without it, as a group with new ranks; ``stats()`` and the
-            log tell of it. Needs a store that outlives any worker, as torchrun's. Collectives of your own that are
-            under way raise all the same, and the sampler goes on leaving out what the dead would have trained on.
+            log tell of it. Of several models each needs a group of its own then (``new_group``). Needs a store that
+            outlives any worker, as torchrun's. Collectives of your own that are under way raise all the same, and the
+            sampler goes on leaving out what the dead would have trained on.
 
     Raises:
         RuntimeError: Before ``init_process_group``, or attached twice.
@@ -91,6 +95,7 @@ def attach(
         raise ValueError(f"torchext.attach: bucket_mb must be 'auto' or in [0.001, 4096], got {bucket_mb!r}")
     if on_peer_failure not in ("raise", "continue"):
         raise ValueError(f"torchext.attach: on_peer_failure must be 'raise' or 'continue', got {on_peer_failure!r}")
+    _check_others(ddp_model, on_peer_failure)
     membership = None
     newcomer = newcomer_of(ddp_model.process_group)
     if newcomer is not None and on_peer_failure != "continue":
@@ -119,6 +124,23 @@ def attach(
     ddp_model._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
     _leave_at_exit(synchronizer)
     return synchronizer
+
+
+def _check_others(ddp: DistributedDataParallel, on_peer_failure: str) -> None:
+    """Refuses a model beside one that, when a worker dies, makes the default group anew: every group ends with it."""
+    renews = on_peer_failure == "continue" and ddp.process_group is dist.group.WORLD
+
+    def other_in_the_way() -> bool:
+        return any(renews or other._renews_world() for other in in_use())
+
+    if other_in_the_way():
+        gc.collect()  # models that are gone may wait in cycles
+    if other_in_the_way():
+        raise ValueError(
+            "torchext.attach: on_peer_failure='continue' makes the default process group anew when a worker dies, which"
+            " ends all other groups, those of other attached models among them. Several models can train on if each has"
+            " a group of its own: DistributedDataParallel(model, process_group=torch.distributed.new_group(...))"
+        )
 
 
 def _check_can_continue(backend: Any) -> None:
@@ -159,11 +181,13 @@ def _attach_averaging(
     membership: Membership | None,
     kind: type[AveragingSynchronizer] = AveragingSynchronizer,
 ) -> Synchronizer:
-    """Attaches to a decentralized backend. attach_core: of backend, parameters and buffers to a C++ synchronizer."""
-    parameters, buffers = _averaged_tensors(ddp.module)
+    """Attaches to a decentralized backend. attach_core: of backend and tensors to a C++ synchronizer."""
+    parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in ddp.module.parameters() if not parameter.requires_grad]
+    buffers = [buffer for buffer in ddp.module.buffers() if buffer.is_floating_point()]
 
     def make_core(backend: Any) -> Any:
-        return attach_core(backend, parameters, buffers)
+        return attach_core(backend, parameters, buffers, frozen)
 
     backend = backend_of(ddp.process_group)
     core = make_core(backend)
@@ -174,12 +198,6 @@ def _attach_averaging(
     if membership is not None:
         synchronizer.go_on_with(membership, make_core)
     return synchronizer
-
-
-def _averaged_tensors(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The parameters and floating-point buffers of a model that decentralized workers average."""
-    parameters: list[torch.Tensor] = list(module.parameters())
-    return parameters, [buffer for buffer in module.buffers() if buffer.is_floating_point()]
 
 
 def _attach_dear(

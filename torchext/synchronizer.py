@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,7 +21,15 @@ from torchext import _C
 from torchext._forward_waits import ForwardWaits
 from torchext._membership import Membership
 
-__all__ = ["AveragingSynchronizer", "Synchronizer"]
+__all__ = ["AveragingSynchronizer", "Synchronizer", "in_use"]
+
+_attached: weakref.WeakValueDictionary[int, Synchronizer] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def in_use() -> list[Synchronizer]:
+    """Those that may still train, in the order of attaching: not detached, and their groups live."""
+    return [synchronizer for _, synchronizer in sorted(_attached.items()) if synchronizer._in_use()]
 
 
 class Synchronizer(abc.ABC):
@@ -40,6 +50,8 @@ class Synchronizer(abc.ABC):
         self._optimizer = optimizer
         self._averaging = False
         self._detached = False
+        _attached[next(_numbers)] = self
+        self._frozen = [parameter for parameter in ddp.module.parameters() if not parameter.requires_grad]
         self._waits = ForwardWaits(ddp, tensors, self._wait_tensors, self.wait)
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -157,6 +169,13 @@ class Synchronizer(abc.ABC):
     def _after_meeting(self) -> None:  # noqa: B027  # nothing to do where the workers stay the same
         """All workers have met, and train on."""
 
+    def _in_use(self) -> bool:
+        return not self._detached and self._ddp.process_group in dist.distributed_c10d._world.pg_map
+
+    def _renews_world(self) -> bool:
+        """Whether a worker's death makes the default process group anew (``on_peer_failure="continue"``)."""
+        return False
+
     def _check_attached(self, what: str) -> None:
         if self._detached:
             raise RuntimeError(f"Synchronizer.{what} after detach(); wrap the module in a new DistributedDataParallel")
@@ -172,10 +191,21 @@ class Synchronizer(abc.ABC):
     def _before_step(self, *_: Any) -> None:
         if self._averaging:
             raise RuntimeError("optimizer.step() inside averaged(): the step would be lost when the block ends")
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._refuse_unfrozen()
         self._core.before_step()
 
     def _after_step(self, *_: Any) -> None:
         self._core.after_step()
+
+    def _refuse_unfrozen(self) -> None:
+        frozen = {id(parameter) for parameter in self._frozen}
+        names = [n for n, p in self._ddp.module.named_parameters() if id(p) in frozen and p.requires_grad]
+        raise ValueError(
+            f"torchext: {', '.join(names)} was frozen at torchext.attach and requires a gradient now: neither DDP nor"
+            " the synchronizer shares it with the other workers; unfreeze before the model is wrapped (frozen later"
+            " and unfrozen again works)"
+        )
 
 
 class AveragingSynchronizer(Synchronizer):
@@ -199,10 +229,13 @@ class AveragingSynchronizer(Synchronizer):
         self._local_gradients.synchronizer = core
         self._membership: Membership | None = None
         self._make_core: Callable[[Any], _C.AveragingSynchronizer] | None = None
-        self._tensors = tuple(tensors)
+        self._tensors = (*tensors, *self._frozen)
         self._collectives = 0  # since attach: exact averages, and looks for newcomers
         self._restored = False  # averaged() has nothing to restore any more
         self._past: list[dict[str, Any]] = []  # stats of the groups before this one
+
+    def _renews_world(self) -> bool:
+        return self._membership is not None and self._membership.is_world
 
     def refuse_uneven_inputs(self, name: str) -> None:
         """From now on ``ddp.join()`` raises: for a backend whose workers wait for each other's steps."""
@@ -311,29 +344,50 @@ class AveragingSynchronizer(Synchronizer):
     def _recover(self, membership: Membership, error: BaseException) -> int:
         """Goes on with another group; returns how many collectives the furthest of it has done.
 
+        So do the other models that the lost worker trained, in the order of attaching: two workers that have noticed by
+        different models would wait for each other.
+        """
+        membership.fail(error)
+        lost = membership.suspect()
+        affected: list[AveragingSynchronizer] = []
+        for other in in_use():
+            if other is self:
+                affected.append(self)
+            elif isinstance(other, AveragingSynchronizer) and (theirs := other._membership) and theirs.loses(lost):
+                theirs.fail(error, patient=True)
+                affected.append(other)
+        # All of them first: the promises of one that has failed would be in the way of the others' collectives.
+        for model in affected:
+            model._give_up()
+        return [model._renew(error) for model in affected][affected.index(self)]
+
+    def _give_up(self) -> None:
+        """Leaves a group that has failed."""
+        old = self._core
+        if self._averaging and not self._restored:
+            old.leave_average()
+            self._restored = True
+        self._past.append(old.stats())
+        old.leave(timedelta(0))
+
+    def _renew(self, error: BaseException) -> int:
+        """Trains with another group; returns how many collectives the furthest of it has done.
+
         The failure may show in the middle of a forward pass, where layers before have saved their parameters for the
         backward pass. Those take the average's values, as under any average that runs beside a step; autograd must not
         take it for a mistake.
         """
+        assert self._membership is not None and self._make_core is not None
         with _unsafe_preserve_version_counter(self._tensors):
-            return self._renew(membership, error)
-
-    def _renew(self, membership: Membership, error: BaseException) -> int:
-        assert self._make_core is not None
-        while True:
-            membership.fail(error)
-            old = self._core
-            if self._averaging and not self._restored:
-                old.leave_average()
-                self._restored = True
-            self._past.append(old.stats())
-            steps = old.steps
-            old.leave(timedelta(0))
-            self._core = self._local_gradients.synchronizer = membership.renew(error, self._make_core)
-            try:
-                return self._meet(steps)
-            except dist.DistBackendError as another:
-                error = another
+            while True:
+                steps = self._core.steps
+                self._core = self._local_gradients.synchronizer = self._membership.renew(error, self._make_core)
+                try:
+                    return self._meet(steps)
+                except dist.DistBackendError as another:
+                    error = another
+                    self._membership.fail(error)
+                    self._give_up()
 
     def _meet(self, steps: int) -> int:
         """The first thing that a new group does: its workers begin from one average and one number of steps."""

@@ -67,6 +67,7 @@ void ProcessGroupHop::Options::fit(int world_size) {
   backup_workers = std::clamp<std::int64_t>(spare, 0, backup_workers);
   if (backup_workers == 0 && staleness == 0) {
     max_jump = 0;
+    jump_trigger = 1;
   }
 }
 

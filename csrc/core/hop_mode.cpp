@@ -58,6 +58,8 @@ void validateHopMode(const HopMode& mode) {
     if (mode.jump_trigger < 1) {
       throwInvalid("jump_trigger", mode.jump_trigger, "1 or more");
     }
+  } else if (mode.jump_trigger != 1) {
+    throwInvalid("jump_trigger", mode.jump_trigger, "1 (the default) without max_jump, which allows jumps");
   }
 }
 

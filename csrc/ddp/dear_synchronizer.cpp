@@ -60,19 +60,20 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
       waited_(parameters_.size(), 1),
       versions_(parameters_.size()) {
   const auto& options = group_->dearOptions();
-  std::string layout;
+  std::vector<std::string> described;
+  described.reserve(parameters_.size());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    layout += c10::str(names_[i], parameters_[i].requires_grad(), parameters_[i].strides(), ";");
+    described.push_back(names_[i] + (parameters_[i].requires_grad() ? "" : " (frozen)"));
     addresses_.push_back(parameters_[i].data_ptr());
   }
   const c10::Device device = parameters_.empty() ? c10::Device(c10::kCPU) : parameters_.front().device();
-  agreeOnAttach(*group_, parameters_, {},
-                {{"type of device", static_cast<std::int64_t>(device.type())},
-                 {"DeAROptions.transport (collectives: 1)", make_lane ? 1 : 0},
-                 {"names, strides and requires_grad of parameters (hash)", agreementHash(layout)},
-                 {"DeAROptions.form (hash)", agreementHash(options.form)},
-                 {"bucket_mb (millionths)", std::llround(bucket_mb.value_or(options.bucket_mb) * 1e6)},
-                 {"DeAROptions.allreduce_fallback", options.allreduce_fallback ? 1 : 0}});
+  const double bucket = bucket_mb.value_or(options.bucket_mb);
+  agreeOnAttach(*group_, {agreementOf("parameters", parameters_, described),
+                          {"type of device", c10::DeviceTypeName(device.type(), /*lower_case=*/true)},
+                          {"transport by collectives", static_cast<bool>(make_lane)},
+                          {"DeAROptions.form", options.form},
+                          {"bucket_mb", bucket == 0 ? std::nullopt : std::optional(bucket)},
+                          {"DeAROptions.allreduce_fallback", options.allreduce_fallback}});
   const int channel = group_->nextChannel();
   if (make_lane) {
     lane_ = make_lane();

@@ -1,7 +1,9 @@
 #include "ddp/dssync_training.h"
 
-#include <cstring>
+#include <algorithm>
+#include <iterator>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "core/shuffle_schedule.h"
@@ -9,31 +11,25 @@
 namespace torchext {
 namespace {
 
-std::int64_t bits(double value) {
-  std::int64_t result = 0;
-  std::memcpy(&result, &value, sizeof result);
-  return result;
+std::vector<std::string> textsOf(const std::vector<std::int64_t>& numbers) {
+  std::vector<std::string> texts;
+  std::transform(numbers.begin(), numbers.end(), std::back_inserter(texts),
+                 [](std::int64_t number) { return std::to_string(number); });
+  return texts;
 }
 
 AgreementFields agreementFields(const ProcessGroupDSSync& group) {
   const auto& options = group.dssyncOptions();
-  AgreementFields fields{
+  return {
       {"DSSyncOptions.group_size", options.groupSizeFor(group.getSize())},
-      {"DSSyncOptions.schedule (hash)", agreementHash(options.schedule)},
-      {"DSSyncOptions.order (hash)", agreementHash(options.order)},
+      {"DSSyncOptions.schedule", options.schedule},
+      {"DSSyncOptions.order", options.order},
       {"DSSyncOptions.sync_period", options.sync_period},
       {"DSSyncOptions.seed", options.seed},
-      {"DSSyncOptions.host_bandwidth (bits)", bits(options.host_bandwidth)},
-      {"DSSyncOptions.uplink_bandwidth (bits)", bits(options.uplink_bandwidth)},
-      {"size of DSSyncOptions.racks", static_cast<std::int64_t>(options.racks.size())},
+      {"DSSyncOptions.host_bandwidth", options.host_bandwidth},
+      {"DSSyncOptions.uplink_bandwidth", options.uplink_bandwidth},
+      {"DSSyncOptions.racks", textsOf(options.racks)},
   };
-  // As many on all ranks, whatever they were given: what is compared must have one shape.
-  for (std::int64_t rank = 0; rank < group.getSize(); ++rank) {
-    const auto entry = static_cast<std::size_t>(rank);
-    fields.emplace_back(c10::str("DSSyncOptions.racks[", rank, "]"),
-                        entry < options.racks.size() ? options.racks[entry] : -1);
-  }
-  return fields;
 }
 
 std::unique_ptr<GroupSource> makeSource(ProcessGroupDSSync& group, const std::vector<int>& host_of) {

@@ -25,7 +25,8 @@ double milliseconds(Clock::time_point since) {
 }  // namespace
 
 GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<at::Tensor>& parameters,
-                                     const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes)
+                                     const std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& frozen,
+                                     std::size_t bucket_bytes)
     : group_(std::move(training.group)),
       combine_then_adapt_(training.combine_then_adapt),
       period_(training.period),
@@ -34,15 +35,18 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
       wires_(wiresOf(parameters_, buffers_)),
       bucket_of_(parameters_.bucketOf()),
       tensors_(parameters, buffers),
-      average_(*group_, parameters_, buffers_),
+      average_(*group_, parameters_, buffers_, FrozenParameters(frozen)),
       pending_(bucketCount(), 0) {
   for (const std::int64_t index : buffers_.bucketOf()) {
     bucket_of_.push_back(static_cast<std::int64_t>(parameters_.size()) + index);
   }
   stats_.bucket_bytes = static_cast<std::int64_t>(parameters_.bytes() + buffers_.bytes());
   const int channel = group_->nextChannel();
-  training.fields.insert(training.fields.begin(), {"bucket bytes", static_cast<std::int64_t>(bucket_bytes)});
-  const std::vector<int> host_of = agreeOnAttach(*group_, parameters, buffers, training.fields);
+  AgreementFields fields{agreementOf("parameters", parameters), agreementOf("buffers", buffers),
+                         agreementOf("frozen parameters", frozen), AgreementField("bucket bytes", bucket_bytes)};
+  fields.insert(fields.end(), training.fields.begin(), training.fields.end());
+  agreeOnAttach(*group_, fields);
+  const std::vector<int> host_of = hostsOf(*group_);
   partial_ = std::make_unique<SubsetAllreduce>(
       group_->dataTransport(), channel, SharedWindows::open(group_->dataTransport(), channel, training.shared_memory));
   source_ = training.make_source(host_of, channel);

@@ -63,10 +63,12 @@ struct GroupTraining {
 
 class GroupSynchronizer : public AveragingSynchronizer {
  public:
-  // Collective. parameters, buffers: the model's, in registration order; floating point; the same shapes on all ranks
-  // (checked: c10::DistBackendError on every rank, naming the first rank that differs and the field).
+  // Collective. parameters (those that are trained), buffers, frozen (the other parameters): the model's, in
+  // registration order; floating point; the same shapes on all ranks (checked: c10::DistBackendError on every rank,
+  // naming the first rank that differs and the field).
   GroupSynchronizer(GroupTraining training, const std::vector<at::Tensor>& parameters,
-                    const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes);
+                    const std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& frozen,
+                    std::size_t bucket_bytes);
   ~GroupSynchronizer() override;
 
   void gradientsReady() override;

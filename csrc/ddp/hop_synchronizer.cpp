@@ -21,26 +21,28 @@ double milliseconds(Clock::time_point since) {
   return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
 }
 
-std::string textOf(const core::CommunicationGraph& graph) {
-  std::string text;
+std::vector<std::string> inNeighbours(const core::CommunicationGraph& graph) {
+  std::vector<std::string> texts;
   for (int rank = 0; rank < graph.size(); ++rank) {
-    text +=
-        c10::str(rank, ":", c10::Join(",", graph.inNeighbours(rank)), "=", c10::Join(",", graph.inWeights(rank)), ";");
+    texts.push_back(
+        c10::str(c10::Join(", ", graph.inNeighbours(rank)), " (weights ", c10::Join(", ", graph.inWeights(rank)), ")"));
   }
-  return text;
+  return texts;
 }
 
-AgreementFields agreementFields(const ProcessGroupHop::Options& options, const core::CommunicationGraph& graph) {
-  return {
-      {"the graph of HopOptions (hash)", agreementHash(textOf(graph))},
-      {"HopOptions.order (hash)", agreementHash(options.order)},
-      {"HopOptions.notify_ack", options.notify_ack ? 1 : 0},
+void addFields(AgreementFields& fields, const ProcessGroupHop::Options& options,
+               const core::CommunicationGraph& graph) {
+  const AgreementFields more{
+      {"HopOptions.graph's in-neighbours", inNeighbours(graph)},
+      {"HopOptions.order", options.order},
+      {"HopOptions.notify_ack", options.notify_ack},
       {"HopOptions.max_iteration_gap", options.max_iteration_gap},
       {"HopOptions.backup_workers", options.backup_workers},
       {"HopOptions.staleness", options.staleness},
       {"HopOptions.max_jump", options.max_jump},
       {"HopOptions.jump_trigger", options.jump_trigger},
   };
+  fields.insert(fields.end(), more.begin(), more.end());
 }
 
 std::uint64_t digestOf(const std::vector<at::Tensor>& tensors) {
@@ -54,7 +56,7 @@ std::uint64_t digestOf(const std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 HopSynchronizer::HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, const std::vector<at::Tensor>& parameters,
-                                 const std::vector<at::Tensor>& buffers)
+                                 const std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& frozen)
     : group_(std::move(group)),
       graph_(group_->hopOptions().graphFor(group_->getSize())),
       mode_(group_->hopOptions().mode()),
@@ -62,9 +64,12 @@ HopSynchronizer::HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, cons
       model_(parameters, buffers),
       wires_(wiresOf(model_.parameters(), model_.buffers())),
       tensors_(parameters, buffers),
-      replica_average_(*group_, model_.parameters(), model_.buffers()) {
+      replica_average_(*group_, model_.parameters(), model_.buffers(), FrozenParameters(frozen)) {
   const int channel = group_->nextChannel();
-  agreeOnAttach(*group_, parameters, buffers, agreementFields(group_->hopOptions(), graph_));
+  AgreementFields fields{agreementOf("parameters", parameters), agreementOf("buffers", buffers),
+                         agreementOf("frozen parameters", frozen)};
+  addFields(fields, group_->hopOptions(), graph_);
+  agreeOnAttach(*group_, fields);
   if (group_->getSize() > 1) {
     mailbox_ = std::make_unique<HopMailbox>(group_, HopSetup{.graph = graph_,
                                                              .mode = mode_,
@@ -102,6 +107,13 @@ void HopSynchronizer::average() {
   mailbox_->release();
   exchange_.done();
   own_block_ = nullptr;
+}
+
+void HopSynchronizer::begin() {
+  if (mailbox_ && !serial_ && !averaged_ && own_block_ == nullptr) {
+    const at::NoGradGuard no_grad;
+    publish(true);
+  }
 }
 
 void HopSynchronizer::beforeStep() {

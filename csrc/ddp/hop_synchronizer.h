@@ -37,10 +37,11 @@ namespace torchext {
 
 class HopSynchronizer : public AveragingSynchronizer {
  public:
-  // Collective. parameters, buffers: the model's, in registration order; floating point; the same shapes and options on
-  // all ranks (checked: c10::DistBackendError on every rank, naming the first rank that differs and the field).
+  // Collective. parameters (those that are trained), buffers, frozen (the other parameters): the model's, in
+  // registration order; floating point; the same shapes and options on all ranks (checked: c10::DistBackendError on
+  // every rank, naming the first rank that differs and the field).
   HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, const std::vector<at::Tensor>& parameters,
-                  const std::vector<at::Tensor>& buffers);
+                  const std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& frozen);
   ~HopSynchronizer() override;
 
   void gradientsReady() override {}
@@ -57,6 +58,10 @@ class HopSynchronizer : public AveragingSynchronizer {
   // The iteration to be computed next: steps made and iterations skipped, since attach or as set.
   std::int64_t steps() const override { return iteration_; }
   void setSteps(std::int64_t steps) override { iteration_ = steps; }
+
+  // Sends the first model of a session now, and not in the first beforeStep(). For workers that begin one at different
+  // places of their loops, and first step other models, in which they wait for each other.
+  void begin();
 
   AveragingStats stats() const override;
   HopStats hopStats() const;

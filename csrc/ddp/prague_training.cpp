@@ -58,8 +58,8 @@ AgreementFields agreementFields(const ProcessGroupPrague& group) {
   const auto& options = group.pragueOptions();
   return {
       {"PragueOptions.group_size", options.groupSizeFor(group.getSize())},
-      {"PragueOptions.generator (hash)", agreementHash(options.generator)},
-      {"PragueOptions.order (hash)", agreementHash(options.order)},
+      {"PragueOptions.generator", options.generator},
+      {"PragueOptions.order", options.order},
       {"PragueOptions.slowdown_threshold", options.slowdownThresholdFor()},
       {"PragueOptions.sync_period", options.sync_period},
       {"PragueOptions.sync_every", options.sync_every},

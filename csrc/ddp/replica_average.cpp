@@ -1,6 +1,7 @@
 #include "ddp/replica_average.h"
 
 #include <cmath>
+#include <initializer_list>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -10,39 +11,72 @@
 #include "ddp/buffer_mean.h"
 
 namespace torchext {
+namespace {
 
-ReplicaAverage::ReplicaAverage(AttachableBackend& group, const FlatBuckets& parameters, const FlatBuckets& buffers)
-    : group_(group), parameter_buckets_(parameters.size()) {
-  for (const FlatBuckets* part : {&parameters, &buffers}) {
+constexpr std::size_t kFrozenBucketBytes = std::size_t{16} << 20U;
+
+std::vector<const FlatBucket*> bucketsOf(std::initializer_list<const FlatBuckets*> parts) {
+  std::vector<const FlatBucket*> buckets;
+  for (const FlatBuckets* part : parts) {
     for (std::size_t i = 0; i < part->size(); ++i) {
-      buckets_.push_back(&(*part)[i]);
+      buckets.push_back(&(*part)[i]);
     }
+  }
+  return buckets;
+}
+
+}  // namespace
+
+ReplicaAverage::ReplicaAverage(AttachableBackend& group, const FlatBuckets& parameters, const FlatBuckets& buffers,
+                               FrozenParameters frozen)
+    : group_(group),
+      frozen_(std::move(frozen)),
+      trained_(bucketsOf({&parameters, &buffers})),
+      parameter_buckets_(parameters.size()) {}
+
+// Collective. Which buckets are averaged this time.
+void ReplicaAverage::meet() {
+  const InternalCollective internal;
+  const std::vector<at::Tensor> differing = frozen_.differing(group_);
+  differing_ = differing.empty() ? nullptr : std::make_unique<FlatBuckets>(differing, kFrozenBucketBytes);
+  buckets_ = trained_;
+  if (differing_) {
+    const auto more = bucketsOf({differing_.get()});
+    buckets_.insert(buckets_.end(), more.begin(), more.end());
   }
 }
 
-double ReplicaAverage::form() {
+double ReplicaAverage::average() {
   RECORD_FUNCTION("torchext::exact_average", std::vector<c10::IValue>{});
-  const at::NoGradGuard no_grad;
   const InternalCollective internal;
   double distance = 0.0;
   double norm = 0.0;
   for (std::size_t i = 0; i < buckets_.size(); ++i) {
     const FlatBucket& current = *buckets_[i];
-    const bool buffer = i >= parameter_buckets_;
+    const at::Tensor& wire = current.wire;
+    const bool trained = i < parameter_buckets_;
     current.pack();
-    const at::Tensor local = buffer ? at::Tensor() : current.wire.clone();
-    std::vector<at::Tensor> tensors{buffer ? toSum(current.wire) : current.wire};
+    const at::Tensor local = trained ? wire.clone() : at::Tensor();
+    std::vector<at::Tensor> tensors{!trained ? toSum(wire) : wire.element_size() < 4 ? wire.to(at::kFloat) : wire};
     group_.allreduce(tensors, c10d::AllreduceOptions())->wait();
-    if (buffer) {
-      toMean(tensors.front(), group_.getSize(), current.wire);
+    if (trained) {
+      wire.copy_(tensors.front().div_(group_.getSize()));
+      distance += std::pow(at::norm(local.sub_(wire).to(at::kDouble)).item<double>(), 2);
+      norm += std::pow(at::norm(wire.to(at::kDouble)).item<double>(), 2);
     } else {
-      current.wire.div_(group_.getSize());
-      distance += std::pow(at::norm(local.sub_(current.wire).to(at::kDouble)).item<double>(), 2);
-      norm += std::pow(at::norm(current.wire.to(at::kDouble)).item<double>(), 2);
+      toMean(tensors.front(), group_.getSize(), wire);
     }
     current.unpack(1.0);
   }
   return norm > 0 ? std::sqrt(distance / norm) : 0.0;
+}
+
+double ReplicaAverage::form() {
+  const at::NoGradGuard no_grad;
+  meet();
+  const double distance = average();
+  differing_ = nullptr;
+  return distance;
 }
 
 void ReplicaAverage::checkNotEntered() const {
@@ -51,12 +85,13 @@ void ReplicaAverage::checkNotEntered() const {
 
 double ReplicaAverage::enter() {
   const at::NoGradGuard no_grad;
+  meet();
   std::vector<at::Tensor> local;
   for (const FlatBucket* current : buckets_) {
     current->pack();
     local.push_back(current->wire.clone());
   }
-  const double distance = form();
+  const double distance = average();
   local_values_ = std::move(local);
   return distance;
 }
@@ -68,6 +103,7 @@ void ReplicaAverage::leave() {
     buckets_[i]->unpack(1.0);
   }
   local_values_.clear();
+  differing_ = nullptr;
 }
 
 }  // namespace torchext

@@ -1,27 +1,31 @@
 // ReplicaAverage: the exact average of all workers' replicas, what decentralized training evaluates and ends with.
 //
-// An all-reduce over all ranks, bucket by bucket, in the buckets' own memory; the same bits on every rank. enter()
-// keeps the local values until leave() brings them back: a copy of the model meanwhile.
+// An all-reduce over all ranks, bucket by bucket; the same bits on every rank. Parameters are summed in their buckets'
+// own memory, those of 16 bits as float32, so that what is the same everywhere stays so; buffers and frozen parameters
+// as buffer_mean.h says. enter() keeps the local values until leave() brings them back: a copy of the model meanwhile.
 //
 // Threads: one at a time, and nobody else uses the buckets or their tensors meanwhile.
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include <ATen/ATen.h>
 
 #include "c10d/attachable_backend.h"
 #include "ddp/flat_buckets.h"
+#include "ddp/frozen_parameters.h"
 
 namespace torchext {
 
 class ReplicaAverage {
  public:
-  // buckets: of the parameters, then of the buffers; they outlive this object, as the group does.
-  ReplicaAverage(AttachableBackend& group, const FlatBuckets& parameters, const FlatBuckets& buffers);
+  // The buckets outlive this object, as the group does. frozen: what has no buckets.
+  ReplicaAverage(AttachableBackend& group, const FlatBuckets& parameters, const FlatBuckets& buffers,
+                 FrozenParameters frozen);
 
-  // Collective. The tensors become the average. Returns ||x - mean|| / ||mean|| of this worker's parameters.
+  // Collective. The tensors become the average. Returns ||x - mean|| / ||mean|| of this worker's trained parameters.
   double form();
   // c10::Error between enter() and leave(): the local values would be lost.
   void checkNotEntered() const;
@@ -31,9 +35,15 @@ class ReplicaAverage {
   void leave();
 
  private:
+  void meet();
+  double average();
+
   AttachableBackend& group_;
-  std::vector<const FlatBucket*> buckets_;
-  std::size_t parameter_buckets_;
+  const FrozenParameters frozen_;
+  const std::vector<const FlatBucket*> trained_;  // parameters, then buffers
+  const std::size_t parameter_buckets_;
+  std::unique_ptr<FlatBuckets> differing_;  // of frozen parameters; null: none
+  std::vector<const FlatBucket*> buckets_;  // trained ones, then differing ones
   std::vector<at::Tensor> local_values_;
 };
 

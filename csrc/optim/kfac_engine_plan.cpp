@@ -1,6 +1,5 @@
 // What KfacEngine does at its start: options compared, costs measured, the plan made and its buffers laid out.
 #include <algorithm>
-#include <bit>
 #include <limits>
 #include <numeric>
 #include <set>
@@ -16,20 +15,13 @@ namespace {
 // Ready times are taken from the last of so many steps that send factors, then runs are planned for good.
 constexpr int kProfiledSteps = 3;
 
-std::int64_t hashOf(const std::string& text) {
-  std::uint64_t hash = 1469598103934665603ULL;
-  for (const char c : text) {
-    hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-  }
-  return static_cast<std::int64_t>(hash);
-}
-
-std::string describeLayers(const std::vector<KfacLayerSpec>& layers) {
-  std::string text;
+std::vector<std::string> describeLayers(const std::vector<KfacLayerSpec>& layers) {
+  std::vector<std::string> texts;
   for (const auto& layer : layers) {
-    text += c10::str(layer.name, layer.weight.sizes(), layer.bias ? "+" : "", layer.groups, ";");
+    texts.push_back(c10::str(layer.name.empty() ? "the model itself" : layer.name, ", weight ", layer.weight.sizes(),
+                             layer.bias ? " and bias" : "", ", groups ", layer.groups));
   }
-  return text;
+  return texts;
 }
 
 at::ScalarType typeOf(const std::vector<KfacLayerSpec>& layers) {
@@ -67,19 +59,23 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
       calls_(layers_.size()),
       ready_(device_, statistics_->slots().size()) {
   if (exchange_) {
-    const auto bits = [](double value) { return std::bit_cast<std::int64_t>(value); };
-    exchange_->agree(
-        {"the number of layers", "names and shapes of the layers (hash)", "factor_update_steps", "inverse_update_steps",
-         "strategy (hash)", "method and scaling", "factor_decay (bits)", "damping (bits)", "worker_fraction (bits)",
-         "max_run_mb (bits)", "exchange_always and martens_decay", "split_directions", "the type of the device",
-         "kl_clip (bits; 0: none)"},
-        {static_cast<std::int64_t>(layers_.size()), hashOf(describeLayers(layers_)), options_.factor_update_steps,
-         options_.inverse_update_steps, hashOf(options_.strategy),
-         2 * static_cast<std::int64_t>(options_.form) + static_cast<std::int64_t>(options_.scaling),
-         bits(options_.decay), bits(options_.damping), bits(options_.worker_fraction), bits(options_.max_run_mb),
-         2 * static_cast<std::int64_t>(options_.exchange_always) + static_cast<std::int64_t>(options_.martens_decay),
-         options_.split_directions ? static_cast<std::int64_t>(*options_.split_directions) : -1,
-         static_cast<std::int64_t>(device_.type()), bits(options_.kl_clip.value_or(0))});
+    exchange_->agree({
+        {"layers", describeLayers(layers_)},
+        {"factor_update_steps", options_.factor_update_steps},
+        {"inverse_update_steps", options_.inverse_update_steps},
+        {"strategy", options_.strategy},
+        {"method", core::enumName(kMethodNames, "method", options_.form)},
+        {"factor_scaling", core::enumName(kScalingNames, "factor_scaling", options_.scaling)},
+        {"factor_decay", options_.decay},
+        {"martens_decay", options_.martens_decay},
+        {"damping", options_.damping},
+        {"kl_clip", options_.kl_clip},
+        {"worker_fraction", options_.worker_fraction},
+        {"max_run_mb", options_.max_run_mb},
+        {"exchange_always", options_.exchange_always},
+        {"split_directions", options_.split_directions},
+        {"the type of the device", c10::DeviceTypeName(device_.type(), /*lower_case=*/true)},
+    });
   }
   measureCosts();
   makePlan();

@@ -98,26 +98,9 @@ void KfacExchange::wait(std::vector<Work>& works) {
   works.clear();
 }
 
-void KfacExchange::agree(const std::vector<std::string>& names, const std::vector<std::int64_t>& values) {
-  const auto width = static_cast<std::int64_t>(values.size());
-  std::vector<at::Tensor> own{at::empty({width}, at::kLong)};
-  std::copy(values.begin(), values.end(), own[0].mutable_data_ptr<std::int64_t>());
-  std::vector<std::vector<at::Tensor>> all(1);
-  for (int rank = 0; rank < size(); ++rank) {
-    all[0].push_back(at::empty({width}, at::kLong));
-  }
-  group_->allgather(all, own, c10d::AllgatherOptions())->wait();
-  for (int rank = 1; rank < size(); ++rank) {
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      const std::int64_t expected = all[0][0].const_data_ptr<std::int64_t>()[i];
-      const std::int64_t got = all[0][static_cast<std::size_t>(rank)].const_data_ptr<std::int64_t>()[i];
-      if (expected != got) {
-        C10_THROW_ERROR(DistBackendError,
-                        c10::str("torchext.optim: ", names[i], " is ", expected, " on rank 0 and ", got, " on rank ",
-                                 rank, "; all ranks must pass the same model and the same options"));
-      }
-    }
-  }
+void KfacExchange::agree(const AgreementFields& fields) {
+  torchext::agree(agreementGroup(*group_), "torchext.optim", fields,
+                  "all ranks must pass the same model and the same options");
 }
 
 void KfacExchange::measure(at::Device device, std::size_t most, std::vector<core::CommSample>& all_reduce,

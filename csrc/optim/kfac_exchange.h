@@ -9,12 +9,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "c10d/agreement.h"
 #include "core/kfac_costs.h"
 
 namespace torchext {
@@ -55,9 +55,8 @@ class KfacExchange {
   std::vector<Work> gather(const at::Tensor& all, int tag);
   static void wait(std::vector<Work>& works);
 
-  // Collective; throws c10::DistBackendError on every rank unless `values` are the same everywhere. names[i] says what
-  // values[i] is; both are of equal length on all ranks.
-  void agree(const std::vector<std::string>& names, const std::vector<std::int64_t>& values);
+  // Collective; throws c10::DistBackendError on every rank unless the fields are the same everywhere.
+  void agree(const AgreementFields& fields);
   // Collective: a few timed all-reduces and broadcasts of 4 KiB to 4 MiB on that device, the larger ones only if as
   // much as `most` bytes will ever travel; the same samples on all ranks.
   void measure(at::Device device, std::size_t most, std::vector<core::CommSample>& all_reduce,

@@ -4,11 +4,18 @@
 #include <optional>
 #include <string>
 
+#include "core/enum_names.h"
 #include "optim/factor_inverse.h"
 
 namespace torchext {
 
 enum class FactorScaling { kKfc, kKfacPytorch };
+
+// As the user calls them.
+inline constexpr core::EnumNames<InverseForm, 2> kMethodNames{
+    {{InverseForm::kInverse, "inverse"}, {InverseForm::kEigen, "eigen"}}};
+inline constexpr core::EnumNames<FactorScaling, 2> kScalingNames{
+    {{FactorScaling::kKfc, "kfc"}, {FactorScaling::kKfacPytorch, "kfac-pytorch"}}};
 
 struct KfacOptions {
   double damping = 0.003;                 // lambda, above 0

@@ -1,6 +1,9 @@
 #include "python/bindings.h"
 
 #include <chrono>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
@@ -28,11 +31,49 @@ void releaseInterpreterLock(const std::function<void()>& body) {
 
 }  // namespace
 
-std::string endOf(const GroupOptions& options) {
-  const auto seconds = [](std::chrono::milliseconds time) { return std::chrono::duration<double>(time).count(); };
-  return c10::str(", heartbeat_timeout=", seconds(options.heartbeat_timeout), "s, call_check='", options.call_check,
-                  "', operation_timeout=", seconds(options.operation_timeout), "s, timeout=", seconds(options.timeout),
-                  "s)");
+const char* const kGroupOptionsDoc =
+    R"(    heartbeat_timeout: Silence after which a rank is suspected and the group fails, naming it; 0: never. 0.2 s to a day.
+    call_check: Which collectives of CPU tensors the ranks compare before they start: "new" (those that the calls so far
+        did not predict), "every" or "off".
+    operation_timeout: How long a collective of CPU tensors may take altogether; 0: no limit. 0.5 s to a day.
+    timeout: Of every single wait, as that of init_process_group, which comes before it.
+
+Times are timedelta or seconds. All ranks must have the same values.
+
+Raises:
+    ValueError: A value out of its range, at once; one that does not fit the group's size, when the group is made.
+)";
+
+void bindValue(const py::object& type, std::vector<std::string> keywords) {
+  const auto arguments = [keywords = std::move(keywords)](const py::object& self) {
+    py::dict result;
+    for (const std::string& keyword : keywords) {
+      result[keyword.c_str()] = self.attr(keyword.c_str());
+    }
+    return result;
+  };
+  const auto method = [&type](const char* name, const auto& function) {
+    type.attr(name) = py::cpp_function(function, py::name(name), py::is_method(type));
+  };
+  method("__repr__", [arguments](const py::object& self) {
+    std::string text;
+    for (const auto& [keyword, value] : arguments(self)) {
+      text += c10::str(text.empty() ? "" : ", ", py::str(keyword).cast<std::string>(), "=",
+                       py::repr(value).cast<std::string>());
+    }
+    return py::type::of(self).attr("__name__").cast<std::string>() + "(" + text + ")";
+  });
+  method("__eq__", [arguments](const py::object& self, const py::object& other) -> py::object {
+    if (!py::type::of(self).is(py::type::of(other))) {
+      return py::reinterpret_borrow<py::object>(Py_NotImplemented);
+    }
+    return py::bool_(arguments(self).equal(arguments(other)));
+  });
+  type.attr("__hash__") = py::none();  // compared by value, and the timeout can be set
+  method("__reduce__", [arguments](const py::object& self) {
+    const py::object partial = py::module_::import("functools").attr("partial");
+    return py::make_tuple(partial(py::type::of(self), **arguments(self)), py::tuple());
+  });
 }
 
 void bindC10d(py::module_& module) {
@@ -66,7 +107,8 @@ void bindC10d(py::module_& module) {
   py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(module, "GroupOptions")
       .def_readonly("heartbeat_timeout", &GroupOptions::heartbeat_timeout)
       .def_readonly("call_check", &GroupOptions::call_check)
-      .def_readonly("operation_timeout", &GroupOptions::operation_timeout);
+      .def_readonly("operation_timeout", &GroupOptions::operation_timeout)
+      .def_readonly("timeout", &GroupOptions::timeout);
 
   // Nothing of its own to call; the systems derive from it.
   const py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>> attachable(

@@ -33,11 +33,17 @@ double bucketMebibytes(const BucketSize& size) {
   return number;
 }
 
-std::string represent(const Options& o) {
-  return c10::str(
-      "DeAROptions(form='", o.form, "', bucket_mb=", o.bucket_mb == 0 ? std::string("'auto'") : c10::str(o.bucket_mb),
-      ", allreduce_fallback=", o.allreduce_fallback ? "True" : "False", ", transport='", o.transport, "'", endOf(o));
-}
+const char* const kDoc = R"(Options of the "dear" backend: how gradients are reduced and parameters gathered.
+
+DeAR: Zhang et al., ICDCS 2023.
+
+Args:
+    form: "sharded": every worker steps its share, with 1 / world size of the optimizer's state, and parameters are
+        gathered. "replicated": gradients are gathered, and any optimizer steps whole parameters.
+    bucket_mb: MiB of a bucket, 0.001 to 4096; "auto": tuned in the first steps.
+    allreduce_fallback: Train as plain DDP where that is measured to be faster.
+    transport: "auto": point-to-point on the CPU, NCCL's collectives on CUDA. "collectives": Gloo's on the CPU, too.
+)";
 
 c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
                                         std::string transport, std::chrono::milliseconds heartbeat_timeout,
@@ -90,7 +96,7 @@ py::dict toDict(const DearStats& stats) {
 }  // namespace
 
 void bindDear(py::module_& module) {
-  bindOptions<Options>(module, "DeAROptions", &makeOptions, &represent, py::arg("form") = "sharded",
+  bindOptions<Options>(module, "DeAROptions", kDoc, &makeOptions, py::arg("form") = "sharded",
                        py::arg("bucket_mb") = "auto", py::arg("allreduce_fallback") = true,
                        py::arg("transport") = "auto")
       .def_readonly("form", &Options::form)

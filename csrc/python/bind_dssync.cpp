@@ -11,12 +11,21 @@ namespace {
 
 using Options = ProcessGroupDSSync::Options;
 
-std::string represent(const Options& o) {
-  return c10::str("DSSyncOptions(group_size=", o.group_size, ", schedule='", o.schedule, "', order='", o.order,
-                  "', sync_period=", o.sync_period, ", seed=", o.seed, ", racks=[", c10::Join(", ", o.racks),
-                  "], host_bandwidth=", o.host_bandwidth, ", uplink_bandwidth=", o.uplink_bandwidth,
-                  ", shared_memory=", o.shared_memory ? "True" : "False", endOf(o));
-}
+const char* const kDoc = R"(Options of the "dssync" backend: how workers are divided into groups, step by step.
+
+DS-Sync: Wang et al., INFOCOM 2022.
+
+Args:
+    group_size: Members that a group aims for, 2 to the world size; 0: chosen by world size.
+    schedule: "grid": along one side of a grid after another; "random": shuffled anew; "topology": mostly inside racks.
+    order: "cta" or "atc", as with prague.
+    sync_period: Average after every n-th optimizer step, 1 or more.
+    seed: Of "random".
+    racks: "topology": the rack of each rank, any numbers; empty: measured when the first model is attached.
+    host_bandwidth: With ``racks``: of a host's link, in any unit.
+    uplink_bandwidth: With ``racks``: of the slowest rack's uplink, in the same unit; both 0: equal.
+    shared_memory: Averages among ranks of one host go through memory. Each rank's own choice.
+)";
 
 c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string schedule, std::string order,
                                         std::int64_t sync_period, std::int64_t seed, std::vector<std::int64_t> racks,
@@ -68,7 +77,7 @@ py::object topology(const ProcessGroupDSSync& group) {
 }  // namespace
 
 void bindDSSync(py::module_& module) {
-  bindOptions<Options>(module, "DSSyncOptions", &makeOptions, &represent, py::arg("group_size") = 0,
+  bindOptions<Options>(module, "DSSyncOptions", kDoc, &makeOptions, py::arg("group_size") = 0,
                        py::arg("schedule") = "grid", py::arg("order") = "cta", py::arg("sync_period") = 1,
                        py::arg("seed") = 0, py::arg("racks") = std::vector<std::int64_t>(),
                        py::arg("host_bandwidth") = 0.0, py::arg("uplink_bandwidth") = 0.0,

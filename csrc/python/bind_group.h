@@ -31,21 +31,26 @@ c10::intrusive_ptr<Options> finished(c10::intrusive_ptr<Options> options, std::c
   return options;
 }
 
-// ", heartbeat_timeout=5s, call_check='new', operation_timeout=0s, timeout=1800s)"
-std::string endOf(const GroupOptions& options);
+// What every options class takes besides its own: the last lines of its docstring's arguments.
+extern const char* const kGroupOptionsDoc;
 
-// An options class. make: from the arguments, all of them keywords, and then heartbeat_timeout, call_check,
-// operation_timeout and timeout.
+// __repr__, __eq__, __reduce__ of an options class: by the keyword arguments that make an equal object, which are its
+// attributes as well.
+void bindValue(const py::object& type, std::vector<std::string> keywords);
+
+// An options class. doc: of the class, up to its own arguments. make: from the arguments, all of them keywords, and
+// then heartbeat_timeout, call_check, operation_timeout and timeout.
 template <class Options, class Make, class... Arguments>
-auto bindOptions(py::module_& module, const char* name, Make make, std::string (*represent)(const Options&),
+auto bindOptions(py::module_& module, const char* name, const std::string& doc, Make make,
                  const Arguments&... arguments) {
   const GroupOptions defaults("defaults");
-  return py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>>(module, name)
-      .def(py::init(make), py::kw_only(), arguments..., py::arg("heartbeat_timeout") = defaults.heartbeat_timeout,
+  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>> type(module, name, (doc + kGroupOptionsDoc).c_str());
+  type.def(py::init(make), py::kw_only(), arguments..., py::arg("heartbeat_timeout") = defaults.heartbeat_timeout,
            py::arg("call_check") = defaults.call_check, py::arg("operation_timeout") = defaults.operation_timeout,
            py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
-      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
-      .def("__repr__", represent);
+      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); });
+  bindValue(type, {arguments.name..., "heartbeat_timeout", "call_check", "operation_timeout", "timeout"});
+  return type;
 }
 
 // A copy for a part of the group that the options were made for; members: its ranks there.

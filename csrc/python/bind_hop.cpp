@@ -15,19 +15,22 @@ using Options = ProcessGroupHop::Options;
 using Neighbours = std::vector<std::vector<int>>;
 using Weights = std::vector<std::vector<double>>;
 
-std::string graphOf(const Options& o) {
-  if (!o.weights.empty()) {
-    return c10::str("weights of ", o.weights.size(), " ranks");
-  }
-  return o.neighbours.empty() ? c10::str("'", o.graph, "'") : c10::str("neighbours of ", o.neighbours.size(), " ranks");
-}
+const char* const kDoc = R"(Options of the "hop" backend: the graph of the workers, and what a worker waits for.
 
-std::string represent(const Options& o) {
-  return c10::str("HopOptions(graph=", graphOf(o), ", order='", o.order,
-                  "', notify_ack=", o.notify_ack ? "True" : "False", ", max_iteration_gap=", o.max_iteration_gap,
-                  ", backup_workers=", o.backup_workers, ", staleness=", o.staleness, ", max_jump=", o.max_jump,
-                  ", jump_trigger=", o.jump_trigger, endOf(o));
-}
+Hop: Luo et al., ASPLOS 2019, sections 3 to 5. What cannot go together raises.
+
+Args:
+    graph: "ring-based", "ring", "double-ring", "exponential" or "full".
+    neighbours: Instead of ``graph``: for each rank, the ranks that it sends to.
+    weights: Instead of both: ``weights[i][j]`` is the share of i's model in j's average; doubly stochastic.
+    order: "parallel": models travel under compute. "serial": compute, then exchange.
+    notify_ack: The older protocol, to compare with.
+    max_iteration_gap: Iterations that a worker may be ahead of an out-neighbour (tokens); 0: no limit of its own.
+    backup_workers: In-neighbours that are not waited for.
+    staleness: Iterations that a neighbour's model may be old; newer ones count more.
+    max_jump: Iterations that a worker which is far behind jumps over at once, 2 or more; 0: none.
+    jump_trigger: A worker that is more iterations behind than this jumps; 1 or more.
+)";
 
 c10::intrusive_ptr<Options> makeOptions(std::string graph, std::optional<Neighbours> neighbours,
                                         std::optional<Weights> weights, std::string order, bool notify_ack,
@@ -59,8 +62,9 @@ std::optional<Value> unlessEmpty(const Value& value) {
 
 std::shared_ptr<HopSynchronizer> attachHop(const c10::intrusive_ptr<ProcessGroupHop>& group,
                                            const std::vector<at::Tensor>& parameters,
-                                           const std::vector<at::Tensor>& buffers) {
-  return {new HopSynchronizer(group, parameters, buffers), DeleteWithoutGil()};
+                                           const std::vector<at::Tensor>& buffers,
+                                           const std::vector<at::Tensor>& frozen) {
+  return {new HopSynchronizer(group, parameters, buffers, frozen), DeleteWithoutGil()};
 }
 
 py::dict toDict(const HopSynchronizer& synchronizer) {
@@ -92,7 +96,7 @@ py::dict toDict(const HopSynchronizer& synchronizer) {
 }  // namespace
 
 void bindHop(py::module_& module) {
-  bindOptions<Options>(module, "HopOptions", &makeOptions, &represent, py::arg("graph") = "ring-based",
+  bindOptions<Options>(module, "HopOptions", kDoc, &makeOptions, py::arg("graph") = "ring-based",
                        py::arg("neighbours") = std::nullopt, py::arg("weights") = std::nullopt,
                        py::arg("order") = "parallel", py::arg("notify_ack") = false, py::arg("max_iteration_gap") = 0,
                        py::arg("backup_workers") = 0, py::arg("staleness") = 0, py::arg("max_jump") = 0,
@@ -112,9 +116,11 @@ void bindHop(py::module_& module) {
   bindBackend<ProcessGroupHop>(module, "ProcessGroupHop");
 
   py::class_<HopSynchronizer, AveragingSynchronizer, std::shared_ptr<HopSynchronizer>>(module, "HopSynchronizer")
+      .def("begin", &HopSynchronizer::begin, NoGil())
       .def("stats", &toDict);
 
-  module.def("attach_hop", &attachHop, py::arg("group"), py::arg("parameters"), py::arg("buffers"), NoGil());
+  module.def("attach_hop", &attachHop, py::arg("group"), py::arg("parameters"), py::arg("buffers"), py::arg("frozen"),
+             NoGil());
 }
 
 }  // namespace torchext

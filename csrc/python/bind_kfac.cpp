@@ -14,9 +14,6 @@ using Kind = KfacLayerSpec::Kind;
 
 constexpr core::EnumNames<Kind, 3> kKinds{
     {{Kind::kLinear, "linear"}, {Kind::kConvolution, "convolution"}, {Kind::kEmbedding, "embedding"}}};
-constexpr core::EnumNames<InverseForm, 2> kForms{{{InverseForm::kInverse, "inverse"}, {InverseForm::kEigen, "eigen"}}};
-constexpr core::EnumNames<FactorScaling, 2> kScalings{
-    {{FactorScaling::kKfc, "kfc"}, {FactorScaling::kKfacPytorch, "kfac-pytorch"}}};
 constexpr core::EnumNames<core::FactorExchange, 3> kExchanges{{{core::FactorExchange::kAllReduce, "all-reduce"},
                                                                {core::FactorExchange::kReduceToOwner, "reduce"},
                                                                {core::FactorExchange::kOwnersOwn, "owner's own"}}};
@@ -31,8 +28,8 @@ KfacOptions makeOptions(double damping, double factor_decay, bool martens_decay,
                       kl_clip,
                       factor_update_steps,
                       inverse_update_steps,
-                      core::parseEnum(kForms, "method", method),
-                      core::parseEnum(kScalings, "factor_scaling", factor_scaling),
+                      core::parseEnum(kMethodNames, "method", method),
+                      core::parseEnum(kScalingNames, "factor_scaling", factor_scaling),
                       std::move(strategy),
                       worker_fraction,
                       exchange_always,

@@ -11,12 +11,23 @@ namespace {
 
 using Options = ProcessGroupPrague::Options;
 
-std::string represent(const Options& o) {
-  return c10::str("PragueOptions(group_size=", o.group_size, ", generator='", o.generator, "', order='", o.order,
-                  "', slowdown_threshold=", o.slowdown_threshold, ", sync_period=", o.sync_period,
-                  ", sync_every=", o.sync_every, ", seed=", o.seed,
-                  ", shared_memory=", o.shared_memory ? "True" : "False", endOf(o));
-}
+const char* const kDoc = R"(Options of the "prague" backend: who averages with whom, and when.
+
+Prague: Luo et al., ASPLOS 2020, sections 3 to 5.
+
+Args:
+    group_size: Members of a group, 2 to the world size; 0: chosen by world size.
+    generator: Who makes the groups: "smart" (inter-intra with several hosts, else division), "random", "division",
+        "inter-intra", "static" or "ready-set".
+    order: "cta": the average is formed under the next forward and backward pass, and the step applies the gradient to
+        it. "atc": step, then average; the next forward waits for it, module by module.
+    slowdown_threshold: Iterations behind the others from which a worker is left out of their groups; 0: never; -1: as
+        the generator needs.
+    sync_period: Average after every n-th optimizer step, 1 or more.
+    sync_every: Every n-th division is one group of all workers; 0: never; -1: as the generator needs.
+    seed: Of the generator.
+    shared_memory: Averages among ranks of one host go through memory. Each rank's own choice.
+)";
 
 c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string generator, std::string order,
                                         std::int64_t slowdown_threshold, std::int64_t sync_period,
@@ -39,7 +50,7 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
 }  // namespace
 
 void bindPrague(py::module_& module) {
-  bindOptions<Options>(module, "PragueOptions", &makeOptions, &represent, py::arg("group_size") = 0,
+  bindOptions<Options>(module, "PragueOptions", kDoc, &makeOptions, py::arg("group_size") = 0,
                        py::arg("generator") = "smart", py::arg("order") = "cta", py::arg("slowdown_threshold") = -1,
                        py::arg("sync_period") = 1, py::arg("sync_every") = -1, py::arg("seed") = 0,
                        py::arg("shared_memory") = true)

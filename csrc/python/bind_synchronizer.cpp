@@ -35,8 +35,9 @@ py::dict toDict(const AveragingStats& stats) {
 }  // namespace
 
 std::shared_ptr<AveragingSynchronizer> attachGroup(GroupTraining training, const std::vector<at::Tensor>& parameters,
-                                                   const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes) {
-  return {new GroupSynchronizer(std::move(training), parameters, buffers, bucket_bytes), DeleteWithoutGil()};
+                                                   const std::vector<at::Tensor>& buffers,
+                                                   const std::vector<at::Tensor>& frozen, std::size_t bucket_bytes) {
+  return {new GroupSynchronizer(std::move(training), parameters, buffers, frozen, bucket_bytes), DeleteWithoutGil()};
 }
 
 void bindSynchronizer(py::module_& module) {

@@ -27,17 +27,20 @@ struct DeleteWithoutGil {
 
 // Collective, without the GIL: what prague and dssync make of torchext.attach().
 std::shared_ptr<AveragingSynchronizer> attachGroup(GroupTraining training, const std::vector<at::Tensor>& parameters,
-                                                   const std::vector<at::Tensor>& buffers, std::size_t bucket_bytes);
+                                                   const std::vector<at::Tensor>& buffers,
+                                                   const std::vector<at::Tensor>& frozen, std::size_t bucket_bytes);
 
-// attach_NAME(group, parameters, buffers, bucket_bytes), where training(group) is what the system makes of it.
+// attach_NAME(group, parameters, buffers, frozen, bucket_bytes), where training(group) is what the system makes of it.
 template <class Group>
 void bindAttach(py::module_& module, const char* name, GroupTraining (*training)(const c10::intrusive_ptr<Group>&)) {
   module.def(
       name,
       [training](const c10::intrusive_ptr<Group>& group, const std::vector<at::Tensor>& parameters,
-                 const std::vector<at::Tensor>& buffers,
-                 std::size_t bucket_bytes) { return attachGroup(training(group), parameters, buffers, bucket_bytes); },
-      py::arg("group"), py::arg("parameters"), py::arg("buffers"), py::arg("bucket_bytes"),
+                 const std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& frozen,
+                 std::size_t bucket_bytes) {
+        return attachGroup(training(group), parameters, buffers, frozen, bucket_bytes);
+      },
+      py::arg("group"), py::arg("parameters"), py::arg("buffers"), py::arg("frozen"), py::arg("bucket_bytes"),
       py::call_guard<py::gil_scoped_release>());
 }
 

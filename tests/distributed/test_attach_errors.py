@@ -191,22 +191,31 @@ def body_disagreement(rank: Rank) -> list[tuple[str, str, str, float]]:
 
     model = nn.Linear(4, 1)
     attach("PragueOptions.group_size is 2 on rank 0 and 3 on rank 2", model, group_size=3 if odd else 2)
-    attach("PragueOptions.generator", model, generator="random" if odd else "smart")
-    attach("PragueOptions.generator", model, generator="static" if odd else "smart")
-    attach("PragueOptions.order", model, order="cta" if odd else "atc")
+    attach(
+        "PragueOptions.generator is smart on rank 0 and random on rank 2", model, generator="random" if odd else "smart"
+    )
+    attach(
+        "PragueOptions.generator is smart on rank 0 and static on rank 2", model, generator="static" if odd else "smart"
+    )
+    attach("PragueOptions.order is atc on rank 0 and cta on rank 2", model, order="cta" if odd else "atc")
     attach(
         "PragueOptions.slowdown_threshold is 4 on rank 0 and 7 on rank 2", model, slowdown_threshold=7 if odd else -1
     )
     attach("PragueOptions.sync_period is 1 on rank 0 and 2 on rank 2", model, sync_period=2 if odd else 1)
     attach("PragueOptions.sync_every is -1 on rank 0 and 9 on rank 2", model, sync_every=9 if odd else -1)
     attach("PragueOptions.seed is 1 on rank 0 and 2 on rank 2", model, seed=2 if odd else 1)
-    attach("bucket bytes", model, bucket_mb=2 if odd else 1)
-    attach("number of parameter tensors is 2 on rank 0 and 1 on rank 2", nn.Linear(4, 1, bias=not odd))
-    attach("number of parameter elements is 5 on rank 0 and 6 on rank 2", nn.Linear(5 if odd else 4, 1))
-    attach("parameter shapes, strides and dtypes", nn.Linear(1, 3) if odd else nn.Linear(5, 1))
+    attach("bucket bytes is 1048576 on rank 0 and 2097152 on rank 2", model, bucket_mb=2 if odd else 1)
+    attach("number of parameters is 2 on rank 0 and 1 on rank 2", nn.Linear(4, 1, bias=not odd))
+    attach("parameters[0] is Float[1, 4] on rank 0 and Float[1, 5] on rank 2", nn.Linear(5 if odd else 4, 1))
+    attach(
+        "parameters[0] is Float[1, 5] on rank 0 and Float[3, 1] on rank 2", nn.Linear(1, 3) if odd else nn.Linear(5, 1)
+    )
     of_images = nn.Conv2d(2, 2, 2)
-    attach("parameter shapes, strides", of_images.to(memory_format=torch.channels_last) if odd else of_images)
-    attach("number of buffer elements is 3 on rank 0 and 4 on rank 2", Buffered(4 if odd else 3))
+    attach(
+        "Float[2, 2, 2, 2] with strides [8, 1, 4, 2] on rank 2",
+        of_images.to(memory_format=torch.channels_last) if odd else of_images,
+    )
+    attach("buffers[0] is Float[3] on rank 0 and Float[4] on rank 2", Buffered(4 if odd else 3))
     return errors
 
 

@@ -164,11 +164,11 @@ def body_disagree(rank: Rank, what: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("shape", "number of parameter elements is 20 on rank 0 and 25 on rank 1"),
-        ("bucket_mb", "bucket_mb (millionths) is 1000000 on rank 0 and 2000000 on rank 1"),
-        ("transport", "DeAROptions.transport (collectives: 1) is 0 on rank 0 and 1 on rank 1"),
-        ("frozen", "names, strides and requires_grad of parameters (hash)"),
-        ("names", "names, strides and requires_grad of parameters (hash)"),
+        ("shape", "parameters[0] is weight, Float[4, 4] on rank 0 and weight, Float[5, 4] on rank 1"),
+        ("bucket_mb", "bucket_mb is 1 on rank 0 and 2 on rank 1"),
+        ("transport", "transport by collectives is False on rank 0 and True on rank 1"),
+        ("frozen", "parameters[1] is bias, Float[4] on rank 0 and bias (frozen), Float[4] on rank 1"),
+        ("names", "parameters[0] is weight0, Float[4, 4] on rank 0 and weight1, Float[4, 4] on rank 1"),
     ],
 )
 def test_ranks_that_attach_something_else(what: str, text: str) -> None:

@@ -213,10 +213,10 @@ def body_different(rank: Rank, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
-        ("shape", "DistBackendError", "names and shapes of the layers"),
+        ("shape", "DistBackendError", "layers[0] is the model itself, weight [4, 4] and bias, groups 1 on rank 0 and"),
         ("count", "DistBackendError", "the number of layers is 1 on rank 0 and 2 on rank 1"),
-        ("damping", "DistBackendError", "damping"),
-        ("kl_clip", "DistBackendError", "kl_clip"),
+        ("damping", "DistBackendError", "damping is 0.2 on rank 0 and 0.1 on rank 1"),
+        ("kl_clip", "DistBackendError", "kl_clip is None on rank 0 and 0.001 on rank 1"),
         ("no layer", "RuntimeError", "rank 1 could not build its optimizer"),
         ("lr", "RuntimeError", "rank 1 could not build its optimizer"),
         ("misspelt", "RuntimeError", "rank 1 could not build its optimizer"),

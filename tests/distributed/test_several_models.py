@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import Trainer, equal_everywhere
-from harness import Rank, run_ranks
+from attached import Trainer, equal_everywhere, mlp, new_group
+from harness import Rank, launch, run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
 
 MODELS = 3
 STEPS = 25
@@ -99,3 +102,62 @@ def body(rank: Rank, generator: str, order: str) -> int:
 @pytest.mark.parametrize(("generator", "order"), [("random", "atc"), ("smart", "cta")])
 def test_in_other_orders_on_other_ranks(generator: str, order: str) -> None:
     assert min(run_ranks(body, 4, generator, order)) > 0
+
+
+# ---- on_peer_failure="continue" ----
+
+
+def attached(group: dist.ProcessGroup | None, on_peer_failure: Any = "continue") -> Any:
+    """The DDP model, its optimizer, its synchronizer."""
+    ddp = DistributedDataParallel(mlp(), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    return ddp, optimizer, torchext.attach(ddp, optimizer, on_peer_failure=on_peer_failure)
+
+
+def body_one_renews_world(rank: Rank) -> None:
+    rank.init()
+    refused = pytest.raises(ValueError, match="Several models can train on if each has a group of its own")
+    _, _, first = attached(None)
+    for group, on_peer_failure in ((new_group("prague"), "raise"), (new_group("prague"), "continue")):
+        with refused:
+            attached(group, on_peer_failure)
+    first.detach()
+    kept = attached(new_group("prague"))
+    also_kept = attached(None, "raise")  # ends with the job, as it says
+    with refused:
+        attached(None)
+    del kept, also_kept  # in cycles, not detached
+    attached(None)
+    dist.destroy_process_group()
+    rank.init(store="again")
+    attached(None)
+    dist.destroy_process_group()
+
+
+def test_only_one_model_may_renew_the_default_group() -> None:
+    run_ranks(body_one_renews_world, 2)
+
+
+def body_each_goes_on(rank: Rank, backend: str) -> list[Any]:
+    rank.init(backend)
+    models = [attached(new_group(backend)) for _ in range(2)]
+    for step in range(60):
+        if step == 20 and rank.rank == 1:
+            rank.report("dies")
+            rank.pause()
+        for ddp, optimizer, _ in models:
+            optimizer.zero_grad()
+            ddp(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+    for _, _, sync in models:
+        sync.synchronize()
+    return [(sync.stats()["workers"], sync.stats()["lost_ranks"]) for _, _, sync in models]
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+def test_models_with_groups_of_their_own_go_on(backend: str) -> None:
+    with launch(body_each_goes_on, 4, backend) as ranks:
+        ranks.expect("dies", [1], deadline=60)
+        ranks.kill(1)
+        for outcome in ranks.outcomes([0, 2, 3], deadline=60):
+            assert outcome.value == [(3, [1])] * 2, outcome.message

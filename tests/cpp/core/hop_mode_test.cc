@@ -50,6 +50,7 @@ TEST(HopMode, IllegalCombinationsSayWhatToSet) {
   refused({.notify_ack = true, .max_iteration_gap = 2}, "max_iteration_gap = 2: allowed 0 with notify_ack");
   refused({.notify_ack = true, .backup_workers = 1}, "backup_workers = 1: allowed 0 with notify_ack");
   refused({.notify_ack = true, .staleness = 1}, "staleness = 1: allowed 0 with notify_ack");
+  refused({.jump_trigger = 3}, "jump_trigger = 3: allowed 1 (the default) without max_jump");
   refused({.notify_ack = true, .max_jump = 3}, "max_jump = 3: allowed 0 with notify_ack");
 }
 

@@ -86,7 +86,7 @@ TEST_P(HopSchedules, IdentityAndBoundsHoldAndEverybodyFinishes) {
     mode.staleness = mode.staleness > 0 ? up_to(4) : 0;
     mode.backup_workers = mode.backup_workers > 0 ? up_to(std::min(3, graph.smallestInDegree() - 1)) : 0;
     mode.max_jump = mode.skips() ? 1 + up_to(6) : 0;
-    mode.jump_trigger = up_to(3);
+    mode.jump_trigger = mode.skips() ? up_to(3) : 1;
     ASSERT_NO_THROW(validateHopMode(mode, graph));
     options.jitter = random.uniform();
     options.random_slowdown = up_to(10);

@@ -1,0 +1,71 @@
+"""Options of the backends as values: shown, compared, copied, pickled, documented."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import datetime
+import inspect
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import torchext
+
+CHANGED: dict[type, dict[str, Any]] = {
+    torchext.PragueOptions: {"group_size": 3, "generator": "random", "order": "atc", "shared_memory": False},
+    torchext.HopOptions: {"neighbours": [[1], [0]], "staleness": 2, "heartbeat_timeout": timedelta(seconds=2.5)},
+    torchext.DSSyncOptions: {"schedule": "topology", "racks": [0, 0, 1], "timeout": timedelta(minutes=1)},
+    torchext.DeAROptions: {"form": "replicated", "bucket_mb": 0.1, "call_check": "off"},
+}
+each_class = pytest.mark.parametrize("kind", CHANGED, ids=lambda kind: kind.__name__)
+
+
+@each_class
+def test_representation_makes_an_equal_object(kind: type) -> None:
+    for options in (kind(), kind(**CHANGED[kind])):
+        again = eval(repr(options), {kind.__name__: kind, "datetime": datetime})
+        assert again == options
+        assert repr(again) == repr(options)
+    assert all(f"{name}={value!r}" in repr(options) for name, value in CHANGED[kind].items())
+
+
+@each_class
+def test_equality_is_by_value(kind: type) -> None:
+    changed = kind(**CHANGED[kind])
+    assert changed == kind(**CHANGED[kind])
+    for name, value in CHANGED[kind].items():
+        assert kind() != kind(**{name: value, **({"schedule": "topology"} if name == "racks" else {})}), name
+    assert changed != object()
+    assert all(changed != other(**CHANGED[other]) for other in CHANGED if other is not kind)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(changed)
+
+
+@each_class
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda options: pickle.loads(pickle.dumps(options))])
+def test_copies_are_equal(kind: type, duplicate: Any) -> None:
+    options = kind(**CHANGED[kind])
+    other = duplicate(options)
+    assert other == options and other is not options and type(other) is kind
+
+
+@each_class
+def test_every_argument_is_an_attribute_and_documented(kind: type) -> None:
+    options: Any = kind(**CHANGED[kind])
+    for name, value in CHANGED[kind].items():
+        assert getattr(options, name) == value, name
+    call = ast.parse(repr(options), mode="eval").body
+    assert isinstance(call, ast.Call)
+    names = {str(keyword.arg) for keyword in call.keywords}
+    assert {"timeout", "heartbeat_timeout", "call_check", "operation_timeout", *CHANGED[kind]} < names
+    text = inspect.getdoc(kind) or ""
+    assert all(f"    {name}: " in text for name in names), text
+    assert "Raises:" in text and "et al." in text
+
+
+def test_a_negative_time_is_named() -> None:
+    with pytest.raises(ValueError, match=r"heartbeat_timeout must be 0 \(off\) or from 0.2 s to a day, got 0.01 s"):
+        torchext.PragueOptions(heartbeat_timeout=timedelta(seconds=0.01))
