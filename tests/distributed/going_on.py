@@ -25,16 +25,15 @@ class GoingOn:
         backend: str,
         options: dict[str, Any],
         *,
-        timeout: float = 60,
         workers: int | None = None,
         module: nn.Module | None = None,
     ) -> None:
         """workers: the world at first; ranks from there on join it."""
-        pg_options = OPTIONS[backend](timeout=timedelta(seconds=timeout), **options)
+        pg_options = OPTIONS[backend](timeout=timedelta(seconds=60), **options)
         if workers is not None and rank.rank >= workers:
             torchext.join(backend, f"file://{rank.folder / 'store'}", pg_options=pg_options)
         else:
-            rank.init(backend, timeout=timeout, pg_options=pg_options, world_size=workers)
+            rank.init(backend, timeout=60, pg_options=pg_options, world_size=workers)
         self.rank = rank.rank
         self.ddp = DistributedDataParallel(mlp() if module is None else module)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.02, momentum=0.5)
@@ -49,9 +48,9 @@ class GoingOn:
             self.optimizer.step()
             self.step += 1
 
-    def meet_until(self, done: Callable[[dict[str, Any]], bool], steps: int = 3, limit: float = 40.0) -> None:
+    def meet_until(self, done: Callable[[dict[str, Any]], bool], steps: int = 3) -> None:
         """Meets the others every so many steps, until the stats are as wanted."""
-        end = time.monotonic() + limit
+        end = time.monotonic() + 40
         while not done(self.sync.stats()):
             assert time.monotonic() < end, self.sync.stats()
             self.train(steps)
