@@ -56,7 +56,6 @@ class Worker:
     started: float
     newcomer: bool
     fault: str = ""
-    end: float | None = None
 
     def events(self) -> list[dict[str, Any]]:
         """All complete lines of its log."""
@@ -149,7 +148,6 @@ def _fault(run: Run, kind: str, victim: Worker) -> None:
             run.hangs.append(f"worker {run.workers.index(victim)}, cut off, did not end")
             victim.process.kill()
     victim.process.wait()
-    victim.end = time.monotonic()
     run.start(victim.host, None)
 
 

@@ -43,7 +43,6 @@ GRID_SIZES = 12
 # Rate of the links, megabytes of parameters, milliseconds of forward; backward takes twice as long.
 SETTINGS = [("100mbit", 1, 30.0), ("300mbit", 4, 30.0), ("1gbit", 4, 15.0), ("1gbit", 10, 30.0), ("3gbit", 20, 20.0)]
 TARGET = 0.97
-MOST_TRIALS = 12
 RANDOM_SEARCHES = 2000
 LEAST_MB, MOST_MB, LEAST_RANGE = 1.0, 256.0, 32.0  # the tuner's range: core::BayesianTunerOptions::forModel
 MEBIBYTE = 1 << 20

@@ -47,8 +47,6 @@ class CudaDecision:
 
     enabled: bool
     reason: str
-    nvcc: str = ""
-    toolkit: str = ""
 
 
 def _toolkit_version(nvcc: str) -> str:
@@ -73,7 +71,7 @@ def _find_buildable_cuda() -> CudaDecision:
     toolkit = _toolkit_version(str(nvcc))
     if toolkit.split(".")[0] != major:
         return CudaDecision(False, f"the toolkit is {toolkit}, torch was built with CUDA {wanted}: the majors differ")
-    return CudaDecision(True, f"toolkit {toolkit}, torch built with CUDA {wanted}", str(nvcc), toolkit)
+    return CudaDecision(True, f"toolkit {toolkit}, torch built with CUDA {wanted}")
 
 
 def decide_cuda(choice: str | None = None) -> CudaDecision:

@@ -13,7 +13,7 @@ from torchext._version import __version__
 check_torch()  # a module built for another torch would crash, not fail
 
 from torchext import nn, ops  # noqa: E402
-from torchext._newcomers import join  # noqa: E402
+from torchext._join import join  # noqa: E402
 from torchext.attach import attach  # noqa: E402
 from torchext.backends import backend_of, register  # noqa: E402
 from torchext.options import DeAROptions, DSSyncOptions, HopOptions, PragueOptions  # noqa: E402

@@ -1,4 +1,4 @@
-"""What a worker that joins gets from the first of those that train: its model and its optimizer's state, as bytes."""
+"""What a worker that joins gets from the first of those that train: its model and its optimizer's state."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-__all__ = ["pack", "unpack"]
+__all__ = ["receive", "send", "unpack"]
 
 _logger = logging.getLogger("torchext")
 
 
-def pack(module: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """The state of both, on the CPU; or why it cannot be had, which is nothing to end the job for."""
-    buffer = io.BytesIO()
-    try:
-        torch.save([module.state_dict(), _passing(module), _plain(optimizer.state_dict())], buffer)
-    except Exception as error:
-        _logger.warning("torchext: a newcomer cannot get the model and optimizer of this worker", exc_info=True)
-        buffer = io.BytesIO()
-        torch.save(f"{type(error).__name__}: {error}", buffer)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+def send(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, group: dist.ProcessGroup) -> None:
+    """The state of both, to a worker of the group."""
+    state = _packed(module, optimizer)
+    dist.send(torch.tensor([state.numel()]), rank, group)
+    dist.send(state, rank, group)
+
+
+def receive() -> torch.Tensor:
+    """What the first worker of the default group sends, for :func:`unpack`."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, 0)
+    state = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(state, 0)
+    return state
 
 
 def unpack(state: torch.Tensor, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Loads what :func:`pack` has made of another worker's. RuntimeError: there is none, or it does not fit."""
+    """Loads what another worker has sent. RuntimeError: there is none, or it does not fit."""
     loaded = torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
     if isinstance(loaded, str):
         raise RuntimeError(f"that worker could not save it: {loaded}")
@@ -40,6 +45,18 @@ def unpack(state: torch.Tensor, module: nn.Module, optimizer: torch.optim.Optimi
         if name in own and own[name].shape == buffer.shape:
             own[name].copy_(buffer)
     optimizer.load_state_dict(of_optimizer)
+
+
+def _packed(module: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """The state of both, on the CPU; or why it cannot be had, which is nothing to end the job for."""
+    buffer = io.BytesIO()
+    try:
+        torch.save([module.state_dict(), _passing(module), _plain(optimizer.state_dict())], buffer)
+    except Exception as error:
+        _logger.warning("torchext: a newcomer cannot get the model and optimizer of this worker", exc_info=True)
+        buffer = io.BytesIO()
+        torch.save(f"{type(error).__name__}: {error}", buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _passing(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -43,8 +43,9 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._handover import pack, unpack
+from torchext._handover import receive, send, unpack
 from torchext._newcomers import Door, Newcomer, Request, root_of
+from torchext._regroup import new_world, shrunk
 from torchext._rendezvous import attempt_store
 from torchext.backends import BACKENDS, backend_of, connecting_within, group_of_one
 
@@ -59,7 +60,6 @@ ATTEMPTS = 3  # at a new group, which is missed by one that died after the list 
 ENTRIES = 5  # attempts of a newcomer
 
 _FORMED = "formed"
-_SHRINK_ABORT = 1  # dist.distributed_c10d.SHRINK_ABORT, which dist does not export
 _PAUSE = 0.01
 _logger = logging.getLogger("torchext")
 
@@ -196,9 +196,11 @@ class Membership:
         while True:
             newcomers = self._regroup(error)
             try:
-                for rank in newcomers:
-                    self._hand_over(rank)
-                core = make_core(backend_of(self._ddp.process_group))
+                group = self._ddp.process_group
+                if dist.get_rank(group) == 0:
+                    for rank in newcomers:
+                        send(self._ddp.module, self._optimizer, rank, group)
+                core = make_core(backend_of(group))
                 break
             except dist.DistBackendError as another:
                 self.fail(another)
@@ -271,7 +273,7 @@ class Membership:
             if self._meeting(attempt).check(["outcome"]):  # the others have waited for this one in vain
                 raise dist.DistBackendError("came too late")
             with connecting_within(decided.connecting):
-                group = self._world(decided, attempt) if self.is_world else self._shrunk(decided)
+                group = self._made(decided, attempt)
             outcome = self._outcome(decided, attempt)
         except RuntimeError as error:
             outcome = self._conclude(attempt, f"rank {self._me} did not come into it: {error}")
@@ -281,6 +283,19 @@ class Membership:
             raise dist.DistBackendError(outcome)
         assert group is not None  # else this one has not said that it is connected
         self._ddp.process_group = group
+
+    def _made(self, decided: _List, attempt: int) -> ProcessGroup:
+        if not self.is_world:
+            stay = [position for position, number in enumerate(self.members) if number in decided.survivors]
+            return shrunk(self._ddp.process_group, stay)
+        members = decided.members
+        rank = members.index(self._me)
+        options = self._options._fitted(members)
+        # All are there before anything of the old group is given up. In a meeting, and when a group did not come about,
+        # they are at nothing else.
+        patience = decided.connecting if attempt > 0 or decided.newcomers else PATIENCE
+        store = attempt_store(PrefixStore("group", self._meeting(attempt)), rank, len(members), patience)
+        return new_world(self._backend, store, rank, len(members), options)
 
     def _outcome(self, decided: _List, attempt: int) -> str:
         """Of those that are connected here; RuntimeError if it was not to be had in time."""
@@ -295,38 +310,6 @@ class Membership:
     def _conclude(self, attempt: int, outcome: str) -> str:
         """Writes the outcome down unless another has; returns what stands there."""
         return self._meeting(attempt).compare_set("outcome", "", outcome).decode()
-
-    def _world(self, decided: _List, attempt: int) -> ProcessGroup:
-        members = decided.members
-        rank = members.index(self._me)
-        options = self._options._fitted(members)
-        # All are there before anything of the old group is given up. In a meeting, and when a group did not come about,
-        # they are at nothing else.
-        patience = decided.connecting if attempt > 0 or decided.newcomers else PATIENCE
-        store = attempt_store(PrefixStore("group", self._meeting(attempt)), rank, len(members), patience)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # Torch numbers groups, and with the number they meet: one that did not come about has been counted, too.
-        dist.distributed_c10d._world.group_count = 0
-        dist.init_process_group(
-            self._backend,
-            store=store,
-            rank=rank,
-            world_size=len(members),
-            timeout=options._timeout,
-            pg_options=options,
-        )
-        return dist.distributed_c10d._get_default_group()
-
-    def _shrunk(self, decided: _List) -> ProcessGroup:
-        group = self._ddp.process_group
-        stay = [position for position, number in enumerate(self.members) if number in decided.survivors]
-        lost = [position for position in range(len(self.members)) if position not in stay]
-        ranks = [dist.get_process_group_ranks(group)[position] for position in stay]
-        shrunk = dist.shrink_group(lost, group, shrink_flags=_SHRINK_ABORT)
-        # Upstream takes the excluded ranks of the group for ranks of the world here.
-        dist.distributed_c10d._world.pg_group_ranks[shrunk] = {r: position for position, r in enumerate(ranks)}
-        return shrunk
 
     def _enroll(self, decided: _List, reason: str) -> None:
         roll = self._roll
@@ -370,14 +353,6 @@ class Membership:
         # Of a newcomer it is not known in which rack it stands; and it is in the world, not in a part of it.
         return self.is_world and not getattr(self._options, "racks", [])
 
-    def _hand_over(self, rank: int) -> None:
-        """The first worker's model and optimizer, to a newcomer."""
-        group = self._ddp.process_group
-        if dist.get_rank(group) == 0:
-            state = pack(self._ddp.module, self._optimizer)
-            dist.send(torch.tensor([state.numel()]), rank, group)
-            dist.send(state, rank, group)
-
     def _enter(self, newcomer: Newcomer) -> None:
         self._options, self._backend = newcomer.options, newcomer.backend
         self._store = newcomer.store
@@ -414,7 +389,7 @@ class Membership:
         self._me = number
         self._form(decided, 0)
         try:
-            return decided, self._receive()
+            return decided, receive()
         except RuntimeError:
             self._give_up()
             raise
@@ -426,13 +401,6 @@ class Membership:
             self._meeting().set(f"gone/{self._me}", "1")
         finally:
             dist.destroy_process_group()
-
-    def _receive(self) -> torch.Tensor:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, 0)
-        state = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(state, 0)
-        return state
 
     # ---- Where they meet in the store ----
 

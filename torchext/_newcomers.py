@@ -1,4 +1,4 @@
-"""Workers that come to a job that is running: :func:`join` on their side, :class:`Door` on that of the job.
+"""How newcomers and a running job find each other: :class:`Newcomer` on their side, :class:`Door` on that of the job.
 
 They meet in the job's store. A newcomer leaves a request with what it trains, and waits. The job's first worker looks
 for requests whenever all workers meet for an exact average, refuses those that do not fit, with the reason, and makes
@@ -10,23 +10,20 @@ asks the newcomer again whether it waits; one that was taken for dead makes a ne
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, ProcessGroup, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from torchext._version import __version__
-from torchext.backends import BACKENDS, options_for
 
-__all__ = ["Door", "Newcomer", "Request", "forget_newcomer", "join", "newcomer_of", "root_of"]
+__all__ = ["Door", "Newcomer", "Request", "root_of"]
 
 ANSWER = timedelta(seconds=1)  # for a newcomer that waits to say that it does
 REQUESTS = 5  # of a newcomer that is slow to say so
@@ -223,110 +220,3 @@ class Newcomer:
                     " this the job's store?"
                 )
             time.sleep(_PAUSE)
-
-
-_newcomer: Newcomer | None = None
-
-
-def join(
-    backend: str,
-    init_method: str = "env://",
-    *,
-    store: Store | None = None,
-    pg_options: Any = None,
-    timeout: timedelta = timedelta(minutes=30),
-) -> None:
-    """Takes the place of ``init_process_group`` in a worker that joins a job which is running already.
-
-    The workers of the job train with ``attach(..., on_peer_failure="continue")``. After ``join`` this process is a
-    group of one, in which the model is wrapped as usual. ``attach``, with the same argument, waits for the workers:
-    they let newcomers in when they have formed an exact average (``synchronize``, or at the end of ``averaged``). It
-    returns as one of them, with the parameters, buffers and optimizer state of the first worker. ``dist.get_rank()``
-    and ``dist.get_world_size()`` tell its place then.
-
-        torchext.join("prague", "tcp://10.0.0.1:29500")
-        model = DistributedDataParallel(Net())
-        sync = torchext.attach(model, optimizer, on_peer_failure="continue")
-
-    Args:
-        backend: The job's.
-        init_method: Where the job's store is: ``env://`` (MASTER_ADDR and MASTER_PORT), ``tcp://host:port`` or
-            ``file://path``. One job a store.
-        store: The store itself, instead of ``init_method``.
-        pg_options: The job's.
-        timeout: For the workers to come to an exact average, once this one is in ``attach``.
-
-    Raises:
-        RuntimeError: ``torch.distributed`` is initialized already.
-        ValueError: ``backend`` cannot be joined, ``init_method`` or ``MASTER_PORT`` is not understood, or ``timeout``
-            is not above 0.
-        TypeError: ``timeout`` is no timedelta, or ``init_method`` no str.
-        torchext.errors.BackendOptionsError: ``pg_options`` are those of another backend.
-        torch.distributed.DistError: There is no store.
-    """
-    global _newcomer
-    if dist.is_initialized():
-        raise RuntimeError("torchext.join after init_process_group; it takes its place")
-    if backend not in BACKENDS or backend == "dear":
-        can = ", ".join(repr(name) for name in sorted(BACKENDS) if name != "dear")
-        raise ValueError(f"torchext.join: backend must be one of {can}, got {backend!r}")
-    options = options_for(backend, pg_options)
-    if not isinstance(timeout, timedelta):
-        raise TypeError(
-            f"torchext.join: timeout must be a datetime.timedelta, got {timeout!r} ({type(timeout).__name__}); "
-            "timedelta(seconds=...) makes one"
-        )
-    if timeout <= timedelta(0):
-        raise ValueError(f"torchext.join: timeout must be more than 0, got {timeout}")
-    if store is None:
-        store = _store_at(init_method)
-    newcomer = Newcomer(store, backend, options, timeout)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    newcomer.group = dist.group.WORLD
-    _newcomer = newcomer
-
-
-def newcomer_of(group: ProcessGroup) -> Newcomer | None:
-    """What :func:`join` has prepared, if ``group`` is that of one which it has made and still the default group."""
-    if _newcomer is None or _newcomer.group is not group or group is not dist.group.WORLD:
-        return None
-    return _newcomer
-
-
-def forget_newcomer() -> None:
-    """It is one of the workers now; until then ``attach`` may be tried again."""
-    global _newcomer
-    _newcomer = None
-
-
-def _store_at(init_method: str) -> Store:
-    if not isinstance(init_method, str):
-        raise TypeError(
-            f"torchext.join: init_method must be a str, got {init_method!r} ({type(init_method).__name__}); a store "
-            "itself goes into store="
-        )
-    url = urlsplit(init_method)
-    if url.scheme == "file" and url.path:
-        return FileStore(url.path)
-    if url.scheme == "env":
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ValueError(f"torchext.join: init_method 'env://' needs {' and '.join(missing)} in the environment")
-        host, port = os.environ["MASTER_ADDR"], _port(os.environ["MASTER_PORT"])
-        if port is None:
-            raise ValueError(
-                f"torchext.join: MASTER_PORT in the environment must be in 1..65535, got {os.environ['MASTER_PORT']!r}"
-            )
-        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
-    port = _port(url.netloc.rpartition(":")[2])
-    if url.scheme != "tcp" or not url.hostname or port is None:
-        raise ValueError(
-            "torchext.join: init_method must be env://, tcp://host:port or file:///path, with a port in 1..65535, got "
-            f"{init_method!r}"
-        )
-    return TCPStore(url.hostname, port, is_master=False, timeout=timedelta(seconds=30))
-
-
-def _port(text: str) -> int | None:
-    """The port that a text names, if it does."""
-    return int(text) if re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 65536 else None

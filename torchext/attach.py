@@ -17,13 +17,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
+from torchext._averaging_synchronizer import AveragingSynchronizer
 from torchext._dear_optimizer import check_stepped
 from torchext._dear_synchronizer import DearSynchronizer, Lane
 from torchext._hop_synchronizer import HopSynchronizer
+from torchext._join import forget_newcomer, newcomer_of
 from torchext._membership import Membership
-from torchext._newcomers import forget_newcomer, newcomer_of
 from torchext.backends import backend_of
-from torchext.synchronizer import AveragingSynchronizer, Synchronizer, in_use
+from torchext.synchronizer import Synchronizer, in_use
 
 __all__ = ["attach"]
 

@@ -77,9 +77,9 @@ def make_model(name: str, *, seed: int = 0) -> nn.Module:
     return MODELS[name][0]()
 
 
-def make_batch(name: str, *, rank: int, rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def make_batch(name: str, *, rank: int, rows: int) -> tuple[Tensor, Tensor]:
     """Returns noise of the model's input shape, and labels."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    generator = torch.Generator().manual_seed(rank)
     inputs = torch.randn(rows, *MODELS[name][1], generator=generator)
     return inputs, torch.randint(0, _CLASSES, (rows,), generator=generator)
 

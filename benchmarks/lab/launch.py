@@ -31,10 +31,10 @@ class LaunchError(RuntimeError):
     """A rank failed or the deadline passed; the message holds the end of the rank's output."""
 
 
-def free_port(address: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """Returns a TCP port that nobody held a moment ago."""
     with socket.socket() as probe:
-        probe.bind((address, 0))
+        probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 

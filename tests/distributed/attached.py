@@ -38,6 +38,19 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
+class Normalized(nn.Module):
+    """Has buffers, which workers average too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(inputs))
+
+
 def batch(rank: int, step: int, rows: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     inputs = torch.rand(rows, 8, generator=generator) * 2 - 1
@@ -103,55 +116,3 @@ class Trainer:
         with self.sync.averaged() as module, torch.no_grad():
             inputs, targets = batch(77, 0, rows=256)
             return float(nn.functional.mse_loss(module(inputs), targets))
-
-
-def freeze_when_connecting(rank: Rank) -> None:
-    """The next group that is made here: the others have met this process, and wait for it in vain."""
-
-    def frozen(*_: Any) -> Any:
-        rank.report("frozen")
-        rank.pause()
-
-    torchext.backends.attempt_store = frozen  # type: ignore[assignment]
-
-
-class GoingOn:
-    """A small regression, trained with on_peer_failure="continue"."""
-
-    def __init__(
-        self,
-        rank: Rank,
-        backend: str,
-        options: dict[str, Any],
-        *,
-        timeout: float = 60,
-        workers: int | None = None,
-        module: nn.Module | None = None,
-    ) -> None:
-        """workers: the world at first; ranks from there on join it."""
-        pg_options = OPTIONS[backend](timeout=timedelta(seconds=timeout), **options)
-        if workers is not None and rank.rank >= workers:
-            torchext.join(backend, f"file://{rank.folder / 'store'}", pg_options=pg_options)
-        else:
-            rank.init(backend, timeout=timeout, pg_options=pg_options, world_size=workers)
-        self.rank = rank.rank
-        self.ddp = DistributedDataParallel(mlp() if module is None else module)
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.02, momentum=0.5)
-        self.sync = torchext.attach(self.ddp, self.optimizer, on_peer_failure="continue")
-        self.step = 0
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            inputs, targets = batch(self.rank, self.step)
-            self.optimizer.zero_grad()
-            (self.ddp(inputs) - targets).square().mean().backward()
-            self.optimizer.step()
-            self.step += 1
-
-    @torch.no_grad()
-    def validation_loss(self) -> float:
-        inputs, targets = batch(rank=50, step=0, rows=1024)
-        return float((self.ddp.module(inputs) - targets).square().mean())
-
-    def workers(self) -> int:
-        return int(self.sync.stats()["workers"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from attached import ORDERS, Trainer, batch, equal_everywhere, everywhere, flat
+from attached import ORDERS, Normalized, Trainer, batch, equal_everywhere, everywhere, flat
 from harness import Rank, run_ranks
 from torch import nn
 
@@ -47,17 +47,6 @@ def body_quadratic(rank: Rank) -> float:
 
 def test_the_mean_follows_plain_gradient_descent() -> None:
     assert max(run_ranks(body_quadratic, 4)) < 1e-12
-
-
-class Normalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(inputs))
 
 
 def body_batch_norm(rank: Rank) -> bool:

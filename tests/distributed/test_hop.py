@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import equal_everywhere, everywhere, flat
+from attached import Normalized, equal_everywhere, everywhere, flat
 from harness import Rank, run_ranks
 from hop_reference import ORDERS, Reference, Trainer, hop, out_neighbours, uniform
 from torch import nn
@@ -105,17 +105,6 @@ def body_own_graphs(rank: Rank) -> bool:
 
 def test_a_users_graph_and_weights() -> None:
     assert run_ranks(body_own_graphs, 4) == [True] * 4
-
-
-class Normalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(inputs))
 
 
 def body_batch_norm(rank: Rank) -> bool:

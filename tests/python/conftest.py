@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from adaptive_device import NO_GPU, Device, load_simulated
 
 from torchext.optim import KFACPreconditioner
 
@@ -13,3 +14,17 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     queued: bool = request.param
     monkeypatch.setitem(KFACPreconditioner.__init__.__kwdefaults__, "_queued", queued)  # type: ignore[arg-type]
     return queued
+
+
+@pytest.fixture(scope="session")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The simulated device, compiled once."""
+    load_simulated(tmp_path_factory.mktemp("simulated_cuda"))
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=NO_GPU)])
+def device(request: pytest.FixtureRequest) -> Device:
+    """Where the second of two equal tables runs."""
+    if request.param == "simulated":
+        request.getfixturevalue("simulated")
+    return Device(request.param)

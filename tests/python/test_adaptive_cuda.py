@@ -1,141 +1,18 @@
-"""Adaptive embeddings on CUDA are those on the CPU: outputs, gradients, updates, utilities, pruning, errors.
-
-On two devices: a GPU where one is visible, and anywhere a simulated one. That runs the CUDA operators' own code, from
-tensors to the passes of the kernels, with loops in the place of launches (tests/cpp/simulated_cuda, compiled here).
-"""
+"""Adaptive embeddings on CUDA are those on the CPU: outputs, gradients, updates, utilities, pruning, errors."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import os
-import shlex
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_adaptive_bag import Draw, close
+from adaptive_device import Device, same, same_tables
+from adaptive_tables import Draw
 from torch import Tensor
-from torch.utils import cpp_extension
 
-from torchext.nn import (
-    AdaptiveEmbedding,
-    AdaptiveEmbeddingBag,
-    ChunkPruner,
-    _arguments,
-    _ops,
-    _storage,
-    _table,
-    adaptive_embedding,
-    pruning,
-)
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")
-NAMES = [
-    "adaptive_bag",
-    "adaptive_bag_weight_gradient",
-    "adaptive_bag_dense_gradient",
-    "adaptive_bag_observe_",
-    "adaptive_bag_sparse_gradient",
-    "adaptive_bag_update_",
-    "adaptive_bag_renorm_",
-    "adaptive_table_prune_",
-    "adaptive_table_carry_",
-    "adaptive_table_meet_",
-    "adaptive_table_candidates",
-    "adaptive_table_advise_huge_pages",
-]
-
-
-class SimulatedOps:
-    """torch.ops.torchext, with the kernels that the simulated device has registered."""
-
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
-
-    def __getattr__(self, name: str) -> Any:
-        return functools.partial(getattr(torch.ops.torchext, name).default.redispatch, self.keys)
-
-
-class Device:
-    """Where the second of two equal modules runs."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """The module that is on the device is used in here."""
-        if self.name == "cuda":
-            yield
-            return
-        with pytest.MonkeyPatch.context() as patch:
-            for module in (_ops, _storage, _table, adaptive_embedding, pruning):
-                patch.setattr(module, "_ops", SimulatedOps())
-            yield
-
-    def put(self, thing: Any) -> Any:
-        """A copy on the device."""
-        if isinstance(thing, torch.nn.Module):
-            thing = copy.deepcopy(thing)
-        elif isinstance(thing, Tensor):
-            thing = thing.detach().clone().requires_grad_(thing.requires_grad)
-        return thing.to("cuda") if self.name == "cuda" and thing is not None else thing
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The simulated device's kernels, compiled and registered."""
-    here = ROOT / "tests" / "cpp" / "simulated_cuda"
-    built = tmp_path_factory.mktemp("simulated_cuda") / "simulated.so"
-    folders = [here, ROOT, ROOT / "csrc", *cpp_extension.include_paths()]
-    libraries = Path(torch.__file__).parent / "lib"
-    command = [
-        *shlex.split(os.environ.get("CXX", "c++")),
-        *("-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
-        *(f"-I{folder}" for folder in folders),
-        *(str(here / "simulated.cpp"), "-o", str(built)),
-        *(f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    torch.ops.load_library(str(built))
-
-
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=NO_GPU)])
-def device(request: pytest.FixtureRequest) -> Device:
-    if request.param == "simulated":
-        request.getfixturevalue("library")
-    return Device(request.param)
-
-
-def same(ours: Tensor, expected: Tensor) -> None:
-    """To rounding."""
-    close(ours.detach().cpu(), expected.detach())
-
-
-def same_tables(ours: Any, expected: Any) -> None:
-    same(ours.pool, expected.pool)
-    assert torch.equal(ours.index.cpu(), expected.index)
-    assert torch.equal(ours.seen.cpu(), expected.seen)
-    assert torch.equal(ours.clock, expected.clock)
-    for state, other in zip(ours.state, expected.state, strict=True):
-        same(state, other)
-    utility = ours.utility.cpu()
-    if len(ours.sketch):  # what is rounded otherwise may leave a cell to another key
-        cells = len(ours.sketch)
-        equal = ours.sketch.cpu() == expected.sketch
-        assert float(equal.double().mean()) > 0.9
-        utility, other = utility[:-cells], expected.utility[:-cells]
-        assert not len(utility) or int((utility.int() - other.int()).abs().max()) <= 1
-    elif utility.dtype == torch.uint8 and len(utility):  # what is rounded otherwise may have the next code
-        assert int((utility.int() - expected.utility.int()).abs().max()) <= 1
-    else:
-        same(utility, expected.utility)
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
 
 
 def made(draw: Draw, **options: Any) -> AdaptiveEmbeddingBag:
@@ -166,6 +43,12 @@ TRAINING = [
     {"training": "fused", "optimizer": "adagrad"},
     {"training": "fused", "optimizer": "adam"},
 ]
+
+
+def _bags(draw: Draw) -> int:
+    if draw.offsets is None:
+        return len(draw.ids)
+    return len(draw.offsets) - (1 if draw.options.get("include_last_offset") else 0)
 
 
 @pytest.mark.parametrize("training", TRAINING, ids=lambda options: "-".join(options.values()))
@@ -207,12 +90,6 @@ def test_training_equals_the_cpu(device: Device, seed: int, table: dict[str, Any
         with device.active():
             ids, offsets, weights = map(device.put, (draw.ids, draw.offsets, draw.weights))
             same(ours(ids, offsets, weights), expected)
-
-
-def _bags(draw: Draw) -> int:
-    if draw.offsets is None:
-        return len(draw.ids)
-    return len(draw.offsets) - (1 if draw.options.get("include_last_offset") else 0)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
@@ -344,76 +221,3 @@ def test_a_sketch_is_that_of_the_cpu_to_the_bit(device: Device, training: str) -
         keys |= set(on_cpu.sketch.tolist())
     assert len(keys) > 3 * len(on_cpu.sketch)
     assert on_cpu.stats()["resident_chunks"] == on_cpu.budget_chunks
-
-
-@NO_GPU
-@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
-def test_checkpoints_cross_devices(layout: str) -> None:
-    torch.manual_seed(5)
-    options: dict[str, Any] = {"budget": 0.3, "chunk_dim": 4, "layout": layout, "training": "fused"}
-    bag = AdaptiveEmbeddingBag(50, 16, device="cuda", **options)
-    assert bag.pool.is_cuda
-    for _ in range(5):
-        bag(torch.randint(0, 50, (10, 4), device="cuda")).sub(1).square().sum().backward()
-        bag.prune()
-    for device in ("cpu", "cuda"):
-        other = AdaptiveEmbeddingBag(50, 16, device=device, **options)
-        other.load_state_dict(bag.state_dict())
-        for name, value in other.state_dict().items():
-            assert value.device.type == ("cpu" if name in ("clock", "lr") else device), name
-            assert torch.equal(value.cpu(), bag.state_dict()[name].cpu()), name
-    back = copy.deepcopy(bag).cpu()
-    assert torch.equal(back.weight, bag.weight.cpu())
-
-
-@NO_GPU
-def test_mixed_devices_are_named() -> None:
-    bag = AdaptiveEmbeddingBag(10, 8, mode="sum", device="cuda")
-    ids, offsets = torch.tensor([1, 2]), torch.tensor([0])
-    with pytest.raises(ValueError, match="ids is on cpu; the table is on cuda:0"):
-        bag(ids, offsets.cuda())
-    with pytest.raises(ValueError, match="offsets is on cpu; the table is on cuda:0"):
-        bag(ids.cuda(), offsets)
-    with pytest.raises(ValueError, match="per_sample_weights is on cpu, the table on cuda:0"):
-        bag(ids.cuda(), offsets.cuda(), torch.ones(2))
-    with pytest.raises(ValueError, match="pool is on cpu"):
-        bag.cpu()(ids.cuda(), offsets.cuda())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-@pytest.mark.parametrize("name", NAMES)
-def test_the_cuda_key_holds_a_kernel_that_checks_or_explains(name: str) -> None:
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"torchext::{name}", "CUDA")
-    if name == "adaptive_bag":
-        key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-        layout = (torch.tensor([0]), None, 1, False, None, 4, 1, 0, -1)
-        with pytest.raises((ValueError, NotImplementedError), match=r"all must be on one device|without CUDA kernels"):
-            torch.ops.torchext.adaptive_bag.default.redispatch(
-                key, torch.zeros(4, 4), torch.empty(0, dtype=torch.int32), *layout
-            )
-
-
-@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
-def test_moving_takes_all_but_what_every_step_reads(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the meta device, in place of one that may not be here."""
-    monkeypatch.setattr(_storage, "check_device", lambda *_: None)
-    bag = AdaptiveEmbeddingBag(50, 8, budget=0.3, chunk_dim=4, layout=layout, training="fused", optimizer="adam")
-    bag.to("meta")
-    moved = {name for name, value in bag.state_dict().items() if value.device.type == "meta"}
-    assert moved == {"pool", "trigger", "index", "utility", "sketch", "seen", "state.0", "state.1"}
-    assert set(bag.state_dict()) - moved == {"clock", "lr"}
-
-
-def test_devices_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"budget": 0.01, "chunk_dim": 4}
-    with pytest.raises(NotImplementedError, match="run on the CPU and on CUDA"):
-        AdaptiveEmbeddingBag(100, 16, device="meta", **options)
-    monkeypatch.setattr(_arguments, "build_info", lambda: {"cuda": False})
-    with pytest.raises(NotImplementedError, match=r"without CUDA kernels .* TORCHEXT_CUDA=1"):
-        AdaptiveEmbeddingBag(100, 16, device="cuda", **options)
-    bag = AdaptiveEmbeddingBag(100, 16, **options)
-    assert bag.layout == "sketch"
-    bag = AdaptiveEmbeddingBag(100, 16, **options)
-    with pytest.raises(NotImplementedError, match="run on the CPU and on CUDA"):
-        bag.to("meta")
-    assert bag.pool.device.type == bag.index.device.type == "cpu"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
+from torchext.optim._group import agree_that_all_can, own_group
 from torchext.optim._layers import Layer, find_layers, install_hooks
 from torchext.optim._plan import KFACPlan
 from torchext.optim._state import VERSION, check_state
@@ -145,7 +146,7 @@ class KFACPreconditioner:
     ) -> None:
         module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
-        group = _own_group(model, process_group, on_cuda)
+        group = own_group(model, process_group, on_cuda)
         failure = _failure
         try:
             if group is not None and on_cuda and not dist.is_nccl_available():
@@ -174,7 +175,7 @@ class KFACPreconditioner:
             _check_devices(self._layers)
         except Exception as error:  # told to the other ranks first: they wait for this one
             failure = failure or error
-        _agree_that_all_can(group, failure)
+        agree_that_all_can(group, failure)
         self._several = group is not None
         self._method = method
         self._scaling = factor_scaling
@@ -400,35 +401,3 @@ def _check_devices(layers: Sequence[Layer]) -> None:
             )
     if first.weight.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"{first.name} is on {first.weight.device}; K-FAC runs on the CPU and on CUDA")
-
-
-def _own_group(model: nn.Module, group: dist.ProcessGroup | None, on_cuda: bool) -> dist.ProcessGroup | None:
-    """A group for K-FAC alone over the same ranks, so that its collectives never mix with DDP's.
-
-    Gloo, and NCCL beside it for what lies on a GPU: what the host decides by need not wait for the device then.
-    """
-    if group is None and isinstance(model, DistributedDataParallel):
-        group = model.process_group
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    if len(ranks) < 2:
-        return None
-    some = len(ranks) < dist.get_world_size()
-    backend = "cpu:gloo,cuda:nccl" if on_cuda and dist.is_nccl_available() else "gloo"
-    own = dist.new_group(ranks, backend=backend, use_local_synchronization=some)
-    assert isinstance(own, dist.ProcessGroup)
-    return own
-
-
-def _agree_that_all_can(group: dist.ProcessGroup | None, failure: Exception | None) -> None:
-    """Raises on every rank if one of them has failed."""
-    if group is not None:
-        failed = torch.tensor([failure is not None], dtype=torch.int32)
-        gathered = [torch.empty_like(failed) for _ in range(group.size())]
-        dist.all_gather(gathered, failed, group=group)
-        ranks = [rank for rank, flag in enumerate(gathered) if flag.item()]
-        if failure is None and ranks:
-            raise RuntimeError(f"torchext.optim: rank {ranks[0]} could not build its optimizer; its own error says why")
-    if failure is not None:
-        raise failure

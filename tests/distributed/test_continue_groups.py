@@ -1,0 +1,69 @@
+"""The group that the living make after a death: who is missed in it, and who comes late."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from attached import equal_everywhere
+from going_on import GoingOn, freeze_when_connecting
+from harness import Rank, launch
+
+from torchext import _membership
+
+
+def body_frozen(rank: Rank, backend: str, frozen: int) -> Any:
+    _membership.CONNECTING = timedelta(seconds=2)
+    training = GoingOn(rank, backend, {})
+    training.train(5)
+    if rank.rank == frozen:
+        freeze_when_connecting(rank)
+    rank.report("ready")
+    while training.workers() > 3:
+        training.train(1)
+    training.train(10)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    return training.sync.stats()["lost_ranks"], dist.get_world_size()
+
+
+@pytest.mark.parametrize(("backend", "frozen"), [("prague", 2), ("hop", 2), ("prague", 0)])
+def test_one_is_gone_when_the_others_connect(backend: str, frozen: int) -> None:
+    """It has come to the new group and is missed there: not for the whole timeout of a group."""
+    with launch(body_frozen, 5, backend, frozen) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1)
+        ranks.expect("frozen", [frozen], deadline=30)
+        outcomes = ranks.outcomes([rank for rank in range(5) if rank not in (1, frozen)], deadline=40)
+        ranks.kill(frozen)
+    assert [outcome.value for outcome in outcomes] == [(sorted([1, frozen]), 3)] * 3, outcomes
+
+
+def body_late(rank: Rank) -> Any:
+    _membership.PATIENCE = timedelta(seconds=6)
+    real = _membership.Membership._form
+
+    def form(self: Any, decided: Any, attempt: int) -> None:
+        if rank.rank == 2 and attempt == 0:
+            time.sleep(8)  # a long step: the others have given the first group up
+        real(self, decided, attempt)
+
+    _membership.Membership._form = form  # type: ignore[method-assign]
+    training = GoingOn(rank, "prague", {})
+    training.train(3)
+    rank.report("ready")
+    while training.workers() == 5:
+        training.train(1)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    return training.sync.stats()["lost_ranks"], dist.get_world_size()
+
+
+def test_who_comes_too_late_to_a_new_group_comes_to_the_next() -> None:
+    with launch(body_late, 5) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1)
+        assert [outcome.value for outcome in ranks.outcomes(deadline=60)] == [([1], 4)] * 4

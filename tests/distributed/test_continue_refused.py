@@ -1,0 +1,83 @@
+"""Where training does not go on in spite of ``on_peer_failure="continue"``."""
+
+from __future__ import annotations
+
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import equal_everywhere
+from going_on import GoingOn
+from harness import Rank, elapsed_error, launch, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+
+def body_stopped(rank: Rank) -> Any:
+    training = GoingOn(rank, "prague", {"heartbeat_timeout": timedelta(seconds=1.5)})
+    training.train(5)
+    rank.report("ready")
+    error = ""
+    try:
+        while training.workers() > 3:
+            training.train(1)
+        training.train(10)
+        training.sync.synchronize()
+        equal_everywhere(training.ddp.module)
+        rank.report("went on")
+    except dist.DistBackendError as caught:
+        error = str(caught)
+    return error, training.sync.stats()["lost_ranks"]
+
+
+def test_who_was_stopped_for_too_long_is_told_so() -> None:
+    with launch(body_stopped, 4) as ranks:
+        ranks.expect("ready")
+        ranks.kill(2, signal.SIGSTOP)
+        ranks.expect("went on", ranks=[0, 1, 3], deadline=30)
+        ranks.kill(2, signal.SIGCONT)
+        outcomes = ranks.outcomes(deadline=30)
+    assert [outcome.ok for outcome in outcomes] == [True] * 4, outcomes
+    assert [outcome.value for outcome in outcomes if outcome.rank != 2] == [("", [2])] * 3
+    assert "the others train on without rank 2" in outcomes[2].value[0], outcomes[2]
+
+
+def body_refused(rank: Rank) -> None:
+    rank.init("dear", store="dear")
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"dear's workers hold a slice .* torchrun --max-restarts"):
+        torchext.attach(ddp, optimizer, on_peer_failure="continue")
+    with pytest.raises(ValueError, match=r"'raise' or 'continue', got 'ignore'"):
+        torchext.attach(ddp, optimizer, on_peer_failure="ignore")  # type: ignore[arg-type]
+
+
+def test_refused() -> None:
+    run_ranks(body_refused, 2)
+
+
+def body_all_alive(rank: Rank) -> tuple[str, str, float]:
+    training = GoingOn(rank, "prague", {})
+    rank.report("attached")
+    if rank.rank == 1:
+        rank.pause()  # until all are: attaching would raise, too
+        torchext.backend_of().abort_with_reason("enough of this")
+    error = elapsed_error(lambda: training.train(1_000_000))
+    assert training.workers() == 3
+    return error
+
+
+def test_a_failure_without_a_death_is_raised() -> None:
+    with launch(body_all_alive, 3) as ranks:
+        ranks.expect("attached")
+        start = time.monotonic()
+        ranks.proceed([1])
+        for kind, text, _ in ranks.values():
+            assert kind == "DistBackendError" and "enough of this" in text, (kind, text)
+        assert time.monotonic() - start < 10

@@ -1,0 +1,100 @@
+"""What a newcomer gets of the first worker: all that the model and the optimizer have, or it goes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from attached import equal_everywhere, mlp
+from going_on import GoingOn
+from harness import Rank, launch
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+
+class Peculiar(torch.nn.Module):
+    """Has more than parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.extra = 0
+        self.register_buffer("seen", torch.zeros(2), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("none", None, persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)
+
+
+def body_peculiar(rank: Rank) -> Any:
+    if rank.rank == 2:
+        rank.pause()
+    module = Peculiar()
+    training = GoingOn(rank, "prague", {}, workers=2, module=module)
+    group = training.optimizer.param_groups[0]
+    if rank.rank < 2:
+        module.extra = 7
+        module.seen.fill_(3)
+        module.count.fill_(4)
+        group["lr"], group["betas"] = np.float64(0.03), (np.float32(0.5), 0.9)  # a schedule's
+        rank.report("trains")
+    training.grow_to(3)
+    return module.extra, module.seen.tolist(), int(module.count), group["lr"], group["betas"]
+
+
+def test_a_newcomer_gets_all_that_a_model_has() -> None:
+    with launch(body_peculiar, 3) as ranks:
+        ranks.expect("trains", [0, 1])
+        ranks.proceed([2])
+        assert ranks.values() == [(7, [3, 3], 4, 0.03, (0.5, 0.9))] * 3
+
+
+class Choosy(Peculiar):
+    def set_extra_state(self, state: Any) -> None:
+        raise RuntimeError("not this one")
+
+
+def body_choosy(rank: Rank, workers: int, extra: Any, match: str) -> Any:
+    if rank.rank == workers:
+        torchext.join("prague", f"file://{rank.folder / 'store'}")
+        ddp = DistributedDataParallel(Choosy())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=match):
+            torchext.attach(ddp, optimizer, on_peer_failure="continue")
+        assert not dist.is_initialized()
+        return 0
+    module = Peculiar()
+    module.extra = print if extra == "a function" else (_ for _ in ()) if extra == "a generator" else extra
+    training = GoingOn(rank, "prague", {}, workers=workers, module=module)
+    training.meet_until(lambda stats: bool(stats["lost_ranks"]), steps=0)
+    training.train(10)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    stats = training.sync.stats()
+    return stats["workers"], stats["lost_ranks"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "extra", "match"),
+    [
+        (1, 7, r"cannot load what .* handed over \(RuntimeError: not this one\); make model and optimizer as"),
+        (2, 7, r"\(RuntimeError: not this one\)"),
+        (1, "a function", r"\(UnpicklingError: Weights only load failed"),
+        (1, "a generator", r"RuntimeError: that worker could not save it: TypeError: cannot pickle 'generator' object"),
+    ],
+)
+def test_a_newcomer_that_cannot_take_over_goes_and_the_job_goes_on(workers: int, extra: Any, match: str) -> None:
+    with launch(body_choosy, workers + 1, workers, extra, match) as ranks:
+        values = ranks.values()
+    assert values[:workers] == [(workers, [workers])] * workers

@@ -1,0 +1,119 @@
+"""What a table takes over: its own checkpoints, those of other sizes, and whole embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from adaptive_tables import trained
+
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_a_checkpoint_goes_on_bit_by_bit(layout: str) -> None:
+    bag = trained(layout)
+    twin = AdaptiveEmbeddingBag(50, 8, budget=0.3, chunk_dim=4, layout=layout, training="fused", optimizer="adam")
+    twin.load_state_dict(bag.state_dict())
+    for module in (bag, twin):
+        torch.manual_seed(5)
+        for _ in range(5):
+            module(torch.randint(0, 50, (10, 4))).sub(1).square().sum().backward()
+            module.prune()
+    for name, value in bag.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("training", ["dense", "sparse", "fused"])
+def test_a_frozen_table_takes_a_checkpoint_with_another_size(training: str) -> None:
+    torch.manual_seed(8)
+    options: dict[str, Any] = {"chunk_dim": 4, "layout": "hash", "training": training}
+    frozen = AdaptiveEmbedding.from_pretrained(torch.randn(50, 8), budget=20, **options)
+    names = set(frozen.state_dict())
+    frozen.reset_parameters()
+    assert set(frozen.state_dict()) == names
+    large = AdaptiveEmbedding.from_pretrained(torch.randn(50, 8), budget=30, freeze=False, **options)
+    frozen.load_state_dict(large.state_dict())
+    assert torch.equal(frozen.weight, large.weight)
+    assert set(frozen.state_dict()) == names
+
+
+def test_a_checkpoint_with_another_size_is_trained_on() -> None:
+    small, large = (AdaptiveEmbedding(50, 16, budget=budget, chunk_dim=4, layout="hash") for budget in (20, 30))
+    held = small(torch.arange(50)).sum()
+    small.load_state_dict(large.state_dict())
+    small(torch.arange(50)).sum().backward()
+    assert held.requires_grad
+    assert small.pool.grad is not None
+    assert small.pool.grad.shape == (30, 4)
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_a_pool_that_is_back_at_its_size_takes_its_own_checkpoint(layout: str) -> None:
+    bag, fresh = (
+        trained(layout),
+        AdaptiveEmbeddingBag(50, 8, budget=0.3, chunk_dim=4, layout=layout, training="fused", optimizer="adam"),
+    )
+    bag.prune(capacity=90)
+    bag.prune(capacity=30)
+    fresh.load_state_dict(bag.state_dict())
+    torch.manual_seed(5)
+    ids = torch.randint(0, 50, (10, 4))
+    for module in (bag, fresh):
+        module(ids).sub(1).square().sum().backward()
+        module.prune(capacity=40)
+    for name, value in bag.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
+    bag, other = trained(), trained(budget=0.4)
+    before = {name: value.clone() for name, value in bag.state_dict().items()}
+
+    def refused(state: dict[str, Any], text: str) -> None:
+        with pytest.raises(RuntimeError, match=text):
+            bag.load_state_dict(state)
+        assert all(torch.equal(value, before[name]) for name, value in bag.state_dict().items())
+
+    state = bag.state_dict()
+    for name, wrong, text in (
+        ("seen", state["seen"][:3], r"\(3,\), allowed \(7,\)"),
+        ("index", state["index"][:-1], r"\(49,\), allowed 50\.\.150"),
+        ("utility", state["utility"][1:], r"\(99,\), allowed \(100,\)"),
+        ("state.1", state["state.1"][1:], r"\(29, 4\), allowed 30\.\.30"),
+        ("pool", torch.zeros(101, 4), r"\(101, 4\), allowed 0\.\.100"),
+        ("pool", torch.zeros(30, 5), r"\(30, 5\), allowed 0\.\.100 as its first size, then \(4,\)"),
+        ("pool", torch.zeros(()), r"\(\), allowed"),
+    ):
+        refused({**state, name: wrong}, f"{name}: saved with shape {text}")
+    refused(
+        {**other.state_dict(), "state.0": state["state.0"]}, r"state.0: saved with shape \(30, 4\), allowed 40\.\.40"
+    )
+    refused({**state, "index": state["index"].int()}, "index: saved as torch.int32, the table has torch.int64")
+    refused({name: value for name, value in state.items() if name != "clock"}, "Missing key.*clock")
+    refused({**state, "surplus": state["clock"]}, "Unexpected key.*surplus")
+    refused({"weight": torch.zeros(49, 8)}, r"embeddings have shape \(49, 8\); the table is \(50, 8\)")
+    newer = bag.state_dict()
+    newer._metadata[""]["version"] = 2  # type: ignore[attr-defined]
+    refused(newer, "saved as version 2, this is version 1")
+    # Another number of slots is another share of a common budget: taken over.
+    bag.load_state_dict(other.state_dict())
+    assert torch.equal(bag.weight, other.weight)
+    assert bag.budget_chunks == other.budget_chunks
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_from_pretrained_keeps_the_largest(layout: str) -> None:
+    torch.manual_seed(3)
+    dense = torch.randn(40, 12) * torch.rand(40, 1)
+    bag = AdaptiveEmbeddingBag.from_pretrained(dense, budget=0.25, chunk_dim=4, layout=layout)
+    assert not bag.pool.requires_grad
+    norms = dense.view(120, 4).norm(dim=1)
+    kept = norms >= norms.sort(descending=True).values[29]
+    assert torch.equal(bag.weight.view(120, 4), dense.view(120, 4) * kept.unsqueeze(1))
+    whole = AdaptiveEmbedding.from_pretrained(dense, freeze=False)
+    assert torch.equal(whole.weight, dense)
+    assert whole.pool.requires_grad
+    with pytest.raises(ValueError, match="must be 2-D"):
+        AdaptiveEmbeddingBag.from_pretrained(dense[0])

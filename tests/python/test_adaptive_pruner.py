@@ -1,0 +1,172 @@
+"""ChunkPruner: its schedule and state, optimizers of the pools, a budget that tables share."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from adaptive_tables import trained
+from torch import Tensor, nn
+
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
+
+
+def test_the_schedule_is_early_and_often_then_rare() -> None:
+    pruner = ChunkPruner(trained(), first=2, growth=2.0, interval=10)
+    pruned = [step for step in range(1, 60) if pruner.step() is not None]
+    assert pruned == [2, 6, 14, 24, 34, 44, 54]
+    again = ChunkPruner(trained(), first=2, growth=2.0, interval=10)
+    again.load_state_dict(pruner.state_dict())
+    assert [step for step in range(60, 80) if again.step() is not None] == [64, 74]
+
+
+def test_an_optimizer_keeps_its_state_with_the_chunks() -> None:
+    torch.manual_seed(2)
+    bag = AdaptiveEmbeddingBag(30, 16, mode="sum", budget=0.3, chunk_dim=4, sparse=True, init_std=0.0)
+    optimizer = torch.optim.SparseAdam(bag.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizer: an optimizer trains the pools"):
+        ChunkPruner(bag)
+    pruner = ChunkPruner(nn.Sequential(bag), optimizer=optimizer, first=1, interval=3)
+    held: dict[int, Tensor] = {}
+    for step in range(40):
+        bag((torch.rand(20, 3) ** 2 * (30 - step // 4)).long()).sub(1).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        keys, slots = bag._resident()
+        moment = optimizer.state[bag.pool].get("exp_avg")
+        held = {} if moment is None else {int(k): moment[s].clone() for k, s in zip(keys, slots, strict=True)}
+        if pruner.step() is not None and moment is not None:
+            moment = optimizer.state[bag.pool]["exp_avg"]
+            for key, slot in zip(*bag._resident(), strict=True):
+                expected = held.get(int(key), torch.zeros(4))
+                assert torch.equal(moment[slot], expected)
+    assert len(held) > 10
+
+
+def test_an_optimizer_whose_state_cannot_move_is_refused() -> None:
+    table = AdaptiveEmbedding(30, 16, budget=0.3, chunk_dim=4)
+    other = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="optimizer = SGD: a pool is not among its parameters"):
+        ChunkPruner(table, optimizer=torch.optim.SGD([other], lr=0.1))
+    optimizer = torch.optim.SGD([other, table.pool], lr=0.1)
+    pruner = ChunkPruner(table, optimizer=optimizer)
+    table(torch.arange(30)).sum().backward()
+    before = copy.deepcopy(table.state_dict())
+    optimizer.state[table.pool].update(step=torch.ones(1), rows=torch.zeros(36, 1))
+    with pytest.raises(ValueError, match=r"state 'rows' has shape \(36, 1\), the pool \(36, 4\).*form='replicated'"):
+        pruner.prune()
+    assert all(torch.equal(value, before[name]) for name, value in table.state_dict().items())
+    del optimizer.state[table.pool]["rows"]
+    assert pruner.prune()["admitted"] == 36
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_tables_share_a_budget(layout: str) -> None:
+    torch.manual_seed(6)
+    options: dict[str, Any] = {"chunk_dim": 4, "layout": layout, "training": "fused", "mode": "sum", "init_std": 0.0}
+    busy = AdaptiveEmbeddingBag(200, 16, budget=50, **options)
+    idle = AdaptiveEmbeddingBag(200, 8, budget=50, **options)
+    pruner = ChunkPruner([busy, idle], first=1, interval=4, shared_budget=100, max_swap_share=1.0)
+    for step in range(60):
+        busy(torch.randint(0, 30, (64, 4))).sub(1).square().sum().backward()
+        # A gradient of another size altogether does not decide: utilities are relative to their table.
+        (idle(torch.randint(0, 3, (64, 1))).sub(1).square().sum() * 1e6).backward()
+        weights = [table.weight.clone() for table in (busy, idle)]
+        if pruner.step() is not None and step > 8:
+            for table, before in zip((busy, idle), weights, strict=True):
+                kept = table.weight.view(-1, 4).abs().sum(1) > 0
+                assert torch.equal(table.weight.view(-1, 4)[kept], before.view(-1, 4)[kept])
+        assert busy.budget_chunks + idle.budget_chunks == 100
+    assert idle.stats()["resident_chunks"] == 6  # all that it uses
+    assert busy.stats()["resident_chunks"] >= 85
+    with pytest.raises(ValueError, match="shared_budget needs tables with one chunk_dim"):
+        ChunkPruner([busy, AdaptiveEmbeddingBag(9, 16, budget=2, chunk_dim=8)], shared_budget=9)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_pools_that_an_optimizer_trains_share_a_budget_in_an_ordinary_loop(sparse: bool) -> None:
+    torch.manual_seed(0)
+    first, second = (AdaptiveEmbedding(50, 16, budget=30, chunk_dim=4, sparse=sparse) for _ in range(2))
+    optimizer = torch.optim.SGD([first.pool, second.pool], lr=0.01)
+    pruner = ChunkPruner([first, second], optimizer=optimizer, first=2, interval=2, growth=1.0, shared_budget=60)
+    sizes = set()
+    loss = torch.zeros(())
+    for _ in range(20):
+        optimizer.zero_grad()
+        ids = torch.randint(0, 50, (24,))
+        # The last step's loss, and with it the last step's graph, lives until this one's is there.
+        loss = (3 * first(ids) + second(ids) - 1).square().sum()
+        loss.backward()
+        for table in (first, second):
+            assert table.pool.grad is not None
+            assert table.pool.grad.shape == table.pool.shape
+        optimizer.step()
+        pruner.step()
+        sizes.add(first.budget_chunks)
+    assert len(sizes) > 1
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"first": 0}, ValueError, "first = 0"),
+        ({"first": 1.5}, TypeError, "first = 1.5 is a float; it must be an int, 1 or more"),
+        ({"growth": 0.5}, ValueError, "growth = 0.5"),
+        ({"growth": math.inf}, ValueError, "growth = inf: allowed 1 or more, finite"),
+        ({"interval": 3}, ValueError, "interval = 3: allowed first = 16 or more"),
+        ({"interval": "x"}, TypeError, "interval = 'x' is a str"),
+        ({"max_swap_share": 0.0}, ValueError, "max_swap_share = 0.0"),
+        ({"hysteresis": -1.0}, ValueError, "hysteresis = -1.0"),
+        ({"hysteresis": math.nan}, ValueError, "hysteresis = nan"),
+        ({"shared_budget": 10**6}, ValueError, "shared_budget = 1000000: allowed 1..100 chunks"),
+        (
+            {"shared_budget": 30.5},
+            TypeError,
+            "shared_budget = 30.5 is a float; it must be an int, 1..100 chunks, or None",
+        ),
+        ({"optimizer": 3}, TypeError, "optimizer = 3 is a int; it must be the torch.optim.Optimizer that trains"),
+    ],
+)
+def test_bad_pruners_are_named(options: dict[str, Any], kind: type[BaseException], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        ChunkPruner(trained(), **options)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "text"),
+    [
+        ({}, ValueError, r"state lacks \['steps', 'next', 'wait'\]"),
+        ({"steps": 1, "next": 2}, ValueError, r"state lacks \['wait'\]"),
+        ({"steps": -1, "next": 2, "wait": 2.0}, ValueError, r"state\['steps'\] = -1: allowed 0 or more"),
+        ({"steps": 9, "next": 0, "wait": 2.0}, ValueError, r"state\['next'\] = 0: allowed 1 or more"),
+        ({"steps": 9, "next": 12, "wait": "x"}, TypeError, r"state\['wait'\] = 'x' is a str"),
+        ({"steps": 9, "next": 12, "wait": math.inf}, ValueError, r"state\['wait'\] = inf"),
+        (3, TypeError, r"state is a int; it must be what ChunkPruner.state_dict\(\) returned"),
+    ],
+    ids=str,
+)
+def test_bad_states_of_pruners_are_named_and_change_nothing(state: Any, kind: type[BaseException], text: str) -> None:
+    pruner = ChunkPruner(trained())
+    before = pruner.state_dict()
+    with pytest.raises(kind, match=text):
+        pruner.load_state_dict(state)
+    assert pruner.state_dict() == before
+
+
+def test_pruners_need_something_to_prune() -> None:
+    with pytest.raises(ValueError, match="no AdaptiveEmbedding"):
+        ChunkPruner(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"budget 1\.0 keep everything and need no ChunkPruner"):
+        ChunkPruner(AdaptiveEmbedding(10, 8))
+    with pytest.raises(TypeError, match=r"modules: 3 is a int"):
+        ChunkPruner([trained(), 3])  # type: ignore[list-item]
+    assert len(ChunkPruner([trained(), AdaptiveEmbedding(10, 8)]).tables) == 1
+    with pytest.raises(ValueError, match="max_swaps = -1"):
+        trained().prune(max_swaps=-1)
+    with pytest.raises(ValueError, match=r"capacity = 101: allowed 0\.\.100"):
+        trained().prune(capacity=101)

@@ -1,0 +1,92 @@
+"""K-FAC's arguments: what is refused, and in which words, on both paths of the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kfac_models import mlp
+from torch import nn
+
+from torchext.errors import NoSupportedLayerError
+from torchext.optim import KFAC, PADKFAC, SPDKFAC, KFACPreconditioner
+
+pytestmark = pytest.mark.usefixtures("path")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": 0.0}, "damping = 0: allowed above 0"),
+        ({"damping": float("nan")}, "damping = nan: allowed above 0"),
+        ({"factor_decay": 1.0}, r"factor_decay = 1: allowed \[0, 1\)"),
+        ({"factor_decay": -0.1}, "factor_decay = -0.1"),
+        ({"kl_clip": 0.0}, "kl_clip = 0: allowed above 0"),
+        ({"factor_update_steps": 0}, "factor_update_steps = 0: allowed 1 or more"),
+        ({"inverse_update_steps": 0}, "inverse_update_steps = 0: allowed a multiple"),
+        ({"inverse_update_steps": 5, "factor_update_steps": 2}, "a multiple of factor_update_steps = 2"),
+        ({"method": "lu"}, 'method = "lu": allowed inverse, eigen'),
+        ({"strategy": "kaisa"}, 'strategy = "kaisa": allowed spd, pad'),
+        ({"worker_fraction": 0.0}, "worker_fraction = 0: allowed above 0, up to 1"),
+        ({"factor_scaling": "x"}, 'factor_scaling = "x": allowed kfc, kfac-pytorch'),
+        ({"sequences": "sum"}, 'sequences = "sum": allowed expand, reduce'),
+        ({"max_run_mb": 0.0}, "max_run_mb = 0: allowed above 0"),
+        ({"lr": -1.0}, "lr = -1.0: allowed 0 or more"),
+        ({"momentum": 1.0}, r"momentum = 1.0: allowed \[0, 1\)"),
+        ({"weight_decay": -1.0}, "weight_decay = -1.0"),
+        ({"nesterov": True, "momentum": 0.0}, "nesterov = True: allowed with momentum above 0"),
+    ],
+)
+def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KFAC(mlp(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (KFAC, {"dampng": 1.0}, "^KFAC: no argument dampng: allowed lr, momentum, .*damping"),
+        (SPDKFAC, {"dampng": 1.0}, "^SPDKFAC: no argument dampng: allowed"),
+        (PADKFAC, {"optimizer": None, "_queued": True}, "^PADKFAC: no argument optimizer, _queued: allowed"),
+        (SPDKFAC, {"strategy": "auto"}, '^SPDKFAC: strategy is always "spd" here; leave it out, or use KFAC'),
+    ],
+)
+def test_unknown_arguments(kind: type[KFAC], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        kind(mlp(), **options)
+
+
+def test_attributes_are_checked_too() -> None:
+    kfac = KFACPreconditioner(mlp())
+    with pytest.raises(ValueError, match="damping = -1"):
+        kfac.damping = -1.0
+    assert kfac.damping == 0.003
+    kfac.damping = 0.1
+    assert kfac.damping == 0.1
+
+
+def test_a_model_without_a_supported_layer() -> None:
+    with pytest.raises(NoSupportedLayerError, match="no Linear, Conv"):
+        KFAC(nn.Sequential(nn.LayerNorm(4)))
+    with pytest.raises(NoSupportedLayerError, match="skip_layers"):
+        KFAC(mlp(), skip_layers=[".*"])
+
+
+@pytest.mark.parametrize(
+    ("skip", "kind", "message"),
+    [
+        ("0", TypeError, r"skip_layers = '0': allowed a list of regular expressions; pass \['0'\]"),
+        ([3], TypeError, "skip_layers has 3: allowed regular expressions"),
+        (["0", "("], ValueError, r"skip_layers has '\(': not a regular expression \(missing \)"),
+        (["0", "encoderr"], ValueError, "skip_layers has 'encoderr': matches the full name of no layer"),
+        (["encoder"], ValueError, r"skip_layers has 'encoder': .* r'encoder\\\.\.\*' for those inside encoder"),
+    ],
+    ids=str,
+)
+def test_patterns_that_leave_nothing_alone(skip: Any, kind: type[Exception], message: str) -> None:
+    model = nn.Sequential()
+    model.add_module("0", nn.Linear(3, 3))
+    model.add_module("encoder", nn.Sequential(nn.Linear(3, 3), nn.Dropout()))
+    with pytest.raises(kind, match=message):
+        KFACPreconditioner(model, skip_layers=skip)
+    assert KFACPreconditioner(model, skip_layers=(r"encoder\..*", r"encoder\.1")).layers == ["0"]

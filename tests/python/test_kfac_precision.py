@@ -1,0 +1,180 @@
+"""K-FAC under GradScaler and autocast, and with numbers that are not finite, on both paths of the engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kfac_models import data, flat, mlp, train
+from kfac_reference import same
+from torch import nn
+
+from torchext.optim import KFAC, KFACPreconditioner
+
+pytestmark = pytest.mark.usefixtures("path")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_grad_scaler_in_front_of_another_optimizer(given: bool, unscales: bool, fused: bool) -> None:
+    flats = []
+    for scaled in (False, True):
+        model = mlp().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        kfac = KFACPreconditioner(
+            model, optimizer, grad_scaler=scaler if given else None, inverse_update_steps=1, damping=0.01
+        )
+        for step in range(5):
+            bad = scaled and step == 2
+            for overflow in (True, False) if bad else (False,):
+                optimizer.zero_grad()
+                inputs, targets = data(seed=step)
+                loss = nn.functional.cross_entropy(model(inputs.float()), targets)
+                scaler.scale(loss * (float("inf") if overflow else 1.0)).backward()
+                if unscales:
+                    scaler.unscale_(optimizer)
+                    if scaled and not given:
+                        with pytest.raises(RuntimeError, match="grad_scaler=scaler to KFACPreconditioner"):
+                            scaler.step(optimizer)
+                        return
+                scaler.step(optimizer)
+                scaler.update()
+        assert kfac.stats()["skipped"] == (1 if scaled else 0)
+        flats.append(flat(model))
+        kfac.remove()
+        assert getattr(optimizer, "_step_supports_amp_scaling", False) == fused
+    same(flats[1], flats[0], 1e-4)
+
+
+def test_grad_scaler() -> None:
+    """The scale is taken out of G, whoever unscales; an overflow skips the step and leaves nothing behind."""
+    results = []
+    for how in ("none", "step unscales", "scaler.unscale_", "preconditioner"):
+        model = mlp().float()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=how != "none")
+        given = scaler if how in ("scaler.unscale_", "preconditioner") else None
+        optimizer: torch.optim.Optimizer
+        if how == "preconditioner":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            KFACPreconditioner(model, optimizer, grad_scaler=given, inverse_update_steps=2, damping=0.01)
+        else:
+            optimizer = KFAC(model, lr=0.1, grad_scaler=given, inverse_update_steps=2, damping=0.01)
+        for step in range(6):
+            optimizer.zero_grad()
+            inputs, targets = data(seed=step)
+            loss = nn.functional.cross_entropy(model(inputs.float()), targets)
+            scaler.scale(loss).backward()
+            if how == "scaler.unscale_":
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(flat(model))
+    for result in results[1:]:
+        same(result, results[0], 1e-4)
+
+
+def test_grad_scaler_that_unscaled_must_be_given() -> None:
+    model = mlp().float()
+    optimizer, scaler = KFAC(model), torch.amp.GradScaler("cpu")
+    inputs, targets = data()
+    scaler.scale(nn.functional.cross_entropy(model(inputs.float()), targets)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="grad_scaler=scaler"):
+        scaler.step(optimizer)
+
+
+def test_an_overflow_under_a_grad_scaler_is_forgotten() -> None:
+    models = [mlp().float(), mlp().float()]
+    for model, overflow in zip(models, (False, True), strict=True):
+        optimizer, scaler = KFAC(model, lr=0.1, inverse_update_steps=1), torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            for bad in (True, False) if overflow and step == 2 else (False,):
+                optimizer.zero_grad()
+                inputs, targets = data(seed=step)
+                loss = nn.functional.cross_entropy(model(inputs.float()), targets) * (float("inf") if bad else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert optimizer.stats()["skipped"] == (1 if overflow else 0)
+    same(flat(models[1]), flat(models[0]), 1e-5)
+
+
+@pytest.mark.parametrize("where", ["input", "loss"])
+def test_a_batch_with_nan_changes_nothing_and_is_counted(where: str) -> None:
+    models = [mlp(), mlp()]
+    optimizers: list[KFAC] = [KFAC(model, lr=0.1, inverse_update_steps=1) for model in models]
+    for step in range(6):
+        train(models[0], optimizers[0], 1, step)
+        if step in (0, 3):
+            before = flat(models[1])
+            optimizers[1].zero_grad()
+            inputs, targets = data()
+            if where == "input":
+                inputs[3, 2] = float("nan")
+            loss = nn.functional.cross_entropy(models[1](inputs), targets)
+            (loss * (float("inf") if where == "loss" else 1.0)).backward()
+            optimizers[1].step()
+            assert torch.equal(flat(models[1]), before)
+        train(models[1], optimizers[1], 1, step)
+    assert optimizers[1].stats()["skipped"] == 2
+    assert torch.equal(flat(models[0]), flat(models[1]))
+
+
+def test_a_skipped_batch_in_front_of_another_optimizer() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    kfac = KFACPreconditioner(model, optimizer)
+    train(model, optimizer, 2)
+    before = flat(model)
+    (model(data()[0]) * float("nan")).sum().backward()
+    optimizer.step()
+    assert torch.equal(flat(model), before)
+    assert kfac.stats()["skipped"] == 1
+    assert train(model, optimizer, 2)[-1] > 0
+
+
+def test_sums_that_overflow_are_left_out() -> None:
+    """Gradients that are finite, of inputs whose squares are not."""
+    model = nn.Linear(2, 1, bias=False)
+    kfac = KFACPreconditioner(model, inverse_update_steps=1)
+    (model(torch.full((1, 2), 1e30)) * 1e-10).sum().backward()
+    assert kfac.step()
+    assert kfac.stats()["factors_left_out"] == 1
+    assert bool(torch.isfinite(model.weight.grad).all())  # type: ignore[arg-type]
+
+
+def test_damping_is_added_to_a_copy() -> None:
+    model = mlp()
+    optimizer = KFAC(model, lr=0.0, factor_decay=0.5, damping=10.0, inverse_update_steps=1)
+    for _ in range(60):
+        train(model, optimizer, 1, first=5)
+    saved = optimizer.state_dict()["kfac"]["factors"]
+    inputs, _ = data(seed=5)
+    a = torch.cat([inputs, torch.ones(12, 1, dtype=torch.float64)], 1)
+    expected = (a.T @ a / 12)[torch.triu_indices(7, 7).unbind()]
+    same(saved[3][0], expected, 1e-9)  # factors: G and A of the last layer, then of the first
+
+
+def test_autocast_to_bfloat16() -> None:
+    """The forward pass is; factors and directions are not, even if backward() and step() are called inside."""
+    flats = []
+    for inside in (False, True):
+        model = mlp().float()
+        optimizer = KFAC(model, lr=0.1, inverse_update_steps=1)
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs, targets = data(seed=step)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(inputs.float()), targets)
+                if inside:
+                    loss.backward()
+                    optimizer.step()
+            if not inside:
+                loss.backward()
+                optimizer.step()
+        assert optimizer.stats()["steps"] == 3
+        assert optimizer.stats()["factors_left_out"] == 0
+        flats.append(flat(model))
+    assert torch.equal(flats[0], flats[1])

@@ -1,0 +1,247 @@
+"""Decentralized training: what :func:`torchext.attach` returns with backends that average replicas.
+
+Also how it goes on when the group has failed or grown (``_membership.py`` says with whom), and what is counted over the
+groups that it has had.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.parallel import DistributedDataParallel
+
+from torchext import _C
+from torchext._membership import Membership
+from torchext.synchronizer import Synchronizer, in_use
+
+__all__ = ["AveragingSynchronizer"]
+
+
+class AveragingSynchronizer(Synchronizer):
+    """Decentralized training: every worker steps with its own gradients, and replicas are averaged.
+
+    ``synchronize`` and ``averaged`` form the exact average of parameters and floating-point buffers; after
+    ``averaged`` every worker goes on with its own, of which it holds a copy meanwhile.
+    """
+
+    _core: _C.AveragingSynchronizer
+
+    def __init__(
+        self,
+        core: _C.AveragingSynchronizer,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(core, ddp, optimizer, tensors)
+        self._local_gradients = _C.keep_gradients_local(ddp.reducer)
+        self._local_gradients.synchronizer = core
+        self._membership: Membership | None = None
+        self._make_core: Callable[[Any], _C.AveragingSynchronizer] | None = None
+        self._tensors = (*tensors, *self._frozen)
+        self._collectives = 0  # since attach: exact averages, and looks for newcomers
+        self._restored = False  # averaged() has nothing to restore any more
+        self._past: list[dict[str, Any]] = []  # stats of the groups before this one
+
+    def _renews_world(self) -> bool:
+        return self._membership is not None and self._membership.is_world
+
+    def refuse_uneven_inputs(self, name: str) -> None:
+        """From now on ``ddp.join()`` raises: for a backend whose workers wait for each other's steps."""
+        self._handles.append(_NoJoin(self._ddp, name))
+
+    def go_on_with(self, membership: Membership, make_core: Callable[[Any], _C.AveragingSynchronizer]) -> None:
+        """From now on a worker that dies is done without, and newcomers are let in; collective, for ``attach``.
+
+        Args:
+            membership: Of this worker's group.
+            make_core: Makes the C++ synchronizer of a backend; collective.
+        """
+        self._membership, self._make_core = membership, make_core
+        if membership.is_newcomer:
+            self._collectives = self._meet(0)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and milliseconds since attach.
+
+        ``exposed_ms`` is what training waited; ``generator_wait_ms``, ``peer_wait_ms``, ``transfer_ms`` and ``copy_ms``
+        are the averaging thread's, most of it under compute. ``group_sizes`` maps members to averages,
+        ``iteration_gap`` is how many averages this worker was behind the fastest, ``consensus_distance`` is
+        ``||x - mean|| / ||mean||`` at the last exact average, ``bytes_sent`` and ``bucket_bytes`` are bytes, and
+        ``bytes_shared`` those of averages that went through memory which ranks of one host share.
+        With ``on_peer_failure="continue"`` also ``workers``, those that train now, ``lost_ranks``, those that died, by
+        their ranks at the time of attach, ``joined_ranks``, by the numbers that newcomers get after those, and
+        ``recovery_ms``, what it took to go on without the ones and with the others.
+        """
+        return self._with_membership(self._core.stats())
+
+    def _with_membership(self, stats: dict[str, Any]) -> dict[str, Any]:
+        for past in self._past:
+            for name in _COUNTERS & stats.keys():
+                stats[name] = _sum(stats[name], past[name])
+        if self._membership is not None:
+            stats["workers"] = len(self._membership.members)
+            stats["lost_ranks"] = list(self._membership.lost)
+            stats["joined_ranks"] = list(self._membership.joined)
+            stats["recovery_ms"] = self._membership.seconds * 1e3
+        return stats
+
+    def _wait_all(self) -> None:
+        self._persist(lambda: self._core.wait_all())
+
+    def _detach_core(self) -> None:
+        try:
+            self._core.detach()
+        except dist.DistBackendError:
+            # Nobody waits for this worker any more, and training is over.
+            if self._membership is None:
+                raise
+            self._core.leave(timedelta(0))
+
+    def _wait_tensors(self, positions: list[int]) -> None:
+        self._persist(lambda: self._core.wait_tensors(positions))
+
+    def _before_step(self, *args: Any) -> None:
+        self._persist(lambda: super(AveragingSynchronizer, self)._before_step(*args))
+
+    def _after_step(self, *_: Any) -> None:
+        self._persist(lambda: self._core.after_step())
+
+    def _synchronize(self) -> None:
+        self._collective(lambda: self._core.synchronize())
+
+    def _enter_average(self) -> None:
+        self._restored = not self._collective(lambda: self._core.enter_average())
+
+    def _leave_average(self) -> None:
+        if not self._restored:
+            self._core.leave_average()
+
+    def _after_meeting(self) -> None:
+        membership = self._membership
+        if membership is None:
+            return
+        came = False
+
+        def look() -> None:
+            nonlocal came
+            came = membership.newcomers()
+
+        # Where the look fails for some, the others go on to the next thing they do together, which fails too.
+        if self._collective(look) and came:
+            self._recover(membership, dist.DistBackendError("torchext: newcomers join the group"))
+
+    def _collective(self, action: Callable[[], None]) -> bool:
+        """Does what all workers do equally often; False if others were past it when this one had to start anew."""
+        done = self._persist(action, self._collectives)
+        self._collectives += 1
+        return done
+
+    def _persist(self, action: Callable[[], None], collectives: int | None = None) -> bool:
+        """Does something with the core; after a failure again, with that of the survivors, unless they are past it."""
+        while True:
+            try:
+                action()
+                return True
+            except dist.DistBackendError as error:
+                if self._membership is None:
+                    raise
+                most = self._recover(self._membership, error)
+            if collectives is not None and most > collectives:
+                return False
+
+    def _recover(self, membership: Membership, error: BaseException) -> int:
+        """Goes on with another group; returns how many collectives the furthest of it has done.
+
+        So do the other models that the lost worker trained, in the order of attaching: two workers that have noticed by
+        different models would wait for each other.
+        """
+        membership.fail(error)
+        lost = membership.suspect()
+        affected: list[AveragingSynchronizer] = []
+        for other in in_use():
+            if other is self:
+                affected.append(self)
+            elif isinstance(other, AveragingSynchronizer) and (theirs := other._membership) and theirs.loses(lost):
+                theirs.fail(error, patient=True)
+                affected.append(other)
+        if self not in affected:  # its group is gone: it fails in its own way
+            affected.append(self)
+        # All of them first: the promises of one that has failed would be in the way of the others' collectives.
+        for model in affected:
+            model._give_up()
+        return [model._renew(error) for model in affected][affected.index(self)]
+
+    def _give_up(self) -> None:
+        """Leaves a group that has failed."""
+        old = self._core
+        if self._averaging and not self._restored:
+            old.leave_average()
+            self._restored = True
+        self._past.append(old.stats())
+        old.leave(timedelta(0))
+
+    def _renew(self, error: BaseException) -> int:
+        """Trains with another group; returns how many collectives the furthest of it has done.
+
+        The failure may show in the middle of a forward pass, where layers before have saved their parameters for the
+        backward pass. Those take the average's values, as under any average that runs beside a step; autograd must not
+        take it for a mistake.
+        """
+        assert self._membership is not None and self._make_core is not None
+        with _unsafe_preserve_version_counter(self._tensors):
+            while True:
+                steps = self._core.steps
+                self._core = self._local_gradients.synchronizer = self._membership.renew(error, self._make_core)
+                try:
+                    return self._meet(steps)
+                except dist.DistBackendError as another:
+                    error = another
+                    self._membership.fail(error)
+                    self._give_up()
+
+    def _meet(self, steps: int) -> int:
+        """The first thing that a new group does: its workers begin from one average and one number of steps."""
+        furthest = torch.tensor([steps, self._collectives])
+        dist.all_reduce(furthest, dist.ReduceOp.MAX, group=self._ddp.process_group)
+        self._core.steps = int(furthest[0])
+        self._core.synchronize()
+        return int(furthest[1])
+
+
+class _NoJoin:
+    """Keeps ``torch.distributed.algorithms.Join`` from a model, until removed."""
+
+    def __init__(self, ddp: DistributedDataParallel, name: str) -> None:
+        self._ddp = ddp
+        ddp.join_hook = functools.partial(_refuse_join, name)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        del self._ddp.join_hook
+
+
+def _refuse_join(name: str, **_: Any) -> None:
+    raise RuntimeError(
+        f"{name}: DistributedDataParallel.join() is not supported: the others would wait for the steps of a rank that "
+        "has no more inputs; give all ranks as many (DistributedSampler does), or use prague"
+    )
+
+
+# Of stats(), what adds up over several groups.
+_COUNTERS = {
+    *("steps", "averages", "group_sizes", "exposed_ms", "generator_wait_ms", "peer_wait_ms", "transfer_ms", "copy_ms"),
+    *("bytes_sent", "bytes_shared", "skipped", "gaps", "ages", "too_late", "not_sent", "waits"),
+    *("model_wait_ms", "token_wait_ms", "send_wait_ms"),
+}
+
+
+def _sum(left: Any, right: Any) -> Any:
+    if isinstance(left, dict):
+        return {key: left.get(key, 0) + right.get(key, 0) for key in sorted({*left, *right})}
+    return left + right

@@ -1,0 +1,42 @@
+"""The process group of K-FAC's own, and what its ranks tell each other before there is an engine."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["agree_that_all_can", "own_group"]
+
+
+def own_group(model: nn.Module, group: dist.ProcessGroup | None, on_cuda: bool) -> dist.ProcessGroup | None:
+    """A group for K-FAC alone over the same ranks, so that its collectives never mix with DDP's.
+
+    Gloo, and NCCL beside it for what lies on a GPU: what the host decides by need not wait for the device then.
+    """
+    if group is None and isinstance(model, DistributedDataParallel):
+        group = model.process_group
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    if len(ranks) < 2:
+        return None
+    some = len(ranks) < dist.get_world_size()
+    backend = "cpu:gloo,cuda:nccl" if on_cuda and dist.is_nccl_available() else "gloo"
+    own = dist.new_group(ranks, backend=backend, use_local_synchronization=some)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+def agree_that_all_can(group: dist.ProcessGroup | None, failure: Exception | None) -> None:
+    """Raises on every rank if one of them has failed."""
+    if group is not None:
+        failed = torch.tensor([failure is not None], dtype=torch.int32)
+        gathered = [torch.empty_like(failed) for _ in range(group.size())]
+        dist.all_gather(gathered, failed, group=group)
+        ranks = [rank for rank, flag in enumerate(gathered) if flag.item()]
+        if failure is None and ranks:
+            raise RuntimeError(f"torchext.optim: rank {ranks[0]} could not build its optimizer; its own error says why")
+    if failure is not None:
+        raise failure
