@@ -25,6 +25,7 @@ __all__ = ["AveragingSynchronizer", "Synchronizer"]
 class Synchronizer(abc.ABC):
     """Keeps an attached model in step with the other workers; made by :func:`torchext.attach`.
 
+    What all backends have. :class:`~torchext.DearSynchronizer` and :class:`~torchext.HopSynchronizer` add to it.
     ``synchronize``, ``averaged`` and ``detach`` are collective: every rank calls them, in the same order.
     """
 

@@ -144,6 +144,7 @@ class Pair:
         self.ddp = DistributedDataParallel(model, process_group=self.group, **ddp)
         self.optimizer, self.plain = optimizer(model.parameters()), optimizer(self.twin.parameters())
         self.sync = torchext.attach(self.ddp, self.optimizer)
+        assert isinstance(self.sync, torchext.DearSynchronizer)
         assert (self.sync._lane is not None) == bool(transport)
         self.steps = 0
 
