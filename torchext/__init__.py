@@ -13,6 +13,8 @@ from torchext._version import __version__
 check_torch()  # a module built for another torch would crash, not fail
 
 from torchext import nn, ops  # noqa: E402
+from torchext._dear_synchronizer import DearSynchronizer  # noqa: E402
+from torchext._hop_synchronizer import HopSynchronizer  # noqa: E402
 from torchext._join import join  # noqa: E402
 from torchext.attach import attach  # noqa: E402
 from torchext.backends import backend_of, register  # noqa: E402
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DSSyncOptions",
     "DeAROptions",
+    "DearSynchronizer",
     "HopOptions",
+    "HopSynchronizer",
     "PragueOptions",
     "Synchronizer",
     "__version__",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -12,9 +14,10 @@ from torch import nn
 
 from torchext import _C
 from torchext._given_state import agreed_states
+from torchext._gradient_watch import GradientWatch
 from torchext._state_slices import StateSlices
 
-__all__ = ["ELEMENTWISE", "DearOptimizer", "SteppedParameter", "check_stepped", "unhooked_step"]
+__all__ = ["ELEMENTWISE", "DearOptimizer", "SteppedParameter", "check_stepped", "stood_for", "unhooked_step"]
 
 # Each element of a parameter is stepped by itself: a slice is stepped as the whole would be.
 ELEMENTWISE = (
@@ -30,6 +33,9 @@ _NOT_COPIED = (
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 # A step is cut into so many parts at most: each of them asks for every gradient.
 _PARTS = 16
+_CLIP = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
+# A comprehension has code of its own before Python 3.12.
+_CLIPS = {_CLIP, *(inside for inside in _CLIP.co_consts if isinstance(inside, types.CodeType))}
 
 
 def check_stepped(optimizer: torch.optim.Optimizer, form: str) -> None:
@@ -55,15 +61,15 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 class SteppedParameter(nn.Parameter):
     """What is stepped of a parameter, sharing its memory; its gradient is the averaged one, waited for.
 
-    Sharded form: this rank's slice, with one dimension. Replicated form: the whole parameter.
+    Sharded form: this rank's slice, with one dimension. Replicated form, and plain all-reduce: the whole parameter.
     """
 
     held_by: DearOptimizer
     position: int  # of the parameter among the model's
 
-    def __new__(cls, held_by: DearOptimizer, position: int) -> SteppedParameter:
+    def __new__(cls, held_by: DearOptimizer, position: int, memory: torch.Tensor) -> SteppedParameter:
         """Stands for parameter number ``position``."""
-        self = super().__new__(cls, held_by.core.stepped(position), True)
+        self = super().__new__(cls, memory, True)
         self.held_by, self.position = held_by, position
         return self
 
@@ -84,6 +90,11 @@ class SteppedParameter(nn.Parameter):
         raise TypeError(_NOT_COPIED)
 
     @property
+    def dropped(self) -> bool:
+        """Whether its gradient was set to None since the last step."""
+        return self.held_by.is_dropped(self.position)
+
+    @property
     def grad(self) -> torch.Tensor | None:
         """The averaged gradient; None where no rank has one."""
         return self.held_by.gradient(self.position, caller=sys._getframe(1).f_code)
@@ -92,7 +103,12 @@ class SteppedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             raise RuntimeError("dear: averaged gradients are computed; change them in place")
-        self.held_by.dropped.add(self.position)
+        self.held_by.drop(self.position)
+
+
+def stood_for(held: torch.Tensor) -> torch.Tensor:
+    """The model's parameter that an optimizer's parameter stands for: without "dear" it is that itself."""
+    return held.held_by.parameter(held) if isinstance(held, SteppedParameter) else held
 
 
 class DearOptimizer:
@@ -107,6 +123,7 @@ class DearOptimizer:
         parameters: The model's, in registration order.
         group: To gather state over.
         wait: The synchronizer's; parameters and state are what the last step makes of them afterwards.
+        watch: Sees what is done to the parameters' own gradients while the model trains by plain all-reduce.
     """
 
     def __init__(
@@ -116,14 +133,16 @@ class DearOptimizer:
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
         wait: Callable[[], None],
+        watch: GradientWatch,
     ) -> None:
         self.core, self.wait = core, wait
-        self.dropped: set[int] = set()  # gradients set to None one by one
-        self._optimizer, self._group = optimizer, group
+        self._dropped: set[int] = set()  # gradients set to None one by one
+        self._optimizer, self._group, self._watch = optimizer, group, watch
         self._parameters = list(parameters)
         self._position = {id(parameter): position for position, parameter in enumerate(parameters)}
         self._slices = None if core.replicated else StateSlices(self._parameters, group)
         self._held = False
+        self._whole = True  # what is held are whole parameters
         self._stepping = self._agreed = self._begun = False
         self._early: set[int] = set()  # stepped while other gradients were on their way
         self._only: set[int] | None = None  # what such a step is about
@@ -137,31 +156,28 @@ class DearOptimizer:
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
 
     def hold(self) -> None:
-        """Replaces the parameters, and their state by that of what is stepped. Local."""
-        if self._held:
+        """Replaces the parameters, and their state by that of what is stepped now.
+
+        Local; but where slices become whole again, for plain all-reduce, collective.
+        """
+        whole = self._slices is None or self.core.allreduce
+        if self._held and whole == self._whole:
             return
-        state, self._optimizer.state = self._optimizer.state, _like(self._optimizer.state)
-        for group in self._optimizer.param_groups:
-            group["params"] = [self._replaced(parameter, state) for parameter in group["params"]]
-        self._held = True
+        states = self._whole_states()
+        self._held, self._whole = True, whole
+        self._replace(self._standing_for, states)
 
     def release(self, with_state: bool = True) -> None:
-        """Gives the optimizer the parameters back, with their whole state: in the sharded form collective.
+        """Gives the optimizer the parameters back, with their whole state: where it has slices, collective.
 
         Args:
             with_state: False: without, for when the others cannot be reached.
         """
         if not self._held:
             return
-        full = self._whole_states() if with_state else {}
-        self._optimizer.state = _like(self._optimizer.state)
-        for group in self._optimizer.param_groups:
-            group["params"] = [
-                self._parameters[p.position] if isinstance(p, SteppedParameter) else p for p in group["params"]
-            ]
-        for position, values in full.items():
-            self._optimizer.state[self._parameters[position]] = values
-        self._held = False
+        states = self._whole_states() if with_state else {}
+        self._held, self._whole = False, True
+        self._replace(lambda p: self._parameters[p.position] if isinstance(p, SteppedParameter) else p, states)
 
     def remove(self) -> None:
         """Takes the hooks off, once the parameters have been given back."""
@@ -175,26 +191,63 @@ class DearOptimizer:
 
     def gradient(self, position: int, caller: Any = None) -> torch.Tensor | None:
         """The averaged gradient of what is stepped of a parameter; waits for it."""
+        if caller in _CLIPS and self._slices is not None:
+            raise RuntimeError(
+                "dear: torch.nn.utils.clip_grad_norm_ on the optimizer's parameters would take the norm of this rank's "
+                "slices alone, in the sharded form; clip with sync.clip_grad_norm_()"
+            )
+        if self.core.allreduce:
+            return self._reduced(position)
         if caller is not None and caller is self._asking and self._stepping and not self._begun:
             self._begun = True
             self._step_in_parts()
         if (
-            position in self.dropped
+            position in self._dropped
             or position in self._early
             or (self._only is not None and position not in self._only)
         ):
             return None
+        if self._slices is None and not self.core.gathered:
+            self.check_gradients()  # before they are replaced by the averaged ones
         if caller is _UNSCALE and self._slices is not None and not self._stepping and not self._agreed:
             self._agreed = True
             self._agree_on_overflow()
         return self.core.gradient(position)
 
+    def _reduced(self, position: int) -> torch.Tensor | None:
+        """The averaged gradient where DDP has made the parameter's own one that."""
+        if self._slices is None:
+            # As with those that are gathered: once read, K-FAC may change them in front of a step.
+            self._watch.check()
+            self._watch.forget()
+        own = self._parameters[position].grad
+        return None if own is None else own.data  # whose changes are not counted as the parameter's
+
+    def drop(self, position: int) -> None:
+        """As if no rank had a gradient for this parameter, until the step is over."""
+        if self.core.allreduce:
+            self._parameters[position].grad = None
+        else:
+            self._dropped.add(position)
+
+    def is_dropped(self, position: int) -> bool:
+        """Whether :meth:`drop` was called for it."""
+        return position in self._dropped
+
+    def check_gradients(self) -> None:
+        """Raises RuntimeError if a parameter's own gradient was changed after the backward pass.
+
+        The change would be lost, or count while the model trains by plain all-reduce and be lost later.
+        """
+        self.core.before_step()
+        self._watch.check()
+
     def before_step(self) -> None:
         """Checks what the optimizer holds; its step begins."""
+        self.check_gradients()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                known = isinstance(parameter, SteppedParameter) if self._held else id(parameter) in self._position
-                if not known and parameter.requires_grad:
+                if not isinstance(parameter, SteppedParameter) and parameter.requires_grad:
                     raise ValueError(
                         "dear: the optimizer has been given a parameter after torchext.attach; add parameters to model "
                         "and optimizer first, then wrap and attach"
@@ -204,8 +257,9 @@ class DearOptimizer:
     def after_step(self) -> None:
         """The optimizer's step is over."""
         self._stepping = self._agreed = self._begun = False
-        self.dropped.clear()
+        self._dropped.clear()
         self._early.clear()
+        self._watch.forget()
 
     def stepped(self) -> Iterator[SteppedParameter]:
         """What the optimizer holds of the model."""
@@ -217,15 +271,15 @@ class DearOptimizer:
         states = self._states() or self._first_states()
         if self._slices is None:
             return {f"{position}.{key}": value for position, values in states.items() for key, value in values.items()}
-        if not self._held:
-            states = {position: self._cut(values, position) for position, values in states.items()}
+        if self._whole:
+            states = {position: self._slices.cut(values, position) for position, values in states.items()}
         return self._slices.distributed(states)
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Takes the values of :meth:`sharded_state`, on all ranks or on none. Collective."""
         trained = {position for position, _ in self._trained()}
         states = agreed_states(state, trained, self._expected, type(self._optimizer) in ELEMENTWISE, self._group)
-        if self._slices is not None and not self._held:
+        if self._slices is not None and self._whole:
             states = self._slices.whole(states)
         for number, parameter in self._trained():
             if number in states:
@@ -236,8 +290,8 @@ class DearOptimizer:
         states = self._states()
         if type(self._optimizer) in ELEMENTWISE and not all(position in states for position in positions):
             states = {**self._first_states(), **states}
-        if self._slices is not None and not self._held:
-            states = {position: self._cut(values, position) for position, values in states.items()}
+        if self._slices is not None and self._whole:
+            states = {position: self._slices.cut(values, position) for position, values in states.items()}
         return states
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
@@ -287,28 +341,38 @@ class DearOptimizer:
         if anywhere.item() and not bad and gradients:
             gradients[0].view(-1)[0] = float("inf")
 
-    def _replaced(self, parameter: torch.Tensor, state: Any) -> torch.Tensor:
-        """What is stepped of a parameter, with its part of the state."""
-        position = self._position.get(id(parameter))
+    def _standing_for(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What is stepped of a parameter, instead of it or of what stood for it before."""
+        position = self._position_of(parameter)
         if position is None or not parameter.requires_grad:
             return parameter
-        stepped = SteppedParameter(self, position)
-        if parameter in state:
-            self._optimizer.state[stepped] = self._cut(state[parameter], position)
-        return stepped
+        memory = self._parameters[position].detach() if self._whole else self.core.stepped(position)
+        return SteppedParameter(self, position, memory)
+
+    def _replace(self, other: Callable[[torch.Tensor], torch.Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Has the optimizer hold something else, with this whole state, by position."""
+        self._optimizer.state, before = _like(self._optimizer.state), self._optimizer.state
+        for group in self._optimizer.param_groups:
+            group["params"] = [other(parameter) for parameter in group["params"]]
+        for parameter in self._order():
+            position = self._position_of(parameter)
+            if parameter in before:
+                self._optimizer.state[parameter] = before[parameter]  # was not replaced
+            elif position is not None and position in states:
+                self._optimizer.state[parameter] = self._cut(states[position], position)
 
     def _cut(self, values: Mapping[str, Any], position: int) -> dict[str, Any]:
-        return dict(values) if self._slices is None else self._slices.cut(values, position)
+        return dict(values) if self._slices is None or self._whole else self._slices.cut(values, position)
 
     def _trained(self) -> Iterator[tuple[int, torch.Tensor]]:
         """What the optimizer holds of the model, SteppedParameters or not, with their positions."""
         for parameter in self._order():
-            if isinstance(parameter, SteppedParameter):
-                position: int | None = parameter.position
-            else:
-                position = self._position.get(id(parameter))
+            position = self._position_of(parameter)
             if position is not None and parameter.requires_grad:
                 yield position, parameter
+
+    def _position_of(self, parameter: torch.Tensor) -> int | None:
+        return parameter.position if isinstance(parameter, SteppedParameter) else self._position.get(id(parameter))
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """What the optimizer keeps of them, by position."""
@@ -316,9 +380,9 @@ class DearOptimizer:
         return {position: dict(state[parameter]) for position, parameter in self._trained() if parameter in state}
 
     def _whole_states(self) -> dict[int, dict[str, Any]]:
-        """The same, whole. In the sharded form collective."""
+        """The same, whole. Where it is in slices, collective."""
         states = self._states()
-        return states if self._slices is None else self._slices.whole(states)
+        return states if self._slices is None or self._whole else self._slices.whole(states)
 
     def _first_states(self) -> dict[int, dict[str, Any]]:
         """What the first step creates, to load into: by a step with zero gradients on tensors that are thrown away."""
@@ -349,7 +413,7 @@ class DearOptimizer:
 
     def _complete(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """After optimizer.state_dict(): slices become whole again."""
-        if not self._held or self._slices is None:
+        if self._slices is None or self._whole:
             return None
         self.core.wait_all()
         self._slices.meet()
@@ -357,7 +421,7 @@ class DearOptimizer:
 
     def _accept(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Before optimizer.load_state_dict(): a whole state becomes this rank's slices."""
-        if not self._held or self._slices is None:
+        if self._slices is None or self._whole:
             return None
         given = state_dict["state"]
         cut = {

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext._dear_optimizer import DearOptimizer
 from torchext._deferred_step import DeferredStep
-from torchext._forward_waits import FlushedMethod, _Hook
+from torchext._forward_waits import FlushedMethod, _Hook, _OutputHook
+from torchext._gradient_watch import GradientWatch
 from torchext.backends import backend_of
 from torchext.synchronizer import Synchronizer, _check_max_norm
 
@@ -64,7 +65,7 @@ class DearSynchronizer(Synchronizer):
     The model trains as with plain DDP. Parameters are complete whenever they may be read: in forward passes (a module's
     from when it is called), in ``state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of the model, after
     ``synchronize()`` and ``wait()``.
-    Their own ``.grad`` is this worker's; the averaged ones are in ``optimizer.param_groups``.
+    Their own ``.grad`` is this worker's, and not to be changed; the averaged ones are in ``optimizer.param_groups``.
 
     Sharded form: every worker steps its slice of every parameter, and gathers the others'; ``optimizer.state_dict()``
     is collective, and that of the plain optimizer. Replicated form: every worker steps every parameter, right before it
@@ -83,13 +84,14 @@ class DearSynchronizer(Synchronizer):
     ) -> None:
         super().__init__(core, ddp, optimizer, parameters)
         self._lane = lane
-        self._held = DearOptimizer(core, optimizer, parameters, ddp.process_group, self.wait)
+        self._watch = GradientWatch(ddp.module)
+        self._held = DearOptimizer(core, optimizer, parameters, ddp.process_group, self.wait, self._watch)
         self._deferred: DeferredStep | None = None
         self._synced = True  # the last forward pass was not inside no_sync()
         self._static_recorded = False
         self._handles += [
             ddp.register_forward_pre_hook(_Hook(self._enter_forward)),
-            ddp.register_forward_hook(_Hook(self._leave_forward), always_call=True),
+            ddp.register_forward_hook(_OutputHook(self._leave_forward), always_call=True),
             optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
             FlushedMethod(ddp.module, "train", self.wait),
             *(FlushedMethod(module, "named_parameters", self.wait) for module in ddp.modules()),
@@ -108,11 +110,12 @@ class DearSynchronizer(Synchronizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # inherited
         self._check_attached("clip_grad_norm_")
         _check_max_norm(max_norm)
-        if self._core.allreduce:
-            return super().clip_grad_norm_(max_norm, norm_type)
-        if self._core.gathered:
-            return torch.nn.utils.clip_grad_norm_(list(self._held.stepped()), max_norm, norm_type)
         stepped = list(self._held.stepped())
+        if self._core.allreduce or self._core.gathered:
+            whole = [gradient for parameter in stepped if (gradient := parameter.grad) is not None]
+            norm = torch.nn.utils.get_total_norm(whole, norm_type)
+            torch.nn.utils.clip_grads_with_norm_(stepped, max_norm, norm)
+            return norm
         own = (self._core.own_gradient(parameter.position) for parameter in stepped)
         gradients = [gradient for gradient in own if gradient is not None and len(gradient)]
         # By the parameters: a rank may have no gradients.
@@ -214,8 +217,12 @@ class DearSynchronizer(Synchronizer):
             # With a static graph DDP would record the first backward pass, which it does not see.
             self._static_recorded, ddp._static_graph_delay_allreduce_enqueued = _static_recorded(ddp), True
 
-    def _leave_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not self._core.allreduce:
+    def _leave_forward(self, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._core.allreduce:
+            self._watch.follow(output)
+        else:
             self._ddp.require_backward_grad_sync = self._synced
             self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
             if self._deferred is not None:
@@ -226,6 +233,7 @@ class DearSynchronizer(Synchronizer):
         self._held.before_step()
 
     def _after_step(self, *_: Any) -> None:
+        self._held.check_gradients()  # of a closure
         super()._after_step()
         self._held.after_step()
         self._follow()
@@ -237,18 +245,21 @@ class DearSynchronizer(Synchronizer):
 
     def _follow(self) -> None:
         """Gives the optimizer what it is to step, as the C++ side's plan wants it."""
-        if self._core.allreduce:
+        allreduce = self._core.allreduce
+        if allreduce:
             self.wait()
-            self._release()
-            return
+            self._step_at_once()
         self._held.hold()
-        if self._core.replicated and self._deferred is None:
+        if self._core.replicated and not allreduce and self._deferred is None:
             self._deferred = DeferredStep(self._optimizer)
 
-    def _release(self, with_state: bool = True) -> None:
+    def _step_at_once(self) -> None:
         if self._deferred is not None:
             self._deferred.remove()
             self._deferred = None
+
+    def _release(self, with_state: bool = True) -> None:
+        self._step_at_once()
         self._held.release(with_state)
 
 

@@ -82,7 +82,7 @@ class DeferredStep:
             p.position: p
             for group in optimizer.param_groups
             for p in group["params"]
-            if isinstance(p, SteppedParameter)
+            if isinstance(p, SteppedParameter) and not p.dropped
         }
         return loss
 

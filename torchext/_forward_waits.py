@@ -35,6 +35,16 @@ class _Hook:
         return _Nothing, ()
 
 
+class _OutputHook(_Hook):
+    """As a forward hook: calls a function with the output."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self._with_output = function
+
+    def __call__(self, *arguments: Any) -> None:
+        self._with_output(arguments[-1])
+
+
 class FlushedMethod:
     """Takes the place of a module's method on that one module, while it lives: waits, then calls it.
 

@@ -23,6 +23,7 @@ from torchext._dear_synchronizer import DearSynchronizer, Lane
 from torchext._hop_synchronizer import HopSynchronizer
 from torchext._join import forget_newcomer, newcomer_of
 from torchext._membership import Membership
+from torchext._newcomers import Newcomer
 from torchext.backends import backend_of
 from torchext.synchronizer import Synchronizer, in_use
 
@@ -78,13 +79,18 @@ def attach(
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
         optimizer: Steps all of the model's trainable parameters.
         bucket_mb: Size of a bucket in MiB: more overlap with smaller ones, but short messages cost more than few long
-            ones. ``"auto"``: with ``prague`` and ``dssync`` 4, with ``dear`` what the group's options say. ``hop``
-            sends whole models.
+            ones. ``"auto"``: with ``prague`` and ``dssync`` 4, with ``dear`` what the group's options say. Not for
+            ``hop``, which sends whole models.
         on_peer_failure: What a worker's death means to the others. ``"raise"``: an error that names it. ``"continue"``
             (``prague``, ``dssync``, ``hop``): they train on without it, as a group with new ranks; ``stats()`` and the
             log tell of it. Of several models each needs a group of its own then (``new_group``). Needs a store that
             outlives any worker, as torchrun's. Collectives of your own that are under way raise all the same, and the
             sampler goes on leaving out what the dead would have trained on.
+
+    Returns:
+        What keeps the model in step. With ``dear`` a :class:`~torchext.DearSynchronizer`, which has the optimizer's
+        state for sharded checkpoints besides, with ``hop`` a :class:`~torchext.HopSynchronizer`, which has
+        ``iteration``: ``isinstance`` tells a type checker.
 
     Raises:
         RuntimeError: Before ``init_process_group``, or attached twice.
@@ -99,6 +105,11 @@ def attach(
     _check_others(ddp_model, on_peer_failure)
     membership = None
     newcomer = newcomer_of(ddp_model.process_group)
+    if bucket_mb != "auto" and _is_hop(ddp_model, newcomer):
+        raise ValueError(
+            f"torchext.attach: bucket_mb must be 'auto' with hop, which sends whole models, got {bucket_mb!r}; leave "
+            "it out"
+        )
     if newcomer is not None and on_peer_failure != "continue":
         raise ValueError(
             "torchext.attach: a worker that joins is attached as those it joins are, with on_peer_failure='continue'"
@@ -142,6 +153,12 @@ def _check_others(ddp: DistributedDataParallel, on_peer_failure: str) -> None:
             " ends all other groups, those of other attached models among them. Several models can train on if each has"
             " a group of its own: DistributedDataParallel(model, process_group=torch.distributed.new_group(...))"
         )
+
+
+def _is_hop(ddp: DistributedDataParallel, newcomer: Newcomer | None) -> bool:
+    if newcomer is not None:
+        return newcomer.backend == "hop"
+    return isinstance(backend_of(ddp.process_group), _C.ProcessGroupHop)
 
 
 def _check_can_continue(backend: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +31,7 @@ def in_use() -> list[Synchronizer]:
 class Synchronizer(abc.ABC):
     """Keeps an attached model in step with the other workers; made by :func:`torchext.attach`.
 
+    What all backends have. :class:`~torchext.DearSynchronizer` and :class:`~torchext.HopSynchronizer` add to it.
     ``synchronize``, ``averaged`` and ``detach`` are collective: every rank calls them, in the same order.
     """
 

@@ -93,7 +93,8 @@ class Trainer:
         self.module = model if model is not None else mlp()
         self.ddp = DistributedDataParallel(self.module, process_group=self.group, **(ddp or {}))
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=lr)
-        self.sync = torchext.attach(self.ddp, self.optimizer, bucket_mb=bucket_mb)
+        whole = torchext.backend_of(self.group).name() == "hop"
+        self.sync = torchext.attach(self.ddp, self.optimizer, bucket_mb="auto" if whole else bucket_mb)
         self.step_count = 0
 
     def loss(self, step: int | None = None) -> torch.Tensor:

@@ -144,6 +144,7 @@ class Pair:
         self.ddp = DistributedDataParallel(model, process_group=self.group, **ddp)
         self.optimizer, self.plain = optimizer(model.parameters()), optimizer(self.twin.parameters())
         self.sync = torchext.attach(self.ddp, self.optimizer)
+        assert isinstance(self.sync, torchext.DearSynchronizer)
         assert (self.sync._lane is not None) == bool(transport)
         self.steps = 0
 
@@ -156,22 +157,59 @@ class Pair:
             cross_entropy(self.twin(inputs).float(), targets),
         )
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.plain.zero_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+        self.plain.zero_grad(set_to_none)
+
+    def backward(self, factor: float = 1.0) -> None:
         for module in (self.module, self.twin):
             if hasattr(module, "choice"):
                 module.choice = self.steps
         for loss in self.losses():
-            loss.backward()
+            (factor * loss).backward()
+
+    def update(self) -> None:
         self.optimizer.step()
         self.plain.step()
         self.steps += 1
+
+    def step(self) -> None:
+        self.zero_grad()
+        self.backward()
+        self.update()
 
     def run(self, steps: int) -> Pair:
         for _ in range(steps):
             self.step()
         return self
+
+    def run_scaled(self, unscaled: Callable[[], Any] = lambda: None) -> list[float]:
+        """Twelve steps under GradScalers; returns the scales.
+
+        Every other step is unscaled first, and then `unscaled` is called. Two overflow, with one row of the batch.
+        """
+        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in range(2)]
+        optimizers = (self.optimizer, self.plain)
+        scales = []
+        for step in range(12):
+            self.zero_grad()
+            own, whole = self.losses()
+            if step in (3, 7):  # one rank's gradient, and with it everybody's
+                whole = whole * float("inf")
+                own = own * float("inf") if self.rank == 1 else own
+            for scaler, optimizer, loss in zip(scalers, optimizers, (own, whole), strict=True):
+                scaler.scale(loss).backward()
+                if step % 2:
+                    scaler.unscale_(optimizer)
+            if step % 2:
+                unscaled()
+            for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                scaler.step(optimizer)
+                scaler.update()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            scales.append(scalers[0].get_scale())
+            self.steps += 1
+        return scales
 
     def difference(self) -> float:
         """The largest between the two models, relative to how large the parameters are."""

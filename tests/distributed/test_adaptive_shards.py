@@ -109,6 +109,98 @@ def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
     assert "torch.Size([1, 1, 8])" in first[1]
 
 
+def badly_called(rank: Rank, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str) -> tuple[str, str]:
+    """On rank 1, what never comes to a look-up."""
+    rank.init("gloo", timeout=20)
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode=mode, training="sharded")
+    good = torch.tensor([[1, 2]])
+    try:
+        if rank.rank == 1:
+            bag(ids, offsets, weights)
+        else:
+            bag(good)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return type(error).__name__, f"{error} {bag(good).shape}"
+    return "", "no error"
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "weights", "mode", "kind", "text"),
+    [
+        (torch.zeros(2), None, None, "sum", "TypeError", "input is torch.float32; it must be int32"),
+        (torch.tensor([1]), None, None, "sum", "ValueError", "offsets must be given with a 1-D input"),
+        (torch.tensor([[1]]), torch.tensor([0]), None, "sum", "ValueError", "offsets must be None with a 2-D input"),
+        (
+            torch.tensor([[1]]),
+            None,
+            torch.ones(2),
+            "sum",
+            "ValueError",
+            "per_sample_weights has shape (2,), input (1, 1)",
+        ),
+        (
+            torch.tensor([[1]]),
+            None,
+            torch.ones(1, 1).double(),
+            "sum",
+            "TypeError",
+            "per_sample_weights is torch.float64",
+        ),
+        (torch.tensor([[1]]), None, torch.ones(1, 1), "mean", "NotImplementedError", "per_sample_weights need mode"),
+    ],
+)
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all(
+    ids: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str, kind: str, text: str
+) -> None:
+    first, second = run_ranks(badly_called, 2, ids, offsets, weights, mode)
+    assert first[0] == "ValueError" and "rank 1 was given a batch" in first[1], first
+    assert second[0] == kind and text in second[1], second
+    assert "torch.Size([1, 8])" in first[1] and "torch.Size([1, 8])" in second[1]
+
+
+def weighted_differently(rank: Rank, given: tuple[str, ...], freeze: bool) -> None:
+    """given, by rank: weights that need a gradient, others, or none."""
+    rank.init("gloo", timeout=20)
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded", optimizer="sgd", lr=1.0, dtype=torch.float64)
+    whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64, requires_grad=True)
+    bag._take(whole.detach())
+    bag.requires_grad_(not freeze)
+    # Here every rank's batch at once, by torch.
+    batches = [batch(number, 0) for number in range(rank.size)]
+    weights = [
+        torch.ones(ids.shape, dtype=torch.float64) if how == "none" else torch.linspace(-1, 1, ids.numel()).double()
+        for how, ids in zip(given, batches, strict=True)
+    ]
+    weights = [tensor.view(ids.shape).requires_grad_() for tensor, ids in zip(weights, batches, strict=True)]
+    expected = [
+        nn.functional.embedding_bag(ids, whole, mode="sum", per_sample_weights=tensor)
+        for ids, tensor in zip(batches, weights, strict=True)
+    ]
+    torch.stack([loss(output) for output in expected]).mean().backward()
+    own = weights[rank.rank].detach().clone().requires_grad_(given[rank.rank] == "gradient")
+    output = bag(batches[rank.rank], None, None if given[rank.rank] == "none" else own)
+    loss(output).backward()
+    torch.testing.assert_close(output, expected[rank.rank])
+    if own.requires_grad:
+        torch.testing.assert_close(own.grad, weights[rank.rank].grad * rank.size)  # of this rank's loss, not the mean
+    trained = whole.detach() if freeze else whole.detach() - whole.grad
+    torch.testing.assert_close(bag.weight, trained[rank.rank :: rank.size])
+
+
+@pytest.mark.parametrize(
+    ("given", "freeze"),
+    [
+        (("gradient", "plain"), False),
+        (("plain", "gradient"), True),
+        (("none", "gradient"), False),
+        (("gradient", "none", "plain"), True),
+        (("plain", "none", "none"), False),
+    ],
+)
+def test_weights_that_only_some_ranks_give_or_train(given: tuple[str, ...], freeze: bool) -> None:
+    run_ranks(weighted_differently, len(given), given, freeze)
+
+
 def shards_of_a_whole_table(rank: Rank) -> tuple[list[Tensor], str]:
     rank.init("gloo")
     whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9))
@@ -212,6 +304,8 @@ def test_shards_make_everything_on_the_tables_device() -> None:
 def sharded_pruning(rank: Rank) -> tuple[int, int, Tensor]:
     rank.init("gloo")
     bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded", budget=0.25, chunk_dim=4, init_std=0.0)
+    with pytest.raises(ValueError, match=r"process_group = .*: allowed for replicas, and all tables are shards"):
+        ChunkPruner(bag, process_group=dist.group.WORLD)
     pruner = ChunkPruner(bag, first=1, interval=2)
     for step in range(20):
         loss(bag(batch(rank.rank, step))).backward()

@@ -200,7 +200,8 @@ def body_in_forward(rank: Rank, backend: str) -> Any:
     pause = Pause()
     ddp = DistributedDataParallel(nn.Sequential(*layers, pause, nn.Linear(16, 16), nn.Linear(16, 1)))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    sync = torchext.attach(ddp, optimizer, on_peer_failure="continue", bucket_mb=0.001)
+    bucket_mb: Any = "auto" if backend == "hop" else 0.001
+    sync = torchext.attach(ddp, optimizer, on_peer_failure="continue", bucket_mb=bucket_mb)
 
     def train(steps: int) -> None:
         for _ in range(steps):

@@ -75,59 +75,15 @@ def test_parameter_groups_and_lr_schedules(form: str) -> None:
     assert max(run_ranks(in_form, 2, form, body_groups_and_schedules)) < EXACT
 
 
-def body_clipping(rank: Rank) -> float:
-    rank.init("dear")
-    worst = 0.0
-    for norm_type in (2.0, 1.0, float("inf")):
-        for fallback in (False, True):  # with the fallback these first steps are plain all-reduce
-            pair = Pair(rank, made(mlp), sgd, fallback=fallback)
-            for _ in range(6):
-                pair.optimizer.zero_grad()
-                pair.plain.zero_grad()
-                for loss in pair.losses():
-                    (10 * loss).backward()
-                norm = pair.sync.clip_grad_norm_(0.5, norm_type)
-                expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.5, norm_type)
-                assert float(expected) > 0.5  # it is clipped
-                torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
-                pair.optimizer.step()
-                pair.plain.step()
-                pair.steps += 1
-            worst = max(worst, pair.done())
-    return worst
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gradient_clipping(form: str) -> None:
-    assert max(run_ranks(in_form, 3, form, body_clipping)) < EXACT
-
-
 def body_scaler(rank: Rank) -> tuple[float, list[float]]:
     rank.init("dear")
     pair = Pair(rank, made(mlp), sgd)
-    ours, plain = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in range(2))
-    scales = []
-    for step in range(12):
-        pair.optimizer.zero_grad()
-        pair.plain.zero_grad()
-        own, whole = pair.losses()
-        if step in (3, 7):
-            # One row of the batch overflows: one rank's gradient, and with it everybody's.
-            whole = whole * float("inf")
-            own = own * float("inf") if rank.rank == 1 else own
-        ours.scale(own).backward()
-        plain.scale(whole).backward()
-        if step % 2:
-            ours.unscale_(pair.optimizer)
-            plain.unscale_(pair.plain)
-            pair.sync.clip_grad_norm_(0.3)
-            nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3)
-        for scaler, optimizer in ((ours, pair.optimizer), (plain, pair.plain)):
-            scaler.step(optimizer)
-            scaler.update()
-        assert ours.get_scale() == plain.get_scale()
-        scales.append(ours.get_scale())
-        pair.steps += 1
+
+    def clip() -> None:
+        pair.sync.clip_grad_norm_(0.3)
+        nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3)
+
+    scales = pair.run_scaled(clip)
     return pair.done(), scales
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import Rank, run_ranks
 from sharded import FORMS, Pair, adamw, in_form, made, mlp, sgd
 from torch import nn
@@ -25,19 +24,15 @@ def body_dropped(rank: Rank, then: str) -> float:
     pair = Pair(rank, made(wide), sgd, bucket_mb=0.05)
     for _ in range(40):
         pair.losses(pair.steps + 1000)[0].backward()
-        pair.optimizer.zero_grad()
-        pair.plain.zero_grad()
+        pair.zero_grad()
         if then == "step":  # it has nothing to step with
             pair.optimizer.step()
-        for loss in pair.losses():
-            loss.backward()
+        pair.backward()
         if then == "clip":
             pair.sync.clip_grad_norm_(0.05)
             nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)
-        for optimizer in (pair.optimizer, pair.plain):
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.steps += 1
+        pair.update()
+        pair.zero_grad()
     return pair.done()
 
 
@@ -74,19 +69,7 @@ def test_parameters_of_the_wrapper_and_of_a_part(form: str) -> None:
 def body_fused_scaler(rank: Rank) -> float:
     rank.init("dear")
     pair = Pair(rank, made(mlp), lambda parameters: torch.optim.SGD(parameters, lr=0.05, fused=True))
-    ours, plain = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in range(2))
-    for step in range(12):
-        pair.optimizer.zero_grad()
-        pair.plain.zero_grad()
-        factor = float("inf") if step in (3, 7) else 1.0
-        for scaler, optimizer, loss in zip((ours, plain), (pair.optimizer, pair.plain), pair.losses(), strict=True):
-            scaler.scale(loss * factor).backward()
-            if step % 2:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        assert ours.get_scale() == plain.get_scale()
-        pair.steps += 1
+    pair.run_scaled()
     assert not hasattr(pair.optimizer, "grad_scale") and not hasattr(pair.optimizer, "found_inf")
     return pair.done()
 
@@ -96,42 +79,15 @@ def test_a_fused_optimizer_unscales_its_own_gradients(form: str) -> None:
     assert max(run_ranks(in_form, 2, form, body_fused_scaler)) < EXACT
 
 
-def body_clipped_doubles(rank: Rank) -> bool:
-    rank.init("dear")
-    pair = Pair(rank, made(mlp, torch.float64), sgd)
-    pair.losses()[0].backward()
-    for refused in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"max_norm must be 0 or more, got {refused}"):
-            pair.sync.clip_grad_norm_(refused)
-    norm = pair.sync.clip_grad_norm_(1e-3)
-    # What it has left, of the slices of all ranks.
-    left = torch.zeros((), dtype=torch.float64)
-    for parameter in pair.optimizer.param_groups[0]["params"]:
-        left += parameter.grad.square().sum()
-    if not pair.sync._core.replicated:
-        dist.all_reduce(left)
-    expected = 1e-3 * norm / (norm + 1e-6)
-    return norm.dtype == torch.float64 and abs(float(left.sqrt() / expected) - 1) < 1e-12
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_clipping_keeps_the_precision_of_doubles(form: str) -> None:
-    assert run_ranks(in_form, 2, form, body_clipped_doubles) == [True, True]
-
-
 def body_views(rank: Rank) -> float:
     rank.init("dear")
     worst = 0.0
     for fallback in (False, True):
         pair = Pair(rank, made(mlp), sgd, fallback=fallback, gradient_as_bucket_view=True)
         for _ in range(6):
-            pair.optimizer.zero_grad(set_to_none=False)
-            pair.plain.zero_grad(set_to_none=False)
-            for loss in pair.losses():
-                loss.backward()
-            pair.optimizer.step()
-            pair.plain.step()
-            pair.steps += 1
+            pair.zero_grad(set_to_none=False)
+            pair.backward()
+            pair.update()
         worst = max(worst, pair.done())
     return worst
 
@@ -141,16 +97,17 @@ def test_gradients_that_are_views_of_buckets_are_set_to_zero(form: str) -> None:
     assert max(run_ranks(in_form, 2, form, body_views)) < EXACT
 
 
-def body_compiled(rank: Rank) -> float:
+def body_compiled(rank: Rank, fallback: bool) -> float:
     rank.init("dear")
-    pair = Pair(rank, made(mlp), sgd)
+    pair = Pair(rank, made(mlp), sgd, fallback=fallback)
     pair.ddp = torch.compile(pair.ddp, backend="eager")  # type: ignore[assignment]
     return pair.run(6).done()
 
 
+@pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_compiled_after_attach(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_compiled)) < EXACT
+def test_compiled_after_attach(form: str, fallback: bool) -> None:
+    assert max(run_ranks(in_form, 2, form, body_compiled, fallback)) < EXACT
 
 
 def body_restart(rank: Rank, folder: str, before: bool, after: bool) -> float:

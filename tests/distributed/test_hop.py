@@ -203,6 +203,7 @@ def body_in_between(rank: Rank) -> bool:
         resumed.optimizer.load_state_dict(saved[1])
         resumed.sync.load_state_dict(saved[2])
         resumed.step_count = 12
+        assert isinstance(resumed.sync, torchext.HopSynchronizer)
         assert resumed.sync.iteration == 12
         reference.run(5)
         for one in (trainer, resumed):

@@ -98,6 +98,9 @@ def body_refused(rank: Rank) -> bool:
     synced.module[1] = nn.SyncBatchNorm(4)  # later, as DDP takes none on a CPU
     with pytest.raises(ValueError, match=r"'1' is a SyncBatchNorm.*Use BatchNorm"):
         torchext.attach(synced, sgd(synced))
+    plain = DistributedDataParallel(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"bucket_mb must be 'auto' with hop, which sends whole models, got 2"):
+        torchext.attach(plain, sgd(plain), bucket_mb=2)
     assert torchext.backend_of().failure == (-1, "")
     return True
 

@@ -15,6 +15,7 @@ from kfac_net import EXACT, OPTIONS, Net, both, run_alone, train, use_path, whol
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import torchext
 from torchext.errors import KFACStateError
 from torchext.optim import KFAC, PADKFAC, SPDKFAC, KFACPreconditioner
 
@@ -113,7 +114,7 @@ def body_bytes(rank: Rank, queued: bool) -> dict[str, dict[str, Any]]:
     found = {}
     for strategy in ("spd", "pad", "comm-opt", "mem-opt", "hybrid", "d-kfac"):
         model = DistributedDataParallel(Net())
-        optimizer = KFAC(model, strategy=strategy, worker_fraction=0.5, split_directions=False, **OPTIONS)
+        optimizer = KFAC(model, strategy=strategy, split_directions=False, **OPTIONS)
         before = optimizer.stats()
         train(model, optimizer, 6, rank=rank.rank, size=rank.size)  # two updates of the inverses
         after = optimizer.stats()
@@ -226,6 +227,34 @@ def body_preconditioner(rank: Rank) -> float:
 
 def test_in_front_of_another_optimizer() -> None:
     assert max(run_ranks(body_preconditioner, 2)) == 0
+
+
+def body_with_dear(rank: Rank, fallback: bool, first: bool) -> tuple[float, float]:
+    """In front of an optimizer that "dear" makes step: the directions are clipped by its learning rates."""
+    rank.init("dear", pg_options=torchext.DeAROptions(form="replicated", allreduce_fallback=fallback, bucket_mb=0.001))
+    flats, clips = [], []
+    for group in (None, dist.new_group(backend="gloo")):
+        model = DistributedDataParallel(Net(), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        options = {"kl_clip": 1e-5, "inverse_update_steps": 2, "strategy": "spd"}
+        kfac = KFACPreconditioner(model, optimizer, **options) if first or group else None
+        sync = None if group else torchext.attach(model, optimizer)
+        kfac = kfac or KFACPreconditioner(model, optimizer, **options)
+        train(model, optimizer, 6, rank=rank.rank, size=rank.size)
+        if sync is not None:
+            assert sync.stats()["mode"] == ("allreduce" if fallback else "dear")
+            sync.wait()
+        flats.append(flat(model.module))
+        clips.append(kfac.stats()["clip"])
+    assert clips[1] < 1
+    return float((flats[0] - flats[1]).abs().max()), abs(clips[0] / clips[1] - 1)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("fallback", [False, True])
+def test_in_front_of_an_optimizer_of_dear(fallback: bool, first: bool) -> None:
+    for difference, clip in run_ranks(body_with_dear, 2, fallback, first):
+        assert difference < 1e-9 and clip < 1e-9
 
 
 def body_save(rank: Rank, strategy: str, queued: bool) -> Any:

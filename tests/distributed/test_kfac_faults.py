@@ -11,7 +11,7 @@ from kfac_net import EXACT, OPTIONS, Net, Uneven, both, train, use_path, whole_b
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext.optim import KFAC, SPDKFAC
+from torchext.optim import KFAC, SPDKFAC, KFACPreconditioner
 
 
 def body_skip_uneven(rank: Rank, queued: bool) -> int:
@@ -206,6 +206,8 @@ def body_different(rank: Rank, what: str) -> None:
         KFAC(nn.Linear(4, 4), lr=-1.0 if second else 1.0)
     elif what == "misspelt":
         SPDKFAC(nn.Linear(4, 4), **({"dampng": 1.0} if second else {}))
+    elif what == "misspelt in front":
+        KFACPreconditioner(nn.Linear(4, 4), **({"dampng": 1.0} if second else {}))
     elif what == "strategy":
         SPDKFAC(nn.Linear(4, 4), **({"strategy": "pad"} if second else {}))
 
@@ -220,6 +222,7 @@ def body_different(rank: Rank, what: str) -> None:
         ("no layer", "RuntimeError", "rank 1 could not build its optimizer"),
         ("lr", "RuntimeError", "rank 1 could not build its optimizer"),
         ("misspelt", "RuntimeError", "rank 1 could not build its optimizer"),
+        ("misspelt in front", "RuntimeError", "rank 1 could not build its optimizer"),
         ("strategy", "RuntimeError", "rank 1 could not build its optimizer"),
     ],
 )

@@ -35,6 +35,11 @@ pytestmark = pytest.mark.usefixtures("path")
         ({"momentum": 1.0}, r"momentum = 1.0: allowed \[0, 1\)"),
         ({"weight_decay": -1.0}, "weight_decay = -1.0"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov = True: allowed with momentum above 0"),
+        (
+            {"strategy": "spd", "worker_fraction": 0.5},
+            'worker_fraction = 0.5: .*="hybrid" or "auto" only, this is "spd"',
+        ),
+        ({"split_directions": True, "method": "eigen"}, 'split_directions = True: allowed with method="inverse" only'),
     ],
 )
 def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
@@ -48,10 +53,11 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
         (KFAC, {"dampng": 1.0}, "^KFAC: no argument dampng: allowed lr, momentum, .*damping"),
         (SPDKFAC, {"dampng": 1.0}, "^SPDKFAC: no argument dampng: allowed"),
         (PADKFAC, {"optimizer": None, "_queued": True}, "^PADKFAC: no argument optimizer, _queued: allowed"),
+        (KFACPreconditioner, {"dampng": 1.0}, "^KFACPreconditioner: no argument dampng: allowed optimizer, damping, "),
         (SPDKFAC, {"strategy": "auto"}, '^SPDKFAC: strategy is always "spd" here; leave it out, or use KFAC'),
     ],
 )
-def test_unknown_arguments(kind: type[KFAC], options: dict[str, Any], message: str) -> None:
+def test_unknown_arguments(kind: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         kind(mlp(), **options)
 
@@ -63,6 +69,8 @@ def test_attributes_are_checked_too() -> None:
     assert kfac.damping == 0.003
     kfac.damping = 0.1
     assert kfac.damping == 0.1
+    with pytest.raises(ValueError, match=r"lr = 0\.5: allowed without param_groups, which have their own"):
+        kfac.step([{"params": [], "lr": 0.1}], lr=0.5)
 
 
 def test_a_model_without_a_supported_layer() -> None:

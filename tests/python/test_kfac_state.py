@@ -124,6 +124,57 @@ def test_a_damaged_state_is_refused_and_nothing_is_loaded(what: str) -> None:
     assert torch.isfinite(flat(models[1])).all()
 
 
+_HALF_FITTING: dict[str, tuple[Any, str]] = {
+    "not a mapping": (lambda s: 3, "the state is of type int: allowed the mapping"),
+    "no momenta": (lambda s: s.pop("state"), 'the state has no "state"'),
+    "no groups": (lambda s: s.pop("param_groups"), 'the state has no "param_groups"'),
+    "groups are none": (lambda s: s.update(param_groups=3), "param_groups is no list of groups"),
+    "other groups": (lambda s: s["param_groups"].append(s["param_groups"][0]), r"groups of \[4, 4\] .* of \[4\]"),
+    "fewer parameters": (lambda s: s["param_groups"][0]["params"].pop(), r"groups of \[3\] parameters"),
+    "no rate": (lambda s: s["param_groups"][0].pop("lr"), r"param_groups\[0\] has no 'lr'"),
+    "a rate below 0": (lambda s: s["param_groups"][0].update(lr=-1.0), r"param_groups\[0\]: lr = -1.0: allowed 0 or"),
+    "a rate in words": (lambda s: s["param_groups"][0].update(lr="x"), r"param_groups\[0\]: .*'x'"),
+    "momenta are none": (lambda s: s.update(state=None), "the momenta are None: allowed a mapping"),
+    "no such parameter": (lambda s: s["state"].update({7: s["state"][0]}), "the state of parameter 7: allowed those"),
+    "no buffer": (lambda s: s["state"][1].clear(), "the state of parameter 1 has nothing: allowed momentum_buffer"),
+    "more": (lambda s: s["state"][1].update(step=1), "parameter 1 has momentum_buffer, step: allowed"),
+    "an entry of another kind": (lambda s: s["state"].update({1: None}), "the state of parameter 1 is None: allowed"),
+    "None": (lambda s: s["state"][1].update(momentum_buffer=None), "the momentum of parameter 1 is None: allowed"),
+    "shape": (lambda s: s["state"][2].update(momentum_buffer=torch.zeros(3)), r"momentum of .* 2 has shape \[3\]"),
+    "transposed": (lambda s: s["state"][0].update(momentum_buffer=torch.zeros(6, 8)), r"shape \[6, 8\]: .* \[8, 6\]"),
+    "type": (lambda s: s["state"][1].update(momentum_buffer=torch.zeros(8).int()), "parameter 1 is torch.int32"),
+    "nan": (lambda s: s["state"][1]["momentum_buffer"].fill_(float("nan")), "parameter 1 has values that are NaN"),
+}
+
+
+@pytest.mark.parametrize("what", _HALF_FITTING)
+def test_a_state_whose_momentum_does_not_fit_is_refused_and_nothing_is_loaded(what: str) -> None:
+    damage, message = _HALF_FITTING[what]
+    models = [mlp(), mlp()]
+    saved, optimizer = (SPDKFAC(model, lr=lr) for model, lr in zip(models, (0.1, 0.3), strict=True))
+    train(models[0], saved, 3)
+    train(models[1], optimizer, 1)
+    state, before = copy.deepcopy(saved.state_dict()), copy.deepcopy(optimizer.state_dict())
+    changed = damage(state)
+    with pytest.raises(KFACStateError, match=message):
+        optimizer.load_state_dict(changed if what == "not a mapping" else state)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"] and after["state"].keys() == before["state"].keys()
+    assert _unchanged(after, before)
+    train(models[1], optimizer, 1)
+
+
+def test_a_state_of_another_precision_is_taken_as_torch_takes_it() -> None:
+    model = mlp()
+    optimizer = SPDKFAC(model)
+    train(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    for values in state["state"].values():
+        values["momentum_buffer"] = values["momentum_buffer"].to(torch.float16)
+    optimizer.load_state_dict(state)
+    assert all(values["momentum_buffer"].dtype == model[0].weight.dtype for values in optimizer.state.values())
+
+
 @pytest.mark.parametrize("method", ["inverse", "eigen"])
 def test_a_state_of_all_kinds_of_layers_is_taken(method: str) -> None:
     """Diagonal factors, groups, and a state without inverses."""

@@ -15,6 +15,9 @@ from torchext._build import build_info
 MODES = {"sum": 0, "mean": 1, "max": 2}
 _TRAINING = ("dense", "sparse", "fused", "sharded")
 OPTIMIZERS = {"sgd": 0, "adagrad": 1, "adam": 2}  # tensors of state
+_UPDATING = ("fused", "sharded")
+# Of the update that these make, and what they are where they are not given.
+_OF_UPDATE = {"optimizer": "adagrad", "lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
 SEEDS = 2**63
 _LAYOUTS = ("auto", "direct", "hash", "sketch")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -59,8 +62,8 @@ def chunk_dim_of(embedding_dim: int, chunk_dim: int | None, whole: bool) -> int:
     if chunk_dim is None:
         fitting = [c for c in (16, 8, 4) if embedding_dim % c == 0]
         chunk_dim = embedding_dim if whole or not fitting else fitting[0]
-    elif isinstance(chunk_dim, bool) or not isinstance(chunk_dim, int):
-        raise TypeError(f"chunk_dim is a {type(chunk_dim).__name__}; it must be an int")
+    else:
+        check_int("chunk_dim", chunk_dim, "a divisor of embedding_dim")
     fits = [c for c in range(4, embedding_dim + 1) if embedding_dim % c == 0]
     if chunk_dim not in fits and not (whole and chunk_dim == embedding_dim):
         raise refuse("chunk_dim", chunk_dim, f"divisors of embedding_dim = {embedding_dim} from 4 on: {fits}")
@@ -83,7 +86,10 @@ def check_device(device: torch.device) -> None:
 def capacity_of(budget: float, chunks: int) -> int:
     """Slots of the pool, from a number of chunks (int) or a share of them (float)."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(f"budget is a {type(budget).__name__}; it must be a number")
+        raise TypeError(
+            f"budget = {budget!r} is a {type(budget).__name__}; it must be a number: of chunks an int, a share of them "
+            "a float"
+        )
     if isinstance(budget, float):
         if not 0 < budget <= 1:
             raise refuse("budget", budget, "0 < share <= 1, or a number of chunks as an int")
@@ -140,6 +146,24 @@ class TableOptions:
         if self.layout != "auto" and isinstance(self.budget, float) and self.budget == 1:
             raise refuse("layout", self.layout, "'auto' with budget 1.0, which keeps everything and needs no layout")
 
+    def check_used(self) -> None:
+        """Refuses what was given for an update that is not made, or not so."""
+        for name, default in _OF_UPDATE.items():
+            given = getattr(self, name)
+            if (learning_rate(given) if name == "lr" else tuple(given) if name == "betas" else given) == default:
+                continue
+            if self.training not in _UPDATING:
+                raise refuse(
+                    name,
+                    given,
+                    f"with training = 'fused' or 'sharded', which update the table by themselves; {self.training!r} "
+                    "leaves that to an optimizer of yours, so leave it out",
+                )
+            if name == "betas" and self.optimizer != "adam":
+                raise refuse(name, given, f"with optimizer = 'adam', this is {self.optimizer!r}; leave it out")
+            if name == "eps" and self.optimizer == "sgd":
+                raise refuse(name, given, "with optimizer = 'adagrad' or 'adam', this is 'sgd'; leave it out")
+
     def of_shard(self, rank: int, world: int) -> TableOptions:
         """These options for a rank's share: a budget that is a number of chunks is divided, seeds differ."""
         budget = self.budget
@@ -172,8 +196,7 @@ def check_norm(max_norm: float | None, norm_type: float, sharded: bool) -> None:
 def check_size(num_embeddings: int, embedding_dim: int, dtype: torch.dtype) -> None:
     """Refuses sizes and dtypes that no table can have."""
     for name, size, least in (("num_embeddings", num_embeddings, 0), ("embedding_dim", embedding_dim, 1)):
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} is a {type(size).__name__}; it must be an int")
+        check_int(name, size, f"{least} or more")
         if size < least:
             raise refuse(name, size, f"{least} or more")
     if dtype not in _DTYPES:

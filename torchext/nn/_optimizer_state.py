@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchext._dear_optimizer import SteppedParameter
+from torchext._dear_optimizer import SteppedParameter, stood_for
 
 __all__ = ["find_pool", "moving_state"]
 
@@ -20,8 +20,7 @@ def find_pool(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> nn.Parame
     """
     for group in optimizer.param_groups:
         for held in group["params"]:
-            stands_for = held.held_by.parameter(held) if isinstance(held, SteppedParameter) else held
-            if stands_for is pool:
+            if stood_for(held) is pool:
                 return held  # type: ignore[no-any-return]
     raise ValueError(
         f"optimizer = {type(optimizer).__name__}: a pool is not among its parameters; pass the optimizer that trains "

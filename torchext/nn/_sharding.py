@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,15 @@ class _SendWeights(torch.autograd.Function):
         return back * len(send), None, None, None
 
 
+class _Agreed(NamedTuple):
+    """What a lookup exchanges, by rank."""
+
+    send: list[int]  # ids
+    receive: list[int]
+    bags: list[int]
+    weighted: int  # the most that a rank has said of its weights
+
+
 class Shards:
     """Who owns which rows: row r is row r // world of rank r mod world, so that popular low ids spread out.
 
@@ -95,13 +104,40 @@ class Shards:
         """The row on this rank, or None when another has it."""
         return row // self.world if row is not None and row % self.world == self.rank else None
 
-    def _check(self, ids: Tensor, offsets: Tensor, last: bool) -> str:
-        """What is wrong with a batch; empty: nothing."""
+    def _check(self, ids: Tensor, offsets: Tensor, last: bool) -> Exception | None:
+        """What is wrong with a batch."""
         bad = ((ids < 0) | (ids >= self.num_embeddings)).nonzero()
         if len(bad):
             at, last_row = int(bad[0]), self.num_embeddings - 1
-            return f"id {int(ids[at])} at position {at} is out of range; the table has rows 0..{last_row}"
-        return offsets_problem(len(ids), offsets, last)
+            return IndexError(f"id {int(ids[at])} at position {at} is out of range; the table has rows 0..{last_row}")
+        problem = offsets_problem(len(ids), offsets, last)
+        return ValueError(problem) if problem else None
+
+    def agree(self, counts: Tensor, *, bags: int = 0, weights: int = 0, failure: Exception | None = None) -> _Agreed:
+        """Tells all ranks what this one will send, before anything else travels; a failure of one raises on all.
+
+        Args:
+            counts: Ids for each rank.
+            bags: How many the ids are in.
+            weights: 1 where the ids have some, 2 where these need a gradient.
+            failure: Why this rank cannot look its batch up.
+        """
+        told = [counts.new_empty(self.world + 3) for _ in range(self.world)]
+        own = torch.cat([counts, counts.new_tensor([bags, weights, int(failure is not None)])])
+        dist.all_gather(told, own, group=self.group)
+        rows = torch.stack(told).tolist()
+        if failure is not None:
+            raise failure
+        faulty = [rank for rank, row in enumerate(rows) if row[-1]]
+        if faulty:
+            raise ValueError(f"rank {faulty[0]} was given a batch that it cannot look up; its own error says why")
+        send, receive = rows[self.rank][: self.world], [row[self.rank] for row in rows]
+        return _Agreed(send, receive, [row[-3] for row in rows], max(row[-2] for row in rows))
+
+    def refuse(self, failure: Exception, device: torch.device) -> NoReturn:
+        """Raises on all ranks what keeps this one from looking its batch up. Collective with their lookups."""
+        self.agree(torch.zeros(self.world, dtype=torch.int64, device=device), failure=failure)
+        raise failure
 
     def look_up(
         self,
@@ -120,26 +156,17 @@ class Shards:
         if offsets is None:
             offsets, last = torch.arange(0, len(ids) + 1, bag_size, device=device), True
         offsets = offsets.to(torch.int64)
-        problem = self._check(ids, offsets, last)
+        failure = self._check(ids, offsets, last)
+        if failure is not None:
+            self.refuse(failure, device)
         if not last:
             offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
-        bags = 0 if problem else len(offsets) - 1
-        counts = torch.zeros(self.world, dtype=torch.int64, device=device)
+        bags = len(offsets) - 1
+        ids = ids[: int(offsets[-1])]
         owner = ids % self.world
-        if not problem:
-            ids, owner = ids[: int(offsets[-1])], owner[: int(offsets[-1])]
-            counts = torch.bincount(owner, minlength=self.world)
-        # What each rank will send, its number of bags, and whether it can: known to all before anything else travels.
-        heard = [counts.new_empty(self.world + 2) for _ in range(self.world)]
-        dist.all_gather(heard, torch.cat([counts, counts.new_tensor([bags, int(bool(problem))])]), group=self.group)
-        told = torch.stack(heard).tolist()
-        faulty = [rank for rank, row in enumerate(told) if row[-1]]
-        if problem:
-            raise (IndexError if problem.startswith("id ") else ValueError)(problem)
-        if faulty:
-            raise ValueError(f"rank {faulty[0]} was given a batch that it cannot look up; its error has the position")
-        sizes = [row[-2] for row in told]
-        send, receive = told[self.rank][: self.world], [row[self.rank] for row in told]
+        has = 0 if weights is None else 2 if weights.requires_grad and torch.is_grad_enabled() else 1
+        counts = torch.bincount(owner, minlength=self.world)
+        send, receive, sizes, weighted = self.agree(counts, bags=bags, weights=has)
 
         order = torch.argsort(owner, stable=True)
         bag_of = torch.repeat_interleave(torch.arange(bags, device=device), offsets.diff())
@@ -152,8 +179,11 @@ class Shards:
         global_bag = incoming[:, 1] + starts[source]
         bounds = counts.new_zeros(sum(sizes) + 1)
         bounds[1:] = torch.bincount(global_bag, minlength=sum(sizes)).cumsum(0)
-        if weights is not None:
-            weights = _SendWeights.apply(weights[: len(ids)][order], receive, send, self.group)
+        if weighted:  # on some rank: then they travel on all, and their gradients back
+            own = weights[: len(ids)] if weights is not None else module.pool.new_ones(len(ids))
+            if weighted == 2 and not own.requires_grad:
+                own = own.detach().requires_grad_()
+            weights = _SendWeights.apply(own[order], receive, send, self.group)
         partial = module._bags(incoming[:, 0].contiguous(), bounds, 0, weights, True, "sum")
         output: Tensor = _ReturnBags.apply(partial, sizes, self.group)
         if module.mode == "mean":

@@ -61,6 +61,12 @@ class _AdaptiveLookup(AdaptiveTable):
         padding_idx = padding_of(padding_idx, num_embeddings)
         check_norm(max_norm, norm_type, sharded=training == "sharded")
         made = TableOptions(training=training or ("sparse" if sparse else "dense"), **options)
+        made.check_used()
+        if process_group is not None and made.training != "sharded":
+            raise ValueError(
+                f"process_group = {process_group!r}: allowed with training = 'sharded', which shares rows out in it, "
+                f"this is {made.training!r}; leave it out"
+            )
         self._shards: Shards | None = None
         rows = num_embeddings
         shards = None
@@ -118,7 +124,11 @@ class _AdaptiveLookup(AdaptiveTable):
         problem = "" if offsets is None else offsets_problem(ids, offsets, last)
         if problem:
             raise ValueError(problem)
-        if weights is not None and weights.dtype != self.pool.dtype:
+        if weights is not None:
+            self._check_weights(weights)
+
+    def _check_weights(self, weights: Tensor) -> None:
+        if weights.dtype != self.pool.dtype:
             raise TypeError(
                 f"per_sample_weights is {weights.dtype}, the table {self.pool.dtype}; they must be the same"
             )
@@ -162,8 +172,9 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         ``"fused"``: the update happens in the backward pass, with ``optimizer``, at :attr:`lr`. Refused inside DDP.
         ``"sharded"``: row r lives on rank r mod world; ids travel to their owners and bags come back, no gradient of
         the table does. The update is fused there, with the mean of all ranks' gradients, as DDP's would be. Modes sum
-        and mean. Every rank calls forward and backward equally often. Keep the module out of DDP, or let it be: its
-        parameters are hidden from there, and from a model's ``requires_grad_``: call the table's own.
+        and mean. Every rank calls forward and backward equally often; weights that some ranks give, or need a gradient
+        of, are exchanged by all. Keep the module out of DDP, or let it be: its parameters are hidden from there, and
+        from a model's ``requires_grad_``: call the table's own.
 
     Fused and sharded updates take the gradient as the backward pass brings it, before anyone can divide or clip it.
     ``torch.amp.GradScaler`` scales the loss, and so multiplies these updates by its factor: do not combine them. Train
@@ -194,9 +205,9 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         include_last_offset: As there.
         padding_idx: As there.
         training: See above.
-        optimizer: Of the fused update: ``"sgd"``, ``"adagrad"`` (row-wise, a chunk) or ``"adam"`` (lazy, as
-            torch.optim.SparseAdam).
-        lr: Of the fused update, 0 or more.
+        optimizer: Of the fused or sharded update, as are lr, betas and eps: ``"sgd"``, ``"adagrad"`` (row-wise, a
+            chunk) or ``"adam"`` (lazy, as torch.optim.SparseAdam).
+        lr: 0 or more.
         betas: Of Adam, 0 <= beta < 1.
         eps: Of Adagrad and Adam, 0 or more.
         gamma: Decay of utility in a step, 0.5 <= gamma < 1.
@@ -208,7 +219,8 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         dtype: float32, float64, bfloat16 or float16.
 
     Raises:
-        ValueError: An argument out of its range; named with value and range.
+        ValueError: An argument out of its range, or one that would mean nothing beside the others; named with value
+            and range.
         TypeError: An argument of a wrong type.
     """
 
@@ -284,27 +296,40 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
 
         In a compiled graph max_norm may have scaled rows before a wrong offset is noticed.
         """
-        _ids("input", input)
+        if self._shards is None:
+            self._check_given(input, offsets, per_sample_weights)
+        else:
+            try:
+                self._check_given(input, offsets, per_sample_weights)
+            except (TypeError, ValueError, NotImplementedError) as error:
+                self._shards.refuse(error, self.pool.device)
         if per_sample_weights is not None:
-            if per_sample_weights.shape != input.shape:
-                shapes = f"{tuple(per_sample_weights.shape)}, input {tuple(input.shape)}"
+            per_sample_weights = per_sample_weights.reshape(-1)
+        if input.dim() == 1:
+            return self._look_up(input, offsets, 0, per_sample_weights, self.include_last_offset)
+        if input.shape[1] == 0:  # shards exchange all the same, and the output is in autograd's graph
+            empty = torch.zeros(input.shape[0], dtype=torch.int64, device=input.device)
+            return self._look_up(input.reshape(-1), empty, 0, per_sample_weights, False)
+        return self._look_up(input.reshape(-1), None, input.shape[1], per_sample_weights, False)
+
+    def _check_given(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:
+        _ids("input", input)
+        if weights is not None:
+            if weights.shape != input.shape:
+                shapes = f"{tuple(weights.shape)}, input {tuple(input.shape)}"
                 raise ValueError(f"per_sample_weights has shape {shapes}; they must be the same")
             if self.mode != "sum":
                 raise NotImplementedError(f"per_sample_weights need mode 'sum', not {self.mode!r}")
-            per_sample_weights = per_sample_weights.reshape(-1)
-        if input.dim() == 2:
-            if offsets is not None:
-                raise ValueError("offsets must be None with a 2-D input: every row of it is a bag")
-            if input.shape[1] == 0:  # shards exchange all the same, and the output is in autograd's graph
-                empty = torch.zeros(input.shape[0], dtype=torch.int64, device=input.device)
-                return self._look_up(input.reshape(-1), empty, 0, per_sample_weights, False)
-            return self._look_up(input.reshape(-1), None, input.shape[1], per_sample_weights, False)
-        if input.dim() != 1:
+            if self._shards is not None:
+                self._check_weights(weights)
+        if input.dim() not in (1, 2):
             raise ValueError(f"input has shape {tuple(input.shape)}; it must be 1-D or 2-D")
-        if offsets is None:
-            raise ValueError("offsets must be given with a 1-D input")
-        _ids("offsets", offsets)
-        return self._look_up(input, offsets, 0, per_sample_weights, self.include_last_offset)
+        if input.dim() == 2 and offsets is not None:
+            raise ValueError("offsets must be None with a 2-D input: every row of it is a bag")
+        if input.dim() == 1:
+            if offsets is None:
+                raise ValueError("offsets must be given with a 1-D input")
+            _ids("offsets", offsets)
 
 
 class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[misc, override]
@@ -373,5 +398,12 @@ class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[misc, ov
             TypeError: A wrong dtype.
             IndexError: An id out of range; named with position and value.
         """
-        flat = _ids("input", input).reshape(-1)
+        if self._shards is None:
+            _ids("input", input)
+        else:
+            try:
+                _ids("input", input)
+            except TypeError as error:
+                self._shards.refuse(error, self.pool.device)
+        flat = input.reshape(-1)
         return self._look_up(flat, None, 1, None, False).view(*input.shape, self.embedding_dim)

@@ -61,7 +61,7 @@ class ChunkPruner:
             utilities count relative to the 95th percentile of their table. All tables need one chunk_dim. Not for
             tables with ``training="dense"`` or ``"sparse"`` inside DistributedDataParallel, whose buckets keep their
             size.
-        process_group: Of the replicas; None: the default group, if there is one.
+        process_group: Of the replicas; None: the default group, if there is one. Not for shards alone.
 
     Raises:
         ValueError: An argument out of its range, no table to prune, or an optimizer that does not train a pool. A
@@ -91,6 +91,11 @@ class ChunkPruner:
             raise ValueError(
                 "modules: no AdaptiveEmbedding or AdaptiveEmbeddingBag with a budget below 1.0 in them; tables with "
                 "budget 1.0 keep everything and need no ChunkPruner"
+            )
+        if process_group is not None and all(table.training_mode == "sharded" for table in tables):
+            raise ValueError(
+                f"process_group = {process_group!r}: allowed for replicas, and all tables are shards, each of which is "
+                "pruned by itself; leave it out"
             )
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(

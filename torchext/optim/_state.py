@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchext.errors import KFACStateError
 
-__all__ = ["VERSION", "check_state"]
+__all__ = ["VERSION", "check_sgd", "check_state"]
 
 VERSION = 1
 _KEYS = ("version", "method", "layers", "steps", "factor_updates", "factors")
@@ -54,6 +54,54 @@ def check_state(
             raise KFACStateError(f"{key} = {value!r}: allowed an int, 0 or more; pass what state_dict() gave")
     _check_layers(state["layers"], layers)
     _check_factors(state["factors"], factors, method)
+
+
+def check_sgd(
+    state: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    options: Iterable[str],
+    check_options: Callable[..., None],
+) -> None:
+    """Raises KFACStateError if parameter groups or momentum are not those of this optimizer. Local.
+
+    Args:
+        state: what was given.
+        groups: the optimizer's.
+        options: what a group has beside its parameters.
+        check_options: raises for values of them that are not allowed.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state:
+            raise KFACStateError(f'the state has no "{key}": allowed all that state_dict() gives; save it whole')
+    saved, momenta = state["param_groups"], state["state"]
+    if not isinstance(saved, Sequence) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in saved
+    ):
+        raise KFACStateError("param_groups is no list of groups with params: pass what state_dict() gave")
+    sizes, own = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if sizes != own:
+        raise KFACStateError(
+            f"the state has groups of {sizes} parameters, the optimizer of {own}; make the same groups"
+        )
+    for number, group in enumerate(saved):
+        try:
+            check_options(**{name: group[name] for name in options})
+        except KeyError as error:
+            raise KFACStateError(f"param_groups[{number}] has no {error}: pass what state_dict() gave") from None
+        except (TypeError, ValueError) as error:
+            raise KFACStateError(f"param_groups[{number}]: {error}; pass what state_dict() gave") from error
+    if not isinstance(momenta, Mapping):
+        raise KFACStateError(f"the momenta are {_kind(momenta)}: allowed a mapping; pass what state_dict() gave")
+    numbers = [number for group in saved for number in group["params"]]
+    shapes = dict(zip(numbers, [list(p.shape) for group in groups for p in group["params"]], strict=True))
+    for number, values in momenta.items():
+        if number not in shapes:
+            raise KFACStateError(f"the state of parameter {number!r}: allowed those numbered in param_groups")
+        if not isinstance(values, Mapping) or list(values) != ["momentum_buffer"]:
+            names = ", ".join(map(str, values)) or "nothing" if isinstance(values, Mapping) else ""
+            has = f"has {names}" if names else f"is {_kind(values)}"
+            raise KFACStateError(f"the state of parameter {number} {has}: allowed momentum_buffer")
+        _check_tensor(f"the momentum of parameter {number}", values["momentum_buffer"], shapes[number])
 
 
 def _check_layers(given: Any, own: Sequence[tuple[str, list[int], bool]]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -12,7 +11,8 @@ from torch.optim.sgd import sgd
 
 from torchext.errors import KFACStateError
 from torchext.optim._plan import KFACPlan
-from torchext.optim.preconditioner import KFACPreconditioner, no_copies
+from torchext.optim._state import check_sgd
+from torchext.optim.preconditioner import KEYWORDS, KFACPreconditioner, no_copies
 
 __all__ = ["KFAC", "PADKFAC", "SPDKFAC"]
 
@@ -160,6 +160,11 @@ class KFAC(torch.optim.Optimizer):
         Raises:
             KFACStateError: it is no K-FAC state, or one of another model or method; nothing was loaded.
         """
+        if not isinstance(state_dict, Mapping):
+            raise KFACStateError(
+                f"the state is of type {type(state_dict).__name__}: allowed the mapping that state_dict() gives; pass "
+                "that"
+            )
         state = dict(state_dict)
         kfac = state.pop("kfac", None)
         if kfac is None:
@@ -168,16 +173,13 @@ class KFAC(torch.optim.Optimizer):
                 '"param_groups" only (torch.distributed.checkpoint.state_dict); save optimizer.state_dict() itself'
             )
         self.kfac.check_state(kfac)
+        check_sgd(state, self.param_groups, self.defaults, _check)
         super().load_state_dict(state)
         self.kfac.load_state_dict(kfac)
 
 
 # What KFAC passes on to its preconditioner as it is; one that stands for itself needs no optimizer.
-_PASSED_ON = [
-    name
-    for name, parameter in inspect.signature(KFACPreconditioner.__init__).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and not name.startswith("_") and name != "strategy"
-]
+_PASSED_ON = [name for name in KEYWORDS if name != "strategy"]
 _GIVEN = "strategy="  # no name that a caller can have passed by
 
 

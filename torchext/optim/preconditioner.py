@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
+from torchext._dear_optimizer import stood_for
 from torchext.optim._group import agree_that_all_can, own_group
 from torchext.optim._layers import Layer, find_layers, install_hooks
 from torchext.optim._plan import KFACPlan
@@ -95,7 +97,8 @@ class KFACPreconditioner:
         method: ``"inverse"``: by Cholesky, with factored Tikhonov damping; ``"eigen"``: damping lambda on the product.
         strategy: who computes and sends what: ``"spd"``, ``"pad"``, ``"comm-opt"``, ``"mem-opt"``, ``"hybrid"``,
             ``"dp"``, ``"d-kfac"`` or ``"auto"``, the cheapest exact one by measured costs.
-        worker_fraction: of the ranks that precondition a layer, above 0 up to 1; ``"hybrid"`` only.
+        worker_fraction: of the ranks that precondition a layer, above 0 up to 1; with ``"hybrid"`` and ``"auto"`` only,
+            default 0.5.
         sequences: Linear on [N, T, in]: ``"expand"``, every position counts, or ``"reduce"``, inputs are averaged and
             gradients summed over them.
         factor_scaling: ``"kfc"`` or ``"kfac-pytorch"``.
@@ -111,8 +114,9 @@ class KFACPreconditioner:
 
     Raises:
         ValueError: a value out of its range, with name, value and range; a pattern of ``skip_layers`` that is no
-            regular expression or matches nothing; a lazy module without parameters; layers on several devices; LBFGS.
-        TypeError: ``skip_layers`` is no list of patterns.
+            regular expression or matches nothing; a lazy module without parameters; layers on several devices; LBFGS;
+            an option that would mean nothing beside the others.
+        TypeError: ``skip_layers`` is no list of patterns; an argument that is not known, with those that are.
         NoSupportedLayerError: no layer that K-FAC takes.
         torch.distributed.DistBackendError: ranks passed different models or options.
         RuntimeError: another rank could not build its part; a CUDA model on several ranks, and no NCCL in this torch.
@@ -132,7 +136,7 @@ class KFACPreconditioner:
         kl_clip: float | None = 1e-3,
         method: str = "inverse",
         strategy: str = "auto",
-        worker_fraction: float = 0.5,
+        worker_fraction: float | None = None,
         sequences: str = "expand",
         factor_scaling: str = "kfc",
         skip_layers: Sequence[str] = (),
@@ -143,12 +147,18 @@ class KFACPreconditioner:
         process_group: dist.ProcessGroup | None = None,
         _failure: Exception | None = None,
         _queued: bool = False,
+        **unknown: NoReturn,
     ) -> None:
         module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
         group = own_group(model, process_group, on_cuda)
         failure = _failure
         try:
+            # Python's own refusal would come before the others are told: they would wait for this rank in new_group().
+            if unknown:
+                raise TypeError(
+                    f"{type(self).__name__}: no argument {', '.join(unknown)}: allowed optimizer, {', '.join(KEYWORDS)}"
+                )
             if group is not None and on_cuda and not dist.is_nccl_available():
                 raise RuntimeError("factors of a CUDA model travel over NCCL, which this build of torch does not have")
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -165,12 +175,21 @@ class KFACPreconditioner:
                 method=method,
                 factor_scaling=factor_scaling,
                 strategy=strategy,
-                worker_fraction=worker_fraction,
+                worker_fraction=0.5 if worker_fraction is None else worker_fraction,
                 exchange_always=exchange_always,
                 max_run_mb=max_run_mb,
                 split_directions=split_directions,
                 queued=_queued,
             )
+            if worker_fraction is not None and strategy not in ("hybrid", "auto"):
+                raise ValueError(
+                    f'worker_fraction = {worker_fraction}: allowed with strategy="hybrid" or "auto" only, this is '
+                    f'"{strategy}"; leave it out'
+                )
+            if split_directions and method != "inverse":
+                raise ValueError(
+                    f'split_directions = True: allowed with method="inverse" only, this is "{method}"; leave it out'
+                )
             self._layers = find_layers(module, skip=skip_layers, sequences=sequences)
             _check_devices(self._layers)
         except Exception as error:  # told to the other ranks first: they wait for this one
@@ -257,7 +276,7 @@ class KFACPreconditioner:
         Args:
             param_groups: of the optimizer that follows: their ``lr`` is what the KL clip needs, and their other
                 gradients are checked too. Default: ``lr`` for every layer.
-            lr: the learning rate, without ``param_groups``.
+            lr: the learning rate, without ``param_groups`` only.
             loss_scale: what the loss was multiplied with; default: that of ``grad_scaler``, else 1.
             unscale: gradients still have that factor, and lose it here.
             found_inf: a gradient is known not to be finite.
@@ -270,13 +289,17 @@ class KFACPreconditioner:
         rates: dict[int, float] = {}
         others: list[Tensor] = []
         grouped = list(param_groups)
+        if grouped and lr != 1.0:
+            raise ValueError(f"lr = {lr}: allowed without param_groups, which have their own; leave one of them out")
         for group in grouped:
             rate = float(group["lr"])
             for parameter in group["params"]:
-                if id(parameter) in self._own:
-                    rates[id(parameter)] = rate
-                elif parameter.grad is not None:
-                    others.append(parameter.grad)
+                gradient = parameter.grad  # "dear" waits for it here
+                stands_for = id(stood_for(parameter))
+                if stands_for in self._own:
+                    rates[stands_for] = rate
+                elif gradient is not None:
+                    others.append(gradient)
         if self._unseen:
             self._look_for_unseen()
         of_layers = [rates.get(id(layer.weight), 0.0) if grouped else lr for layer in self._layers]
@@ -380,6 +403,14 @@ class KFACPreconditioner:
         """
         self.check_state(state)
         self._engine.load(state["factors"], state["steps"], state["factor_updates"])
+
+
+# What can be passed to it by name.
+KEYWORDS = [
+    name
+    for name, parameter in inspect.signature(KFACPreconditioner.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and not name.startswith("_")
+]
 
 
 def no_copies(of: object) -> TypeError:

@@ -1,0 +1,218 @@
+"""Gradients changed after the backward pass, with "dear": it counts or raises, under plain all-reduce as otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Rank, elapsed_error, run_ranks
+from sharded import FORMS, Branches, Pair, in_form, made, mlp, sgd
+from torch import nn
+
+EXACT = 1e-5
+PHASES = [False, True]  # with the fallback the first steps are plain all-reduce
+
+
+def body_clipping(rank: Rank) -> float:
+    rank.init("dear")
+    worst = 0.0
+    for norm_type in (2.0, 1.0, float("inf")):
+        for fallback in PHASES:
+            pair = Pair(rank, made(mlp), sgd, fallback=fallback)
+            for _ in range(6):
+                pair.zero_grad()
+                pair.backward(10)
+                norm = pair.sync.clip_grad_norm_(0.5, norm_type)
+                expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.5, norm_type)
+                assert float(expected) > 0.5  # it is clipped
+                torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
+                pair.update()
+            worst = max(worst, pair.done())
+    return worst
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_clipping(form: str) -> None:
+    assert max(run_ranks(in_form, 3, form, body_clipping)) < EXACT
+
+
+def body_clipped_doubles(rank: Rank, fallback: bool) -> bool:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp, torch.float64), sgd, fallback=fallback)
+    pair.losses()[0].backward()
+    for refused in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"max_norm must be 0 or more, got {refused}"):
+            pair.sync.clip_grad_norm_(refused)
+    norm = pair.sync.clip_grad_norm_(1e-3)
+    # What it has left, of the slices of all ranks.
+    left = torch.zeros((), dtype=torch.float64)
+    for parameter in stepped(pair):
+        left += parameter.grad.square().sum()
+    if not pair.sync._core.replicated and not fallback:
+        dist.all_reduce(left)
+    expected = 1e-3 * norm / (norm + 1e-6)
+    return norm.dtype == torch.float64 and abs(float(left.sqrt() / expected) - 1) < 1e-12
+
+
+@pytest.mark.parametrize("fallback", PHASES)
+@pytest.mark.parametrize("form", FORMS)
+def test_clipping_keeps_the_precision_of_doubles(form: str, fallback: bool) -> None:
+    assert run_ranks(in_form, 2, form, body_clipped_doubles, fallback) == [True, True]
+
+
+def stepped(pair: Pair) -> list[Any]:
+    return [parameter for group in pair.optimizer.param_groups for parameter in group["params"]]
+
+
+def clip_by_torch(pair: Pair) -> None:
+    pair.losses()[0].backward()
+    nn.utils.clip_grad_norm_(pair.module.parameters(), 1e-3)
+    pair.optimizer.step()
+
+
+def clip_values_by_torch(pair: Pair) -> None:
+    pair.losses()[0].backward()
+    nn.utils.clip_grad_value_(pair.module.parameters(), 1e-4)
+    pair.optimizer.step()
+
+
+def clip_before_reading(pair: Pair) -> None:
+    """What asks for the averaged gradients first is not the step."""
+    pair.losses()[0].backward()
+    nn.utils.clip_grad_norm_(pair.module.parameters(), 1e-3)
+    assert all(parameter.grad is not None for parameter in stepped(pair))
+    pair.optimizer.step()
+
+
+def clip_in_closure(pair: Pair) -> None:
+    def closure() -> torch.Tensor:
+        pair.optimizer.zero_grad()
+        loss = pair.losses()[0]
+        loss.backward()
+        nn.utils.clip_grad_norm_(pair.module.parameters(), 1e-3)
+        return loss
+
+    pair.optimizer.step(closure)
+
+
+def clip_unscaled(pair: Pair) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(pair.losses()[0]).backward()
+    scaler.unscale_(pair.optimizer)
+    nn.utils.clip_grad_norm_(pair.module.parameters(), 1e-3)
+    scaler.step(pair.optimizer)
+
+
+def clip_slices(pair: Pair) -> None:
+    pair.losses()[0].backward()
+    nn.utils.clip_grad_norm_(stepped(pair), 1e-3)
+
+
+def body_refused(rank: Rank, fallback: bool, misuse: Callable[[Pair], None]) -> tuple[str, str, float]:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd, fallback=fallback)
+    outcome = elapsed_error(lambda: misuse(pair))  # in the first step
+    assert pair.sync.stats()["mode"] == ("allreduce" if fallback else "dear")
+    return outcome
+
+
+CHANGED = ("was changed after the backward pass", "clip with sync.clip_grad_norm_()")
+
+
+@pytest.mark.parametrize("fallback", PHASES)
+@pytest.mark.parametrize(
+    ("form", "misuse", "text"),
+    [
+        *((form, clip_by_torch, CHANGED) for form in FORMS),
+        *((form, clip_values_by_torch, CHANGED) for form in FORMS),
+        *((form, clip_before_reading, CHANGED) for form in FORMS),
+        *((form, clip_in_closure, CHANGED) for form in FORMS),
+        ("sharded", clip_unscaled, CHANGED),
+        ("sharded", clip_slices, ("norm of this rank's slices alone", "clip with sync.clip_grad_norm_()")),
+    ],
+)
+def test_clipping_by_torch_raises_in_the_first_step(
+    form: str, misuse: Callable[[Pair], None], text: tuple[str, str], fallback: bool
+) -> None:
+    for kind, message, seconds in run_ranks(in_form, 2, form, body_refused, fallback, misuse):
+        assert kind == "RuntimeError" and all(part in message for part in text), (kind, message)
+        assert seconds < 10
+
+
+def clip_what_is_stepped(pair: Pair) -> None:
+    pair.backward()
+    nn.utils.clip_grad_norm_(stepped(pair), 0.05)
+    nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)
+
+
+def change_values(pair: Pair) -> None:
+    """Element by element: the same for slices."""
+    pair.backward()
+    nn.utils.clip_grad_value_(stepped(pair), 0.01)
+    nn.utils.clip_grad_value_(pair.twin.parameters(), 0.01)
+
+
+def drop_one(pair: Pair) -> None:
+    pair.backward()
+    stepped(pair)[0].grad = None
+    next(pair.twin.parameters()).grad = None
+
+
+def clip_two_batches(pair: Pair) -> None:
+    with pair.ddp.no_sync():
+        pair.backward()
+    pair.steps += 100
+    pair.backward()
+    pair.steps -= 100
+    pair.sync.clip_grad_norm_(0.05)
+    nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)
+
+
+def body_changed(rank: Rank, fallback: bool, change: Callable[[Pair], None], ddp: dict[str, Any]) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(Branches if ddp.get("find_unused_parameters") else mlp), sgd, fallback=fallback, **ddp)
+    for _ in range(6):
+        pair.zero_grad()
+        change(pair)
+        pair.update()
+    return pair.done()
+
+
+@pytest.mark.parametrize("fallback", PHASES)
+@pytest.mark.parametrize(
+    ("form", "change", "ddp"),
+    [
+        ("replicated", clip_what_is_stepped, {}),
+        *((form, change_values, {}) for form in FORMS),
+        *((form, drop_one, {}) for form in FORMS),
+        *((form, clip_two_batches, {}) for form in FORMS),
+        *((form, change_values, {"static_graph": True}) for form in FORMS),
+        *((form, change_values, {"find_unused_parameters": True}) for form in FORMS),
+        *((form, change_values, {"gradient_as_bucket_view": True}) for form in FORMS),
+    ],
+)
+def test_what_is_done_through_the_optimizer_counts_in_every_step(
+    form: str, change: Callable[[Pair], None], ddp: dict[str, Any], fallback: bool
+) -> None:
+    assert max(run_ranks(in_form, 2, form, body_changed, fallback, change, ddp)) < EXACT
+
+
+def body_clipped_after_unscaling(rank: Rank, fallback: bool) -> float:
+    """In the replicated form gradients are whole once they are unscaled, and the parameters' own."""
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd, fallback=fallback)
+
+    def clip() -> None:
+        for module in (pair.module, pair.twin):
+            nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+
+    pair.run_scaled(clip)
+    return pair.done()
+
+
+@pytest.mark.parametrize("fallback", PHASES)
+def test_gradients_that_have_been_gathered_are_clipped_by_torch(fallback: bool) -> None:
+    assert max(run_ranks(in_form, 2, "replicated", body_clipped_after_unscaling, fallback)) < EXACT
