@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._membership import Membership
+from torchext.backends import group_of_one
 from torchext.synchronizer import Synchronizer, in_use
 
 __all__ = ["AveragingSynchronizer"]
@@ -40,6 +41,9 @@ class AveragingSynchronizer(Synchronizer):
         tensors: Sequence[torch.Tensor],
     ) -> None:
         super().__init__(core, ddp, optimizer, tensors)
+        # All that DDP's reducer exchanges where gradients stay local is which parameters were used and, once, the order
+        # of its buckets: a worker's own business, for which others need not wait, and newcomers have missed the latter.
+        ddp.reducer._update_process_group(group_of_one())
         self._local_gradients = _C.keep_gradients_local(ddp.reducer)
         self._local_gradients.synchronizer = core
         self._membership: Membership | None = None

@@ -19,9 +19,6 @@ the group stands, the others miss it there and draw up another list, and a newco
 is written down once (``compare_set``), by its first worker when all have connected, or by whoever could not: nobody
 goes on with a group that another has given up.
 
-DDP's reducer has a group of this process alone. All that it exchanges where gradients stay local is which parameters
-were used and, once, the order of its buckets: a worker's own business, and newcomers come when the others have done it.
-
 With what. Each has its own replica and optimizer state; what was half exchanged is given up. A newcomer gets the first
 worker's. All begin with the exact average of their replicas.
 """
@@ -47,7 +44,7 @@ from torchext._handover import receive, send, unpack
 from torchext._newcomers import Door, Newcomer, Request, root_of
 from torchext._regroup import new_world, shrunk
 from torchext._rendezvous import attempt_store
-from torchext.backends import BACKENDS, backend_of, connecting_within, group_of_one
+from torchext.backends import BACKENDS, backend_of, connecting_within
 
 __all__ = ["GRACE", "Membership"]
 
@@ -116,7 +113,6 @@ class Membership:
         self._ddp = ddp
         self._optimizer = optimizer
         self.is_newcomer = newcomer is not None
-        ddp.reducer._update_process_group(group_of_one())
         self.seconds = 0.0
         """What it took to go on with another group, in all."""
         if newcomer is None:

@@ -217,7 +217,12 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta, group_name: An
 
 
 def group_of_one() -> ProcessGroup:
-    """A group of this process alone, for what torch wants a group for; ``torch.distributed`` does not know of it."""
+    """The group of this process alone, for what torch wants a group for; ``torch.distributed`` does not know of it."""
+    return _group_of(os.getpid())
+
+
+@functools.cache
+def _group_of(process: int) -> ProcessGroup:  # a forked child has none of its parent's threads
     store, timeout = HashStore(), timedelta(minutes=1)
     kinds = ProcessGroup.BackendType
     group = ProcessGroup(store, 0, 1)

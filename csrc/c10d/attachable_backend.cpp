@@ -37,6 +37,18 @@ void AttachableBackend::removeShutdownCallback(std::uint64_t id) {
   shutdown_callbacks_.erase(id);
 }
 
+void AttachableBackend::keep(std::shared_ptr<void> synchronizer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const void* key = synchronizer.get();
+  kept_.emplace(key, std::move(synchronizer));
+}
+
+std::shared_ptr<void> AttachableBackend::release(const void* synchronizer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = kept_.find(synchronizer);
+  return found == kept_.end() ? nullptr : std::move(kept_.extract(found).mapped());
+}
+
 void AttachableBackend::onShutdown() {
   std::vector<std::function<void()>> callbacks;
   {

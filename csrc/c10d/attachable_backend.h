@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "c10d/delegating_backend.h"
@@ -38,6 +39,12 @@ class AttachableBackend : public DelegatingBackend {
   std::uint64_t addShutdownCallback(std::function<void()> callback);
   void removeShutdownCallback(std::uint64_t id);
 
+  // Keeps what serves an attached model, also when the model is forgotten: other workers count on it, and Python's
+  // garbage collector runs at another moment on each of them. Until release() or the end of the group.
+  void keep(std::shared_ptr<void> synchronizer);
+  // Returns what was kept, for the caller to let go of; null if nothing was.
+  std::shared_ptr<void> release(const void* synchronizer);
+
  protected:
   // The options of a child that split() makes: the parent's, with what torch decides taken from `given`.
   template <class Own>
@@ -60,6 +67,7 @@ class AttachableBackend : public DelegatingBackend {
   std::mutex mutex_;  // guards what follows
   int channels_ = 0;
   std::map<std::uint64_t, std::function<void()>> shutdown_callbacks_;
+  std::map<const void*, std::shared_ptr<void>> kept_;
   std::uint64_t next_callback_ = 0;
 };
 

@@ -78,7 +78,9 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
   const FlatBucket& current = bucket(index);
   const bool buffer = index >= parameters_.size();
   const auto start = Clock::now();
-  if (!(combine_then_adapt_ && buffer)) {  // cta has packed the buffers before the forward could change them
+  if (combine_then_adapt_ && buffer) {
+    current.wire.copy_(before_[index]);  // from before the forward could change them
+  } else {
     current.pack();
   }
   if (combine_then_adapt_ && !buffer) {
@@ -154,10 +156,11 @@ void GroupSynchronizer::applyPending() {
 }
 
 KeptPromise GroupSynchronizer::beginPromises() {
-  if (detached_ || failed_ || source_->scheduled()) {
+  if (detached_ || failed_ || meeting_ || source_->scheduled()) {
     return {};
   }
   return beginOnThread([this] {
+    const std::lock_guard<std::mutex> lock(state_);
     deferPending();
     source_->pause([this](const AssignedGroup& group) { averageDeferred(group); });
   });
@@ -256,6 +259,7 @@ void GroupSynchronizer::keep(std::size_t index) {
 }
 
 void GroupSynchronizer::pause() {
+  const std::lock_guard<std::mutex> lock(state_);
   source_->pause([this](const AssignedGroup& group) {
     tensors_.note();
     if (combine_then_adapt_) {
@@ -268,25 +272,13 @@ void GroupSynchronizer::pause() {
 
 void GroupSynchronizer::synchronize() {
   checkAttached();
-  Promises::keepAll();
-  catchUp();
-  beforeStep();
-  runOnThread([this] {
-    pause();
-    noteDistance(average_.form());
-  });
+  meet([this] { noteDistance(average_.form()); });
 }
 
 void GroupSynchronizer::enterAverage() {
   checkAttached();
   average_.checkNotEntered();
-  Promises::keepAll();
-  catchUp();
-  beforeStep();
-  runOnThread([this] {
-    pause();
-    noteDistance(average_.enter());
-  });
+  meet([this] { noteDistance(average_.enter()); });
 }
 
 void GroupSynchronizer::leaveAverage() { average_.leave(); }

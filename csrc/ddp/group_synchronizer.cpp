@@ -7,7 +7,9 @@
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Logging.h>
+#include <c10/util/ScopeExit.h>
 
 namespace torchext {
 namespace {
@@ -76,6 +78,7 @@ void GroupSynchronizer::gradientsReady() {
 
 void GroupSynchronizer::beforeStep() {
   waitAll();
+  const std::lock_guard<std::mutex> lock(state_);
   applyPending();
   applyDeferred();
 }
@@ -95,6 +98,7 @@ void GroupSynchronizer::afterStep() {
 }
 
 void GroupSynchronizer::postRound(std::int64_t round) {
+  const std::lock_guard<std::mutex> state(state_);
   tensors_.note();
   if (combine_then_adapt_) {
     snapshotBuffers();
@@ -105,8 +109,8 @@ void GroupSynchronizer::postRound(std::int64_t round) {
     std::fill(pending_.begin(), pending_.end(), 1);
     pending_count_ = static_cast<int>(pending_.size());
   }
-  thread_->post([this, round, record, state = at::ThreadLocalState()]() mutable {
-    at::ThreadLocalStateGuard inherited(state);
+  thread_->post([this, round, record, caller = at::ThreadLocalState()]() mutable {
+    at::ThreadLocalStateGuard inherited(caller);
     averageTask(round, record);
   });
 }
@@ -213,6 +217,7 @@ KeptPromise GroupSynchronizer::beginOnThread(std::function<void()> task) {
   KeptPromise kept = promise->get_future().share();
   const bool posted = thread_->post([this, promise, task = std::move(task), state = at::ThreadLocalState()] {
     at::ThreadLocalStateGuard inherited(state);
+    const c10::InferenceMode normal(false);  // of the caller: what is made here outlives it
     at::NoGradGuard no_grad;
     try {
       task();
@@ -239,15 +244,24 @@ void GroupSynchronizer::runOnThread(std::function<void()> task) {
   done.get();
 }
 
+// Where all workers come together, on the averaging thread. Its groups end with it, so nobody need wait for them.
+void GroupSynchronizer::meet(const std::function<void()>& task) {
+  Promises::keepAll();
+  catchUp();
+  beforeStep();
+  meeting_ = true;
+  const auto over = c10::make_scope_exit([this] { meeting_ = false; });
+  runOnThread([&] {
+    pause();
+    task();
+  });
+}
+
 void GroupSynchronizer::detach() {
   if (detached_) {
     return;
   }
-  Promises::keepAll();
-  catchUp();
-  beforeStep();
-  runOnThread([this] {
-    pause();
+  meet([this] {
     const InternalCollective internal;
     group_->barrier(c10d::BarrierOptions())->wait();  // rank 0's generator serves until everybody has left
   });
@@ -258,6 +272,7 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
   if (!thread_) {
     return;
   }
+  const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
   if (!detached_ && limit.count() > 0 && !failed_) {
     thread_->post([this] {
       at::NoGradGuard no_grad;

@@ -20,6 +20,8 @@
 // group may be promised in which others wait for this worker (c10d/promises.h). beginPromises() serves it without
 // touching parameters that a forward or backward may be using: it sends what it has, and remembers the difference that
 // the average makes, to be added before the next step. Costs a copy of the parameters while such a difference waits.
+// The collective may be another thread's, with training under way: `state_` keeps the two apart. A model in
+// synchronize(), averaged() or detach() has nothing left to keep.
 // With a schedule nothing is promised ahead: each round runs by itself once its step is taken. All workers must take
 // the same number of steps between two collective calls of the synchronizer, as DDP demands anyway; one that took fewer
 // (a gradient scaler skipped some) makes up for the rounds at the next such call. Leaving: detach() keeps every promise
@@ -102,6 +104,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void applyDeferred();
   void noteDistance(double distance);
   void pause();
+  void meet(const std::function<void()>& task);
   void release(std::size_t bucket);
   void fail(std::exception_ptr error);
   void checkAttached() const;
@@ -122,6 +125,8 @@ class GroupSynchronizer : public AveragingSynchronizer {
   FlatBuckets buffers_;
   const std::vector<at::Tensor> wires_;  // of both
   std::vector<std::int64_t> bucket_of_;  // [tensor], parameters then buffers
+  std::mutex
+      state_;  // of rounds and of what waits to be applied: tensors_ to deferred_ and apply_members_. Before mutex_
   TensorsInPlace tensors_;
   std::vector<at::Tensor> before_;    // cta, by bucket: what was packed; of parameters where they may be written
   std::vector<at::Tensor> deferred_;  // by bucket: to be added before the next step; empty: nothing
@@ -132,6 +137,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   std::int64_t steps_ = 0;          // training thread
   std::int64_t apply_members_ = 0;  // cta: of the average that waits to be applied; 0: none
   bool detached_ = false;
+  std::atomic<bool> meeting_{false};
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;

@@ -23,6 +23,7 @@ double milliseconds(Clock::time_point since) {
 
 std::vector<std::string> inNeighbours(const core::CommunicationGraph& graph) {
   std::vector<std::string> texts;
+  texts.reserve(core::index(graph.size()));
   for (int rank = 0; rank < graph.size(); ++rank) {
     texts.push_back(
         c10::str(c10::Join(", ", graph.inNeighbours(rank)), " (weights ", c10::Join(", ", graph.inWeights(rank)), ")"));
@@ -230,6 +231,7 @@ void HopSynchronizer::detach() {
 }
 
 void HopSynchronizer::leave(std::chrono::milliseconds limit) {
+  const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
   group_->removeShutdownCallback(std::exchange(shutdown_callback_, 0));
   const bool orderly = !std::exchange(detached_, true) && limit.count() > 0;
   if (!mailbox_) {

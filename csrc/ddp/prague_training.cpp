@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,7 @@ class GeneratedSource : public GroupSource {
         client_(group.controlTransport(), tag_base, service_, group.timeout()) {}
 
   void ask() override {
+    const std::lock_guard<std::mutex> lock(asking_);
     paused_ = false;
     client_.ask();
     asked_ = true;
@@ -30,6 +32,8 @@ class GeneratedSource : public GroupSource {
   }
   void finished(const AssignedGroup& group) override { client_.finished(group.id); }
   void pause(const std::function<void(const AssignedGroup&)>& run) override {
+    // A step of another thread asks when this is over.
+    const std::lock_guard<std::mutex> lock(asking_);
     if (asked_) {
       // Asked for a step that never came (a skipped optimizer step): the group is ours all the same.
       const AssignedGroup group = next(0);
@@ -50,6 +54,7 @@ class GeneratedSource : public GroupSource {
  private:
   std::shared_ptr<GeneratorService> service_;
   GeneratorClient client_;
+  std::mutex asking_;
   std::atomic<bool> asked_{false};
   std::atomic<bool> paused_{false};  // and nothing asked since
 };

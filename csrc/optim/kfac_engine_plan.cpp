@@ -17,6 +17,7 @@ constexpr int kProfiledSteps = 3;
 
 std::vector<std::string> describeLayers(const std::vector<KfacLayerSpec>& layers) {
   std::vector<std::string> texts;
+  texts.reserve(layers.size());
   for (const auto& layer : layers) {
     texts.push_back(c10::str(layer.name.empty() ? "the model itself" : layer.name, ", weight ", layer.weight.sizes(),
                              layer.bias ? " and bias" : "", ", groups ", layer.groups));

@@ -64,7 +64,10 @@ std::shared_ptr<HopSynchronizer> attachHop(const c10::intrusive_ptr<ProcessGroup
                                            const std::vector<at::Tensor>& parameters,
                                            const std::vector<at::Tensor>& buffers,
                                            const std::vector<at::Tensor>& frozen) {
-  return {new HopSynchronizer(group, parameters, buffers, frozen), DeleteWithoutGil()};
+  std::shared_ptr<HopSynchronizer> synchronizer(new HopSynchronizer(group, parameters, buffers, frozen),
+                                                DeleteWithoutGil());
+  group->keep(synchronizer);
+  return synchronizer;
 }
 
 py::dict toDict(const HopSynchronizer& synchronizer) {

@@ -37,7 +37,11 @@ py::dict toDict(const AveragingStats& stats) {
 std::shared_ptr<AveragingSynchronizer> attachGroup(GroupTraining training, const std::vector<at::Tensor>& parameters,
                                                    const std::vector<at::Tensor>& buffers,
                                                    const std::vector<at::Tensor>& frozen, std::size_t bucket_bytes) {
-  return {new GroupSynchronizer(std::move(training), parameters, buffers, frozen, bucket_bytes), DeleteWithoutGil()};
+  const auto group = training.group;
+  std::shared_ptr<AveragingSynchronizer> synchronizer(
+      new GroupSynchronizer(std::move(training), parameters, buffers, frozen, bucket_bytes), DeleteWithoutGil());
+  group->keep(synchronizer);
+  return synchronizer;
 }
 
 void bindSynchronizer(py::module_& module) {

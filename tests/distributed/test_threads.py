@@ -1,0 +1,161 @@
+"""Other threads beside the one that trains, and Python's garbage collector, which runs when it likes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import Trainer, equal_everywhere, new_group
+from harness import Rank, run_ranks
+from torch import nn
+
+BACKENDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("prague", {"order": "cta"}),
+    ("prague", {"order": "atc"}),
+    ("dssync", {}),
+    ("hop", {}),
+)
+each_backend = pytest.mark.parametrize(("backend", "options"), BACKENDS, ids=lambda value: str(value))
+
+
+def together(*bodies: Callable[[], None]) -> None:
+    """Runs each in a thread of its own; raises the first error of any."""
+    errors: list[BaseException] = []
+
+    def guarded(body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "two threads wait for each other"
+
+
+def body_collectives_beside_training(rank: Rank, backend: str, options: dict[str, Any]) -> float:
+    """A thread that logs over a group of its own, say. Nothing learns: parameters must stay where all of them are."""
+    rank.init(backend, timeout=20)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 500), nn.Tanh(), nn.Linear(500, 1))
+    trainer = Trainer(rank, model=model, lr=0.0, backend=backend, **options)
+    side = new_group(backend)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    moved = 0.0
+
+    def train() -> None:
+        nonlocal moved
+        for step in range(150):
+            trainer.step()
+            trainer.sync.wait()
+            if rank.rank == 0 and step % 7 == 0:
+                time.sleep(0.003)
+            pairs = zip(before, model.parameters(), strict=True)
+            moved = max(moved, *(float((old - new.detach()).abs().max()) for old, new in pairs))
+
+    def log() -> None:
+        for _ in range(100):
+            total = torch.ones(1)
+            dist.all_reduce(total, group=side)
+            assert float(total) == 3.0
+
+    together(train, log)
+    trainer.sync.synchronize()
+    trainer.sync.detach()
+    return moved
+
+
+@each_backend
+def test_collectives_of_another_thread(backend: str, options: dict[str, Any]) -> None:
+    assert max(run_ranks(body_collectives_beside_training, 3, backend, options)) < 1e-5
+
+
+def body_a_thread_each(rank: Rank, backend: str, options: dict[str, Any]) -> None:
+    """An ensemble: every model in a group of its own, trained by a thread of its own."""
+    rank.init(backend, timeout=20)
+    trainers = [Trainer(rank, backend=backend, **options) for _ in range(2)]
+
+    def train(trainer: Trainer) -> None:
+        for step in range(40):
+            trainer.step()
+            if rank.rank == 0 and step % 9 == 0:
+                time.sleep(0.12)  # longer than a model waits before the others keep their promises
+        trainer.sync.synchronize()
+
+    together(*(lambda trainer=trainer: train(trainer) for trainer in trainers))  # type: ignore[misc]
+    for trainer in trainers:
+        equal_everywhere(trainer.module)
+        trainer.sync.detach()
+
+
+@each_backend
+def test_models_of_different_threads(backend: str, options: dict[str, Any]) -> None:
+    run_ranks(body_a_thread_each, 2, backend, options)
+
+
+def body_forgotten(rank: Rank, backend: str, options: dict[str, Any]) -> None:
+    """Trials in a loop, in one group; nobody detaches, and one rank collects its garbage at once."""
+    rank.init(backend, timeout=20)
+    group = new_group(backend, **options)
+    for _ in range(3):
+        trainer = Trainer(rank, group=group)
+        trainer.run(10)
+        trainer.evaluate()
+        del trainer
+        if rank.rank == 1:
+            gc.collect()
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert float(total) == 2.0
+    dist.destroy_process_group()
+
+
+@each_backend
+def test_models_that_are_forgotten_leave_their_group_alone(backend: str, options: dict[str, Any]) -> None:
+    run_ranks(body_forgotten, 2, backend, options)
+
+
+def body_inference(rank: Rank) -> None:
+    """What waits to be applied after a collective in inference mode is applied outside of it."""
+    rank.init()
+    trainer = Trainer(rank)
+    for _ in range(12):
+        trainer.step()
+        with torch.inference_mode():
+            dist.all_reduce(torch.ones(1))
+        with torch.no_grad():
+            for parameter in trainer.module.parameters():
+                parameter.clamp_(-1, 1)
+    trainer.sync.synchronize()
+    equal_everywhere(trainer.module)
+    trainer.sync.detach()
+
+
+def test_collectives_in_inference_mode() -> None:
+    run_ranks(body_inference, 2)
+
+
+def body_unused(rank: Rank) -> int:
+    """DDP looks for unused parameters in each step; other workers have nothing to do with it."""
+    rank.init()
+    trainer = Trainer(rank, ddp={"find_unused_parameters": True})
+    trainer.run(9 if rank.rank == 1 else 27)
+    trainer.sync.synchronize()
+    equal_everywhere(trainer.module)
+    trainer.sync.detach()
+    return trainer.step_count
+
+
+def test_workers_look_for_unused_parameters_by_themselves() -> None:
+    assert run_ranks(body_unused, 3) == [27, 9, 27]
