@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ class GradientWatch:
     A detached gradient has a version of its own: what is done through one is not seen.
 
     Args:
-        module: The model.
+        named: The model's parameters that "dear" trains, by name.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._named = dict(module.named_parameters())
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        self._named = named
         self._left: dict[str, tuple[int, int]] = {}  # where each gradient was, and its version
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

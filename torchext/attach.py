@@ -25,7 +25,7 @@ from torchext._join import forget_newcomer, newcomer_of
 from torchext._membership import Membership
 from torchext._newcomers import Newcomer
 from torchext.backends import backend_of
-from torchext.synchronizer import Synchronizer, in_use
+from torchext.synchronizer import Synchronizer, in_use, left_alone
 
 __all__ = ["attach"]
 
@@ -46,15 +46,17 @@ def _check(ddp: Any, optimizer: Any) -> None:
             "torchext.attach: this model has been attached already, and DDP takes one communication hook "
             "in its life; keep the first Synchronizer, or wrap the module in a new DistributedDataParallel"
         )
+    alone = left_alone(ddp)
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = [name for name, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in owned]
+    named = [(name, p) for name, p in ddp.module.named_parameters() if id(p) not in alone]
+    names = [name for name, p in named if p.requires_grad and id(p) not in owned]
     if names:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         raise ValueError(
             f"torchext.attach: the optimizer does not own {len(names)} of the model's trainable parameters ({shown}); "
             "pass the optimizer that steps them all"
         )
-    for name, tensor in ddp.module.named_parameters():
+    for name, tensor in named:
         if not tensor.is_floating_point():
             raise TypeError(f"torchext.attach: parameter {name!r} is {tensor.dtype}; only floating point can be")
 
@@ -73,7 +75,8 @@ def attach(
     ``broadcast_buffers`` is turned off: floating-point buffers are averaged with the parameters. Parameters that are
     frozen (``requires_grad=False``) now do not travel in training; where all workers meet they are averaged, too, if
     they differ (a teacher that follows each worker's student). With ``dear``, the optimizer gets a slice of every
-    parameter, and training goes on exactly as with plain DDP.
+    parameter, and training goes on exactly as with plain DDP. What DDP was told to ignore is each worker's own, as
+    without torchext; with ``dear`` an optimizer of its own steps it.
 
     Args:
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
@@ -200,9 +203,11 @@ def _attach_averaging(
     kind: type[AveragingSynchronizer] = AveragingSynchronizer,
 ) -> Synchronizer:
     """Attaches to a decentralized backend. attach_core: of backend and tensors to a C++ synchronizer."""
-    parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-    frozen = [parameter for parameter in ddp.module.parameters() if not parameter.requires_grad]
-    buffers = [buffer for buffer in ddp.module.buffers() if buffer.is_floating_point()]
+    alone = left_alone(ddp)
+    shared = [parameter for parameter in ddp.module.parameters() if id(parameter) not in alone]
+    parameters = [parameter for parameter in shared if parameter.requires_grad]
+    frozen = [parameter for parameter in shared if not parameter.requires_grad]
+    buffers = [buffer for buffer in ddp.module.buffers() if buffer.is_floating_point() and id(buffer) not in alone]
 
     def make_core(backend: Any) -> Any:
         return attach_core(backend, parameters, buffers, frozen)
@@ -231,8 +236,17 @@ def _attach_dear(
             "torchext.attach: the model has a communication hook (register_comm_hook), which dear would pass by; use "
             "another backend with it, or leave it out"
         )
-    named = list(ddp.module.named_parameters())
-    own = {id(parameter) for _, parameter in named}
+    alone = left_alone(ddp)
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    both = [name for name, p in ddp.module.named_parameters() if id(p) in alone & owned and p.requires_grad]
+    if both:
+        shown = ", ".join(both[:3]) + (", ..." if len(both) > 3 else "")
+        raise ValueError(
+            f"torchext.attach: DDP was told to ignore {shown}, and dear steps with averaged gradients alone; give what "
+            "is ignored an optimizer of its own"
+        )
+    named = [(name, parameter) for name, parameter in ddp.module.named_parameters() if id(parameter) not in alone]
+    own = alone.union(id(parameter) for _, parameter in named)
     others = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
     if others:
         raise ValueError(
