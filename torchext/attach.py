@@ -41,6 +41,13 @@ def _check(ddp: Any, optimizer: Any) -> None:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"torchext.attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    # Not imported to ask, which takes long: who has one has imported it.
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        raise TypeError(
+            "torchext.attach: ZeroRedundancyOptimizer sends parameters to all ranks in each step, past the backend; "
+            "pass an optimizer of its optimizer_class itself; dear, in the sharded form, divides that one's state up, too"
+        )
     if getattr(ddp, "_torchext_synchronizer", None) is not None:
         raise RuntimeError(
             "torchext.attach: this model has been attached already, and DDP takes one communication hook "

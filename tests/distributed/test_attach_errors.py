@@ -134,6 +134,22 @@ def test_refused_at_once() -> None:
     assert run_ranks(body_refused, 2) == [True] * 2
 
 
+def body_zero_redundancy(rank: Rank, backend: str) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    rank.init(backend)
+    ddp = DistributedDataParallel(nn.Linear(4, 1))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.Adam)
+    with pytest.raises(TypeError, match=r"ZeroRedundancyOptimizer sends .* optimizer_class itself; dear"):
+        torchext.attach(ddp, zero)
+    torchext.attach(ddp, sgd(ddp)).detach()
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_an_optimizer_that_sends_parameters_itself(backend: str) -> None:
+    run_ranks(body_zero_redundancy, 2, backend)
+
+
 def body_after_the_end(rank: Rank, backend: str) -> None:
     rank.init(backend)
     ddp = DistributedDataParallel(nn.Linear(4, 1))
