@@ -46,7 +46,7 @@ def _check(ddp: Any, optimizer: Any) -> None:
     if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         raise TypeError(
             "torchext.attach: ZeroRedundancyOptimizer sends parameters to all ranks in each step, past the backend; "
-            "pass an optimizer of its optimizer_class itself; dear, in the sharded form, divides that one's state up, too"
+            "pass an optimizer of its optimizer_class itself; dear in its sharded form divides that state up, too"
         )
     if getattr(ddp, "_torchext_synchronizer", None) is not None:
         raise RuntimeError(
