@@ -123,7 +123,7 @@ class DearOptimizer:
         parameters: The model's, in registration order.
         group: To gather state over.
         wait: The synchronizer's; parameters and state are what the last step makes of them afterwards.
-        watch: Sees what is done to the parameters' own gradients while the model trains by plain all-reduce.
+        watch: Sees what is done to the parameters' own gradients.
     """
 
     def __init__(
@@ -209,6 +209,7 @@ class DearOptimizer:
             return None
         if self._slices is None and not self.core.gathered:
             self.check_gradients()  # before they are replaced by the averaged ones
+            self._watch.forget()
         if caller is _UNSCALE and self._slices is not None and not self._stepping and not self._agreed:
             self._agreed = True
             self._agree_on_overflow()
@@ -227,6 +228,7 @@ class DearOptimizer:
         """As if no rank had a gradient for this parameter, until the step is over."""
         if self.core.allreduce:
             self._parameters[position].grad = None
+            self._watch.forget(self._parameters[position])
         else:
             self._dropped.add(position)
 
@@ -235,7 +237,7 @@ class DearOptimizer:
         return position in self._dropped
 
     def check_gradients(self) -> None:
-        """Raises RuntimeError if a parameter's own gradient was changed after the backward pass.
+        """Raises RuntimeError if a parameter's own gradient was changed, replaced or dropped after the backward pass.
 
         The change would be lost, or count while the model trains by plain all-reduce and be lost later.
         """

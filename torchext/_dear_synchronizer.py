@@ -221,9 +221,8 @@ class DearSynchronizer(Synchronizer):
     def _leave_forward(self, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if self._core.allreduce:
-            self._watch.follow(output)
-        else:
+        self._watch.follow(output)
+        if not self._core.allreduce:
             self._ddp.require_backward_grad_sync = self._synced
             self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
             if self._deferred is not None:
