@@ -102,6 +102,7 @@ class SteppedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
+            _refuse_checkpoint_functions()
             raise RuntimeError("dear: averaged gradients are computed; change them in place")
         self.held_by.drop(self.position)
 
@@ -150,6 +151,7 @@ class DearOptimizer:
         in_parts = self._slices is not None and type(optimizer) in ELEMENTWISE
         self._asking = getattr(type(optimizer), "_init_group").__code__ if in_parts else None  # noqa: B009 - untyped
         self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: _refuse_checkpoint_functions()),
             optimizer.register_state_dict_post_hook(self._complete),
             optimizer.register_load_state_dict_pre_hook(self._accept),
         ]
@@ -444,6 +446,19 @@ class DearOptimizer:
             if isinstance(parameter, SteppedParameter) and parameter.position in states:
                 state[index] = states[parameter.position]
         return {**state_dict, "state": state}
+
+
+def _refuse_checkpoint_functions() -> None:
+    """Raises RuntimeError if get_state_dict or one of its kind asks; they look for the model's own parameters."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise RuntimeError(
+                "dear: torch.distributed.checkpoint's get_state_dict() and set_state_dict() do not find the model's "
+                "parameters in an attached optimizer; save sync.optimizer_state_dict(), load it with "
+                "sync.load_optimizer_state_dict(), and take the model's state by get_model_state_dict()"
+            )
+        frame = frame.f_back
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
