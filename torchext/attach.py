@@ -24,7 +24,7 @@ from torchext._hop_synchronizer import HopSynchronizer
 from torchext._join import forget_newcomer, newcomer_of
 from torchext._membership import Membership
 from torchext._newcomers import Newcomer
-from torchext.backends import backend_of
+from torchext.backends import backend_of, is_wrapped
 from torchext.synchronizer import Synchronizer, in_use, left_alone
 
 __all__ = ["attach"]
@@ -115,6 +115,8 @@ def attach(
     _check_others(ddp_model, on_peer_failure)
     membership = None
     newcomer = newcomer_of(ddp_model.process_group)
+    if newcomer is None:
+        _check_not_wrapped(ddp_model)
     if bucket_mb != "auto" and _is_hop(ddp_model, newcomer):
         raise ValueError(
             f"torchext.attach: bucket_mb must be 'auto' with hop, which sends whole models, got {bucket_mb!r}; leave "
@@ -169,6 +171,16 @@ def _is_hop(ddp: DistributedDataParallel, newcomer: Newcomer | None) -> bool:
     if newcomer is not None:
         return newcomer.backend == "hop"
     return isinstance(backend_of(ddp.process_group), _C.ProcessGroupHop)
+
+
+def _check_not_wrapped(ddp: DistributedDataParallel) -> None:
+    """Refuses prague, whose workers wait for few others, where torch has all meet in front of a collective."""
+    if isinstance(backend_of(ddp.process_group), _C.ProcessGroupPrague) and is_wrapped(ddp.process_group):
+        raise ValueError(
+            "torchext.attach: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch waits for all ranks in front of each of the "
+            "script's collectives, before prague can keep what it has promised to other workers, and they could wait "
+            "for each other; set it to INFO. PragueOptions(call_check='every') finds calls that differ, too"
+        )
 
 
 def _check_can_continue(backend: Any) -> None:

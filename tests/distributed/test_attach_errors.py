@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -148,6 +149,30 @@ def body_zero_redundancy(rank: Rank, backend: str) -> None:
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_an_optimizer_that_sends_parameters_itself(backend: str) -> None:
     run_ranks(body_zero_redundancy, 2, backend)
+
+
+def body_detail(rank: Rank, backend: str) -> None:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    rank.init(backend)
+    ddp = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = sgd(ddp)
+    if backend == "prague":
+        with pytest.raises(ValueError, match=r"TORCH_DISTRIBUTED_DEBUG=DETAIL .* set it to INFO"):
+            torchext.attach(ddp, optimizer)
+        return
+    sync = torchext.attach(ddp, optimizer)
+    for _ in range(6):
+        step(ddp, optimizer)
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        assert total.tolist() == [2.0, 2.0]
+    sync.detach()
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_the_debug_mode_in_which_torch_has_all_ranks_meet(backend: str) -> None:
+    run_ranks(body_detail, 2, backend)
 
 
 def body_after_the_end(rank: Rank, backend: str) -> None:
