@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel.distributed import _find_tensors
+from torch.utils.weak import TensorWeakRef
 
 __all__ = ["GradientWatch"]
 
@@ -30,7 +30,7 @@ class GradientWatch:
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
         self._names = {parameter: name for name, parameter in named.items()}
         # What each parameter was left with: its gradient, if it had one, and that one's version.
-        self._left: dict[nn.Parameter, tuple[weakref.ref[torch.Tensor] | None, int]] = {}
+        self._left: dict[nn.Parameter, tuple[TensorWeakRef | None, int]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def follow(self, output: Any) -> None:
@@ -44,13 +44,12 @@ class GradientWatch:
         """Raises RuntimeError for the first gradient that is not what was noted."""
         for parameter, (reference, version) in self._left.items():
             gradient = parameter.grad
-            left = None if reference is None else reference()
             if gradient is None:
-                what = "" if reference is None else "dropped"
-            elif gradient is not left:
+                what = None if reference is None else "dropped"
+            elif reference is None or gradient is not reference():
                 what = "replaced"
             else:
-                what = "" if gradient._version == version else "changed"
+                what = "changed" if gradient._version != version else None
             if what:
                 raise RuntimeError(
                     f"dear: the gradient of {self._names[parameter]} was {what} after the backward pass, which would "
@@ -80,4 +79,4 @@ class GradientWatch:
             if gradient is None:
                 self._left[parameter] = None, 0
             elif not gradient.is_sparse:
-                self._left[parameter] = weakref.ref(gradient), gradient._version
+                self._left[parameter] = TensorWeakRef(gradient), gradient._version
