@@ -32,7 +32,8 @@ def left_alone(ddp: DistributedDataParallel) -> set[int]:
     """The ids of parameters and buffers that DDP was told to ignore: each worker has its own."""
     module, told = ddp.module, ddp.parameters_to_ignore
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {id(t) for name, t in named if name in told} - {id(t) for name, t in named if name not in told}
+    others = [*(t for name, t in named if name not in told), *ddp._delay_all_reduce_params]
+    return {id(t) for name, t in named if name in told}.difference(map(id, others))
 
 
 class Synchronizer(abc.ABC):
