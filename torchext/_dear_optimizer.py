@@ -102,6 +102,7 @@ class SteppedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
+            _refuse_checkpoint_functions()
             raise RuntimeError("dear: averaged gradients are computed; change them in place")
         self.held_by.drop(self.position)
 
@@ -123,7 +124,7 @@ class DearOptimizer:
         parameters: The model's, in registration order.
         group: To gather state over.
         wait: The synchronizer's; parameters and state are what the last step makes of them afterwards.
-        watch: Sees what is done to the parameters' own gradients while the model trains by plain all-reduce.
+        watch: Sees what is done to the parameters' own gradients.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class DearOptimizer:
         in_parts = self._slices is not None and type(optimizer) in ELEMENTWISE
         self._asking = getattr(type(optimizer), "_init_group").__code__ if in_parts else None  # noqa: B009 - untyped
         self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: _refuse_checkpoint_functions()),
             optimizer.register_state_dict_post_hook(self._complete),
             optimizer.register_load_state_dict_pre_hook(self._accept),
         ]
@@ -209,6 +211,7 @@ class DearOptimizer:
             return None
         if self._slices is None and not self.core.gathered:
             self.check_gradients()  # before they are replaced by the averaged ones
+            self._watch.forget()
         if caller is _UNSCALE and self._slices is not None and not self._stepping and not self._agreed:
             self._agreed = True
             self._agree_on_overflow()
@@ -227,6 +230,7 @@ class DearOptimizer:
         """As if no rank had a gradient for this parameter, until the step is over."""
         if self.core.allreduce:
             self._parameters[position].grad = None
+            self._watch.forget(self._parameters[position])
         else:
             self._dropped.add(position)
 
@@ -235,7 +239,7 @@ class DearOptimizer:
         return position in self._dropped
 
     def check_gradients(self) -> None:
-        """Raises RuntimeError if a parameter's own gradient was changed after the backward pass.
+        """Raises RuntimeError if a parameter's own gradient was changed, replaced or dropped after the backward pass.
 
         The change would be lost, or count while the model trains by plain all-reduce and be lost later.
         """
@@ -442,6 +446,19 @@ class DearOptimizer:
             if isinstance(parameter, SteppedParameter) and parameter.position in states:
                 state[index] = states[parameter.position]
         return {**state_dict, "state": state}
+
+
+def _refuse_checkpoint_functions() -> None:
+    """Raises RuntimeError if get_state_dict or one of its kind asks; they look for the model's own parameters."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise RuntimeError(
+                "dear: torch.distributed.checkpoint's get_state_dict() and set_state_dict() do not find the model's "
+                "parameters in an attached optimizer; save sync.optimizer_state_dict(), load it with "
+                "sync.load_optimizer_state_dict(), and take the model's state by get_model_state_dict()"
+            )
+        frame = frame.f_back
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:

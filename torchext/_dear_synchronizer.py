@@ -84,7 +84,8 @@ class DearSynchronizer(Synchronizer):
     ) -> None:
         super().__init__(core, ddp, optimizer, parameters)
         self._lane = lane
-        self._watch = GradientWatch(ddp.module)
+        own = {id(parameter) for parameter in parameters}
+        self._watch = GradientWatch({name: p for name, p in ddp.module.named_parameters() if id(p) in own})
         self._held = DearOptimizer(core, optimizer, parameters, ddp.process_group, self.wait, self._watch)
         self._deferred: DeferredStep | None = None
         self._synced = True  # the last forward pass was not inside no_sync()
@@ -220,9 +221,8 @@ class DearSynchronizer(Synchronizer):
     def _leave_forward(self, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if self._core.allreduce:
-            self._watch.follow(output)
-        else:
+        self._watch.follow(output)
+        if not self._core.allreduce:
             self._ddp.require_backward_grad_sync = self._synced
             self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
             if self._deferred is not None:

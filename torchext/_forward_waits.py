@@ -82,7 +82,7 @@ class ForwardWaits:
     """Has a DDP model's forward wait, module by module, for the tensors that each module reads.
 
     Which module reads what is observed: some read the weights of a child that they never call (MultiheadAttention its
-    ``out_proj``). The first training forward waits for everything and notes which modules are called; from then on a
+    ``out_proj``). The first training forward waits for everything and notes which modules it calls; from then on a
     tensor is waited for by its own module if that is called, else by the nearest caller around it. Forwards in
     evaluation mode or without gradients wait for everything (they may take other paths), and so does state_dict.
 
@@ -103,7 +103,7 @@ class ForwardWaits:
         self._module: nn.Module = ddp.module
         self._position = {id(tensor): position for position, tensor in enumerate(tensors)}
         self._wait_tensors, self._wait_all = wait_tensors, wait_all
-        self._called: set[nn.Module] | None = set()  # None once it is known who waits
+        self._called: set[nn.Module] | None = set()  # by a training forward; None once it is known who waits
         self._handles: list[Any] = []
         for module in self._module.modules():
             self._handles.append(module.register_state_dict_pre_hook(_Hook(wait_all)))
@@ -133,8 +133,13 @@ class ForwardWaits:
             self._wait_all()
 
     def _note(self, module: nn.Module, *_: Any) -> None:
-        if self._called is not None:
-            self._wait_all()
+        if self._called is None:
+            return
+        self._wait_all()
+        if module is self._module:
+            # What evaluation, or code outside the model's forward, called before says nothing about training.
+            self._called = {module} if self._in_training() else set()
+        elif self._called:
             self._called.add(module)
 
     def _learn(self, *_: Any) -> None:

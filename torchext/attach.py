@@ -24,8 +24,8 @@ from torchext._hop_synchronizer import HopSynchronizer
 from torchext._join import forget_newcomer, newcomer_of
 from torchext._membership import Membership
 from torchext._newcomers import Newcomer
-from torchext.backends import backend_of
-from torchext.synchronizer import Synchronizer, in_use
+from torchext.backends import backend_of, is_wrapped
+from torchext.synchronizer import Synchronizer, in_use, left_alone
 
 __all__ = ["attach"]
 
@@ -41,20 +41,29 @@ def _check(ddp: Any, optimizer: Any) -> None:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"torchext.attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    # Not imported to ask, which takes long: who has one has imported it.
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        raise TypeError(
+            "torchext.attach: ZeroRedundancyOptimizer sends parameters to all ranks in each step, past the backend; "
+            "pass an optimizer of its optimizer_class itself; dear in its sharded form divides that state up, too"
+        )
     if getattr(ddp, "_torchext_synchronizer", None) is not None:
         raise RuntimeError(
             "torchext.attach: this model has been attached already, and DDP takes one communication hook "
             "in its life; keep the first Synchronizer, or wrap the module in a new DistributedDataParallel"
         )
+    alone = left_alone(ddp)
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = [name for name, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in owned]
+    named = [(name, p) for name, p in ddp.module.named_parameters() if id(p) not in alone]
+    names = [name for name, p in named if p.requires_grad and id(p) not in owned]
     if names:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         raise ValueError(
             f"torchext.attach: the optimizer does not own {len(names)} of the model's trainable parameters ({shown}); "
             "pass the optimizer that steps them all"
         )
-    for name, tensor in ddp.module.named_parameters():
+    for name, tensor in named:
         if not tensor.is_floating_point():
             raise TypeError(f"torchext.attach: parameter {name!r} is {tensor.dtype}; only floating point can be")
 
@@ -73,7 +82,8 @@ def attach(
     ``broadcast_buffers`` is turned off: floating-point buffers are averaged with the parameters. Parameters that are
     frozen (``requires_grad=False``) now do not travel in training; where all workers meet they are averaged, too, if
     they differ (a teacher that follows each worker's student). With ``dear``, the optimizer gets a slice of every
-    parameter, and training goes on exactly as with plain DDP.
+    parameter, and training goes on exactly as with plain DDP. What DDP was told to ignore is each worker's own, as
+    without torchext; with ``dear`` an optimizer of its own steps it.
 
     Args:
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
@@ -105,6 +115,8 @@ def attach(
     _check_others(ddp_model, on_peer_failure)
     membership = None
     newcomer = newcomer_of(ddp_model.process_group)
+    if newcomer is None:
+        _check_not_wrapped(ddp_model)
     if bucket_mb != "auto" and _is_hop(ddp_model, newcomer):
         raise ValueError(
             f"torchext.attach: bucket_mb must be 'auto' with hop, which sends whole models, got {bucket_mb!r}; leave "
@@ -161,6 +173,16 @@ def _is_hop(ddp: DistributedDataParallel, newcomer: Newcomer | None) -> bool:
     return isinstance(backend_of(ddp.process_group), _C.ProcessGroupHop)
 
 
+def _check_not_wrapped(ddp: DistributedDataParallel) -> None:
+    """Refuses prague, whose workers wait for few others, where torch has all meet in front of a collective."""
+    if isinstance(backend_of(ddp.process_group), _C.ProcessGroupPrague) and is_wrapped(ddp.process_group):
+        raise ValueError(
+            "torchext.attach: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch waits for all ranks in front of each of the "
+            "script's collectives, before prague can keep what it has promised to other workers, and they could wait "
+            "for each other; set it to INFO. PragueOptions(call_check='every') finds calls that differ, too"
+        )
+
+
 def _check_can_continue(backend: Any) -> None:
     if isinstance(backend, _C.ProcessGroupDear):
         raise ValueError(
@@ -200,9 +222,11 @@ def _attach_averaging(
     kind: type[AveragingSynchronizer] = AveragingSynchronizer,
 ) -> Synchronizer:
     """Attaches to a decentralized backend. attach_core: of backend and tensors to a C++ synchronizer."""
-    parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-    frozen = [parameter for parameter in ddp.module.parameters() if not parameter.requires_grad]
-    buffers = [buffer for buffer in ddp.module.buffers() if buffer.is_floating_point()]
+    alone = left_alone(ddp)
+    shared = [parameter for parameter in ddp.module.parameters() if id(parameter) not in alone]
+    parameters = [parameter for parameter in shared if parameter.requires_grad]
+    frozen = [parameter for parameter in shared if not parameter.requires_grad]
+    buffers = [buffer for buffer in ddp.module.buffers() if buffer.is_floating_point() and id(buffer) not in alone]
 
     def make_core(backend: Any) -> Any:
         return attach_core(backend, parameters, buffers, frozen)
@@ -231,8 +255,17 @@ def _attach_dear(
             "torchext.attach: the model has a communication hook (register_comm_hook), which dear would pass by; use "
             "another backend with it, or leave it out"
         )
-    named = list(ddp.module.named_parameters())
-    own = {id(parameter) for _, parameter in named}
+    alone = left_alone(ddp)
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    both = [name for name, p in ddp.module.named_parameters() if id(p) in alone & owned and p.requires_grad]
+    if both:
+        shown = ", ".join(both[:3]) + (", ..." if len(both) > 3 else "")
+        raise ValueError(
+            f"torchext.attach: DDP was told to ignore {shown}, and dear steps with averaged gradients alone; give what "
+            "is ignored an optimizer of its own"
+        )
+    named = [(name, parameter) for name, parameter in ddp.module.named_parameters() if id(parameter) not in alone]
+    own = alone.union(id(parameter) for _, parameter in named)
     others = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
     if others:
         raise ValueError(

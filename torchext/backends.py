@@ -29,7 +29,16 @@ from torchext.errors import BackendOptionsError, NotABackendOfOursError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["BACKENDS", "BackendClass", "backend_of", "connecting_within", "group_of_one", "options_for", "register"]
+__all__ = [
+    "BACKENDS",
+    "BackendClass",
+    "backend_of",
+    "connecting_within",
+    "group_of_one",
+    "is_wrapped",
+    "options_for",
+    "register",
+]
 
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 _CONNECT_GRACE = timedelta(seconds=5)
@@ -111,6 +120,11 @@ def backend_of(group: ProcessGroup | None = None) -> Any:
         f"the group's backend is {dist.get_backend(group)!r}; torchext's are {', '.join(sorted(BACKENDS))}."
         " Create the group with one of them, as in init_process_group('prague')"
     )
+
+
+def is_wrapped(group: ProcessGroup) -> bool:
+    """Whether torch checks the group's calls with a barrier of its own: ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    return any(hasattr(group._get_backend(device), "wrapped_pg") for device in group._device_types)
 
 
 @contextlib.contextmanager

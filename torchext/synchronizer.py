@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext._forward_waits import ForwardWaits
 
-__all__ = ["Synchronizer", "in_use"]
+__all__ = ["Synchronizer", "in_use", "left_alone"]
 
 _attached: weakref.WeakValueDictionary[int, Synchronizer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -26,6 +26,14 @@ _numbers = itertools.count()
 def in_use() -> list[Synchronizer]:
     """Those that may still train, in the order of attaching: not detached, and their groups live."""
     return [synchronizer for _, synchronizer in sorted(_attached.items()) if synchronizer._in_use()]
+
+
+def left_alone(ddp: DistributedDataParallel) -> set[int]:
+    """The ids of parameters and buffers that DDP was told to ignore: each worker has its own."""
+    module, told = ddp.module, ddp.parameters_to_ignore
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    others = [*(t for name, t in named if name not in told), *ddp._delay_all_reduce_params]
+    return {id(t) for name, t in named if name in told}.difference(map(id, others))
 
 
 class Synchronizer(abc.ABC):
@@ -48,7 +56,8 @@ class Synchronizer(abc.ABC):
         self._averaging = False
         self._detached = False
         _attached[next(_numbers)] = self
-        self._frozen = [parameter for parameter in ddp.module.parameters() if not parameter.requires_grad]
+        alone = left_alone(ddp)
+        self._frozen = [p for p in ddp.module.parameters() if not p.requires_grad and id(p) not in alone]
         self._waits = ForwardWaits(ddp, tensors, self._wait_tensors, self.wait)
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),

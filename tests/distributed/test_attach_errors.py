@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -132,6 +133,46 @@ def body_refused(rank: Rank) -> bool:
 
 def test_refused_at_once() -> None:
     assert run_ranks(body_refused, 2) == [True] * 2
+
+
+def body_zero_redundancy(rank: Rank, backend: str) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    rank.init(backend)
+    ddp = DistributedDataParallel(nn.Linear(4, 1))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.Adam)
+    with pytest.raises(TypeError, match=r"ZeroRedundancyOptimizer sends .* optimizer_class itself; dear"):
+        torchext.attach(ddp, zero)
+    torchext.attach(ddp, sgd(ddp)).detach()
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_an_optimizer_that_sends_parameters_itself(backend: str) -> None:
+    run_ranks(body_zero_redundancy, 2, backend)
+
+
+def body_detail(rank: Rank, backend: str) -> None:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    rank.init(backend)
+    ddp = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = sgd(ddp)
+    if backend == "prague":
+        with pytest.raises(ValueError, match=r"TORCH_DISTRIBUTED_DEBUG=DETAIL .* set it to INFO"):
+            torchext.attach(ddp, optimizer)
+        return
+    sync = torchext.attach(ddp, optimizer)
+    for _ in range(6):
+        step(ddp, optimizer)
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        assert total.tolist() == [2.0, 2.0]
+    sync.detach()
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_the_debug_mode_in_which_torch_has_all_ranks_meet(backend: str) -> None:
+    run_ranks(body_detail, 2, backend)
 
 
 def body_after_the_end(rank: Rank, backend: str) -> None:

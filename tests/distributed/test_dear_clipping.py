@@ -111,6 +111,51 @@ def clip_slices(pair: Pair) -> None:
     nn.utils.clip_grad_norm_(stepped(pair), 1e-3)
 
 
+def drop_one_gradient(pair: Pair) -> None:
+    pair.losses()[0].backward()
+    pair.module[4].weight.grad = None
+    pair.optimizer.step()
+
+
+def drop_all_gradients(pair: Pair) -> None:
+    pair.losses()[0].backward()
+    pair.module.zero_grad()
+    pair.optimizer.step()
+
+
+def drop_in_closure(pair: Pair) -> None:
+    def closure() -> torch.Tensor:
+        pair.optimizer.zero_grad()
+        loss = pair.losses()[0]
+        loss.backward()
+        pair.module.zero_grad()
+        return loss
+
+    pair.optimizer.step(closure)
+
+
+def replace_gradients(pair: Pair) -> None:
+    pair.losses()[0].backward()
+    for parameter in pair.module.parameters():
+        parameter.grad = parameter.grad * 0.1
+    pair.optimizer.step()
+
+
+def replace_in_the_same_memory(pair: Pair) -> None:
+    """What the allocator may do, too."""
+    pair.losses()[0].backward()
+    for parameter in pair.module.parameters():
+        parameter.grad = parameter.grad.detach()
+    pair.optimizer.step()
+
+
+def give_one_a_gradient(pair: Pair) -> None:
+    pair.module[4].bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    pair.losses()[0].backward()
+    pair.module[4].bias.grad = torch.ones(4)
+    pair.optimizer.step()
+
+
 def body_refused(rank: Rank, fallback: bool, misuse: Callable[[Pair], None]) -> tuple[str, str, float]:
     rank.init("dear")
     pair = Pair(rank, made(mlp), sgd, fallback=fallback)
@@ -119,6 +164,8 @@ def body_refused(rank: Rank, fallback: bool, misuse: Callable[[Pair], None]) -> 
     return outcome
 
 
+DROPPED = ("was dropped after the backward pass", "drop all of them with optimizer.zero_grad()")
+REPLACED = ("was replaced after the backward pass", "change others through optimizer.param_groups")
 CHANGED = ("was changed after the backward pass", "clip with sync.clip_grad_norm_()")
 
 
@@ -140,6 +187,34 @@ def test_clipping_by_torch_raises_in_the_first_step(
     for kind, message, seconds in run_ranks(in_form, 2, form, body_refused, fallback, misuse):
         assert kind == "RuntimeError" and all(part in message for part in text), (kind, message)
         assert seconds < 10
+
+
+@pytest.mark.parametrize("fallback", PHASES)
+@pytest.mark.parametrize(
+    ("misuse", "text"),
+    [
+        (drop_one_gradient, DROPPED),
+        (drop_all_gradients, DROPPED),
+        (drop_in_closure, DROPPED),
+        (replace_gradients, REPLACED),
+        (replace_in_the_same_memory, REPLACED),
+        (give_one_a_gradient, REPLACED),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_dropped_or_replaced_raise_in_the_first_step(
+    form: str, misuse: Callable[[Pair], None], text: tuple[str, str], fallback: bool
+) -> None:
+    for kind, message, _ in run_ranks(in_form, 2, form, body_refused, fallback, misuse):
+        assert kind == "RuntimeError" and all(part in message for part in text), (kind, message)
+
+
+def model_zero_grad(pair: Pair) -> None:
+    """Where it drops nothing that would be stepped with: at the beginning, and of a batch that is left out."""
+    pair.losses(pair.steps + 1000)[0].backward()
+    pair.module.zero_grad()
+    pair.twin.zero_grad()
+    pair.backward()
 
 
 def clip_what_is_stepped(pair: Pair) -> None:
@@ -188,6 +263,7 @@ def body_changed(rank: Rank, fallback: bool, change: Callable[[Pair], None], ddp
         ("replicated", clip_what_is_stepped, {}),
         *((form, change_values, {}) for form in FORMS),
         *((form, drop_one, {}) for form in FORMS),
+        *((form, model_zero_grad, {}) for form in FORMS),
         *((form, clip_two_batches, {}) for form in FORMS),
         *((form, change_values, {"static_graph": True}) for form in FORMS),
         *((form, change_values, {"find_unused_parameters": True}) for form in FORMS),

@@ -265,6 +265,31 @@ def test_an_attached_optimizer_is_not_copied_and_a_detached_one_is(form: str, fa
     assert run_ranks(in_form, 2, form, body_optimizers_that_are_not_copied, fallback) == [True, True]
 
 
+def body_checkpoint_functions(rank: Rank, fallback: bool) -> float:
+    from torch.distributed.checkpoint import state_dict as functions
+
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw, fallback=fallback)
+    state = functions.get_optimizer_state_dict(pair.twin, adamw(pair.twin.parameters()))
+    text = r"get_state_dict\(\) and set_state_dict\(\) do not find .* save sync\.optimizer_state_dict\(\)"
+    with pytest.raises(RuntimeError, match=text):
+        functions.set_optimizer_state_dict(pair.ddp, pair.optimizer, state)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=text):
+            functions.get_state_dict(pair.ddp, pair.optimizer)
+        pair.run(2)
+    assert functions.get_model_state_dict(pair.ddp).keys() == pair.module.state_dict().keys()
+    worst = pair.done()
+    assert functions.get_optimizer_state_dict(pair.module, pair.optimizer).keys() == state.keys()
+    return worst
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_functions_that_look_for_parameters_in_the_optimizer(form: str, fallback: bool) -> None:
+    assert max(run_ranks(in_form, 2, form, body_checkpoint_functions, fallback)) < 1e-5
+
+
 def _without(state: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name != key}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,6 +81,48 @@ def test_a_module_waits_for_children_that_it_reads_without_calling(waits: Waits)
 def test_what_nobody_calls_is_waited_for_by_the_root(waits: Waits) -> None:
     waits.forward()
     assert waits.forward()[0] == {"unused.weight", "unused.bias"}
+
+
+class Fused(nn.Module):
+    """In training it reads what its child has, without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fused = self.training and torch.is_grad_enabled()
+        return self.head(nn.functional.linear(x, self.child.weight, self.child.bias) if fused else self.child(x))
+
+
+def evaluate(waits: Waits) -> None:
+    waits.ddp.eval()
+    waits.forward()
+    waits.ddp.train()
+
+
+def evaluate_without_gradients(waits: Waits) -> None:
+    with torch.no_grad():
+        waits.forward()
+
+
+def call_the_child(waits: Waits) -> None:
+    waits.ddp.module.child(torch.zeros(1, 4))
+
+
+def fail_in_evaluation(waits: Waits) -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        waits.ddp(torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("first", [evaluate, evaluate_without_gradients, call_the_child, fail_in_evaluation])
+def test_only_what_training_calls_waits_by_itself(first: Callable[[Waits], None]) -> None:
+    waits = Waits(Fused())
+    first(waits)
+    assert set(waits.seen) <= {"all"}
+    assert set(waits.forward()) == {"all"}
+    assert waits.forward() == [{"child.weight", "child.bias"}, {"head.weight", "head.bias"}]
 
 
 def test_evaluation_waits_for_everything(waits: Waits) -> None:

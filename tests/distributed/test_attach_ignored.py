@@ -1,0 +1,105 @@
+"""What DDP was told to ignore is each worker's own: not averaged, and stepped with its own gradient."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from attached import batch, equal_everywhere, everywhere, flat, new_group
+from harness import Rank, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("prague", {"order": "cta", "generator": "static"}),
+    ("prague", {"order": "atc", "generator": "static"}),
+    ("dssync", {}),
+    ("hop", {"graph": "ring"}),
+    ("dear", {"allreduce_fallback": False}),
+    ("dear", {"allreduce_fallback": False, "form": "replicated"}),
+    ("dear", {"allreduce_fallback": True}),
+]
+
+
+class Personal(nn.Module):
+    """A body that is shared; a head, its statistics and a frozen factor that are the worker's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(8, 8)
+        torch.manual_seed(1 + rank)
+        self.own = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.own.register_parameter("factor", nn.Parameter(torch.full((1,), 1.0 + rank), requires_grad=False))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.own(torch.tanh(self.body(inputs))) * self.own.factor  # type: ignore[no-any-return]
+
+
+def personal(rank: int, backend: str, options: dict[str, Any]) -> tuple[Personal, DistributedDataParallel]:
+    model = Personal(rank)
+    own = [name for name in model.state_dict() if name.startswith("own.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    return model, DistributedDataParallel(model, process_group=new_group(backend, **options))
+
+
+def body_own(rank: Rank, backend: str, options: dict[str, Any]) -> None:
+    rank.init(backend)
+    model, ddp = personal(rank.rank, backend, options)
+    twin = copy.deepcopy(model)  # of the own part; the body has no learning rate
+    own = torch.optim.SGD(model.own.parameters(), lr=0.1, momentum=0.9)
+    optimizers = [torch.optim.SGD(model.body.parameters(), lr=0.0), own]
+    if backend != "dear":
+        optimizers[0].add_param_group({**own.param_groups[0], "params": list(model.own.parameters())})
+        del optimizers[1]
+    sync = torchext.attach(ddp, optimizers[0])
+    plain = torch.optim.SGD(twin.own.parameters(), lr=0.1, momentum=0.9)
+
+    def train() -> None:
+        for step in range(6):
+            inputs, targets = batch(rank.rank, step)
+            for module, its in ((ddp, optimizers), (twin, [plain])):
+                module.zero_grad()
+                nn.functional.mse_loss(module(inputs), targets).backward()
+                for optimizer in its:
+                    optimizer.step()
+
+    def check() -> None:
+        for name, value in twin.own.state_dict().items():
+            torch.testing.assert_close(model.own.state_dict()[name], value, rtol=0, atol=0, msg=name)
+
+    train()
+    with sync.averaged():
+        check()
+    check()
+    sync.synchronize()
+    check()
+    for module in (model, twin):  # nobody else has to know
+        module.own.factor.requires_grad_(True)
+    train()
+    check()
+    assert not torch.equal(*everywhere(flat(model.own))[:2])
+    sync.detach()
+    equal_everywhere(model.body)
+    check()
+
+
+@pytest.mark.parametrize(("backend", "options"), VARIANTS, ids=str)
+def test_what_is_ignored_is_the_workers_own(backend: str, options: dict[str, Any]) -> None:
+    run_ranks(body_own, 2, backend, options)
+
+
+def body_in_one_optimizer(rank: Rank) -> None:
+    rank.init("dear")
+    model, ddp = personal(rank.rank, "dear", {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"told to ignore own\.0\.weight, own\.0\.bias, .* an optimizer of its own"):
+        torchext.attach(ddp, optimizer)
+
+
+def test_dear_wants_an_optimizer_of_its_own_for_what_is_ignored() -> None:
+    run_ranks(body_in_one_optimizer, 2)
