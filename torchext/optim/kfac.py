@@ -65,7 +65,9 @@ class KFAC(torch.optim.Optimizer):
         if refusal:
             failure = TypeError(f"{type(self).__name__}: {refusal}")
         passed = {name: value for name, value in kfac.items() if name in _PASSED_ON}
-        self.kfac = KFACPreconditioner(model, strategy=strategy, _failure=failure, **passed)
+        self.kfac = KFACPreconditioner(
+            model, strategy=strategy, _failure=failure, _inside=type(self).__name__, **passed
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's own values are checked."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -15,20 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._dear_optimizer import stood_for
+from torchext.optim._attached import dear_of, living, refusal_of_dear
 from torchext.optim._group import agree_that_all_can, own_group
 from torchext.optim._layers import Layer, find_layers, install_hooks
 from torchext.optim._plan import KFACPlan
 from torchext.optim._state import VERSION, check_state
 
 __all__ = ["KFACPreconditioner"]
-
-_in_front: weakref.WeakKeyDictionary[torch.optim.Optimizer, KFACPreconditioner] = weakref.WeakKeyDictionary()
-
-
-def shares_factors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether K-FAC is in this optimizer, or in front of it, and its ranks exchange factors in every step."""
-    kfac = getattr(optimizer, "kfac", None) or _in_front.get(optimizer)
-    return isinstance(kfac, KFACPreconditioner) and kfac._several
 
 
 class _Handle(Protocol):
@@ -146,6 +139,7 @@ class KFACPreconditioner:
         split_directions: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         _failure: Exception | None = None,
+        _inside: str | None = None,
         _queued: bool = False,
         **unknown: NoReturn,
     ) -> None:
@@ -192,10 +186,17 @@ class KFACPreconditioner:
                 )
             self._layers = find_layers(module, skip=skip_layers, sequences=sequences)
             _check_devices(self._layers)
+            self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
+            dear = dear_of(layer.weight for layer in self._layers)
+            refusal = None if dear is None else refusal_of_dear(_inside, dear._sharded)
+            if refusal is not None:
+                raise refusal
         except Exception as error:  # told to the other ranks first: they wait for this one
             failure = failure or error
         agree_that_all_can(group, failure)
         self._several = group is not None
+        self._inside = _inside
+        self._in_front_of: weakref.ref[torch.optim.Optimizer] | None = None
         self._method = method
         self._scaling = factor_scaling
         self._grad_scaler = grad_scaler
@@ -205,9 +206,9 @@ class KFACPreconditioner:
         # Hooks that outlived it would go on computing factors for nobody.
         self._remove = weakref.finalize(self, _remove, self._handles)
         self._remove.atexit = False
-        self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
         if optimizer is not None:
             self._install(optimizer)
+        living.add(self)
 
     def _install(self, optimizer: torch.optim.Optimizer) -> None:
         def before_step(used: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -219,7 +220,7 @@ class KFACPreconditioner:
             return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
 
         self._handles += [optimizer.register_step_pre_hook(before_step), _TakesScale(optimizer)]
-        _in_front[optimizer] = self
+        self._in_front_of = weakref.ref(optimizer)
 
     def _after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         calls = 0
@@ -291,6 +292,11 @@ class KFACPreconditioner:
         grouped = list(param_groups)
         if grouped and lr != 1.0:
             raise ValueError(f"lr = {lr}: allowed without param_groups, which have their own; leave one of them out")
+        if not grouped and dear_of(layer.weight for layer in self._layers) is not None:
+            raise RuntimeError(
+                "KFACPreconditioner.step() under dear: gradients are averaged where they are asked for; pass "
+                "optimizer.param_groups, or give it the optimizer when it is made"
+            )
         for group in grouped:
             rate = float(group["lr"])
             for parameter in group["params"]:
@@ -326,12 +332,26 @@ class KFACPreconditioner:
         raise no_copies(self)
 
     def discard(self) -> None:
-        """Forgets what backward passes have left since the last step (one that a gradient scaler skipped, say)."""
+        """Forgets what backward passes have left since the last step (one that a gradient scaler skipped, say).
+
+        ``zero_grad()`` of K-FAC's own optimizers does it. ``model.zero_grad()`` and ``p.grad = None`` are not seen: call
+        it then, on all ranks alike.
+        """
         self._engine.discard()
 
     def remove(self) -> None:
         """Takes all hooks away; the model and the optimizer are then what they were."""
+        living.discard(self)
         self._remove()
+
+    def _belongs_to(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is a part of this optimizer, or stands in front of it."""
+        before = None if self._in_front_of is None else self._in_front_of()
+        return before is optimizer or getattr(optimizer, "kfac", None) is self
+
+    def _preconditions(self, parameters: Collection[int]) -> bool:
+        """Whether a parameter with one of these ids is among those of its layers."""
+        return not self._own.isdisjoint(parameters)
 
     @property
     def damping(self) -> float:
