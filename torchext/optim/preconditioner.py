@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext._dear_optimizer import stood_for
 from torchext.optim._attached import dear_of, living, refusal_of_dear
-from torchext.optim._group import agree_that_all_can, own_group
+from torchext.optim._group import agree_that_all_can, end, end_after, own_group
 from torchext.optim._layers import Layer, find_layers, install_hooks
 from torchext.optim._plan import KFACPlan
 from torchext.optim._state import VERSION, check_state
@@ -193,14 +193,19 @@ class KFACPreconditioner:
                 raise refusal
         except Exception as error:  # told to the other ranks first: they wait for this one
             failure = failure or error
-        agree_that_all_can(group, failure)
+        try:
+            agree_that_all_can(group, failure)
+            self._engine = _C.KfacEngine([layer.spec for layer in self._layers], options, group)
+        except BaseException:
+            end(None if on_cuda else group)
+            raise
+        end_after(self._engine, None if on_cuda else group)  # one rank alone cannot end NCCL's
         self._several = group is not None
         self._inside = _inside
         self._in_front_of: weakref.ref[torch.optim.Optimizer] | None = None
         self._method = method
         self._scaling = factor_scaling
         self._grad_scaler = grad_scaler
-        self._engine = _C.KfacEngine([layer.spec for layer in self._layers], options, group)
         self._unseen = set(range(len(self._layers)))
         self._handles: list[_Handle] = [*install_hooks(self._engine, self._layers, self._unseen)]
         # Hooks that outlived it would go on computing factors for nobody.
@@ -334,8 +339,8 @@ class KFACPreconditioner:
     def discard(self) -> None:
         """Forgets what backward passes have left since the last step (one that a gradient scaler skipped, say).
 
-        ``zero_grad()`` of K-FAC's own optimizers does it. ``model.zero_grad()`` and ``p.grad = None`` are not seen: call
-        it then, on all ranks alike.
+        ``zero_grad()`` of K-FAC's own optimizers does it. ``model.zero_grad()`` and ``p.grad = None`` are not seen:
+        call it then, on all ranks alike.
         """
         self._engine.discard()
 
