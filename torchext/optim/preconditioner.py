@@ -79,8 +79,9 @@ class KFACPreconditioner:
 
     Args:
         model: the module, or DDP around it. Keep its layers: later replacements are not seen.
-        optimizer: if given, its ``step()`` preconditions first; with a closure, after that. Not one that calls its
-            closure several times, as LBFGS does.
+        optimizer: if given, its ``step()`` preconditions first; with a closure, after that. What it does not step now
+            keeps its gradient, also if ``add_param_group`` brings it later. Not one that calls its closure several
+            times, as LBFGS does.
         damping: lambda, above 0. Attribute; may be changed at any time, on all ranks alike.
         factor_decay: of the running averages, in [0, 1).
         martens_decay: min(1 - 1/k, factor_decay) in the k-th update instead, so that early batches count fully.
@@ -139,13 +140,14 @@ class KFACPreconditioner:
         split_directions: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         _failure: Exception | None = None,
-        _inside: str | None = None,
+        _inside: torch.optim.Optimizer | None = None,
         _queued: bool = False,
         **unknown: NoReturn,
     ) -> None:
         module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
         group = own_group(model, process_group, on_cuda)
+        inside = None if _inside is None else type(_inside).__name__
         failure = _failure
         try:
             # Python's own refusal would come before the others are told: they would wait for this rank in new_group().
@@ -184,11 +186,12 @@ class KFACPreconditioner:
                 raise ValueError(
                     f'split_directions = True: allowed with method="inverse" only, this is "{method}"; leave it out'
                 )
-            self._layers = find_layers(module, skip=skip_layers, sequences=sequences)
+            stepped = _stepped_by(optimizer or _inside)
+            self._layers = find_layers(module, skip=skip_layers, sequences=sequences, stepped=stepped)
             _check_devices(self._layers)
             self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
             dear = dear_of(layer.weight for layer in self._layers)
-            refusal = None if dear is None else refusal_of_dear(_inside, dear._sharded)
+            refusal = None if dear is None else refusal_of_dear(inside, dear._sharded)
             if refusal is not None:
                 raise refusal
         except Exception as error:  # told to the other ranks first: they wait for this one
@@ -201,7 +204,7 @@ class KFACPreconditioner:
             raise
         end_after(self._engine, None if on_cuda else group)  # one rank alone cannot end NCCL's
         self._several = group is not None
-        self._inside = _inside
+        self._inside = inside
         self._in_front_of: weakref.ref[torch.optim.Optimizer] | None = None
         self._method = method
         self._scaling = factor_scaling
@@ -428,6 +431,12 @@ class KFACPreconditioner:
         """
         self.check_state(state)
         self._engine.load(state["factors"], state["steps"], state["factor_updates"])
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
+    """Ids of the model's parameters that it steps; None: it is not known."""
+    groups = getattr(optimizer, "param_groups", None)  # which one that could not be built has not
+    return None if groups is None else {id(stood_for(p)) for group in groups for p in group["params"]}
 
 
 # What can be passed to it by name.
