@@ -41,6 +41,26 @@ def test_frozen_bias_and_frozen_layer() -> None:
     assert KFACPreconditioner(model).layers == ["0"]
 
 
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_a_bias_frozen_in_training_leaves_its_weight_to_kfac(clip: float | None) -> None:
+    model, twin = mlp(), mlp()
+    inputs, targets = data()
+    for trained in (model, twin):
+        kfac = KFACPreconditioner(trained, kl_clip=clip, inverse_update_steps=10)
+        for step in range(2):
+            trained.zero_grad()
+            trained[2].bias.requires_grad_(trained is twin or step == 0)
+            nn.functional.cross_entropy(trained(inputs), targets).backward()
+            if trained is twin and step == 1:
+                trained[2].bias.grad.zero_()  # what one that is not there counts as
+            plain = trained[2].weight.grad.clone()
+            kfac.step()
+        assert not torch.allclose(plain, trained[2].weight.grad, rtol=1e-2)
+    assert model[2].bias.grad is None
+    same(model[2].weight.grad, twin[2].weight.grad)
+    same(model[0].weight.grad, twin[0].weight.grad)
+
+
 @pytest.mark.parametrize("front", [False, True])
 def test_what_is_not_stepped_keeps_its_gradient(front: bool) -> None:
     model = mlp()
