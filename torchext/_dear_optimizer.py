@@ -187,6 +187,10 @@ class DearOptimizer:
             handle.remove()
         self._optimizer.__dict__.pop("zero_grad", None)
 
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether it is one of the model's."""
+        return id(parameter) in self._position
+
     def parameter(self, stepped: SteppedParameter) -> nn.Parameter:
         """The model's parameter of which something is stepped."""
         return self._parameters[stepped.position]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -188,6 +188,14 @@ class DearSynchronizer(Synchronizer):
             finally:
                 if self._lane is not None:
                     self._lane.close()
+
+    @property
+    def _sharded(self) -> bool:
+        return not self._core.replicated
+
+    def _trains(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether one of them is a parameter of its model. Waits for nothing, as asking the model would."""
+        return any(self._held.has(parameter) for parameter in parameters)
 
     def _detach_core(self) -> None:
         try:

@@ -193,13 +193,13 @@ def _check_can_continue(backend: Any) -> None:
 
 def _check_averaging(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     """Refuses what decentralized workers cannot train."""
-    kfac = sys.modules.get("torchext.optim.preconditioner")
-    if kfac is not None and kfac.shares_factors(optimizer):
+    kfac = sys.modules.get("torchext.optim._attached")
+    if kfac is not None and kfac.shares_factors(ddp.module, optimizer):
         raise ValueError(
             "torchext.attach: K-FAC exchanges factors with all ranks in its steps, and wants the average gradient; "
-            "decentralized workers step at their own pace with their own. Train it with plain DDP, with dear in the "
-            "replicated form, or keep its factors to each worker: process_group=dist.new_group([rank], "
-            "use_local_synchronization=True)"
+            "decentralized workers step at their own pace with their own. Train it with plain DDP, or with dear as "
+            "KFACPreconditioner(model, optimizer) and DeAROptions(form='replicated'), or keep its factors to each "
+            "worker: process_group=dist.new_group([rank], use_local_synchronization=True)"
         )
     if ddp._comm_hooks:
         raise ValueError(
@@ -249,6 +249,9 @@ def _attach_dear(
     bucket_mb: float | None,
 ) -> Synchronizer:
     options: Any = backend.options  # declared as those of any backend
+    kfac = sys.modules.get("torchext.optim._attached")
+    if kfac is not None:
+        kfac.check_dear(ddp.module, optimizer, options.form)
     check_stepped(optimizer, options.form)
     if ddp._comm_hooks:
         raise ValueError(

@@ -76,9 +76,13 @@ at::Tensor KfacDirections::splitSlice(int part) const {
 
 void KfacDirections::findActive() {
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const KfacLayerSpec& spec = layers_[layer];
-    active_[layer] = spec.weight.grad().defined() && (!spec.bias || spec.bias->grad().defined());
+    active_[layer] = layers_[layer].weight.grad().defined();
   }
+}
+
+at::Tensor KfacDirections::biasGradient(int layer) const {
+  const auto& bias = layers_[static_cast<std::size_t>(layer)].bias;
+  return bias ? bias->grad() : at::Tensor();
 }
 
 }  // namespace torchext

@@ -34,8 +34,8 @@ class KfacDirections {
   // Whether a layer can be split: the products of one matrix, in the form that needs no full intermediate.
   static bool splits(const KfacLayerSpec& spec, InverseForm form);
 
-  // Copies the parameters' gradients, times `scale`. Layers without a gradient take no part. False: one of them, or of
-  // `others`, is not finite.
+  // Copies the parameters' gradients, times `scale`. Layers whose weight has none take no part. False: one of them, or
+  // of `others`, is not finite.
   virtual bool collect(double scale, const std::vector<at::Tensor>& others) = 0;
   bool active(int layer) const { return active_[static_cast<std::size_t>(layer)]; }
   int parts(int layer) const { return parts_[static_cast<std::size_t>(layer)]; }
@@ -56,8 +56,10 @@ class KfacDirections {
   KfacDirections(const std::vector<KfacLayerSpec>& layers, const at::TensorOptions& options, Layout layout);
 
   const std::vector<KfacLayerSpec>& layers() const { return layers_; }
-  // Finds out which layers are active.
+  // Finds out which layers are active: those whose weight has a gradient.
   void findActive();
+  // Undefined without a bias, and where it was frozen in training: its column is zero then, and goes nowhere.
+  at::Tensor biasGradient(int layer) const;
   std::int64_t size(int layer) const;
   std::int64_t rows(int layer) const;
   std::int64_t width(int layer) const { return size(layer) / rows(layer); }

@@ -66,14 +66,17 @@ void CpuDirections<T>::collectLayer(int layer, T scale) {
     }
     return;
   }
-  const at::Tensor bias = spec(layer).bias->grad().to(kType).contiguous();
-  const T* last = bias.const_data_ptr<T>();
+  at::Tensor bias = biasGradient(layer);
+  if (bias.defined()) {
+    bias = bias.to(kType).contiguous();
+  }
+  const T* last = bias.defined() ? bias.const_data_ptr<T>() : nullptr;
   const std::int64_t inputs = spec(layer).inputs();
-  for (std::int64_t row = 0; row < bias.numel(); ++row, from += inputs, to += inputs + 1) {
+  for (std::int64_t row = 0; row < rows(layer); ++row, from += inputs, to += inputs + 1) {
     for (std::int64_t i = 0; i < inputs; ++i) {
       to[i] = scale * from[i];
     }
-    to[inputs] = scale * last[row];
+    to[inputs] = last != nullptr ? scale * last[row] : T(0);
   }
 }
 
@@ -188,7 +191,8 @@ void CpuDirections<T>::writeLayer(int layer, T factor) {
     return tensor.is_contiguous() && tensor.scalar_type() == kType ? tensor : at::empty(tensor.sizes(), kType);
   };
   const at::Tensor weight = plain(of.weight.grad());
-  const at::Tensor bias = of.bias ? plain(of.bias->grad()) : at::Tensor();
+  const at::Tensor bias_gradient = biasGradient(layer);
+  const at::Tensor bias = bias_gradient.defined() ? plain(bias_gradient) : at::Tensor();
   for (int part = 0; part < parts(layer); ++part) {
     const T* from = direction(layer, part);
     const std::int64_t begin = column(layer, part);
@@ -199,7 +203,7 @@ void CpuDirections<T>::writeLayer(int layer, T factor) {
       for (std::int64_t i = 0; i < of_weight; ++i) {
         to[i] = factor * from[i];
       }
-      if (of_weight < columns) {
+      if (of_weight < columns && bias.defined()) {
         bias.mutable_data_ptr<T>()[row] = factor * from[of_weight];
       }
     }
@@ -210,8 +214,8 @@ void CpuDirections<T>::writeLayer(int layer, T factor) {
     }
   };
   give_back(weight, of.weight.grad());
-  if (of.bias) {
-    give_back(bias, of.bias->grad());
+  if (bias.defined()) {
+    give_back(bias, bias_gradient);
   }
 }
 

@@ -48,8 +48,8 @@ void QueuedDirections::append(int layer, const at::Tensor& matrix, Pairs& pairs)
   const std::int64_t inputs = width(layer) - (of.bias ? 1 : 0);
   pairs.own.push_back(of.weight.grad());
   pairs.ours.push_back(matrix.narrow(1, 0, inputs).view(of.weight.sizes()));
-  if (of.bias) {
-    pairs.own.push_back(of.bias->grad());
+  if (const at::Tensor bias = biasGradient(layer); bias.defined()) {
+    pairs.own.push_back(bias);
     pairs.ours.push_back(matrix.select(1, inputs));
   }
 }
@@ -62,6 +62,9 @@ bool QueuedDirections::collect(double scale, const std::vector<at::Tensor>& othe
       append(layer, gradient(layer), pairs);
     } else {
       gradient(layer).zero_();
+    }
+    if (active(layer) && spec(layer).bias && !biasGradient(layer).defined()) {
+      gradient(layer).select(1, width(layer) - 1).zero_();
     }
   }
   if (!pairs.own.empty()) {

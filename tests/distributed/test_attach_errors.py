@@ -108,10 +108,13 @@ def body_refused(rank: Rank) -> bool:
         torchext.attach(hooked, sgd(hooked))
     factored = DistributedDataParallel(nn.Linear(4, 1))
     plain = sgd(factored)
-    KFACPreconditioner(factored, plain)
+    in_front = KFACPreconditioner(factored, plain)
     for kfac in (SPDKFAC(factored), plain):
         with pytest.raises(ValueError, match=r"K-FAC exchanges factors .* process_group=dist\.new_group"):
             torchext.attach(factored, kfac)
+    in_front.remove()
+    torchext.attach(factored, plain).detach()
+    factored = DistributedDataParallel(nn.Linear(4, 1))
     alone = dist.new_group([rank.rank], use_local_synchronization=True)
     own_factors = SPDKFAC(factored, process_group=alone)
     torchext.attach(factored, own_factors).detach()

@@ -8,6 +8,7 @@ from kfac_models import data, mlp
 from kfac_reference import Reference, same, written
 from torch import Tensor, nn
 
+from torchext.errors import NoSupportedLayerError
 from torchext.optim import SPDKFAC, KFACPreconditioner
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -38,6 +39,64 @@ def test_frozen_bias_and_frozen_layer() -> None:
     assert torch.equal(model[0].bias, bias)
     model[2].requires_grad_(False)
     assert KFACPreconditioner(model).layers == ["0"]
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_a_bias_frozen_in_training_leaves_its_weight_to_kfac(clip: float | None) -> None:
+    model, twin = mlp(), mlp()
+    inputs, targets = data()
+    for trained in (model, twin):
+        kfac = KFACPreconditioner(trained, kl_clip=clip, inverse_update_steps=10)
+        for step in range(2):
+            trained.zero_grad()
+            trained[2].bias.requires_grad_(trained is twin or step == 0)
+            nn.functional.cross_entropy(trained(inputs), targets).backward()
+            if trained is twin and step == 1:
+                trained[2].bias.grad.zero_()  # what one that is not there counts as
+            plain = trained[2].weight.grad.clone()
+            kfac.step()
+        assert not torch.allclose(plain, trained[2].weight.grad, rtol=1e-2)
+    assert model[2].bias.grad is None
+    same(model[2].weight.grad, twin[2].weight.grad)
+    same(model[0].weight.grad, twin[0].weight.grad)
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_what_is_not_stepped_keeps_its_gradient(front: bool) -> None:
+    model = mlp()
+    layer = model[2]
+    inputs, targets = data()
+
+    def directions(parameters: list[nn.Parameter]) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+        for parameter in model.parameters():
+            parameter.grad = None
+        optimizer: torch.optim.Optimizer
+        if front:
+            optimizer = torch.optim.SGD(parameters, lr=0.0)
+            kfac = KFACPreconditioner(model, optimizer, kl_clip=None, inverse_update_steps=1)
+        else:
+            optimizer = SPDKFAC(model, parameters, lr=0.0, kl_clip=None, inverse_update_steps=1)
+            kfac = optimizer.kfac
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        return kfac.layers, before, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    layers, before, after = directions(list(layer.parameters()))
+    assert layers == ["2"]
+    assert torch.equal(before["0.weight"], after["0.weight"])
+    assert torch.equal(before["0.bias"], after["0.bias"])
+    assert not torch.equal(before["2.weight"], after["2.weight"])
+    _, _, of_all = directions(list(model.parameters()))
+    same(after["2.weight"], of_all["2.weight"])
+    same(after["2.bias"], of_all["2.bias"])
+    layers, before, without_bias = directions([layer.weight])
+    assert torch.equal(before["2.bias"], without_bias["2.bias"])
+    layer.bias.requires_grad_(False)
+    _, _, frozen = directions(list(model.parameters()))
+    same(without_bias["2.weight"], frozen["2.weight"])
+    with pytest.raises(NoSupportedLayerError, match="that the optimizer steps"):
+        directions([model[0].bias])
 
 
 def test_lazy_modules() -> None:

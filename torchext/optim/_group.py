@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["agree_that_all_can", "own_group"]
+__all__ = ["NAMED_BY_COUNTING", "agree_that_all_can", "end", "end_after", "own_group"]
+
+# Older torch names some groups by how many there are, and ranks that end one at different moments would give the next
+# one different names: there K-FAC's last as long as the process.
+NAMED_BY_COUNTING = "pg_names" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
 
 
 def own_group(model: nn.Module, group: dist.ProcessGroup | None, on_cuda: bool) -> dist.ProcessGroup | None:
@@ -27,6 +35,29 @@ def own_group(model: nn.Module, group: dist.ProcessGroup | None, on_cuda: bool) 
     own = dist.new_group(ranks, backend=backend, use_local_synchronization=some)
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def end_after(owner: object, group: dist.ProcessGroup | None) -> None:
+    """Has the Gloo group of :func:`own_group` end when its one user is gone, whenever that is on other ranks."""
+    if group is not None:
+        weakref.finalize(owner, _end, [group]).atexit = False
+
+
+def end(group: dist.ProcessGroup | None) -> None:
+    """Has its connections closed and its threads ended once nobody uses it. Local: no other rank need do so."""
+    if group is not None:
+        _end([group])
+
+
+def _end(holds: list[dist.ProcessGroup]) -> None:
+    if NAMED_BY_COUNTING:
+        return
+    if dist.is_initialized():
+        with contextlib.suppress(ValueError):  # with all groups, already
+            dist.destroy_process_group(holds[0])
+    # Its destructor waits for what is on its way, and the other ranks may never send their part. No threading.Thread:
+    # this may be the garbage collector, called where that module's locks are held.
+    _thread.start_new_thread(holds.clear, ())
 
 
 def agree_that_all_can(group: dist.ProcessGroup | None, failure: Exception | None) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,16 @@ class Layer:
     bias: nn.Parameter | None
 
 
-def find_layers(model: nn.Module, *, skip: Sequence[str], sequences: str) -> list[Layer]:
+def find_layers(
+    model: nn.Module, *, skip: Sequence[str], sequences: str, stepped: Collection[int] | None = None
+) -> list[Layer]:
     """The layers of ``model`` in the order of ``named_modules()``.
 
     Args:
         model: not wrapped by DDP.
         skip: regular expressions; modules whose full name one of them matches are left to the plain gradient.
         sequences: ``"expand"`` or ``"reduce"``.
+        stepped: ids of the parameters that are; others are left alone as frozen ones are. None: all.
 
     Raises:
         TypeError: ``skip`` is no list of patterns.
@@ -60,11 +63,12 @@ def find_layers(model: nn.Module, *, skip: Sequence[str], sequences: str) -> lis
         if all(_same_kind(module, other) for _, other in tied) and not any(
             pattern.fullmatch(n) for pattern in patterns for n, _ in tied
         ):
-            layer = _layer(name, [user for _, user in tied], sequences)
+            layer = _layer(name, [user for _, user in tied], sequences, stepped)
             found += [layer] if layer is not None else []
     if not found:
         raise NoSupportedLayerError(
             "the model has no Linear, Conv1d/2d/3d or Embedding layer with a trained weight of its own"
+            + ("" if stepped is None else " that the optimizer steps")
             + (f" that skip_layers={list(skip)} leaves" if skip else "")
         )
     return found
@@ -104,12 +108,12 @@ def _same_kind(module: nn.Module, other: nn.Module) -> bool:
     )
 
 
-def _layer(name: str, modules: list[nn.Module], sequences: str) -> Layer | None:
+def _layer(name: str, modules: list[nn.Module], sequences: str, stepped: Collection[int] | None) -> Layer | None:
     module = modules[0]
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
-    if weight is None or not weight.requires_grad or not weight.is_floating_point() or weight.numel() == 0:
+    if not _is_trained(weight, stepped) or not weight.is_floating_point() or weight.numel() == 0:
         return None
-    if bias is not None and not bias.requires_grad:
+    if not _is_trained(bias, stepped):
         bias = None
     what: dict[str, Any] = {
         "kind": "linear",
@@ -141,6 +145,10 @@ def _layer(name: str, modules: list[nn.Module], sequences: str) -> Layer | None:
         return None
     spec = _C.KfacLayer(name=name, weight=weight, bias=bias, **what)
     return Layer(name, modules, spec, weight, bias)
+
+
+def _is_trained(parameter: nn.Parameter | None, stepped: Collection[int] | None) -> TypeGuard[nn.Parameter]:
+    return parameter is not None and parameter.requires_grad and (stepped is None or id(parameter) in stepped)
 
 
 def _padding(module: Convolution) -> tuple[list[int], list[int]]:

@@ -26,7 +26,8 @@ class KFAC(torch.optim.Optimizer):
 
     Args:
         model: the module, or DDP around it.
-        params: parameters or groups to step; default: all of the model.
+        params: parameters or groups to step; default: all of the model. Gradients of others are left alone, as those of
+            frozen ones; so are those of layers that ``add_param_group`` brings later, which are stepped plainly.
         lr: the learning rate, 0 or more.
         momentum: in [0, 1).
         weight_decay: added to the direction times the parameter, 0 or more.
@@ -65,7 +66,7 @@ class KFAC(torch.optim.Optimizer):
         if refusal:
             failure = TypeError(f"{type(self).__name__}: {refusal}")
         passed = {name: value for name, value in kfac.items() if name in _PASSED_ON}
-        self.kfac = KFACPreconditioner(model, strategy=strategy, _failure=failure, **passed)
+        self.kfac = KFACPreconditioner(model, strategy=strategy, _failure=failure, _inside=self, **passed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's own values are checked."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -15,20 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._dear_optimizer import stood_for
-from torchext.optim._group import agree_that_all_can, own_group
+from torchext.optim._attached import dear_of, living, refusal_of_dear
+from torchext.optim._group import agree_that_all_can, end, end_after, own_group
 from torchext.optim._layers import Layer, find_layers, install_hooks
 from torchext.optim._plan import KFACPlan
 from torchext.optim._state import VERSION, check_state
 
 __all__ = ["KFACPreconditioner"]
-
-_in_front: weakref.WeakKeyDictionary[torch.optim.Optimizer, KFACPreconditioner] = weakref.WeakKeyDictionary()
-
-
-def shares_factors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether K-FAC is in this optimizer, or in front of it, and its ranks exchange factors in every step."""
-    kfac = getattr(optimizer, "kfac", None) or _in_front.get(optimizer)
-    return isinstance(kfac, KFACPreconditioner) and kfac._several
 
 
 class _Handle(Protocol):
@@ -86,8 +79,9 @@ class KFACPreconditioner:
 
     Args:
         model: the module, or DDP around it. Keep its layers: later replacements are not seen.
-        optimizer: if given, its ``step()`` preconditions first; with a closure, after that. Not one that calls its
-            closure several times, as LBFGS does.
+        optimizer: if given, its ``step()`` preconditions first; with a closure, after that. What it does not step now
+            keeps its gradient, also if ``add_param_group`` brings it later. Not one that calls its closure several
+            times, as LBFGS does.
         damping: lambda, above 0. Attribute; may be changed at any time, on all ranks alike.
         factor_decay: of the running averages, in [0, 1).
         martens_decay: min(1 - 1/k, factor_decay) in the k-th update instead, so that early batches count fully.
@@ -146,12 +140,14 @@ class KFACPreconditioner:
         split_directions: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         _failure: Exception | None = None,
+        _inside: torch.optim.Optimizer | None = None,
         _queued: bool = False,
         **unknown: NoReturn,
     ) -> None:
         module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
         group = own_group(model, process_group, on_cuda)
+        inside = None if _inside is None else type(_inside).__name__
         failure = _failure
         try:
             # Python's own refusal would come before the others are told: they would wait for this rank in new_group().
@@ -190,24 +186,37 @@ class KFACPreconditioner:
                 raise ValueError(
                     f'split_directions = True: allowed with method="inverse" only, this is "{method}"; leave it out'
                 )
-            self._layers = find_layers(module, skip=skip_layers, sequences=sequences)
+            stepped = _stepped_by(optimizer or _inside)
+            self._layers = find_layers(module, skip=skip_layers, sequences=sequences, stepped=stepped)
             _check_devices(self._layers)
+            self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
+            dear = dear_of(layer.weight for layer in self._layers)
+            refusal = None if dear is None else refusal_of_dear(inside, dear._sharded)
+            if refusal is not None:
+                raise refusal
         except Exception as error:  # told to the other ranks first: they wait for this one
             failure = failure or error
-        agree_that_all_can(group, failure)
+        try:
+            agree_that_all_can(group, failure)
+            self._engine = _C.KfacEngine([layer.spec for layer in self._layers], options, group)
+        except BaseException:
+            end(None if on_cuda else group)
+            raise
+        end_after(self._engine, None if on_cuda else group)  # one rank alone cannot end NCCL's
         self._several = group is not None
+        self._inside = inside
+        self._in_front_of: weakref.ref[torch.optim.Optimizer] | None = None
         self._method = method
         self._scaling = factor_scaling
         self._grad_scaler = grad_scaler
-        self._engine = _C.KfacEngine([layer.spec for layer in self._layers], options, group)
         self._unseen = set(range(len(self._layers)))
         self._handles: list[_Handle] = [*install_hooks(self._engine, self._layers, self._unseen)]
         # Hooks that outlived it would go on computing factors for nobody.
         self._remove = weakref.finalize(self, _remove, self._handles)
         self._remove.atexit = False
-        self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
         if optimizer is not None:
             self._install(optimizer)
+        living.add(self)
 
     def _install(self, optimizer: torch.optim.Optimizer) -> None:
         def before_step(used: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -219,7 +228,7 @@ class KFACPreconditioner:
             return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
 
         self._handles += [optimizer.register_step_pre_hook(before_step), _TakesScale(optimizer)]
-        _in_front[optimizer] = self
+        self._in_front_of = weakref.ref(optimizer)
 
     def _after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         calls = 0
@@ -291,6 +300,11 @@ class KFACPreconditioner:
         grouped = list(param_groups)
         if grouped and lr != 1.0:
             raise ValueError(f"lr = {lr}: allowed without param_groups, which have their own; leave one of them out")
+        if not grouped and dear_of(layer.weight for layer in self._layers) is not None:
+            raise RuntimeError(
+                "KFACPreconditioner.step() under dear: gradients are averaged where they are asked for; pass "
+                "optimizer.param_groups, or give it the optimizer when it is made"
+            )
         for group in grouped:
             rate = float(group["lr"])
             for parameter in group["params"]:
@@ -326,12 +340,26 @@ class KFACPreconditioner:
         raise no_copies(self)
 
     def discard(self) -> None:
-        """Forgets what backward passes have left since the last step (one that a gradient scaler skipped, say)."""
+        """Forgets what backward passes have left since the last step (one that a gradient scaler skipped, say).
+
+        ``zero_grad()`` of K-FAC's own optimizers does it. ``model.zero_grad()`` and ``p.grad = None`` are not seen:
+        call it then, on all ranks alike.
+        """
         self._engine.discard()
 
     def remove(self) -> None:
         """Takes all hooks away; the model and the optimizer are then what they were."""
+        living.discard(self)
         self._remove()
+
+    def _belongs_to(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is a part of this optimizer, or stands in front of it."""
+        before = None if self._in_front_of is None else self._in_front_of()
+        return before is optimizer or getattr(optimizer, "kfac", None) is self
+
+    def _preconditions(self, parameters: Collection[int]) -> bool:
+        """Whether a parameter with one of these ids is among those of its layers."""
+        return not self._own.isdisjoint(parameters)
 
     @property
     def damping(self) -> float:
@@ -403,6 +431,12 @@ class KFACPreconditioner:
         """
         self.check_state(state)
         self._engine.load(state["factors"], state["steps"], state["factor_updates"])
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
+    """Ids of the model's parameters that it steps; None: it is not known."""
+    groups = getattr(optimizer, "param_groups", None)  # which one that could not be built has not
+    return None if groups is None else {id(stood_for(p)) for group in groups for p in group["params"]}
 
 
 # What can be passed to it by name.
