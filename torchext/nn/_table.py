@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.nn._arguments import MODES, SEEDS, TableOptions, refuse
+from torchext.nn._attached import averaging
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
-from torchext.nn._ops import BagSpec, Table, _ops
+from torchext.nn._ops import BagSpec, Table, _ops, written
 from torchext.nn._optimizer_state import moving_state
 from torchext.nn._storage import ChunkStorage, replace_values
 
@@ -115,10 +116,28 @@ class AdaptiveTable(ChunkStorage):
         Returns:
             Numbers of chunks ``admitted``, ``dropped`` and ``moved``.
 
+        Replicas decide alike only through a :class:`ChunkPruner`, which merges what they have observed.
+
         Raises:
             ValueError: An argument out of its range, or an optimizer that trains something else or whose state cannot
                 move with the chunks. Nothing is changed.
+            RuntimeError: Replicas of the table are averaged (``torchext.attach``). Nothing is changed.
         """
+        if averaging([self]):
+            raise RuntimeError(
+                "prune() of a table whose replicas an attached backend averages: each would hold other chunks than the "
+                "ones that it is averaged with. Take ChunkPruner.prune() on all ranks"
+            )
+        return self._prune(optimizer=optimizer, max_swaps=max_swaps, hysteresis=hysteresis, capacity=capacity)
+
+    def _prune(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        max_swaps: int | None,
+        hysteresis: float,
+        capacity: int | None,
+    ) -> dict[str, int]:
         total, slots = self.num_embeddings * self.chunks, self.budget_chunks
         capacity = slots if capacity is None else capacity
         if max_swaps is not None and max_swaps < 0:
@@ -190,6 +209,7 @@ class AdaptiveTable(ChunkStorage):
             generator = torch.Generator("cpu").manual_seed(seed)
             values = torch.randn(len(fresh), self.chunk_dim, generator=generator, device="cpu") * self.init_std
             self.pool.data[fresh] = values.to(self.pool)
+        written(self.pool)
 
     def _strange_to_ddp(self) -> bool:
         """Whether this forward pass runs inside a DDP that has not met the table; torch.compile guards the answer."""
