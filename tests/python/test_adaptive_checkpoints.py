@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -47,6 +48,49 @@ def test_a_checkpoint_with_another_size_is_trained_on() -> None:
     assert held.requires_grad
     assert small.pool.grad is not None
     assert small.pool.grad.shape == (30, 4)
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash"])
+def test_an_optimizers_state_of_another_budget_is_named_before_it_steps(layout: str) -> None:
+    def made(budget: int) -> tuple[AdaptiveEmbedding, torch.optim.Optimizer]:
+        table = AdaptiveEmbedding.from_pretrained(
+            torch.randn(50, 16), freeze=False, budget=budget, chunk_dim=4, layout=layout
+        )
+        optimizer = torch.optim.Adam(table.parameters(), lr=0.1)
+        step(table, optimizer)
+        return table, optimizer
+
+    def step(table: AdaptiveEmbedding, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        table(torch.arange(50)).sum().backward()
+        optimizer.step()
+
+    (small, saved), (large, optimizer) = made(20), made(30)
+    large.load_state_dict(small.state_dict())
+    assert large.budget_chunks == 20
+    before = large.pool.detach().clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"state 'exp_avg' is of 30 slots, the table took a pool of 20.*new"):
+            step(large, optimizer)
+    assert torch.equal(large.pool, before)
+    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for table, steps in ((small, saved), (large, optimizer)):
+        step(table, steps)
+    assert torch.equal(large.weight, small.weight)
+    other, _ = made(30)
+    other.load_state_dict(small.state_dict())
+    step(other, torch.optim.Adam(other.parameters(), lr=0.1))
+
+
+def test_values_come_in_by_load_state_dict_and_not_through_the_weight_of_a_small_budget() -> None:
+    table = AdaptiveEmbedding(20, 8, budget=0.5, chunk_dim=4)
+    torch.nn.init.constant_(table.weight, 3.0)
+    assert not table.weight.any()
+    table.load_state_dict({"weight": torch.full((20, 8), 3.0)})
+    assert table.weight.sum() == 3.0 * 4 * table.budget_chunks
+    whole = AdaptiveEmbedding(20, 8)
+    torch.nn.init.constant_(whole.weight, 3.0)
+    assert (whole(torch.arange(20)) == 3.0).all()
 
 
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])

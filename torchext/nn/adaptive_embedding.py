@@ -164,7 +164,9 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
     ``g`` the norm of the chunk's gradient. A :class:`ChunkPruner` lets the most useful ones in, now and then. With
     ``budget=1.0`` nothing is absent, nothing is observed, and this is nn.EmbeddingBag with a fused update.
 
-    A table with a budget below 1 starts empty: without a pruner it stays empty.
+    A table with a budget below 1 starts empty: without a pruner it stays empty. A checkpoint brings the budget that it
+    was saved with: ``load_state_dict`` gives the pool that size, and :attr:`budget_chunks` says so. What an optimizer
+    holds of the pool must come from the same checkpoint; its next step raises ValueError where the sizes differ.
 
     Ways to train, ``training=``:
         ``"dense"``: a dense gradient of :attr:`pool` for any optimizer; the default, as nn.EmbeddingBag's.
