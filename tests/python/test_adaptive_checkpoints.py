@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adaptive_tables import trained
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
 
@@ -161,3 +162,45 @@ def test_from_pretrained_keeps_the_largest(layout: str) -> None:
     assert whole.pool.requires_grad
     with pytest.raises(ValueError, match="must be 2-D"):
         AdaptiveEmbeddingBag.from_pretrained(dense[0])
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+@pytest.mark.parametrize("max_norm", [None, 2.0])
+def test_an_average_across_a_pruning_is_refused_and_one_without_follows(layout: str, max_norm: float | None) -> None:
+    torch.manual_seed(0)
+    table = AdaptiveEmbedding(50, 16, budget=0.25, chunk_dim=4, layout=layout, max_norm=max_norm)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    ids = torch.arange(50)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        table((torch.rand(64) ** 2 * 50).long()).sub(1).square().sum().backward()
+        optimizer.step()
+
+    train()
+    table.prune(optimizer=optimizer)
+    average = AveragedModel(table, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    snapshot, twin = copy.deepcopy(table), copy.deepcopy(table)
+    kept = snapshot(ids)
+    for _ in range(5):
+        train()
+        average.update_parameters(table)
+        average(ids)
+    for _ in range(40):
+        average.update_parameters(table)
+    torch.testing.assert_close(average(ids), table(ids))
+    table.prune(optimizer=optimizer)
+    average.update_parameters(table)
+    with pytest.raises(RuntimeError, match=r"written from outside.*pruned since.*anew after each pruning"):
+        average(ids)
+    average.module.load_state_dict(table.state_dict())  # a table of its own
+    assert torch.equal(average(ids), table(ids))
+    again = AveragedModel(table)
+    again.update_parameters(table)
+    assert torch.equal(again(ids), table(ids))
+    # Copies that nobody averages into are tables as any other, whether they train or not.
+    torch.testing.assert_close(snapshot(ids), kept)
+    torch.testing.assert_close(snapshot.double()(ids), kept.double())
+    twin(ids).sum().backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert (twin(ids) - kept).abs().max() > 0.01

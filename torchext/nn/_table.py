@@ -13,6 +13,7 @@ from torchext.nn._arguments import MODES, SEEDS, TableOptions, refuse
 from torchext.nn._attached import averaging
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
+from torchext.nn._lineage import Copied, Origin, Prunings
 from torchext.nn._ops import BagSpec, Table, _ops, written
 from torchext.nn._optimizer_state import moving_state
 from torchext.nn._storage import ChunkStorage, replace_values
@@ -37,12 +38,14 @@ class AdaptiveTable(ChunkStorage):
     """
 
     _version = VERSION
+    _origin: Origin | None  # of a copy, as long as its values may come from there
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, options: TableOptions, *, device: Any, dtype: Any
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, options, device=device, dtype=dtype)
         self._ddp: Any = None  # the process group of the DDP that has met the table
+        self._prunings, self._origin = Prunings(), None
 
     @property
     def _trained(self) -> Tensor:
@@ -169,6 +172,8 @@ class AdaptiveTable(ChunkStorage):
         if capacity < slots and self.layout == "sketch":
             self.utility = torch.cat([self.utility[:capacity], self.utility[slots:]])
         self._carry(moves, admitted, capacity, *state)
+        self._prunings.count += 1
+        self._origin = None
         self.budget_chunks = capacity
         return {"admitted": len(admitted), "dropped": len(dropped), "moved": len(moves)}
 
@@ -236,14 +241,23 @@ class AdaptiveTable(ChunkStorage):
             if sent is not tensor:
                 tensor.copy_(sent)
         self._ddp = ddp.process_group
+        self._origin = None
+
+    def reset_parameters(self) -> None:
+        """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
+        super().reset_parameters()
+        self._origin = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles know no process group."""
-        return {**self.__dict__, "_ddp": None}
+        return {**self.__dict__, "_ddp": None, "_origin": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's group may be in the copy of an optimizer."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        copied: Any = self._prunings
+        if isinstance(copied, Copied):
+            self._prunings, self._origin = Prunings(), Origin.of(self, copied)
         if self.trigger is not None:
             follow(self)
 
@@ -264,3 +278,4 @@ class AdaptiveTable(ChunkStorage):
     ) -> None:
         version = local_metadata.get("version", VERSION)
         load_table(self, state_dict, prefix, version, strict, missing_keys, unexpected_keys, error_msgs)
+        self._origin = None
