@@ -41,6 +41,9 @@ class Synchronizer(abc.ABC):
 
     What all backends have. :class:`~torchext.DearSynchronizer` and :class:`~torchext.HopSynchronizer` add to it.
     ``synchronize``, ``averaged`` and ``detach`` are collective: every rank calls them, in the same order.
+
+    It belongs to its model and process group, and is not copied: ``copy.deepcopy``, ``pickle`` and ``torch.save`` make
+    None of it, so that a copy of the model is one that is not attached. What to save is :meth:`state_dict`.
     """
 
     def __init__(

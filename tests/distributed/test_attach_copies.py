@@ -42,6 +42,7 @@ def body_copies(rank: Rank, backend: str) -> bool:
                 nn.functional.mse_loss(other(inputs), targets).backward()
                 optimizer.step()
             assert not torch.equal(flat(other.module), values) and torch.equal(flat(trainer.module), values)
+    assert copy.deepcopy(trainer.sync) is None and saved_and_loaded(trainer.sync) is None  # its docstring says so
     # A copy of one model may be attached, too.
     twin = copy.deepcopy(trainer.ddp)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from adaptive_tables import trained
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
 
@@ -47,6 +49,49 @@ def test_a_checkpoint_with_another_size_is_trained_on() -> None:
     assert held.requires_grad
     assert small.pool.grad is not None
     assert small.pool.grad.shape == (30, 4)
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash"])
+def test_an_optimizers_state_of_another_budget_is_named_before_it_steps(layout: str) -> None:
+    def made(budget: int) -> tuple[AdaptiveEmbedding, torch.optim.Optimizer]:
+        table = AdaptiveEmbedding.from_pretrained(
+            torch.randn(50, 16), freeze=False, budget=budget, chunk_dim=4, layout=layout
+        )
+        optimizer = torch.optim.Adam(table.parameters(), lr=0.1)
+        step(table, optimizer)
+        return table, optimizer
+
+    def step(table: AdaptiveEmbedding, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        table(torch.arange(50)).sum().backward()
+        optimizer.step()
+
+    (small, saved), (large, optimizer) = made(20), made(30)
+    large.load_state_dict(small.state_dict())
+    assert large.budget_chunks == 20
+    before = large.pool.detach().clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"state 'exp_avg' is of 30 slots, the table took a pool of 20.*new"):
+            step(large, optimizer)
+    assert torch.equal(large.pool, before)
+    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for table, steps in ((small, saved), (large, optimizer)):
+        step(table, steps)
+    assert torch.equal(large.weight, small.weight)
+    other, _ = made(30)
+    other.load_state_dict(small.state_dict())
+    step(other, torch.optim.Adam(other.parameters(), lr=0.1))
+
+
+def test_values_come_in_by_load_state_dict_and_not_through_the_weight_of_a_small_budget() -> None:
+    table = AdaptiveEmbedding(20, 8, budget=0.5, chunk_dim=4)
+    torch.nn.init.constant_(table.weight, 3.0)
+    assert not table.weight.any()
+    table.load_state_dict({"weight": torch.full((20, 8), 3.0)})
+    assert table.weight.sum() == 3.0 * 4 * table.budget_chunks
+    whole = AdaptiveEmbedding(20, 8)
+    torch.nn.init.constant_(whole.weight, 3.0)
+    assert (whole(torch.arange(20)) == 3.0).all()
 
 
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
@@ -117,3 +162,45 @@ def test_from_pretrained_keeps_the_largest(layout: str) -> None:
     assert whole.pool.requires_grad
     with pytest.raises(ValueError, match="must be 2-D"):
         AdaptiveEmbeddingBag.from_pretrained(dense[0])
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+@pytest.mark.parametrize("max_norm", [None, 2.0])
+def test_an_average_across_a_pruning_is_refused_and_one_without_follows(layout: str, max_norm: float | None) -> None:
+    torch.manual_seed(0)
+    table = AdaptiveEmbedding(50, 16, budget=0.25, chunk_dim=4, layout=layout, max_norm=max_norm)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    ids = torch.arange(50)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        table((torch.rand(64) ** 2 * 50).long()).sub(1).square().sum().backward()
+        optimizer.step()
+
+    train()
+    table.prune(optimizer=optimizer)
+    average = AveragedModel(table, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    snapshot, twin = copy.deepcopy(table), copy.deepcopy(table)
+    kept = snapshot(ids)
+    for _ in range(5):
+        train()
+        average.update_parameters(table)
+        average(ids)
+    for _ in range(40):
+        average.update_parameters(table)
+    torch.testing.assert_close(average(ids), table(ids))
+    table.prune(optimizer=optimizer)
+    average.update_parameters(table)
+    with pytest.raises(RuntimeError, match=r"written from outside.*pruned since.*anew after each pruning"):
+        average(ids)
+    average.module.load_state_dict(table.state_dict())  # a table of its own
+    assert torch.equal(average(ids), table(ids))
+    again = AveragedModel(table)
+    again.update_parameters(table)
+    assert torch.equal(again(ids), table(ids))
+    # Copies that nobody averages into are tables as any other, whether they train or not.
+    torch.testing.assert_close(snapshot(ids), kept)
+    torch.testing.assert_close(snapshot.double()(ids), kept.double())
+    twin(ids).sum().backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert (twin(ids) - kept).abs().max() > 0.01

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchext.nn._optimizer_state import expect_other_size
+
 if TYPE_CHECKING:
     from torchext.nn._table import AdaptiveTable
 
@@ -108,6 +110,8 @@ def load_table(
     if problems or missing:
         return
     with torch.no_grad():
+        if len(saved[prefix + "pool"]) != table.budget_chunks and table.optimizer_trains:
+            expect_other_size(table)
         table._resize(len(saved[prefix + "pool"]), len(saved[prefix + "index"]), len(saved[prefix + "utility"]))
         table.pool.copy_(saved[prefix + "pool"])
         for name, tensor in unregistered_tensors(table):

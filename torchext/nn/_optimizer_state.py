@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchext._dear_optimizer import SteppedParameter, stood_for
 
-__all__ = ["find_pool", "moving_state"]
+if TYPE_CHECKING:
+    from torchext.nn._table import AdaptiveTable
+
+__all__ = ["expect_other_size", "find_pool", "moving_state"]
+
+_resized: weakref.WeakSet[AdaptiveTable] = weakref.WeakSet()
 
 
 def find_pool(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> nn.Parameter:
@@ -48,3 +55,25 @@ def moving_state(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> tuple[
                 "has a value for each element, or that has none, or training='fused' or 'sharded'"
             )
     return state, moving
+
+
+def expect_other_size(table: AdaptiveTable) -> None:
+    """A checkpoint has changed the pool's size: what steps it next must have state of that size, or none."""
+    _resized.add(table)
+
+
+def _check_size(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for table in list(_resized):
+        if not any(held is table.pool for group in optimizer.param_groups for held in group["params"]):
+            continue
+        for name, value in optimizer.state.get(table.pool, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1 and len(value) != len(table.pool):
+                raise ValueError(
+                    f"optimizer: state {name!r} is of {len(value)} slots, the table took a pool of {len(table.pool)} "
+                    "from a checkpoint with another budget, which is its own now; load the optimizer's state of the "
+                    "same checkpoint, or make a new optimizer"
+                )
+        _resized.discard(table)
+
+
+register_optimizer_step_pre_hook(_check_size)

@@ -188,7 +188,10 @@ class ChunkStorage(nn.Module):
     def weight(self) -> Tensor:
         """The table as nn.EmbeddingBag would have it, (num_embeddings, embedding_dim), zeros where chunks are absent.
 
-        Made anew at each access unless everything is resident: a view of the pool then. Carries no gradient.
+        Carries no gradient. A view of the pool where everything is resident (``budget=1.0``). Otherwise made anew at
+        each access, and only to be read: what is written into it, by ``torch.nn.init`` for instance, is lost. Values
+        come in by ``load_state_dict({"weight": values})`` or ``from_pretrained``, which keep the chunks with the
+        largest norms; later chunks start as ``init_std`` says.
         """
         if self.layout == "identity":
             return self.pool.detach().view(self.num_embeddings, self.embedding_dim)

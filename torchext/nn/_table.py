@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.nn._arguments import MODES, SEEDS, TableOptions, refuse
+from torchext.nn._attached import averaging
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
-from torchext.nn._ops import BagSpec, Table, _ops
+from torchext.nn._lineage import Copied, Origin, Prunings
+from torchext.nn._ops import BagSpec, Table, _ops, written
 from torchext.nn._optimizer_state import moving_state
 from torchext.nn._storage import ChunkStorage, replace_values
 
@@ -36,12 +38,14 @@ class AdaptiveTable(ChunkStorage):
     """
 
     _version = VERSION
+    _origin: Origin | None  # of a copy, as long as its values may come from there
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, options: TableOptions, *, device: Any, dtype: Any
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, options, device=device, dtype=dtype)
         self._ddp: Any = None  # the process group of the DDP that has met the table
+        self._prunings, self._origin = Prunings(), None
 
     @property
     def _trained(self) -> Tensor:
@@ -115,10 +119,28 @@ class AdaptiveTable(ChunkStorage):
         Returns:
             Numbers of chunks ``admitted``, ``dropped`` and ``moved``.
 
+        Replicas decide alike only through a :class:`ChunkPruner`, which merges what they have observed.
+
         Raises:
             ValueError: An argument out of its range, or an optimizer that trains something else or whose state cannot
                 move with the chunks. Nothing is changed.
+            RuntimeError: Replicas of the table are averaged (``torchext.attach``). Nothing is changed.
         """
+        if averaging([self]):
+            raise RuntimeError(
+                "prune() of a table whose replicas an attached backend averages: each would hold other chunks than the "
+                "ones that it is averaged with. Take ChunkPruner.prune() on all ranks"
+            )
+        return self._prune(optimizer=optimizer, max_swaps=max_swaps, hysteresis=hysteresis, capacity=capacity)
+
+    def _prune(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        max_swaps: int | None,
+        hysteresis: float,
+        capacity: int | None,
+    ) -> dict[str, int]:
         total, slots = self.num_embeddings * self.chunks, self.budget_chunks
         capacity = slots if capacity is None else capacity
         if max_swaps is not None and max_swaps < 0:
@@ -150,6 +172,8 @@ class AdaptiveTable(ChunkStorage):
         if capacity < slots and self.layout == "sketch":
             self.utility = torch.cat([self.utility[:capacity], self.utility[slots:]])
         self._carry(moves, admitted, capacity, *state)
+        self._prunings.count += 1
+        self._origin = None
         self.budget_chunks = capacity
         return {"admitted": len(admitted), "dropped": len(dropped), "moved": len(moves)}
 
@@ -190,6 +214,7 @@ class AdaptiveTable(ChunkStorage):
             generator = torch.Generator("cpu").manual_seed(seed)
             values = torch.randn(len(fresh), self.chunk_dim, generator=generator, device="cpu") * self.init_std
             self.pool.data[fresh] = values.to(self.pool)
+        written(self.pool)
 
     def _strange_to_ddp(self) -> bool:
         """Whether this forward pass runs inside a DDP that has not met the table; torch.compile guards the answer."""
@@ -216,14 +241,23 @@ class AdaptiveTable(ChunkStorage):
             if sent is not tensor:
                 tensor.copy_(sent)
         self._ddp = ddp.process_group
+        self._origin = None
+
+    def reset_parameters(self) -> None:
+        """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
+        super().reset_parameters()
+        self._origin = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles know no process group."""
-        return {**self.__dict__, "_ddp": None}
+        return {**self.__dict__, "_ddp": None, "_origin": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's group may be in the copy of an optimizer."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        copied: Any = self._prunings
+        if isinstance(copied, Copied):
+            self._prunings, self._origin = Prunings(), Origin.of(self, copied)
         if self.trigger is not None:
             follow(self)
 
@@ -244,3 +278,4 @@ class AdaptiveTable(ChunkStorage):
     ) -> None:
         version = local_metadata.get("version", VERSION)
         load_table(self, state_dict, prefix, version, strict, missing_keys, unexpected_keys, error_msgs)
+        self._origin = None

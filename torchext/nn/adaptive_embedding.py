@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchext.nn._arguments import TableOptions, check_norm, check_size, offsets_problem, padding_of
+from torchext.nn._lineage import Origin
 from torchext.nn._ops import _ops, adaptive_bag, train_bag, written
 from torchext.nn._sharding import Shards
 from torchext.nn._table import AdaptiveTable
@@ -107,6 +108,8 @@ class _AdaptiveLookup(AdaptiveTable):
     ) -> Tensor:
         if self._strange_to_ddp():
             self._meet_ddp()
+        if self._origin is not None:
+            self._origin.check(self)
         if self._shards is not None:
             return self._shards.look_up(self, ids, offsets, bag_size, per_sample_weights, last)
         if self.max_norm is not None:
@@ -117,6 +120,8 @@ class _AdaptiveLookup(AdaptiveTable):
                     self.pool.detach(), self.index, ids, self.num_embeddings, self.chunks, self.max_norm, self.norm_type
                 )
             written(self.pool)
+            if self._origin is not None and not torch.compiler.is_compiling():
+                self._origin = Origin.of(self, self._origin.copied)
         return self._bags(ids, offsets, bag_size, per_sample_weights, last, self.mode)
 
     def _check_before_writing(self, ids: int, offsets: Tensor | None, weights: Tensor | None, last: bool) -> None:
@@ -164,7 +169,9 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
     ``g`` the norm of the chunk's gradient. A :class:`ChunkPruner` lets the most useful ones in, now and then. With
     ``budget=1.0`` nothing is absent, nothing is observed, and this is nn.EmbeddingBag with a fused update.
 
-    A table with a budget below 1 starts empty: without a pruner it stays empty.
+    A table with a budget below 1 starts empty: without a pruner it stays empty. A checkpoint brings the budget that it
+    was saved with: ``load_state_dict`` gives the pool that size, and :attr:`budget_chunks` says so. What an optimizer
+    holds of the pool must come from the same checkpoint; its next step raises ValueError where the sizes differ.
 
     Ways to train, ``training=``:
         ``"dense"``: a dense gradient of :attr:`pool` for any optimizer; the default, as nn.EmbeddingBag's.
@@ -184,6 +191,10 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
     resident); ``"hash"`` 11.4 bytes a resident chunk and 1 byte a chunk of the table (from 1/32); ``"sketch"`` 15 bytes
     a resident chunk and a bit a row. A chunk of 4 float32 holds 16 bytes, of 8 floats 32, of 16 floats 64: 8 to 16 pay
     best where bytes count, 4 where quality at a small budget does.
+
+    An average of parameters, as ``torch.optim.swa_utils.AveragedModel`` takes it, goes slot by slot, and pruning gives
+    slots to other chunks: begin it when pruning has ended, or anew after each pruning. What was averaged across one
+    raises RuntimeError in its next forward pass, where the writes were such as autograd sees (not through ``.data``).
 
     Choices that the paper leaves open: gamma 0.99, decay by a growing factor; exact selection, equals stay; admitted
     chunks start at zero with fresh optimizer state, the chunks of a row's first admission at normal(0, init_std);

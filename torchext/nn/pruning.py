@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.nn._arguments import check_int, check_number, refuse
+from torchext.nn._attached import averaging, check_prunable, group_of
 from torchext.nn._ops import _ops
 from torchext.nn._optimizer_state import find_pool
 from torchext.nn._table import AdaptiveTable
@@ -49,6 +50,10 @@ class ChunkPruner:
     observed, so that all of them decide alike: ``step`` is collective on the steps that prune. Shards decide each for
     its own rows.
 
+    Where ``torchext.attach`` averages the replicas (``prague``, ``dssync``, ``hop``), ``step`` makes them the same
+    before it prunes, as ``Synchronizer.synchronize`` does, so that no average brings back what a slot held before. All
+    workers meet there: each makes as many steps, without ``on_peer_failure="continue"`` and without ``max_jump``.
+
     Args:
         modules: A model, or several modules; every AdaptiveEmbedding(Bag) in them is pruned.
         optimizer: Whose state of a pool moves with the chunks. Needed when an optimizer trains the pools.
@@ -61,12 +66,14 @@ class ChunkPruner:
             utilities count relative to the 95th percentile of their table. All tables need one chunk_dim. Not for
             tables with ``training="dense"`` or ``"sparse"`` inside DistributedDataParallel, whose buckets keep their
             size.
-        process_group: Of the replicas; None: the default group, if there is one. Not for shards alone.
+        process_group: Of the replicas; None: that of an attached model whose replicas are averaged, else the default
+            group, if there is one. Not for shards alone.
 
     Raises:
         ValueError: An argument out of its range, no table to prune, or an optimizer that does not train a pool. A
-            shared budget in DDP that was not among the modules, and optimizer state that cannot move (that of "dear" in
-            its sharded form): from :meth:`prune`.
+            shared budget in DDP that was not among the modules, optimizer state that cannot move (that of "dear" in its
+            sharded form), and a model attached later whose workers do not meet: from :meth:`prune`.
+        RuntimeError: Replicas hold other chunks, or have made other numbers of steps: from :meth:`prune`.
         TypeError: An argument of a wrong type.
     """
 
@@ -117,6 +124,7 @@ class ChunkPruner:
                 raise ValueError(f"shared_budget needs tables with one chunk_dim, found {sorted(widths)}")
             if any(isinstance(part, DistributedDataParallel) for module in found for part in module.modules()):
                 self._refuse_ddp(self.tables)
+        check_prunable(self.tables, process_group)
         self.optimizer, self.process_group, self.shared_budget = optimizer, process_group, shared_budget
         self.growth, self.interval = growth, interval
         self.max_swap_share, self.hysteresis = max_swap_share, hysteresis
@@ -148,18 +156,23 @@ class ChunkPruner:
 
     @torch.no_grad()
     def prune(self) -> dict[str, int]:
-        """Prunes now. Collective among replicas."""
+        """Prunes now. Collective among replicas; those of an attached model are averaged first."""
+        check_prunable(self.tables, self.process_group)  # a model may be attached after its pruner was made
         if self.shared_budget is not None:
-            self._refuse_ddp(table for table in self.tables if table._ddp is not None)
+            self._refuse_ddp(table for table in self.tables if table._ddp is not None or averaging([table]))
         for table in self.tables:
             table._moving_state(self.optimizer)  # or none of them is pruned
+        # An average under way has chunks where they were before. All are finished then, and none begins until the next
+        # step.
+        for synchronizer in averaging(self.tables):
+            synchronizer.synchronize()
         for table in self.tables:
             if table.training_mode != "sharded":
                 self._merge(table)
         sizes = self._shares() if self.shared_budget is not None else [table.budget_chunks for table in self.tables]
         done = {"admitted": 0, "dropped": 0, "moved": 0}
         for table, size in zip(self.tables, sizes, strict=True):
-            result = table.prune(
+            result = table._prune(
                 optimizer=self.optimizer,
                 max_swaps=max(1, round(self.max_swap_share * size)),
                 hysteresis=self.hysteresis,
@@ -192,9 +205,10 @@ class ChunkPruner:
 
     def _merge(self, table: AdaptiveTable) -> None:
         """Makes utilities what all replicas have observed together, and sure that they hold the same chunks."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+        group = group_of(table, self.process_group)
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
             return
-        group, world = self.process_group, dist.get_world_size(self.process_group)
+        world = dist.get_world_size(group)
         index = table.index.to(torch.int64)
         odd = torch.arange(1, 2 * len(index), 2, device=index.device)
         mark = index.new_tensor([0, table.budget_chunks, int(table.clock[0])])
