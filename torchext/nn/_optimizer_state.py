@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,12 @@ def moving_state(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> tuple[
 def expect_other_size(table: AdaptiveTable) -> None:
     """A checkpoint has changed the pool's size: what steps it next must have state of that size, or none."""
     _resized.add(table)
+    _watch_steps()
+
+
+@functools.cache
+def _watch_steps() -> None:  # of all optimizers; only where there is something to see
+    register_optimizer_step_pre_hook(_check_size)
 
 
 def _check_size(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -74,6 +81,3 @@ def _check_size(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     "same checkpoint, or make a new optimizer"
                 )
         _resized.discard(table)
-
-
-register_optimizer_step_pre_hook(_check_size)
