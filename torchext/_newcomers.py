@@ -10,7 +10,6 @@ asks the newcomer again whether it waits; one that was taken for dead makes a ne
 from __future__ import annotations
 
 import json
-import re
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -63,7 +62,7 @@ class Request:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         # The timeout may come with init_process_group as well; newcomers take the job's.
-        options = re.sub(r", timeout=[^,)]*\)$", ")", repr(options))
+        options = repr(options).rpartition(", timeout=")[0] + ")"  # which the job tells
         return cls(backend, options, type(optimizer).__name__, tensors, groups)
 
     def difference(self, job: Request) -> str:

@@ -212,7 +212,6 @@ def test_options(backend: str) -> None:
     options = make(heartbeat_timeout=timedelta(seconds=0.2), call_check="every", operation_timeout=whole)
     assert options.operation_timeout == whole
     assert options.heartbeat_timeout == timedelta(seconds=0.2) and options.call_check == "every"
-    assert "heartbeat_timeout=0.2s, call_check='every', operation_timeout=90s, timeout=1800s)" in repr(options)
     assert make(heartbeat_timeout=timedelta(0)).heartbeat_timeout == timedelta(0)
     for bad in (-1, 0.1, 1e6):
         with pytest.raises(ValueError, match=r"heartbeat_timeout must be 0 \(off\) or from 0\.2 s to a day, got"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
+import time
 import weakref
 
 import torch
@@ -16,6 +18,8 @@ __all__ = ["NAMED_BY_COUNTING", "agree_that_all_can", "end", "end_after", "own_g
 # Older torch names some groups by how many there are, and ranks that end one at different moments would give the next
 # one different names: there K-FAC's last as long as the process.
 NAMED_BY_COUNTING = "pg_names" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
+
+_ending: list[list[dist.ProcessGroup]] = []
 
 
 def own_group(model: nn.Module, group: dist.ProcessGroup | None, on_cuda: bool) -> dist.ProcessGroup | None:
@@ -57,7 +61,23 @@ def _end(holds: list[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(holds[0])
     # Its destructor waits for what is on its way, and the other ranks may never send their part. No threading.Thread:
     # this may be the garbage collector, called where that module's locks are held.
-    _thread.start_new_thread(holds.clear, ())
+    _ending.append(holds)
+    _thread.start_new_thread(_destroy, (holds,))
+
+
+def _destroy(holds: list[dist.ProcessGroup]) -> None:
+    try:
+        holds.clear()
+    finally:
+        del _ending[next(place for place, other in enumerate(_ending) if other is holds)]
+
+
+@atexit.register
+def _await_ends() -> None:
+    """A thread that the interpreter ends inside a destructor would end the process with an error."""
+    limit = time.monotonic() + 5
+    while _ending and time.monotonic() < limit:
+        time.sleep(0.01)
 
 
 def agree_that_all_can(group: dist.ProcessGroup | None, failure: Exception | None) -> None:
