@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "kernels/triangle.h"
+#include "kernels/version.h"
 
 namespace torchext::kernels {
 
@@ -39,13 +40,6 @@ void checkNoGrad(const char* op, std::initializer_list<Named> tensors) {
   for (const auto& [name, tensor] : tensors) {
     TORCH_CHECK(!at::GradMode::is_enabled() || !tensor.requires_grad(), op, ": ", name,
                 " requires grad, and this operator has no derivative; call it under torch.no_grad()");
-  }
-}
-
-// A tensor saved for a backward pass and then overwritten must be noticed there: that is what its version counts.
-void bumpVersion(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) {
-    tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
 

@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include "kernels/multi_tensor.h"
+#include "kernels/version.h"
 
 namespace torchext::kernels {
 
@@ -101,13 +102,6 @@ void checkNoGrad(const char* op, at::TensorList tensors, const at::Tensor& flat)
   TORCH_CHECK(!flat.requires_grad(), op, ": flat", kNoGradHint);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     TORCH_CHECK(!tensors[i].requires_grad(), op, ": tensors[", i, "]", kNoGradHint);
-  }
-}
-
-// A tensor saved for a backward pass and then overwritten must be noticed there: that is what its version counts.
-void bumpVersion(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) {
-    tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
 

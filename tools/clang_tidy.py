@@ -1,8 +1,9 @@
 """Runs clang-tidy over the C++ sources, each when something about it changed: ``python tools/clang_tidy.py CACHE``.
 
-torch's headers cost half a minute a file, so what was clean is remembered: CACHE holds one empty file for each clean
-result, named by the hash of all that it depends on. Left out are the tests, where GoogleTest's macros cost as much, and
-what needs the headers of a CUDA toolkit.
+torch's headers cost half a minute a run, so the sources of a folder are checked in batches, as one source that includes
+them. A source with findings, or one that can't stand beside the others (two helpers of one name), is taken out of its
+batch. What was clean is remembered: CACHE holds one empty file for each clean result, named by the hash of all that it
+depends on. Left out are the tests, where GoogleTest's macros cost as much, and what needs CUDA's headers.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = ["-x", "c++", "-std=c++20", "-I.", "-Icsrc", "-idiraftercsrc/c10d/absent"]
 KEEP_SECONDS = 30 * 24 * 3600
+BATCH = 16
+# clang's analyzer looks into sources that another one includes if the other one's name says so.
+BATCH_NAME = "UnifiedSource.cpp"
+NAMED = re.compile(r"^(\S+):\d+:\d+: (?:error|warning)", re.MULTILINE)
+NO_COMPILE = "[clang-diagnostic-error]"
 # What clang-tidy says about the headers that it was not asked about.
 NOISE = re.compile(r"^(\d+ warnings? .*generated|Suppressed \d+|Use -header-filter)")
 
@@ -64,12 +72,47 @@ def key(path: Path, flags: list[str], versions: str) -> str:
     return digest.hexdigest()
 
 
-def check(path: Path, flags: list[str]) -> tuple[bool, str]:
-    """Whether the file is clean, and what clang-tidy says."""
-    command = ["clang-tidy", "--quiet", "--warnings-as-errors=*", str(path), "--", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+def clang_tidy(path: Path, flags: list[str]) -> tuple[bool, str]:
+    """Whether one source is clean, and what clang-tidy says."""
+    command = ["clang-tidy", "--quiet", "--warnings-as-errors=*", f"--config-file={ROOT / '.clang-tidy'}", str(path)]
+    done = subprocess.run(
+        [*command, "--", *flags], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
     lines = (done.stdout + done.stderr).splitlines()
     return done.returncode == 0, "\n".join(line for line in lines if line and not NOISE.match(line))
+
+
+def check(batch: list[Path], flags: list[str]) -> dict[Path, str]:
+    """What clang-tidy says about each source that is not clean."""
+    if len(batch) == 1:
+        clean, text = clang_tidy(batch[0], flags)
+        return {} if clean else {batch[0]: text}
+    with tempfile.TemporaryDirectory() as folder:
+        unified = Path(folder, BATCH_NAME)
+        include = '#include "{}"  // NOLINT(bugprone-suspicious-include)\n'
+        unified.write_text("".join(include.format(path.relative_to(ROOT)) for path in batch))
+        clean, text = clang_tidy(unified, flags)
+    if clean:
+        return {}
+    named = {(ROOT / name).resolve() for name in NAMED.findall(text)} & set(batch)
+    aside, rest = [path for path in batch if path in named], [path for path in batch if path not in named]
+    if not aside or not rest:
+        parts = [[path] for path in batch]
+    elif NO_COMPILE in text:
+        parts = [rest, aside]  # What can't stand beside the rest may do so beside others of its kind.
+    else:
+        parts = [rest, *([path] for path in aside)]
+    return {path: said for part in parts for path, said in check(part, flags).items()}
+
+
+def batches(files: list[Path], flags_of: dict[Path, list[str]]) -> Iterator[list[Path]]:
+    """Sources of one folder and of the same flags; those that take longest come first, as they do in ``files``."""
+    kinds: dict[tuple[Path, int], list[Path]] = {}
+    for path in files:
+        kinds.setdefault((path.parent, len(flags_of[path])), []).append(path)
+    for kind in kinds.values():
+        parts = -(-len(kind) // BATCH)
+        yield from (kind[part::parts] for part in range(parts))
 
 
 def main() -> int:
@@ -90,12 +133,14 @@ def main() -> int:
         marks[path].touch()
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
-        for path, (clean, text) in zip(stale, pool.map(lambda p: check(p, flags_of[p]), stale), strict=True):
-            if clean:
-                marks[path].touch()
-            else:
-                failed += 1
-                print(text, flush=True)
+        todo = list(batches(stale, flags_of))
+        for batch, findings in zip(todo, pool.map(lambda b: check(b, flags_of[b[0]]), todo), strict=True):
+            failed += len(findings)
+            for path in batch:
+                if path in findings:
+                    print(findings[path], flush=True)
+                else:
+                    marks[path].touch()
     print(f"{len(marks)} files, {len(stale)} of them checked now, {failed} with findings")
     return 1 if failed else 0
 

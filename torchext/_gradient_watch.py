@@ -12,6 +12,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.weak import TensorWeakRef
 
+from torchext._uncompiled import uncompiled
+
 __all__ = ["GradientWatch"]
 
 
@@ -32,7 +34,7 @@ class GradientWatch:
         # What each parameter was left with: its gradient, if it had one, and that one's version.
         self._left: dict[nn.Parameter, tuple[TensorWeakRef | None, int]] = {}
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled("dear looks at the outputs of forward passes")
     def follow(self, output: Any) -> None:
         """After a forward pass: the backward pass through this output will be noted when it is over."""
         found = _find_tensors(output)  # type: ignore[no-untyped-call]

@@ -42,20 +42,14 @@ std::vector<KeptPromise> Promises::beginAll(std::uint64_t except) {
   if (internal_collectives > 0) {
     return {};
   }
-  std::vector<std::function<KeptPromise()>> callbacks;
-  {
-    Registry& all = registry();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    for (const auto& [id, callback] : all.callbacks) {
-      if (id != except) {
-        callbacks.push_back(callback);
-      }
-    }
-  }
+  Registry& all = registry();
+  std::lock_guard<std::mutex> lock(all.mutex);
   std::vector<KeptPromise> kept;
-  kept.reserve(callbacks.size());
-  for (const auto& callback : callbacks) {
-    kept.push_back(callback());
+  kept.reserve(all.callbacks.size());
+  for (const auto& [id, callback] : all.callbacks) {
+    if (id != except) {
+      kept.push_back(callback());
+    }
   }
   return kept;
 }

@@ -11,7 +11,8 @@
 //
 // One list a process, because the models of two process groups block each other just as well.
 // Threads: all functions may be called from any. What a callback begins goes on on a thread of the model's own; the
-// thread that is about to block waits until it is done. remove() does not wait for a callback that is running.
+// thread that is about to block waits until it is done. Callbacks run under the list's lock: after remove() none does,
+// so what a callback looks at may end then.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@ using KeptPromise = std::shared_future<void>;
 
 class Promises {
  public:
-  // begin must not block. Returns an id, never 0.
+  // begin must neither block nor call Promises. Returns an id, never 0.
   static std::uint64_t add(std::function<KeptPromise()> begin);
   static void remove(std::uint64_t id);
   // Runs every callback but that of `except`. Their exceptions pass through. Nothing inside an InternalCollective.

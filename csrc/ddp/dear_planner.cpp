@@ -9,11 +9,10 @@
 #include <c10/util/Logging.h>
 
 #include "c10d/promises.h"
+#include "ddp/elapsed.h"
 
 namespace torchext {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr double kMebibyte = 1 << 20;
 // DDP builds its buckets anew after the first step, allocators and connections warm up.

@@ -13,15 +13,10 @@
 #include "c10d/shard_collectives.h"
 #include "c10d/shard_exchange.h"
 #include "ddp/attach_agreement.h"
+#include "ddp/elapsed.h"
 
 namespace torchext {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double milliseconds(Clock::time_point since) {
-  return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
-}
 
 std::size_t bytesOf(const std::vector<at::Tensor>& tensors) {
   std::size_t total = 0;
@@ -261,7 +256,7 @@ double DearSynchronizer::waitUntil(const char* what, Ready ready) {
     RECORD_FUNCTION(what, std::vector<c10::IValue>{});
     const auto start = Clock::now();
     changed_.wait(lock, [&] { return ready() || error_; });
-    waited = milliseconds(start);
+    waited = millisecondsSince(start);
   }
   if (error_) {
     std::rethrow_exception(error_);

@@ -6,10 +6,10 @@
 #include <ATen/record_function.h>
 #include <c10/util/thread_name.h>
 
+#include "ddp/elapsed.h"
+
 namespace torchext {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 const char* rangeName(ExchangeTask::Kind kind) {
   return kind == ExchangeTask::Kind::kReduceScatter ? "torchext::dear::reduce_scatter" : "torchext::dear::all_gather";
@@ -124,7 +124,7 @@ void ExchangeThread::run(ExchangeTask& task) {
   // What was sent before this exchange has most likely left by now.
   drainAll();
   std::lock_guard<std::mutex> lock(mutex_);
-  busy_ms_[static_cast<int>(task.kind)] += std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+  busy_ms_[static_cast<int>(task.kind)] += millisecondsSince(start);
 }
 
 // An exchange of the other kind may use buffers that are still being sent: no look ahead there.

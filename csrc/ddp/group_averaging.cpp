@@ -6,16 +6,11 @@
 #include <ATen/record_function.h>
 
 #include "ddp/buffer_mean.h"
+#include "ddp/elapsed.h"
 #include "ddp/group_synchronizer.h"
 
 namespace torchext {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double milliseconds(Clock::time_point since) {
-  return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
-}
 
 // Every bucket of every group is a call of its own.
 std::uint64_t callId(const AssignedGroup& group, std::size_t bucket) { return group.id * 65536 + bucket; }
@@ -41,7 +36,7 @@ void GroupSynchronizer::averageTask(std::int64_t round, FlightRecord& record) {
       const auto start = Clock::now();
       group = source_->next(round);
       std::lock_guard<std::mutex> lock(mutex_);
-      stats_.generator_wait_ms += milliseconds(start);
+      stats_.generator_wait_ms += millisecondsSince(start);
       stats_.iteration_gap = group.behind;
     }
     averageNow(group);
@@ -98,9 +93,9 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
   }
   const double peer_ms = 1e3 * (partial_->peerSeconds() - peers_before);
   std::lock_guard<std::mutex> lock(mutex_);
-  stats_.copy_ms += milliseconds(start) - std::chrono::duration<double, std::milli>(reduced - packed).count();
+  stats_.copy_ms += millisecondsSince(start) - milliseconds(reduced - packed);
   stats_.peer_wait_ms += peer_ms;
-  stats_.transfer_ms += std::chrono::duration<double, std::milli>(reduced - packed).count() - peer_ms;
+  stats_.transfer_ms += milliseconds(reduced - packed) - peer_ms;
 }
 
 // Over the group: the sum of parameters, as the scale is applied where the result is copied back, in the same pass; the

@@ -1,5 +1,6 @@
 #include "ddp/group_synchronizer.h"
 #include "c10d/leaving.h"
+#include "ddp/elapsed.h"
 
 #include <algorithm>
 #include <utility>
@@ -14,15 +15,9 @@
 namespace torchext {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // How long a model waits for its average before the other models of the process keep their promises, which costs them
 // an average on the side. Long for two workers in step, short for two that wait for each other.
 constexpr std::chrono::milliseconds kPatience{100};
-
-double milliseconds(Clock::time_point since) {
-  return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
-}
 
 }  // namespace
 
@@ -160,7 +155,7 @@ void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
       Promises::wait(kept);
       lock.lock();
     }
-    stats_.exposed_ms += milliseconds(start);
+    stats_.exposed_ms += millisecondsSince(start);
   }
   if (error_) {
     std::rethrow_exception(error_);

@@ -125,8 +125,8 @@ class GroupSynchronizer : public AveragingSynchronizer {
   FlatBuckets buffers_;
   const std::vector<at::Tensor> wires_;  // of both
   std::vector<std::int64_t> bucket_of_;  // [tensor], parameters then buffers
-  std::mutex
-      state_;  // of rounds and of what waits to be applied: tensors_ to deferred_ and apply_members_. Before mutex_
+  // Of rounds and of what waits to be applied: tensors_ to deferred_ and apply_members_. Taken before mutex_.
+  std::mutex state_;
   TensorsInPlace tensors_;
   std::vector<at::Tensor> before_;    // cta, by bucket: what was packed; of parameters where they may be written
   std::vector<at::Tensor> deferred_;  // by bucket: to be added before the next step; empty: nothing
@@ -134,9 +134,9 @@ class GroupSynchronizer : public AveragingSynchronizer {
   std::unique_ptr<SubsetAllreduce> partial_;
   std::unique_ptr<GroupSource> source_;
 
-  std::int64_t steps_ = 0;          // training thread
-  std::int64_t apply_members_ = 0;  // cta: of the average that waits to be applied; 0: none
-  bool detached_ = false;
+  std::int64_t steps_ = 0;             // training thread
+  std::int64_t apply_members_ = 0;     // cta: of the average that waits to be applied; 0: none
+  std::atomic<bool> detached_{false};  // written by the training thread, read by those that begin promises
   std::atomic<bool> meeting_{false};
 
   mutable std::mutex mutex_;  // guards what follows

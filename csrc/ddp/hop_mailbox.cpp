@@ -9,10 +9,11 @@
 #include <ATen/record_function.h>
 #include <c10/util/StringUtil.h>
 
+#include "ddp/elapsed.h"
+
 namespace torchext {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using core::HopMessage;
 
 }  // namespace
@@ -41,7 +42,7 @@ void HopMailbox::waitUntil(std::unique_lock<std::mutex>& lock, const char* range
     const auto timeout = group_->timeout();
     const bool in_time = changed_.wait_for(lock, timeout, [&] { return error_ || ready(); });
     ++stats_.waits;
-    spent_ms += std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+    spent_ms += millisecondsSince(start);
     if (!in_time) {
       const std::string text = c10::str("rank ", rank_, " waited ", timeout.count(), " ms for ", missing());
       lock.unlock();

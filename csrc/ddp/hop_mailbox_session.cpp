@@ -8,12 +8,12 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
+#include "ddp/elapsed.h"
 #include "ddp/hop_mailbox.h"
 
 namespace torchext {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using core::HopMessage;
 
 at::Tensor memoryFor(int models, std::size_t bytes) {

@@ -11,15 +11,10 @@
 #include "c10d/leaving.h"
 #include "c10d/promises.h"
 #include "ddp/attach_agreement.h"
+#include "ddp/elapsed.h"
 
 namespace torchext {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double milliseconds(Clock::time_point since) {
-  return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
-}
 
 std::vector<std::string> inNeighbours(const core::CommunicationGraph& graph) {
   std::vector<std::string> texts;
@@ -92,7 +87,7 @@ void HopSynchronizer::publish(bool send) {
   std::byte* block = mailbox_->ownBlock(tag_);
   const auto start = Clock::now();
   model_.pack(block);
-  stats_.copy_ms += milliseconds(start);
+  stats_.copy_ms += millisecondsSince(start);
   mailbox_->publish(tag_, send);
   own_block_ = block;
 }
@@ -103,7 +98,7 @@ void HopSynchronizer::average() {
     RECORD_FUNCTION("torchext::hop::average", std::vector<c10::IValue>{});
     const auto start = Clock::now();
     model_.assign(inputs, own_block_, tensors_.endRound());
-    stats_.copy_ms += milliseconds(start);
+    stats_.copy_ms += millisecondsSince(start);
   }
   mailbox_->release();
   exchange_.done();

@@ -24,3 +24,12 @@ def test_parts_are_there_without_imports_of_their_own() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["SPDKFAC ChunkPruner", "module 'torchext' has no attribute 'optimiser'"]
+
+
+def test_import_leaves_the_compiler_alone() -> None:
+    code = (
+        "import sys, torchext; torchext.optim; print(*{'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.strip()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchext._uncompiled import uncompiled
 from torchext.nn._arguments import MODES, SEEDS, TableOptions, refuse
 from torchext.nn._attached import averaging
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
@@ -221,8 +222,8 @@ class AdaptiveTable(ChunkStorage):
         ddp = DistributedDataParallel._active_ddp_module
         return ddp is not None and self.training_mode != "sharded" and self._ddp is not ddp.process_group
 
-    @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
-        reason="a table meets DDP once and uncompiled; with fullgraph=True run one forward pass in DDP before compiling"
+    @uncompiled(
+        "a table meets DDP once and uncompiled; with fullgraph=True run one forward pass in DDP before compiling"
     )
     def _meet_ddp(self) -> None:
         """Refuses what plain DDP would let diverge, and makes the ranks begin with rank 0's table."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchext import _C
+from torchext._uncompiled import uncompiled
 from torchext.errors import NoSupportedLayerError
 
 __all__ = ["Layer", "find_layers", "install_hooks"]
@@ -181,7 +182,7 @@ class _ForwardHook:
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled("K-FAC's engine reads a layer's input and output")
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         if module is not self._module() or not isinstance(output, Tensor) or not output.requires_grad:
             return
