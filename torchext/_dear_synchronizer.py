@@ -85,7 +85,8 @@ class DearSynchronizer(Synchronizer):
         super().__init__(core, ddp, optimizer, parameters)
         self._lane = lane
         own = {id(parameter) for parameter in parameters}
-        self._watch = GradientWatch({name: p for name, p in ddp.module.named_parameters() if id(p) in own})
+        named = {name: parameter for name, parameter in ddp.module.named_parameters() if id(parameter) in own}
+        self._watch = GradientWatch(named, core.backward_begins)
         self._held = DearOptimizer(core, optimizer, parameters, ddp.process_group, self.wait, self._watch)
         self._deferred: DeferredStep | None = None
         self._synced = True  # the last forward pass was not inside no_sync()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,9 +27,11 @@ class GradientWatch:
 
     Args:
         named: The model's parameters that "dear" trains, by name.
+        begins: To be called when the backward pass of an output begins, inside it.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], begins: Callable[[], None]) -> None:
+        self._on_begin = begins
         self._names = {parameter: name for name, parameter in named.items()}
         # What each parameter was left with: its gradient, if it had one, and that one's version.
         self._left: dict[nn.Parameter, tuple[TensorWeakRef | None, int]] = {}
@@ -67,6 +69,7 @@ class GradientWatch:
             self._left.pop(parameter, None)
 
     def _begins(self, _: torch.Tensor) -> None:
+        self._on_begin()
         self._queue(2)
 
     def _queue(self, more: int) -> None:

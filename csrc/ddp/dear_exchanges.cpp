@@ -33,6 +33,7 @@ std::vector<at::Tensor> chunksOf(const ShardBuckets& buckets, int world_size) {
 
 void DearSynchronizer::expectBackward(bool exchanges) {
   armed_ = exchanges && !detached_;
+  end_queued_ = false;  // a backward pass that raised has had no end
   if (armed_ && buckets_ && unstepped_) {
     // Kept, they are what this pass adds to while they are being sent; dropped (clearGradients), their arrival would be
     // taken for that of this pass.
@@ -47,6 +48,20 @@ void DearSynchronizer::expectBackward(bool exchanges) {
   }
 }
 
+// Autograd runs what is queued at the end of the pass that queues it, and a reentrant activation checkpoint is a pass
+// of its own inside: the first gradient may come from there. So whoever knows the outer pass queues the end before.
+void DearSynchronizer::queueEnd() {
+  if (!buckets_ || std::exchange(end_queued_, true)) {
+    return;
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([this] {
+    end_queued_ = false;
+    if (armed_ && started_) {  // else it was of no parameters (torch.autograd.grad), or of no_sync()
+      backwardEnds();
+    }
+  });
+}
+
 void DearSynchronizer::beginBackward() {
   started_ = true;
   complete_ = gathered_ = stepping_ = false;
@@ -58,9 +73,7 @@ void DearSynchronizer::beginBackward() {
   for (std::size_t b = 0; b < missing_.size(); ++b) {
     missing_[b] = buckets_->tensorsOf(b).size();
   }
-  if (buckets_) {
-    torch::autograd::Engine::get_default_engine().queue_callback([this] { backwardEnds(); });
-  }
+  queueEnd();
 }
 
 // A parameter's own, or none.

@@ -79,6 +79,8 @@ class DearSynchronizer : public Synchronizer {
 
   // The last forward pass ran outside (true) or inside (false) no_sync().
   void expectBackward(bool exchanges);
+  // In a hook of that forward pass's output: a backward pass begins. Without it the pass of the first gradient counts.
+  void backwardBegins() { queueEnd(); }
 
   // Whether the model trains as plain DDP. Changes in afterStep() only.
   bool allreduce() const { return planner_.plan().allreduce; }
@@ -116,6 +118,7 @@ class DearSynchronizer : public Synchronizer {
  private:
   void gradientReady(std::size_t parameter);
   at::Tensor denseGradient(std::size_t parameter) const;
+  void queueEnd();
   void beginBackward();
   void backwardEnds();
   [[noreturn]] void throwMissing();
@@ -150,6 +153,7 @@ class DearSynchronizer : public Synchronizer {
   // A backward pass; autograd's thread, between them the training thread.
   bool armed_ = false;                 // the next one exchanges
   FlightRecord reduction_;             // of the next one, until its last bucket is posted
+  bool end_queued_ = false;            // of the one under way
   bool started_ = false;               // gradients of it have come,
   bool complete_ = false;              //   and all: every bucket has been posted, gradient() may wait for them
   bool unstepped_ = false;             // reduce-scatters have been posted since the last step with gradients

@@ -13,7 +13,9 @@ namespace torchext {
 namespace {
 
 // Every bucket of every group is a call of its own.
-std::uint64_t callId(const AssignedGroup& group, std::size_t bucket) { return group.id * 65536 + bucket; }
+std::uint64_t callId(const AssignedGroup& group, std::size_t bucket) {
+  return group.id * GroupSynchronizer::kMaxBuckets + bucket;
+}
 
 // of(position, begin, count): of each tensor, where it stands in the bucket.
 template <class Of>

@@ -43,6 +43,8 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
                          agreementOf("frozen parameters", frozen), AgreementField("bucket bytes", bucket_bytes)};
   fields.insert(fields.end(), training.fields.begin(), training.fields.end());
   agreeOnAttach(*group_, fields);
+  TORCH_CHECK_VALUE(bucketCount() <= kMaxBuckets, group_->getBackendName(), ": buckets of ", bucket_bytes,
+                    " bytes make ", bucketCount(), " of them, where ", kMaxBuckets, " is the most; raise bucket_mb");
   const std::vector<int> host_of = hostsOf(*group_);
   partial_ = std::make_unique<SubsetAllreduce>(
       group_->dataTransport(), channel, SharedWindows::open(group_->dataTransport(), channel, training.shared_memory));

@@ -65,6 +65,8 @@ struct GroupTraining {
 
 class GroupSynchronizer : public AveragingSynchronizer {
  public:
+  static constexpr std::size_t kMaxBuckets = 65536;  // their numbers are the low digits of a call's
+
   // Collective. parameters (those that are trained), buffers, frozen (the other parameters): the model's, in
   // registration order; floating point; the same shapes on all ranks (checked: c10::DistBackendError on every rank,
   // naming the first rank that differs and the field).

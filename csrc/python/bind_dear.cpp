@@ -108,6 +108,7 @@ void bindDear(py::module_& module) {
 
   py::class_<DearSynchronizer, Synchronizer, std::shared_ptr<DearSynchronizer>>(module, "DearSynchronizer")
       .def("expect_backward", &DearSynchronizer::expectBackward, py::arg("exchanges"), NoGil())
+      .def("backward_begins", &DearSynchronizer::backwardBegins)
       .def_property_readonly("allreduce", &DearSynchronizer::allreduce)
       .def_property_readonly("replicated", &DearSynchronizer::replicated)
       .def_property_readonly("gathered", &DearSynchronizer::gathered)
