@@ -141,7 +141,7 @@ class DearSynchronizer(Synchronizer):
         """
         self._check_attached("optimizer_state_dict")
         self.wait()
-        return self._held.sharded_state()
+        return self._held.state.sharded_state()
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result.
@@ -156,7 +156,7 @@ class DearSynchronizer(Synchronizer):
         """
         self._check_attached("load_optimizer_state_dict")
         self.wait()
-        self._held.load_sharded_state(state)
+        self._held.state.load_sharded_state(state)
 
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach.
@@ -195,7 +195,7 @@ class DearSynchronizer(Synchronizer):
 
     def _trains(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether one of them is a parameter of its model. Waits for nothing, as asking the model would."""
-        return any(self._held.has(parameter) for parameter in parameters)
+        return any(self._held.state.has(parameter) for parameter in parameters)
 
     def _detach_core(self) -> None:
         try:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from torchext._dear_optimizer import ELEMENTWISE, SteppedParameter, unhooked_step
+from torchext._dear_parameter import SteppedParameter
+from torchext._dear_refusals import ELEMENTWISE
+from torchext._dear_state import unhooked_step
 
 __all__ = ["DeferredStep"]
 
