@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -108,30 +107,3 @@ def body_compiled(rank: Rank, fallback: bool) -> float:
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled_after_attach(form: str, fallback: bool) -> None:
     assert max(run_ranks(in_form, 2, form, body_compiled, fallback)) < EXACT
-
-
-def body_restart(rank: Rank, folder: str, before: bool, after: bool) -> float:
-    """Saves in one mode, and loads before the first step in another: True is plain all-reduce."""
-    import torch.distributed.checkpoint as checkpoint
-
-    rank.init("dear")
-    old = Pair(rank, made(mlp), adamw, fallback=before).run(4)
-    assert old.sync.stats()["mode"] == ("allreduce" if before else "dear")
-    saved = {"model": old.module.state_dict(), "optimizer": old.sync.optimizer_state_dict()}
-    checkpoint.save(saved, checkpoint_id=folder)
-    new = Pair(rank, made(mlp), adamw, fallback=after)
-    state: dict[str, Any] = {"model": new.module.state_dict(), "optimizer": new.sync.optimizer_state_dict()}
-    assert state["optimizer"].keys() == saved["optimizer"].keys() != set()
-    assert not new.optimizer.state  # a look at it is not a step
-    checkpoint.load(state, checkpoint_id=folder)
-    new.module.load_state_dict(state["model"])
-    new.sync.load_optimizer_state_dict(state["optimizer"])
-    new.twin, new.plain, new.steps = old.twin, old.plain, old.steps
-    old.sync.detach()
-    return new.run(4).done()
-
-
-@pytest.mark.parametrize(("before", "after"), [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("form", FORMS)
-def test_sharded_checkpoint_of_a_new_job(form: str, before: bool, after: bool, tmp_path: Any) -> None:
-    assert max(run_ranks(in_form, 2, form, body_restart, str(tmp_path), before, after)) < EXACT
