@@ -13,7 +13,7 @@ from torch import nn
 
 from torchext import _C
 from torchext._dear_parameter import SteppedParameter
-from torchext._dear_refusals import ELEMENTWISE
+from torchext._dear_refusals import ELEMENTWISE, NOT_AVERAGED
 from torchext._dear_state import DearState, unhooked_step
 from torchext._gradient_watch import GradientWatch
 
@@ -57,7 +57,8 @@ class DearOptimizer:
         self._optimizer, self._group, self._watch = optimizer, group, watch
         self._parameters = list(parameters)
         self._held = False
-        self._stepping = self._agreed = self._begun = False
+        self._stepping = self._agreed = self._begun = self._checked = False
+        self._over = False  # the gradients that were gathered last are those of a step that is over
         self._early: set[int] = set()  # stepped while other gradients were on their way
         self._only: set[int] | None = None  # what such a step is about
         # The optimizer's own code that asks for gradients in its step; None: it is not known to step part by part.
@@ -101,6 +102,10 @@ class DearOptimizer:
                 "dear: torch.nn.utils.clip_grad_norm_ on the optimizer's parameters would take the norm of this rank's "
                 "slices alone, in the sharded form; clip with sync.clip_grad_norm_()"
             )
+        for_step = self._stepping or caller is _UNSCALE
+        if for_step and not self._checked:
+            self._watch.check_averaged()
+            self._checked = True
         if self.core.allreduce:
             return self._reduced(position)
         if caller is not None and caller is self._asking and self._stepping and not self._begun:
@@ -115,10 +120,14 @@ class DearOptimizer:
         if not self.state.sharded and not self.core.gathered:
             self.check_gradients()  # before they are replaced by the averaged ones
             self._watch.forget()
+            self._over = False
         if caller is _UNSCALE and self.state.sharded and not self._stepping and not self._agreed:
             self._agreed = True
             self._agree_on_overflow()
-        return self.core.gradient(position)
+        gradient = self.core.gradient(position)
+        if gradient is None and for_step and self._parameters[position].grad is not None:
+            raise RuntimeError(NOT_AVERAGED)
+        return gradient
 
     def _reduced(self, position: int) -> torch.Tensor | None:
         """The averaged gradient where DDP has made the parameter's own one that."""
@@ -130,16 +139,19 @@ class DearOptimizer:
         return None if own is None else own.data  # whose changes are not counted as the parameter's
 
     def drop(self, position: int) -> None:
-        """As if no rank had a gradient for this parameter, until the step is over."""
-        if self.core.allreduce:
-            self._parameters[position].grad = None
-            self._watch.forget(self._parameters[position])
-        else:
+        """As if no rank had a gradient for this parameter, until there is a new one."""
+        if not self.core.allreduce and self._averaged(position):
             self._dropped.add(position)
+        self._parameters[position].grad = None
+        self._watch.forget(self._parameters[position])
 
     def is_dropped(self, position: int) -> bool:
         """Whether :meth:`drop` was called for it."""
         return position in self._dropped
+
+    def expect_backward(self) -> None:
+        """A forward pass has begun whose backward pass averages gradients: all of them, whatever was dropped before."""
+        self._dropped.clear()
 
     def check_gradients(self) -> None:
         """Raises RuntimeError if a parameter's own gradient was changed, replaced or dropped after the backward pass.
@@ -159,14 +171,32 @@ class DearOptimizer:
                         "dear: the optimizer has been given a parameter after torchext.attach; add parameters to model "
                         "and optimizer first, then wrap and attach"
                     )
-        self._stepping = True
+        self._stepping, self._begun, self._checked = True, False, False
+
+    def has_gradients(self) -> bool:
+        """Whether a step that is called now, to be done later, has anything to step with; else all are None in it.
+
+        Raises:
+            RuntimeError: It would be with gradients that were not averaged.
+        """
+        self._watch.check_averaged()
+        if not (self.core.gathered and self._over):
+            return True
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise RuntimeError(NOT_AVERAGED)
+        self._dropped.update(range(len(self._parameters)))
+        return False
 
     def after_step(self) -> None:
         """The optimizer's step is over."""
-        self._stepping = self._agreed = self._begun = False
+        self._over = True
+        self._forget()
+        self._watch.used()
+
+    def _forget(self) -> None:
+        self._stepping = self._agreed = self._begun = self._checked = False
         self._dropped.clear()
         self._early.clear()
-        self._watch.forget()
 
     def stepped(self) -> Iterator[SteppedParameter]:
         """What the optimizer holds of the model."""
@@ -175,7 +205,7 @@ class DearOptimizer:
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self.core.clear_gradients()
-        self.after_step()
+        self._forget()
         for parameter in self._parameters:
             if parameter.grad is None:
                 continue
@@ -189,6 +219,13 @@ class DearOptimizer:
                 else:
                     parameter.grad.detach_()
                 parameter.grad.zero_()
+        self._watch.used(zeroed=not set_to_none)
+
+    def _averaged(self, position: int) -> bool:
+        """Whether there is an averaged gradient to step with; waits for it."""
+        if self.core.gathered:
+            return not self._over
+        return self.core.own_gradient(position) is not None
 
     def _step_in_parts(self) -> None:
         """Steps what has arrived while the rest is on its way; what arrives last is left to the step that asks for it.

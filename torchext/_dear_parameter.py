@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from torchext._dear_refusals import NOT_COPIED, refuse_checkpoint_functions
+from torchext._dear_refusals import CHECKPOINT_FUNCTIONS, NOT_COPIED, refuse_checkpoint_functions
 
 if TYPE_CHECKING:
     from torchext._dear_optimizer import DearOptimizer
@@ -46,6 +46,12 @@ class SteppedParameter(nn.Parameter):
             TypeError: always.
         """
         raise TypeError(NOT_COPIED)
+
+    def __hash__(self) -> int:
+        """As any tensor's; raises RuntimeError where set_state_dict() looks for it among the model's parameters."""
+        if sys._getframe(1).f_globals.get("__name__") == CHECKPOINT_FUNCTIONS:
+            refuse_checkpoint_functions()
+        return id(self)
 
     @property
     def dropped(self) -> bool:

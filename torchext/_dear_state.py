@@ -182,6 +182,7 @@ class DearState:
 
     def _accept(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Before optimizer.load_state_dict(): a whole state becomes this rank's slices."""
+        refuse_checkpoint_functions()  # with names for parameters
         if self._slices is None or self._whole:
             return None
         given = state_dict["state"]

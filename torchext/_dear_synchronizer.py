@@ -94,8 +94,10 @@ class DearSynchronizer(Synchronizer):
             ddp.register_forward_pre_hook(_Hook(self._enter_forward)),
             ddp.register_forward_hook(_OutputHook(self._leave_forward), always_call=True),
             optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait()),
             FlushedMethod(ddp.module, "train", self.wait),
             *(FlushedMethod(module, "named_parameters", self.wait) for module in ddp.modules()),
+            *(module.register_load_state_dict_pre_hook(_Hook(self.wait)) for module in ddp.modules()),
         ]
         self._follow()
 
@@ -117,7 +119,7 @@ class DearSynchronizer(Synchronizer):
             norm = torch.nn.utils.get_total_norm(whole, norm_type)
             torch.nn.utils.clip_grads_with_norm_(stepped, max_norm, norm)
             return norm
-        own = (self._core.own_gradient(parameter.position) for parameter in stepped)
+        own = (self._core.own_gradient(parameter.position) for parameter in stepped if not parameter.dropped)
         gradients = [gradient for gradient in own if gradient is not None and len(gradient)]
         # By the parameters: a rank may have no gradients.
         dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in stepped), torch.float32)
@@ -220,6 +222,8 @@ class DearSynchronizer(Synchronizer):
             )
         self._synced, before = ddp.require_backward_grad_sync, self._synced
         self._core.expect_backward(self._synced)
+        if self._synced:
+            self._held.expect_backward()
         if not self._core.allreduce:
             ddp.require_backward_grad_sync = False
             ddp.require_forward_param_sync = before
@@ -229,7 +233,7 @@ class DearSynchronizer(Synchronizer):
     def _leave_forward(self, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        self._watch.follow(output)
+        self._watch.follow(output, self._synced)
         if not self._core.allreduce:
             self._ddp.require_backward_grad_sync = self._synced
             self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
@@ -237,6 +241,8 @@ class DearSynchronizer(Synchronizer):
                 self._deferred.finish()  # with parameters that this forward pass did not use
 
     def _before_step(self, *_: Any) -> None:
+        if self._deferred is not None:
+            self._deferred.finish()
         super()._before_step()
         self._held.before_step()
 
@@ -259,7 +265,7 @@ class DearSynchronizer(Synchronizer):
             self._step_at_once()
         self._held.hold()
         if self._core.replicated and not allreduce and self._deferred is None:
-            self._deferred = DeferredStep(self._optimizer)
+            self._deferred = DeferredStep(self._optimizer, self._held.has_gradients)
 
     def _step_at_once(self) -> None:
         if self._deferred is not None:
