@@ -97,7 +97,8 @@ class DearSynchronizer(Synchronizer):
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait()),
             FlushedMethod(ddp.module, "train", self.wait),
             *(FlushedMethod(module, "named_parameters", self.wait) for module in ddp.modules()),
-            *(module.register_load_state_dict_pre_hook(_Hook(self.wait)) for module in ddp.modules()),
+            # Or what is on its way would undo what is loaded.
+            *(module.register_load_state_dict_pre_hook(_Hook(self.wait)) for module in ddp.modules()),  # type: ignore[no-untyped-call]
         ]
         self._follow()
 

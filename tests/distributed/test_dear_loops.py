@@ -107,3 +107,65 @@ def body_compiled(rank: Rank, fallback: bool) -> float:
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled_after_attach(form: str, fallback: bool) -> None:
     assert max(run_ranks(in_form, 2, form, body_compiled, fallback)) < EXACT
+
+
+def drop_by_hand(pair: Pair) -> None:
+    for optimizer in (pair.optimizer, pair.plain):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def drop_first(pair: Pair) -> None:
+    for optimizer in (pair.optimizer, pair.plain):
+        optimizer.param_groups[0]["params"][0].grad = None
+
+
+def dropped_before(pair: Pair) -> None:
+    drop_by_hand(pair)
+    pair.backward()
+    pair.update()
+
+
+def dropped_after(pair: Pair) -> None:
+    """The replicated form has not done the step yet."""
+    pair.backward()
+    pair.update()
+    drop_by_hand(pair)
+
+
+def dropped_between(pair: Pair) -> None:
+    """Of two batches the second counts."""
+    pair.zero_grad()
+    pair.backward()
+    drop_first(pair)
+    pair.steps += 1
+    pair.backward()
+    pair.update()
+
+
+def dropped_and_clipped(pair: Pair) -> None:
+    pair.zero_grad()
+    pair.backward()
+    drop_first(pair)
+    pair.sync.clip_grad_norm_(0.05)
+    nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)
+    pair.update()
+
+
+def body_dropped_by_hand(rank: Rank) -> dict[str, float]:
+    rank.init("dear")
+    worst = {}
+    for step in (dropped_before, dropped_after, dropped_between, dropped_and_clipped):
+        for fallback in (False, True):
+            pair = Pair(rank, made(wide), sgd, bucket_mb=0.05, fallback=fallback)
+            for _ in range(5):
+                step(pair)
+            worst[f"{step.__name__} {fallback}"] = pair.done()
+    return worst
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_that_are_dropped_in_the_optimizer(form: str) -> None:
+    for worst in run_ranks(in_form, 2, form, body_dropped_by_hand):
+        assert max(worst.values()) < EXACT, str(worst)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import Rank, run_ranks
 from sharded import FORMS, Pair, Transformer, adamw, batch, difference, in_form, made, mlp
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 EXACT = 1e-5
@@ -120,3 +121,31 @@ def body_restart(rank: Rank, folder: str, before: bool, after: bool) -> float:
 @pytest.mark.parametrize("form", FORMS)
 def test_sharded_checkpoint_of_a_new_job(form: str, before: bool, after: bool, tmp_path: Any) -> None:
     assert max(run_ranks(in_form, 2, form, body_restart, str(tmp_path), before, after)) < EXACT
+
+
+def body_going_back(rank: Rank) -> float:
+    """Loads right after a step, when parameters or gradients are on their way: that would undo what was loaded."""
+    rank.init("dear")
+    worst = 0.0
+    for fallback in (False, True):
+        for part in (False, True):
+            pair = Pair(rank, made(wide), adamw, bucket_mb=0.05, fallback=fallback).run(3)
+            model, state = copy.deepcopy((pair.twin.state_dict(), pair.plain.state_dict()))
+            pair.run(2)
+            if part:
+                pair.module[2].load_state_dict(pair.twin[2].state_dict())
+            pair.module.load_state_dict(model)
+            pair.twin.load_state_dict(model)
+            pair.optimizer.load_state_dict(copy.deepcopy(state))
+            pair.plain.load_state_dict(state)
+            worst = max(worst, pair.run(3).done())
+    return worst
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_loading_right_after_a_step(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_going_back)) < EXACT
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 4))

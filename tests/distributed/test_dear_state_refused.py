@@ -55,12 +55,24 @@ def body_checkpoint_functions(rank: Rank, fallback: bool) -> float:
     pair = Pair(rank, made(mlp), adamw, fallback=fallback)
     state = functions.get_optimizer_state_dict(pair.twin, adamw(pair.twin.parameters()))
     text = r"get_state_dict\(\) and set_state_dict\(\) do not find .* save sync\.optimizer_state_dict\(\)"
-    with pytest.raises(RuntimeError, match=text):
-        functions.set_optimizer_state_dict(pair.ddp, pair.optimizer, state)
-    for _ in range(2):
+    flat = functions.StateDictOptions(flatten_optimizer_state_dict=True)
+    flattened = functions.get_optimizer_state_dict(pair.twin, adamw(pair.twin.parameters()), options=flat)
+    model = pair.twin.state_dict()
+    for _ in range(2):  # before there is any state, and after
         with pytest.raises(RuntimeError, match=text):
             functions.get_state_dict(pair.ddp, pair.optimizer)
+        with pytest.raises(RuntimeError, match=text):
+            functions.set_optimizer_state_dict(pair.ddp, pair.optimizer, state)
+        with pytest.raises(RuntimeError, match=text):
+            functions.set_optimizer_state_dict(pair.ddp, pair.optimizer, flattened, options=flat)
+        with pytest.raises(RuntimeError, match=text):
+            functions.set_state_dict(pair.ddp, pair.optimizer, model_state_dict=model, optim_state_dict=state)
         pair.run(2)
+    stateless = Pair(rank, made(mlp), lambda parameters: torch.optim.SGD(parameters, lr=0.1), fallback=fallback)
+    names = functions.get_optimizer_state_dict(stateless.twin, stateless.plain)
+    stateless.backward()
+    with pytest.raises(RuntimeError, match=text):
+        functions.set_optimizer_state_dict(stateless.ddp, stateless.optimizer, names)
     assert functions.get_model_state_dict(pair.ddp).keys() == pair.module.state_dict().keys()
     worst = pair.done()
     assert functions.get_optimizer_state_dict(pair.module, pair.optimizer).keys() == state.keys()
