@@ -63,9 +63,10 @@ class DearSynchronizer(Synchronizer):
     """Decoupled all-reduce: gradients are reduced under the backward pass, and gathered under the next forward pass.
 
     The model trains as with plain DDP. Parameters are complete whenever they may be read: in forward passes (a module's
-    from when it is called), in ``state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of the model, after
-    ``synchronize()`` and ``wait()``.
+    from when it is called), in ``state_dict()``, ``load_state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of
+    the model, after ``synchronize()`` and ``wait()``.
     Their own ``.grad`` is this worker's, and not to be changed; the averaged ones are in ``optimizer.param_groups``.
+    A step without gradients that were averaged since the last one raises RuntimeError.
 
     Sharded form: every worker steps its slice of every parameter, and gathers the others'; ``optimizer.state_dict()``
     is collective, and that of the plain optimizer. Replicated form: every worker steps every parameter, right before it
