@@ -64,6 +64,11 @@ class DearOptimizer:
         # The optimizer's own code that asks for gradients in its step; None: it is not known to step part by part.
         in_parts = self.state.sharded and type(optimizer) in ELEMENTWISE
         self._asking = getattr(type(optimizer), "_init_group").__code__ if in_parts else None  # noqa: B009 - untyped
+        # One that is not torch's does more than clear gradients, and is called after these have been cleared.
+        own_class = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
+        self._before = optimizer.__dict__.get("zero_grad")
+        self._cleared = optimizer.zero_grad if own_class or self._before is not None else None
+        self._clearing = False
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
 
     def hold(self) -> None:
@@ -89,7 +94,10 @@ class DearOptimizer:
     def remove(self) -> None:
         """Takes the hooks off, once the parameters have been given back."""
         self.state.remove()
-        self._optimizer.__dict__.pop("zero_grad", None)
+        if self._before is not None:
+            self._optimizer.zero_grad = self._before  # type: ignore[method-assign]
+        else:
+            self._optimizer.__dict__.pop("zero_grad", None)
 
     def parameter(self, stepped: SteppedParameter) -> nn.Parameter:
         """The model's parameter of which something is stepped."""
@@ -97,6 +105,8 @@ class DearOptimizer:
 
     def gradient(self, position: int, caller: Any = None) -> torch.Tensor | None:
         """The averaged gradient of what is stepped of a parameter; waits for it."""
+        if self._clearing:
+            return self._parameters[position].grad
         if caller in _CLIPS and self.state.sharded:
             raise RuntimeError(
                 "dear: torch.nn.utils.clip_grad_norm_ on the optimizer's parameters would take the norm of this rank's "
@@ -219,6 +229,12 @@ class DearOptimizer:
                 else:
                     parameter.grad.detach_()
                 parameter.grad.zero_()
+        if self._cleared is not None:
+            self._clearing = True
+            try:
+                self._cleared(**({} if set_to_none else {"set_to_none": False}))
+            finally:
+                self._clearing = False
         self._watch.used(zeroed=not set_to_none)
 
     def _averaged(self, position: int) -> bool:

@@ -169,3 +169,35 @@ def body_dropped_by_hand(rank: Rank) -> dict[str, float]:
 def test_gradients_that_are_dropped_in_the_optimizer(form: str) -> None:
     for worst in run_ranks(in_form, 2, form, body_dropped_by_hand):
         assert max(worst.values()) < EXACT, str(worst)
+
+
+class Counting(torch.optim.SGD):
+    """Does something in zero_grad()."""
+
+    elementwise = True
+    cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
+
+def body_own_zero_grad(rank: Rank) -> float:
+    rank.init("dear")
+    worst = 0.0
+    for fallback in (False, True):
+        pair = Pair(rank, made(wide), lambda parameters: Counting(parameters, lr=0.1), fallback=fallback)
+        for step in range(6):
+            pair.zero_grad(set_to_none=step % 2 == 0)
+            pair.backward()
+            pair.update()
+        worst = max(worst, pair.done())
+        pair.optimizer.zero_grad()
+        assert pair.optimizer.cleared == pair.plain.cleared + 1 == 7  # type: ignore[attr-defined]
+        assert all(parameter.grad is None for parameter in pair.module.parameters())
+    return worst
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_optimizer_with_a_zero_grad_of_its_own(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_own_zero_grad)) < EXACT
