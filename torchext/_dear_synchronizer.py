@@ -63,9 +63,10 @@ class DearSynchronizer(Synchronizer):
     """Decoupled all-reduce: gradients are reduced under the backward pass, and gathered under the next forward pass.
 
     The model trains as with plain DDP. Parameters are complete whenever they may be read: in forward passes (a module's
-    from when it is called), in ``state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of the model, after
-    ``synchronize()`` and ``wait()``.
+    from when it is called), in ``state_dict()``, ``load_state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of
+    the model, after ``synchronize()`` and ``wait()``.
     Their own ``.grad`` is this worker's, and not to be changed; the averaged ones are in ``optimizer.param_groups``.
+    A step without gradients that were averaged since the last one raises RuntimeError.
 
     Sharded form: every worker steps its slice of every parameter, and gathers the others'; ``optimizer.state_dict()``
     is collective, and that of the plain optimizer. Replicated form: every worker steps every parameter, right before it
@@ -95,8 +96,11 @@ class DearSynchronizer(Synchronizer):
             ddp.register_forward_pre_hook(_Hook(self._enter_forward)),
             ddp.register_forward_hook(_OutputHook(self._leave_forward), always_call=True),
             optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait()),
             FlushedMethod(ddp.module, "train", self.wait),
             *(FlushedMethod(module, "named_parameters", self.wait) for module in ddp.modules()),
+            # Or what is on its way would undo what is loaded.
+            *(module.register_load_state_dict_pre_hook(_Hook(self.wait)) for module in ddp.modules()),  # type: ignore[no-untyped-call]
         ]
         self._follow()
 
@@ -118,7 +122,7 @@ class DearSynchronizer(Synchronizer):
             norm = torch.nn.utils.get_total_norm(whole, norm_type)
             torch.nn.utils.clip_grads_with_norm_(stepped, max_norm, norm)
             return norm
-        own = (self._core.own_gradient(parameter.position) for parameter in stepped)
+        own = (self._core.own_gradient(parameter.position) for parameter in stepped if not parameter.dropped)
         gradients = [gradient for gradient in own if gradient is not None and len(gradient)]
         # By the parameters: a rank may have no gradients.
         dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in stepped), torch.float32)
@@ -142,7 +146,7 @@ class DearSynchronizer(Synchronizer):
         """
         self._check_attached("optimizer_state_dict")
         self.wait()
-        return self._held.sharded_state()
+        return self._held.state.sharded_state()
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result.
@@ -157,7 +161,7 @@ class DearSynchronizer(Synchronizer):
         """
         self._check_attached("load_optimizer_state_dict")
         self.wait()
-        self._held.load_sharded_state(state)
+        self._held.state.load_sharded_state(state)
 
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach.
@@ -196,7 +200,7 @@ class DearSynchronizer(Synchronizer):
 
     def _trains(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether one of them is a parameter of its model. Waits for nothing, as asking the model would."""
-        return any(self._held.has(parameter) for parameter in parameters)
+        return any(self._held.state.has(parameter) for parameter in parameters)
 
     def _detach_core(self) -> None:
         try:
@@ -221,6 +225,8 @@ class DearSynchronizer(Synchronizer):
             )
         self._synced, before = ddp.require_backward_grad_sync, self._synced
         self._core.expect_backward(self._synced)
+        if self._synced:
+            self._held.expect_backward()
         if not self._core.allreduce:
             ddp.require_backward_grad_sync = False
             ddp.require_forward_param_sync = before
@@ -230,7 +236,7 @@ class DearSynchronizer(Synchronizer):
     def _leave_forward(self, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        self._watch.follow(output)
+        self._watch.follow(output, self._synced)
         if not self._core.allreduce:
             self._ddp.require_backward_grad_sync = self._synced
             self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
@@ -238,6 +244,8 @@ class DearSynchronizer(Synchronizer):
                 self._deferred.finish()  # with parameters that this forward pass did not use
 
     def _before_step(self, *_: Any) -> None:
+        if self._deferred is not None:
+            self._deferred.finish()
         super()._before_step()
         self._held.before_step()
 
@@ -260,7 +268,7 @@ class DearSynchronizer(Synchronizer):
             self._step_at_once()
         self._held.hold()
         if self._core.replicated and not allreduce and self._deferred is None:
-            self._deferred = DeferredStep(self._optimizer)
+            self._deferred = DeferredStep(self._optimizer, self._held.has_gradients)
 
     def _step_at_once(self) -> None:
         if self._deferred is not None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from torchext._dear_optimizer import ELEMENTWISE, SteppedParameter, unhooked_step
+from torchext._dear_parameter import SteppedParameter
+from torchext._dear_refusals import ELEMENTWISE
+from torchext._dear_state import unhooked_step
 
 __all__ = ["DeferredStep"]
 
@@ -29,10 +31,11 @@ class DeferredStep:
 
     Args:
         optimizer: Holds SteppedParameters.
+        has_gradients: Asked when the step is called, and its closure has run; False: they are all None.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, has_gradients: Callable[[], bool]) -> None:
+        self._optimizer, self._has_gradients = optimizer, has_gradients
         self._groups: list[dict[str, Any]] = []  # as they were, for the step under way
         self._left: dict[int, SteppedParameter] = {}  # by position: not stepped yet
         self._one_by_one = type(optimizer) in _ONE_BY_ONE
@@ -67,12 +70,12 @@ class DeferredStep:
             self._run(set(self._left))
 
     def remember(self, closure: Callable[[], Any] | None) -> Any:
-        """What ``optimizer.step(closure)`` does."""
-        self.finish()
+        """What ``optimizer.step(closure)`` does, once the last one is finished."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        there = self._has_gradients()
         optimizer = self._optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
         self._groups = [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]
@@ -82,8 +85,10 @@ class DeferredStep:
             p.position: p
             for group in optimizer.param_groups
             for p in group["params"]
-            if isinstance(p, SteppedParameter) and not p.dropped
+            if isinstance(p, SteppedParameter) and not (there and p.dropped)
         }
+        if not there:
+            self.finish()
         return loss
 
     @torch.no_grad()

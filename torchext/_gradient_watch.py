@@ -12,9 +12,14 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.weak import TensorWeakRef
 
+from torchext._dear_refusals import NOT_AVERAGED
 from torchext._uncompiled import uncompiled
 
 __all__ = ["GradientWatch"]
+
+
+# A gradient, or none, and its version.
+_Mark = tuple[TensorWeakRef | None, int]
 
 
 class GradientWatch:
@@ -25,6 +30,9 @@ class GradientWatch:
     has each gradient's version from the end of the backward pass.)
     A detached gradient has a version of its own: what is done through one is not seen.
 
+    For the same reason it tells whether a step would be with gradients that were not averaged since the last one, as
+    plain all-reduce would do it.
+
     Args:
         named: The model's parameters that "dear" trains, by name.
         begins: To be called when the backward pass of an output begins, inside it.
@@ -33,40 +41,69 @@ class GradientWatch:
     def __init__(self, named: Mapping[str, nn.Parameter], begins: Callable[[], None]) -> None:
         self._on_begin = begins
         self._names = {parameter: name for name, parameter in named.items()}
-        # What each parameter was left with: its gradient, if it had one, and that one's version.
-        self._left: dict[nn.Parameter, tuple[TensorWeakRef | None, int]] = {}
+        self._left: dict[nn.Parameter, _Mark] = {}  # what each was left with, and must have until forgotten
+        self._known: dict[nn.Parameter, _Mark] = {}  # the same, until there is something else
+        self._before: dict[nn.Parameter, _Mark] | None = None  # what each had in front of passes inside no_sync()
+        self._averages = True  # the last forward pass was outside no_sync()
+        self._new = False  # there was a backward pass since the last step
+        self._apart = False  # and the last that reached a parameter was inside no_sync()
 
     @uncompiled("dear looks at the outputs of forward passes")
-    def follow(self, output: Any) -> None:
-        """After a forward pass: the backward pass through this output will be noted when it is over."""
+    def follow(self, output: Any, averages: bool) -> None:
+        """After a forward pass: the backward pass through this output will be noted when it is over.
+
+        Args:
+            output: Of the model.
+            averages: Whether the pass was outside no_sync().
+        """
         found = _find_tensors(output)  # type: ignore[no-untyped-call]
         tensors = [tensor for tensor in found if tensor.requires_grad]
+        self._averages = averages
+        if averages:
+            self._before = None
+        elif self._before is None:
+            self._before = self._marks()
         if tensors:
             register_multi_grad_hook(tensors, self._begins, mode="any")
 
     def check(self) -> None:
         """Raises RuntimeError for the first gradient that is not what was noted."""
-        for parameter, (reference, version) in self._left.items():
-            gradient = parameter.grad
-            if gradient is None:
-                what = None if reference is None else "dropped"
-            elif reference is None or gradient is not reference():
-                what = "replaced"
+        for parameter, mark in self._left.items():
+            if _is(parameter.grad, mark):
+                continue
+            if parameter.grad is None:
+                what = "dropped"
             else:
-                what = "changed" if gradient._version != version else None
-            if what:
-                raise RuntimeError(
-                    f"dear: the gradient of {self._names[parameter]} was {what} after the backward pass, which would "
-                    "count in steps by plain all-reduce only, and be lost in others; clip with sync.clip_grad_norm_(), "
-                    "drop all of them with optimizer.zero_grad(), and change others through optimizer.param_groups"
-                )
+                reference = mark[0]
+                what = "replaced" if reference is None or parameter.grad is not reference() else "changed"
+            raise RuntimeError(
+                f"dear: the gradient of {self._names[parameter]} was {what} after the backward pass, which would "
+                "count in steps by plain all-reduce only, and be lost in others; clip with sync.clip_grad_norm_(), "
+                "drop all of them with optimizer.zero_grad(), and change others through optimizer.param_groups"
+            )
+
+    def check_averaged(self) -> None:
+        """Raises RuntimeError if there are gradients, and they are not new or not averaged. For a step that begins."""
+        if self._new and not self._apart:
+            return
+        own = [parameter for parameter in self._names if parameter.grad is not None]
+        if own and (self._apart or all(p in self._known and _is(p.grad, self._known[p]) for p in own)):
+            raise RuntimeError(NOT_AVERAGED)
 
     def forget(self, parameter: nn.Parameter | None = None) -> None:
-        """What has been noted, of one parameter or of all, does not matter any more."""
+        """What has been noted, of one parameter or of all, need not stay."""
         if parameter is None:
             self._left.clear()
         else:
             self._left.pop(parameter, None)
+
+    def used(self, zeroed: bool = False) -> None:
+        """A step is over, or gradients have been cleared; ``zeroed``: by zeros."""
+        self.forget()
+        self._new = self._apart = False
+        self._before = None if self._averages else self._marks()
+        if zeroed:
+            self._known = self._marks()
 
     def _begins(self, _: torch.Tensor) -> None:
         self._on_begin()
@@ -78,10 +115,27 @@ class GradientWatch:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _note(self) -> None:
-        self._left.clear()
+        self._known = self._marks()
+        self._left = dict(self._known)
+        if self._averages or self._before is None:
+            self._new, self._apart = True, False
+        elif not all(_is(parameter.grad, mark) for parameter, mark in self._before.items()):
+            self._new = self._apart = True  # else it was for gradients of inputs
+
+    def _marks(self) -> dict[nn.Parameter, _Mark]:
+        marks: dict[nn.Parameter, _Mark] = {}
         for parameter in self._names:
             gradient = parameter.grad
             if gradient is None:
-                self._left[parameter] = None, 0
+                marks[parameter] = None, 0
             elif not gradient.is_sparse:
-                self._left[parameter] = TensorWeakRef(gradient), gradient._version
+                marks[parameter] = TensorWeakRef(gradient), gradient._version
+        return marks
+
+
+def _is(gradient: torch.Tensor | None, mark: _Mark) -> bool:
+    """Whether it is what was marked, unchanged."""
+    reference, version = mark
+    if gradient is None or reference is None:
+        return gradient is None and reference is None
+    return gradient is reference() and gradient._version == version

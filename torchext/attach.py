@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._averaging_synchronizer import AveragingSynchronizer
-from torchext._dear_optimizer import check_stepped
+from torchext._dear_refusals import check_stepped
 from torchext._dear_synchronizer import DearSynchronizer, Lane
 from torchext._hop_synchronizer import HopSynchronizer
 from torchext._join import forget_newcomer, newcomer_of

@@ -9,7 +9,7 @@
 //   backward   gradientReady(i), for each parameter; a bucket of which all gradients are there is reduce-scattered,
 //              buckets in one order on all ranks. DDP's reducer sleeps, as inside no_sync(): it would copy every
 //              gradient into its buckets and back.
-//   step       the optimizer holds SteppedParameters (torchext/_dear_optimizer.py), whose .grad is gradient(i): it
+//   step       the optimizer holds SteppedParameters (torchext/_dear_parameter.py), whose .grad is gradient(i): it
 //              waits for the bucket. What has arrived is stepped before the rest (arrivedBuckets()). afterStep() queues
 //              the all-gathers, in the order of the forward pass.
 //   forward    waitTensors() in front of each module waits for its buckets. Replicated: then Python steps them.

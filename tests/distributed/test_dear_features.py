@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,86 +201,6 @@ def body_closure(rank: Rank) -> float:
 @pytest.mark.parametrize("form", FORMS)
 def test_closures(form: str) -> None:
     assert max(run_ranks(in_form, 2, form, body_closure)) < EXACT
-
-
-def body_plain_checkpoint(rank: Rank) -> float:
-    """optimizer.state_dict() is the plain optimizer's, and is loaded from it."""
-    rank.init("dear")
-    pair = Pair(rank, made(mlp), adamw).run(4)
-    state, expected = pair.optimizer.state_dict(), pair.plain.state_dict()
-    assert state.keys() == expected.keys() and state["param_groups"] == expected["param_groups"]
-    assert state["state"].keys() == expected["state"].keys()
-    for index, values in expected["state"].items():
-        for key, value in values.items():
-            torch.testing.assert_close(state["state"][index][key], value, rtol=1e-4, atol=1e-7)
-    # Ours into a plain optimizer, which goes on; a plain one's into ours.
-    twin = copy.deepcopy(pair.twin)
-    twin.load_state_dict(pair.module.state_dict())
-    plain = adamw(twin.parameters())
-    plain.load_state_dict(state)
-    other = Pair(rank, made(mlp), adamw)
-    other.module.load_state_dict(pair.twin.state_dict())
-    other.optimizer.load_state_dict(expected)
-    other.twin, other.plain, other.steps = twin, plain, pair.steps
-    return max(other.run(4).done(), pair.run(4).done())
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_optimizer_state_is_the_plain_optimizers(form: str) -> None:
-    assert max(run_ranks(in_form, 3, form, body_plain_checkpoint)) < EXACT
-
-
-def body_save_sharded(rank: Rank, folder: str, steps: int) -> None:
-    import torch.distributed.checkpoint as checkpoint
-
-    rank.init("dear")
-    pair = Pair(rank, made(Transformer), adamw)
-    # The batch is the same whatever the number of ranks: 12 rows.
-    _train_on_twelve_rows(pair, steps)
-    state = {"model": pair.module.state_dict(), "optimizer": pair.sync.optimizer_state_dict()}
-    checkpoint.save(state, checkpoint_id=folder)
-    pair.sync.detach()
-
-
-def body_load_sharded(rank: Rank, folder: str, before: int, after: int) -> float:
-    import torch.distributed.checkpoint as checkpoint
-
-    rank.init("dear")
-    pair = Pair(rank, made(Transformer), adamw)
-    expected = copy.deepcopy(pair.twin)
-    plain = adamw(expected.parameters())
-    for step in range(before + after):
-        plain.zero_grad()
-        inputs, targets = batch(step, 3)
-        cross_entropy(expected(inputs), targets).backward()
-        plain.step()
-    _train_on_twelve_rows(pair, 1)  # so that there is state to load into
-    state = {"model": pair.module.state_dict(), "optimizer": pair.sync.optimizer_state_dict()}
-    checkpoint.load(state, checkpoint_id=folder)
-    pair.module.load_state_dict(state["model"])
-    pair.sync.load_optimizer_state_dict(state["optimizer"])
-    pair.steps = before
-    _train_on_twelve_rows(pair, after)
-    pair.sync.wait()
-    worst = difference(pair.module, expected)
-    pair.sync.detach()
-    return worst
-
-
-def _train_on_twelve_rows(pair: Pair, steps: int) -> None:
-    for _ in range(steps):
-        inputs, targets = batch(pair.steps, 3)
-        own = slice(pair.rank, None, pair.size)
-        pair.optimizer.zero_grad()
-        cross_entropy(pair.ddp(inputs[own]), targets[own]).backward()
-        pair.optimizer.step()
-        pair.steps += 1
-
-
-def test_sharded_checkpoint_at_another_world_size(tmp_path: Path) -> None:
-    run_ranks(body_save_sharded, 3, str(tmp_path), 5)
-    for size in (2, 4):
-        assert max(run_ranks(body_load_sharded, size, str(tmp_path), 5, 5)) < EXACT
 
 
 def body_detach(rank: Rank) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -110,28 +109,95 @@ def test_compiled_after_attach(form: str, fallback: bool) -> None:
     assert max(run_ranks(in_form, 2, form, body_compiled, fallback)) < EXACT
 
 
-def body_restart(rank: Rank, folder: str, before: bool, after: bool) -> float:
-    """Saves in one mode, and loads before the first step in another: True is plain all-reduce."""
-    import torch.distributed.checkpoint as checkpoint
+def drop_by_hand(pair: Pair) -> None:
+    for optimizer in (pair.optimizer, pair.plain):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
+
+def drop_first(pair: Pair) -> None:
+    for optimizer in (pair.optimizer, pair.plain):
+        optimizer.param_groups[0]["params"][0].grad = None
+
+
+def dropped_before(pair: Pair) -> None:
+    drop_by_hand(pair)
+    pair.backward()
+    pair.update()
+
+
+def dropped_after(pair: Pair) -> None:
+    """The replicated form has not done the step yet."""
+    pair.backward()
+    pair.update()
+    drop_by_hand(pair)
+
+
+def dropped_between(pair: Pair) -> None:
+    """Of two batches the second counts."""
+    pair.zero_grad()
+    pair.backward()
+    drop_first(pair)
+    pair.steps += 1
+    pair.backward()
+    pair.update()
+
+
+def dropped_and_clipped(pair: Pair) -> None:
+    pair.zero_grad()
+    pair.backward()
+    drop_first(pair)
+    pair.sync.clip_grad_norm_(0.05)
+    nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)
+    pair.update()
+
+
+def body_dropped_by_hand(rank: Rank) -> dict[str, float]:
     rank.init("dear")
-    old = Pair(rank, made(mlp), adamw, fallback=before).run(4)
-    assert old.sync.stats()["mode"] == ("allreduce" if before else "dear")
-    saved = {"model": old.module.state_dict(), "optimizer": old.sync.optimizer_state_dict()}
-    checkpoint.save(saved, checkpoint_id=folder)
-    new = Pair(rank, made(mlp), adamw, fallback=after)
-    state: dict[str, Any] = {"model": new.module.state_dict(), "optimizer": new.sync.optimizer_state_dict()}
-    assert state["optimizer"].keys() == saved["optimizer"].keys() != set()
-    assert not new.optimizer.state  # a look at it is not a step
-    checkpoint.load(state, checkpoint_id=folder)
-    new.module.load_state_dict(state["model"])
-    new.sync.load_optimizer_state_dict(state["optimizer"])
-    new.twin, new.plain, new.steps = old.twin, old.plain, old.steps
-    old.sync.detach()
-    return new.run(4).done()
+    worst = {}
+    for step in (dropped_before, dropped_after, dropped_between, dropped_and_clipped):
+        for fallback in (False, True):
+            pair = Pair(rank, made(wide), sgd, bucket_mb=0.05, fallback=fallback)
+            for _ in range(5):
+                step(pair)
+            worst[f"{step.__name__} {fallback}"] = pair.done()
+    return worst
 
 
-@pytest.mark.parametrize(("before", "after"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("form", FORMS)
-def test_sharded_checkpoint_of_a_new_job(form: str, before: bool, after: bool, tmp_path: Any) -> None:
-    assert max(run_ranks(in_form, 2, form, body_restart, str(tmp_path), before, after)) < EXACT
+def test_gradients_that_are_dropped_in_the_optimizer(form: str) -> None:
+    for worst in run_ranks(in_form, 2, form, body_dropped_by_hand):
+        assert max(worst.values()) < EXACT, str(worst)
+
+
+class Counting(torch.optim.SGD):
+    """Does something in zero_grad()."""
+
+    elementwise = True
+    cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
+
+def body_own_zero_grad(rank: Rank) -> float:
+    rank.init("dear")
+    worst = 0.0
+    for fallback in (False, True):
+        pair = Pair(rank, made(wide), lambda parameters: Counting(parameters, lr=0.1), fallback=fallback)
+        for step in range(6):
+            pair.zero_grad(set_to_none=step % 2 == 0)
+            pair.backward()
+            pair.update()
+        worst = max(worst, pair.done())
+        pair.optimizer.zero_grad()
+        assert pair.optimizer.cleared == pair.plain.cleared + 1 == 7  # type: ignore[attr-defined]
+        assert all(parameter.grad is None for parameter in pair.module.parameters())
+    return worst
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_optimizer_with_a_zero_grad_of_its_own(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_own_zero_grad)) < EXACT

@@ -8,7 +8,7 @@ import torch
 from harness import Rank, run_ranks
 from sharded import Pair, Residual, made
 
-from torchext._dear_optimizer import ELEMENTWISE
+from torchext._dear_refusals import ELEMENTWISE
 
 
 class SlowCore:

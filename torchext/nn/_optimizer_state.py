@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchext._dear_optimizer import SteppedParameter, stood_for
+from torchext._dear_parameter import SteppedParameter, stood_for
 
 if TYPE_CHECKING:
     from torchext.nn._table import AdaptiveTable

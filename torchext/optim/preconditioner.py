@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._dear_optimizer import stood_for
+from torchext._dear_parameter import stood_for
 from torchext.optim._attached import dear_of, living, refusal_of_dear
 from torchext.optim._group import agree_that_all_can, end, end_after, own_group
 from torchext.optim._layers import Layer, find_layers, install_hooks

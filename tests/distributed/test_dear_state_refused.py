@@ -1,0 +1,153 @@
+"""What "dear" refuses around the state of its optimizer: copies, damaged states, functions that look elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from harness import Rank, elapsed_error, launch, run_ranks
+from sharded import FORMS, Pair, adamw, in_form, made, mlp
+
+
+class Marked(torch.optim.SGD):
+    elementwise = True
+
+
+def body_unknown_state(rank: Rank) -> tuple[str, str, float]:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), lambda parameters: Marked(parameters, lr=0.1, momentum=0.9))
+    outcome = elapsed_error(pair.sync.optimizer_state_dict)
+    assert pair.run(1).sync.optimizer_state_dict()
+    return outcome
+
+
+def test_state_to_load_into_of_an_optimizer_that_is_not_torchs() -> None:
+    for kind, message, _ in run_ranks(body_unknown_state, 2):
+        assert kind == "RuntimeError" and "Marked has no state yet" in message and "take a step" in message, message
+
+
+def body_optimizers_that_are_not_copied(rank: Rank, fallback: bool) -> bool:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw, fallback=fallback).run(2)
+    for made_of in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an attached optimizer cannot be copied or pickled"):
+            made_of(pair.optimizer)
+    pair.run(2)
+    assert pair.difference() < 1e-5
+    pair.sync.detach()
+    copied = copy.deepcopy(pair.optimizer)
+    return copied.state_dict()["state"].keys() == pair.plain.state_dict()["state"].keys()
+
+
+@pytest.mark.parametrize("fallback", [False, True])  # the first steps are plain all-reduce, and no exception
+@pytest.mark.parametrize("form", FORMS)
+def test_an_attached_optimizer_is_not_copied_and_a_detached_one_is(form: str, fallback: bool) -> None:
+    assert run_ranks(in_form, 2, form, body_optimizers_that_are_not_copied, fallback) == [True, True]
+
+
+def body_checkpoint_functions(rank: Rank, fallback: bool) -> float:
+    from torch.distributed.checkpoint import state_dict as functions
+
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw, fallback=fallback)
+    state = functions.get_optimizer_state_dict(pair.twin, adamw(pair.twin.parameters()))
+    text = r"get_state_dict\(\) and set_state_dict\(\) do not find .* save sync\.optimizer_state_dict\(\)"
+    flat = functions.StateDictOptions(flatten_optimizer_state_dict=True)
+    flattened = functions.get_optimizer_state_dict(pair.twin, adamw(pair.twin.parameters()), options=flat)
+    model = pair.twin.state_dict()
+    for _ in range(2):  # before there is any state, and after
+        with pytest.raises(RuntimeError, match=text):
+            functions.get_state_dict(pair.ddp, pair.optimizer)
+        with pytest.raises(RuntimeError, match=text):
+            functions.set_optimizer_state_dict(pair.ddp, pair.optimizer, state)
+        with pytest.raises(RuntimeError, match=text):
+            functions.set_optimizer_state_dict(pair.ddp, pair.optimizer, flattened, options=flat)
+        with pytest.raises(RuntimeError, match=text):
+            functions.set_state_dict(pair.ddp, pair.optimizer, model_state_dict=model, optim_state_dict=state)
+        pair.run(2)
+    stateless = Pair(rank, made(mlp), lambda parameters: torch.optim.SGD(parameters, lr=0.1), fallback=fallback)
+    names = functions.get_optimizer_state_dict(stateless.twin, stateless.plain)
+    stateless.backward()
+    with pytest.raises(RuntimeError, match=text):
+        functions.set_optimizer_state_dict(stateless.ddp, stateless.optimizer, names)
+    assert functions.get_model_state_dict(pair.ddp).keys() == pair.module.state_dict().keys()
+    worst = pair.done()
+    assert functions.get_optimizer_state_dict(pair.module, pair.optimizer).keys() == state.keys()
+    return worst
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_functions_that_look_for_parameters_in_the_optimizer(form: str, fallback: bool) -> None:
+    assert max(run_ranks(in_form, 2, form, body_checkpoint_functions, fallback)) < 1e-5
+
+
+def _without(state: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != key}
+
+
+def body_damaged_state(rank: Rank, fallback: bool) -> list[str]:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw, fallback=fallback)
+    trained = Pair(rank, made(mlp), adamw, fallback=fallback).run(3)
+    good = trained.sync.optimizer_state_dict()
+    damaged: list[tuple[Any, str]] = [
+        (3, "is of type int, must be a mapping"),
+        ({**good, "step": 1}, "has the key 'step', must be"),
+        ({**good, "x.step": 1}, "has the key 'x.step', must be"),
+        ({**good, 7: 1}, "has the key 7, must be"),
+        ({**good, "99.step": torch.tensor(1.0)}, "'99.step': the parameters stepped are 0, 1, 2, 3, 4, 5;"),
+        ({**good, "0.momentum": torch.tensor(1.0)}, "'0.momentum': this optimizer keeps step, exp_avg, exp_avg_sq"),
+        (_without(good, "0.exp_avg"), "lacks '0.exp_avg'"),
+        ({**good, "0.exp_avg": torch.zeros(3)}, r"'0.exp_avg' is a tensor of shape \[3\] and .* must be a tensor of"),
+        ({**good, "0.step": torch.zeros(2)}, r"'0.step' is a tensor of shape \[2\] .* shape \[\] and torch.float32"),
+        ({**good, "0.exp_avg": good["0.exp_avg"].double()}, "'0.exp_avg' .* torch.float64 on this rank"),
+        ({**good, "0.exp_avg": None}, "'0.exp_avg' is of type NoneType"),
+    ]
+    for runs in range(2):  # before there is any state, and after
+        pair.run(runs * 3)
+        before = {key: copy.copy(value) for key, value in pair.sync.optimizer_state_dict().items()}
+        for state, text in damaged:
+            with pytest.raises((TypeError, ValueError), match=text):
+                pair.sync.load_optimizer_state_dict(state)
+        with pytest.raises(ValueError if rank.rank else RuntimeError, match="lacks" if rank.rank else "rank 4 could"):
+            pair.sync.load_optimizer_state_dict(_without(good, "0.exp_avg") if rank.rank else good)
+        none = {key: value for key, value in good.items() if not key.startswith("1.")}
+        with pytest.raises(ValueError, match="different keys"):
+            pair.sync.load_optimizer_state_dict(none if rank.rank else good)
+        after = pair.sync.optimizer_state_dict()
+        assert after.keys() == before.keys()
+        for key, value in before.items():
+            assert torch.equal(*(v.to_local() if hasattr(v, "to_local") else v for v in (value, after[key])))
+    assert pair.difference() < 1e-5
+    pair.sync.load_optimizer_state_dict(good)
+    return sorted(good)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_damaged_optimizer_state_is_refused_on_all_ranks(form: str, fallback: bool) -> None:
+    keys = run_ranks(in_form, 5, form, body_damaged_state, fallback)  # one has nothing of the last bias
+    assert all(of_rank == keys[0] for of_rank in keys)
+
+
+def body_state_on_rank_0(rank: Rank) -> tuple[str, str, float] | None:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw, timeout=5).run(2)
+    if rank.rank > 0:
+        rank.pause()
+        return None
+    return elapsed_error(pair.optimizer.state_dict)
+
+
+def test_optimizer_state_on_rank_0_alone_is_an_error_that_says_why() -> None:
+    with launch(body_state_on_rank_0, 3) as ranks:
+        outcome = ranks.outcomes([0], deadline=40)[0]
+        assert outcome.ok, outcome.trace
+        kind, message, seconds = outcome.value
+        assert "state_dict() is collective" in message, (kind, message)
+        assert seconds < 20
+        ranks.proceed([1, 2])

@@ -1,0 +1,151 @@
+"""A step with "dear" needs gradients that were averaged since the last one: else it raises, whatever the phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import Rank, run_ranks
+from sharded import FORMS, Pair, in_form, made, mlp, sgd
+
+EXACT = 1e-5
+PHASES = [False, True]  # with the fallback the first steps are plain all-reduce
+
+
+def again(pair: Pair) -> None:
+    pair.step()
+    pair.optimizer.step()
+
+
+def again_with_a_closure(pair: Pair) -> None:
+    pair.step()
+    pair.optimizer.step(lambda: torch.zeros(()))
+
+
+def with_zeros(pair: Pair) -> None:
+    pair.step()
+    pair.zero_grad(set_to_none=False)
+    pair.optimizer.step()
+
+
+def with_dropped_zeros(pair: Pair) -> None:
+    pair.backward()
+    pair.zero_grad(set_to_none=False)
+    pair.optimizer.step()
+
+
+def inside_no_sync(pair: Pair) -> None:
+    with pair.ddp.no_sync():
+        pair.backward()
+    pair.optimizer.step()
+
+
+def inside_no_sync_and_zeroed_late(pair: Pair) -> None:
+    with pair.ddp.no_sync():
+        loss = pair.losses()[0]
+        pair.zero_grad()
+        loss.backward()
+    pair.optimizer.step()
+
+
+def inside_no_sync_on_top(pair: Pair) -> None:
+    pair.step()
+    with pair.ddp.no_sync():
+        pair.backward()
+    pair.optimizer.step()
+
+
+def inside_no_sync_after_another(pair: Pair) -> None:
+    pair.backward()
+    with pair.ddp.no_sync():
+        pair.backward()
+    pair.optimizer.step()
+
+
+REFUSED = (
+    *(again, again_with_a_closure, with_zeros, with_dropped_zeros),
+    *(inside_no_sync, inside_no_sync_and_zeroed_late, inside_no_sync_on_top, inside_no_sync_after_another),
+)
+
+
+def body_refused(rank: Rank) -> dict[str, tuple[str, float]]:
+    rank.init("dear")
+    found = {}
+    for misuse in REFUSED:
+        for fallback in PHASES:
+            for steps in (0, 2):
+                pair = Pair(rank, made(mlp), sgd, fallback=fallback).run(steps)
+                assert pair.sync.stats()["mode"] == ("allreduce" if fallback else "dear")
+                pair.zero_grad()
+                with pytest.raises(RuntimeError) as error:
+                    misuse(pair)
+                pair.zero_grad()  # the way out
+                found[f"{misuse.__name__} {fallback} {steps}"] = str(error.value), pair.run(2).done()
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_without_new_averaged_gradients(form: str) -> None:
+    for found in run_ranks(in_form, 2, form, body_refused, deadline=120):
+        for name, (message, worst) in found.items():
+            own_words = name.startswith("inside_no_sync_after_another") and "was changed after the backward" in message
+            assert own_words or "optimizer.step() has no averaged gradients" in message, (name, message)
+            assert own_words or "call optimizer.zero_grad() after each step" in message, (name, message)
+            assert worst < EXACT, name
+
+
+def after_clearing(pair: Pair) -> None:
+    pair.step()
+    pair.zero_grad()
+    pair.update()
+
+
+def gradients_of_inputs(pair: Pair) -> None:
+    """Nothing comes to the parameters: what was averaged before still counts."""
+    pair.zero_grad()
+    pair.backward()
+    inputs = torch.rand(4, 16, requires_grad=True)
+    with pair.ddp.no_sync():
+        torch.autograd.grad(pair.ddp(inputs).sum(), inputs)
+    pair.update()
+
+
+def accumulated(pair: Pair) -> None:
+    """The last pass averages what came before, too."""
+    pair.zero_grad()
+    with pair.ddp.no_sync():
+        pair.backward()
+    pair.steps += 1
+    pair.backward()
+    pair.update()
+
+
+def closures_one_after_the_other(pair: Pair) -> None:
+    def closure(ours: bool) -> torch.Tensor:
+        (pair.optimizer if ours else pair.plain).zero_grad()
+        loss = pair.losses()[0 if ours else 1]
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        pair.optimizer.step(lambda: closure(True))
+        pair.plain.step(lambda: closure(False))
+        pair.steps += 1
+
+
+def body_taken(rank: Rank, step: Callable[[Pair], None]) -> float:
+    rank.init("dear")
+    worst = 0.0
+    for fallback in PHASES:
+        pair = Pair(rank, made(mlp), sgd, fallback=fallback)
+        for _ in range(3):
+            step(pair)
+        worst = max(worst, pair.run(2).done())
+    return worst
+
+
+@pytest.mark.parametrize("step", [after_clearing, gradients_of_inputs, accumulated, closures_one_after_the_other])
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_that_are_those_of_single_process_training(form: str, step: Callable[[Pair], None]) -> None:
+    assert max(run_ranks(in_form, 2, form, body_taken, step)) < EXACT
