@@ -25,73 +25,33 @@ worker's. All begin with the exact average of their replicas.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext import _C
+from torchext import _C, _meeting
 from torchext._handover import receive, send, unpack
+from torchext._meeting import FORMED, GRACE, LATE_GRACE, PAUSE, GoingOn, Meeting, Roll
 from torchext._newcomers import Door, Newcomer, Request, root_of
 from torchext._regroup import new_world, shrunk
 from torchext._rendezvous import attempt_store
 from torchext.backends import BACKENDS, backend_of, connecting_within
 
-__all__ = ["GRACE", "Membership"]
+__all__ = ["Membership"]
 
-GRACE = 2.0  # seconds for a survivor to say that it lives; its own thread says so, within milliseconds as a rule
-LATE_GRACE = 5.0  # the same when a new group did not come about, which one hears of sooner than another
-PATIENCE = timedelta(seconds=30)  # for all to come to a new group, from whatever they were at
-CONNECTING = timedelta(seconds=10)  # for those that have come to connect,
-CONNECTING_EACH = timedelta(milliseconds=50)  # and for each of them
 ATTEMPTS = 3  # at a new group, which is missed by one that died after the list was made
 ENTRIES = 5  # attempts of a newcomer
 
-_FORMED = "formed"
-_PAUSE = 0.01
 _logger = logging.getLogger("torchext")
-
-
-@dataclass(frozen=True)
-class _List:
-    """Who goes on."""
-
-    survivors: list[int]
-    newcomers: dict[str, int] = field(default_factory=dict)
-    """By their requests, the numbers they get."""
-
-    @property
-    def members(self) -> list[int]:
-        return [*self.survivors, *self.newcomers.values()]
-
-    @property
-    def connecting(self) -> timedelta:
-        return CONNECTING + len(self.members) * CONNECTING_EACH
-
-
-@dataclass
-class _Roll:
-    """What the workers know of each other, and a newcomer is told."""
-
-    token: str
-    """Under which they meet in the store."""
-    members: list[int]
-    """The workers that train now, in the order of their ranks."""
-    lost: list[int] = field(default_factory=list)
-    joined: list[int] = field(default_factory=list)
-    numbers: int = 0
-    """Given away so far."""
-    groups: int = 0
-    """Made so far, the first one not counted."""
 
 
 class Membership:
@@ -148,7 +108,7 @@ class Membership:
         token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
         dist.broadcast(token, group=group, group_src=0)
         self._store = root_of(dist.distributed_c10d._world.pg_map[group][1])
-        self._roll = _Roll(bytes(token.tolist()).hex(), members, numbers=len(members))
+        self._roll = Roll(bytes(token.tolist()).hex(), members, numbers=len(members))
         self._announce()
 
     # ---- Failures ----
@@ -173,7 +133,7 @@ class Membership:
         backend = backend_of(self._ddp.process_group)
         end = time.monotonic() + (GRACE if patient else 0)
         while not backend.failure[1] and time.monotonic() < end:
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
         if not backend.failure[1]:
             backend.abort_with_reason(str(error))
 
@@ -235,52 +195,43 @@ class Membership:
         self._enroll(decided, reason)
         return range(len(decided.survivors), len(decided.members))
 
-    def _decide(self, attempt: int, dead: set[int], reason: str) -> _List:
+    def _decide(self, attempt: int, dead: set[int], reason: str) -> GoingOn:
         """Who goes on: the same in every process that is told."""
-        store = self._meeting(attempt)
-        store.set(f"alive/{self._me}", "1")
-        started = time.monotonic()
         grace = GRACE if attempt == 0 else LATE_GRACE
         # Who has not heard of the failure finds it by a timeout of its own, in a wait that may only have begun.
         patience = grace + 2 * self._options._timeout.total_seconds()
-        while not store.check(["decision"]):
-            alive = [number for number in self.members if store.check([f"alive/{number}"])]
-            silent = set(self.members) - set(alive)
-            dead |= {number for number in silent if self._meeting().check([f"gone/{number}"])}
-            waited = time.monotonic() - started
-            if silent <= dead or (2 * len(alive) > len(self.members) and waited > grace):
-                self._write(store, _List(alive))
-                break
-            if waited > patience:
-                raise dist.DistBackendError(
-                    f"torchext: cannot train on with {len(alive)} of {len(self.members)} workers, as it is not known"
-                    f" that the others are dead: after {waited:.1f} s ranks {sorted(silent)} have said nothing, and"
-                    f" might go on by themselves ({reason})"
-                )
-            time.sleep(_PAUSE)
-        return self._read(store)
+        return self._meeting(attempt).decide(
+            self._me,
+            self.members,
+            first=self._meeting(),
+            dead=dead,
+            grace=grace,
+            patience=patience,
+            reason=reason,
+        )
 
     # ---- The new group ----
 
-    def _form(self, decided: _List, attempt: int) -> None:
+    def _form(self, decided: GoingOn, attempt: int) -> None:
         """Makes the group of those on a list that of the model. Raises RuntimeError on all of them, or on none."""
         group = None
+        meeting = self._meeting(attempt)
         try:
-            if self._meeting(attempt).check(["outcome"]):  # the others have waited for this one in vain
+            if meeting.concluded:  # the others have waited for this one in vain
                 raise dist.DistBackendError("came too late")
             with connecting_within(decided.connecting):
                 group = self._made(decided, attempt)
-            outcome = self._outcome(decided, attempt)
+            outcome = meeting.outcome(self._me, decided)
         except RuntimeError as error:
-            outcome = self._conclude(attempt, f"rank {self._me} did not come into it: {error}")
-        if outcome != _FORMED:
+            outcome = meeting.conclude(f"rank {self._me} did not come into it: {error}")
+        if outcome != FORMED:
             if group is not None:
                 dist.destroy_process_group(group)
             raise dist.DistBackendError(outcome)
         assert group is not None  # else this one has not said that it is connected
         self._ddp.process_group = group
 
-    def _made(self, decided: _List, attempt: int) -> ProcessGroup:
+    def _made(self, decided: GoingOn, attempt: int) -> ProcessGroup:
         if not self.is_world:
             stay = [position for position, number in enumerate(self.members) if number in decided.survivors]
             return shrunk(self._ddp.process_group, stay)
@@ -289,33 +240,13 @@ class Membership:
         options = self._options._fitted(members)
         # All are there before anything of the old group is given up. In a meeting, and when a group did not come about,
         # they are at nothing else.
-        patience = decided.connecting if attempt > 0 or decided.newcomers else PATIENCE
-        store = attempt_store(PrefixStore("group", self._meeting(attempt)), rank, len(members), patience)
+        patience = decided.connecting if attempt > 0 or decided.newcomers else _meeting.PATIENCE
+        store = attempt_store(PrefixStore("group", self._meeting(attempt).store), rank, len(members), patience)
         return new_world(self._backend, store, rank, len(members), options)
 
-    def _outcome(self, decided: _List, attempt: int) -> str:
-        """Of those that are connected here; RuntimeError if it was not to be had in time."""
-        store = self._meeting(attempt)
-        store.set(f"connected/{self._me}", "1")
-        if decided.members[0] == self._me:
-            store.wait([f"connected/{number}" for number in decided.members], decided.connecting)
-            return self._conclude(attempt, _FORMED)
-        store.wait(["outcome"], 2 * decided.connecting)
-        return store.get("outcome").decode()
-
-    def _conclude(self, attempt: int, outcome: str) -> str:
-        """Writes the outcome down unless another has; returns what stands there."""
-        return self._meeting(attempt).compare_set("outcome", "", outcome).decode()
-
-    def _enroll(self, decided: _List, reason: str) -> None:
+    def _enroll(self, decided: GoingOn, reason: str) -> None:
         roll = self._roll
-        gone = [number for number in roll.members if number not in decided.survivors]
-        came = list(decided.newcomers.values())
-        roll.lost += gone
-        roll.joined += came
-        roll.numbers += len(came)
-        roll.groups += 1
-        roll.members = decided.members
+        gone, came = roll.take(decided)
         changes = [f"lost rank {', '.join(map(str, gone))} ({reason})"] if gone else []
         changes += [f"rank {', '.join(map(str, came))} joined"] if came else []
         _logger.warning(
@@ -340,7 +271,7 @@ class Membership:
             answer = asdict(self._roll) | {"timeout": self._options._timeout.total_seconds()}
             for request in waiting:
                 self._door.admit(request, answer)
-            self._write(self._meeting(), _List(self.members, numbers))
+            self._meeting().write(GoingOn(self.members, numbers))
             decided.fill_(1)
         dist.broadcast(decided, group=group, group_src=0)
         return bool(decided)
@@ -356,7 +287,7 @@ class Membership:
         for entry in range(ENTRIES):
             request, answer = newcomer.ask(self._ddp.module, self._optimizer)
             self._options._timeout = timedelta(seconds=answer.pop("timeout"))
-            self._roll = _Roll(**answer)
+            self._roll = Roll(**answer)
             try:
                 decided, state = self._come_in(request)
                 break
@@ -376,9 +307,9 @@ class Membership:
             ) from error
         self._enroll(decided, "")
 
-    def _come_in(self, request: int) -> tuple[_List, torch.Tensor]:
+    def _come_in(self, request: int) -> tuple[GoingOn, torch.Tensor]:
         """Who trains from now on, and what the first of them has handed over. RuntimeError: ask again."""
-        decided = self._read(self._meeting())
+        decided = self._meeting().read()
         number = decided.newcomers.get(str(request))
         if number is None:
             raise dist.DistBackendError("the workers went on without newcomers")
@@ -391,26 +322,17 @@ class Membership:
             raise
 
     def _give_up(self) -> None:
-        """Leaves the group that stands already. The others must not wonder whether this one lives."""
+        """Leaves the group that stands already."""
         self._roll.groups += 1  # as theirs
         try:
-            self._meeting().set(f"gone/{self._me}", "1")
+            self._meeting().give_up(self._me)
         finally:
             dist.destroy_process_group()
 
     # ---- Where they meet in the store ----
 
-    def _meeting(self, attempt: int = 0) -> PrefixStore:
-        return PrefixStore(f"torchext/workers/{self._roll.token}/{self._roll.groups}/{attempt}", self._store)
+    def _meeting(self, attempt: int = 0) -> Meeting:
+        return Meeting(self._store, self._roll, attempt)
 
     def _announce(self) -> None:
-        backend_of(self._ddp.process_group)._announce_survival(self._meeting(), f"alive/{self._me}")
-
-    @staticmethod
-    def _write(store: Store, decided: _List) -> None:
-        store.compare_set("decision", "", json.dumps(asdict(decided)))
-
-    @staticmethod
-    def _read(store: Store) -> _List:
-        store.wait(["decision"], PATIENCE)
-        return _List(**json.loads(store.get("decision")))
+        backend_of(self._ddp.process_group)._announce_survival(self._meeting().store, f"alive/{self._me}")

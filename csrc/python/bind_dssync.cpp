@@ -20,7 +20,7 @@ Args:
     schedule: "grid": along one side of a grid after another; "random": shuffled anew; "topology": mostly inside racks.
     order: "cta" or "atc", as with prague.
     sync_period: Average after every n-th optimizer step, 1 or more.
-    seed: Of "random".
+    seed: Of "random"; the other schedules ignore it.
     racks: "topology": the rack of each rank, any numbers; empty: measured when the first model is attached.
     host_bandwidth: With ``racks``: of a host's link, in any unit.
     uplink_bandwidth: With ``racks``: of the slowest rack's uplink, in the same unit; both 0: equal.

@@ -25,7 +25,7 @@ Args:
         the generator needs.
     sync_period: Average after every n-th optimizer step, 1 or more.
     sync_every: Every n-th division is one group of all workers; 0: never; -1: as the generator needs.
-    seed: Of the generator.
+    seed: Of the generator. "static" and "ready-set" draw nothing, and ignore it.
     shared_memory: Averages among ranks of one host go through memory. Each rank's own choice.
 )";
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -156,11 +157,10 @@ def shared_budget_in_ddp(rank: Rank) -> list[str]:
         refusals.append(str(error))
     pruner = ChunkPruner(model, optimizer=optimizer, shared_budget=20)  # cannot know yet
     loss(ddp(batch(rank.rank, 0))).backward()
-    for prune in (pruner.prune, lambda: model.first.prune(capacity=3)):
-        try:
-            prune()
-        except ValueError as error:
-            refusals.append(str(error))
+    try:
+        pruner.prune()
+    except ValueError as error:
+        refusals.append(str(error))
     try:
         model.first.load_state_dict(table(sparse=False, budget=3).state_dict())
     except RuntimeError as error:
@@ -181,11 +181,57 @@ class Two(nn.Module):
 
 def test_a_shared_budget_in_ddp_is_refused_with_the_way_out() -> None:
     for refusals in run_ranks(shared_budget_in_ddp, 2):
-        before, pruning, alone, loading = refusals
+        before, pruning, loading = refusals
         assert "Leave shared_budget out" in before
         assert pruning == before
-        assert "capacity = 3: allowed 30 inside DistributedDataParallel" in alone
         assert "pool: another number of slots inside DDP; load before" in loading
+
+
+def prune_one_by_itself(rank: Rank, training: str) -> tuple[str, list[Tensor], bool]:
+    rank.init("gloo")
+    torch.manual_seed(0)
+    model = table(training=training, sparse=False)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss(ddp(batch(rank.rank, 0))).backward()  # every rank observes something else
+    optimizer.step()
+    held = model.index.clone()
+    refusal = ""
+    try:
+        model.prune(optimizer=optimizer)
+    except RuntimeError as error:
+        refusal = str(error)
+    kept = torch.equal(model.index, held)
+    alone = copy.deepcopy(model)
+    alone.prune()
+    ChunkPruner(ddp, optimizer=optimizer).prune()
+    whole = table("auto", budget=1.0, sparse=False)
+    DistributedDataParallel(whole)(batch(rank.rank, 0))
+    assert set(whole.prune().values()) == {0}  # everything stays everywhere
+    return refusal, [alone.index, model.index], kept
+
+
+@pytest.mark.parametrize("training", ["dense", "sparse"])
+def test_one_replica_cannot_be_pruned_by_what_it_alone_has_observed(training: str) -> None:
+    first, second = run_ranks(prune_one_by_itself, 2, training)
+    for refusal, _, kept in (first, second):
+        assert refusal.startswith("prune() of a table inside DistributedDataParallel")
+        assert "Take ChunkPruner.prune() on all ranks, or prune a copy" in refusal
+        assert kept
+    (one_alone, one), (other_alone, other) = first[1], second[1]
+    assert not torch.equal(one_alone, other_alone)  # which is why
+    assert torch.equal(one, other)
+
+
+def prune_alone_in_ddp(rank: Rank) -> dict[str, int]:
+    rank.init("gloo")
+    model = table()
+    loss(DistributedDataParallel(model)(batch(rank.rank, 0))).backward()
+    return model.prune(optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
+
+
+def test_the_only_replica_is_pruned_by_itself() -> None:
+    assert run_ranks(prune_alone_in_ddp, 1)[0]["admitted"] > 5
 
 
 def prune_with_dear(rank: Rank, form: str, momentum: float) -> str | Tensor:

@@ -13,8 +13,8 @@ from harness import Rank, run_ranks
 from torch import nn
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("prague", {"order": "cta", "generator": "static", "group_size": 3}),
-    ("prague", {"order": "atc", "generator": "static", "group_size": 3}),
+    ("prague", {"order": "cta", "generator": "static"}),
+    ("prague", {"order": "atc", "generator": "static"}),
     ("dssync", {"order": "cta"}),
     ("dssync", {"order": "atc"}),
     ("hop", {"order": "parallel"}),

@@ -42,10 +42,10 @@ def body_continue(rank: Rank, backend: str, options: dict[str, Any], sizes: list
 
 
 DEATHS: list[tuple[list[int], str, dict[str, Any]]] = [
-    ([2], "prague", {"order": "atc"}),
+    ([2], "prague", {"order": "atc", "group_size": 4}),
     ([0], "prague", {}),  # it hosts the generator
     ([0, 2, 1], "prague", {"generator": "random"}),  # until one is left
-    ([1], "prague", {"generator": "static", "group_size": 4}),
+    ([1], "prague", {"generator": "static"}),
     ([3], "dssync", {}),
     ([0, 1], "dssync", {"schedule": "random", "order": "atc"}),
     ([2], "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),

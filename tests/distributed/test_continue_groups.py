@@ -12,11 +12,11 @@ from attached import equal_everywhere
 from going_on import GoingOn, freeze_when_connecting
 from harness import Rank, launch
 
-from torchext import _membership
+from torchext import _meeting, _membership
 
 
 def body_frozen(rank: Rank, backend: str, frozen: int) -> Any:
-    _membership.CONNECTING = timedelta(seconds=2)
+    _meeting.CONNECTING = timedelta(seconds=2)
     training = GoingOn(rank, backend, {})
     training.train(5)
     if rank.rank == frozen:
@@ -43,7 +43,7 @@ def test_one_is_gone_when_the_others_connect(backend: str, frozen: int) -> None:
 
 
 def body_late(rank: Rank) -> Any:
-    _membership.PATIENCE = timedelta(seconds=6)
+    _meeting.PATIENCE = timedelta(seconds=6)
     real = _membership.Membership._form
 
     def form(self: Any, decided: Any, attempt: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -15,8 +14,6 @@ from kfac_net import EXACT, OPTIONS, Net, both, run_alone, train, use_path, whol
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import torchext
-from torchext.errors import KFACStateError
 from torchext.optim import KFAC, PADKFAC, SPDKFAC, KFACPreconditioner
 
 
@@ -229,72 +226,6 @@ def test_in_front_of_another_optimizer() -> None:
     assert max(run_ranks(body_preconditioner, 2)) == 0
 
 
-def body_with_dear(rank: Rank, fallback: bool, first: bool) -> tuple[float, float]:
-    """In front of an optimizer that "dear" makes step: the directions are clipped by its learning rates."""
-    rank.init("dear", pg_options=torchext.DeAROptions(form="replicated", allreduce_fallback=fallback, bucket_mb=0.001))
-    flats, clips = [], []
-    for group in (None, dist.new_group(backend="gloo")):
-        model = DistributedDataParallel(Net(), process_group=group)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        options = {"kl_clip": 1e-5, "inverse_update_steps": 2, "strategy": "spd"}
-        kfac = KFACPreconditioner(model, optimizer, **options) if first or group else None
-        sync = None if group else torchext.attach(model, optimizer)
-        kfac = kfac or KFACPreconditioner(model, optimizer, **options)
-        train(model, optimizer, 6, rank=rank.rank, size=rank.size)
-        if sync is not None:
-            assert sync.stats()["mode"] == ("allreduce" if fallback else "dear")
-            sync.wait()
-        flats.append(flat(model.module))
-        clips.append(kfac.stats()["clip"])
-    assert clips[1] < 1
-    return float((flats[0] - flats[1]).abs().max()), abs(clips[0] / clips[1] - 1)
-
-
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("fallback", [False, True])
-def test_in_front_of_an_optimizer_of_dear(fallback: bool, first: bool) -> None:
-    for difference, clip in run_ranks(body_with_dear, 2, fallback, first):
-        assert difference < 1e-9 and clip < 1e-9
-
-
-def body_save(rank: Rank, strategy: str, queued: bool) -> Any:
-    use_path(queued)
-    rank.init("gloo")
-    model = DistributedDataParallel(Net())
-    optimizer = KFAC(model, strategy=strategy, **OPTIONS)
-    train(model, optimizer, 4, rank=rank.rank, size=rank.size)
-    state = copy.deepcopy(optimizer.state_dict())  # torch's refers to the live buffers
-    train(model, optimizer, 4, first=4, rank=rank.rank, size=rank.size)
-    return {"optimizer": state, "flat": flat(model.module)}
-
-
-def body_resume(rank: Rank, strategy: str, saved: Any, weights: Any, queued: bool) -> float:
-    use_path(queued)
-    rank.init("gloo")
-    module = Net()
-    module.load_state_dict(weights)
-    model = DistributedDataParallel(module)
-    optimizer = KFAC(model, strategy=strategy, **OPTIONS)
-    optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # the test sends both ranks the same memory
-    train(model, optimizer, 4, first=4, rank=rank.rank, size=rank.size)
-    equal_everywhere(model.module)
-    return float((flat(model.module) - saved["flat"]).abs().max() / saved["flat"].abs().max())
-
-
-def weights_after(steps: int) -> Any:
-    model = Net()
-    train(model, KFAC(model, **OPTIONS), steps)
-    return model.state_dict()
-
-
-@both
-@pytest.mark.parametrize(("before", "after"), [("pad", "spd"), ("mem-opt", "pad")])
-def test_a_checkpoint_loads_at_another_world_size_and_strategy(before: str, after: str, queued: bool) -> None:
-    weights = weights_after(4)
-    saved = run_ranks(body_save, 3, before, queued)[0]
-    assert max(run_ranks(body_resume, 2, after, saved, weights, not queued)) < 1e-5
-
-
 def body_two_groups(rank: Rank) -> float:
     """Two disjoint groups of equal size, each its own data and model; and a subgroup while others do nothing."""
     rank.init("gloo")
@@ -318,19 +249,3 @@ def test_two_groups_of_equal_size_do_not_mix() -> None:
     assert sums[0] == sums[1]
     assert sums[2] == sums[3]
     assert not math.isclose(sums[0], sums[2], rel_tol=1e-9)
-
-
-def body_refused_state(rank: Rank) -> str:
-    rank.init("gloo")
-    model = nn.Linear(3, 3)
-    optimizer = KFAC(model)
-    other = KFAC(nn.Linear(3, 2)).state_dict()
-    try:
-        optimizer.load_state_dict(other)
-    except KFACStateError as error:
-        return str(error)
-    return ""
-
-
-def test_a_state_of_another_model_is_refused_on_all_ranks() -> None:
-    assert all("another model" in message for message in run_ranks(body_refused_state, 2))

@@ -1,12 +1,13 @@
-"""K-FAC on models of "dear": what cannot train together is refused, before and after attach."""
+"""K-FAC on models of "dear": in front of an optimizer; and what cannot train together is refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
+from attached import flat
 from harness import Rank, run_ranks
-from kfac_net import Net, whole_batch
+from kfac_net import Net, train, whole_batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,34 @@ import torchext
 from torchext.optim import PADKFAC, SPDKFAC, KFACPreconditioner
 
 WAY = r"put KFACPreconditioner\(model, optimizer\) in front of .* DeAROptions\(form='replicated'\), or .* plain DDP"
+
+
+def body_with_dear(rank: Rank, fallback: bool, first: bool) -> tuple[float, float]:
+    """In front of an optimizer that "dear" makes step: the directions are clipped by its learning rates."""
+    rank.init("dear", pg_options=torchext.DeAROptions(form="replicated", allreduce_fallback=fallback, bucket_mb=0.001))
+    flats, clips = [], []
+    for group in (None, dist.new_group(backend="gloo")):
+        model = DistributedDataParallel(Net(), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        options = {"kl_clip": 1e-5, "inverse_update_steps": 2, "strategy": "spd"}
+        kfac = KFACPreconditioner(model, optimizer, **options) if first or group else None
+        sync = None if group else torchext.attach(model, optimizer)
+        kfac = kfac or KFACPreconditioner(model, optimizer, **options)
+        train(model, optimizer, 6, rank=rank.rank, size=rank.size)
+        if sync is not None:
+            assert sync.stats()["mode"] == ("allreduce" if fallback else "dear")
+            sync.wait()
+        flats.append(flat(model.module))
+        clips.append(kfac.stats()["clip"])
+    assert clips[1] < 1
+    return float((flats[0] - flats[1]).abs().max()), abs(clips[0] / clips[1] - 1)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("fallback", [False, True])
+def test_in_front_of_an_optimizer_of_dear(fallback: bool, first: bool) -> None:
+    for difference, clip in run_ranks(body_with_dear, 2, fallback, first):
+        assert difference < 1e-9 and clip < 1e-9
 
 
 def body_refused(rank: Rank, form: str) -> bool:

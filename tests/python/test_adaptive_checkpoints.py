@@ -71,7 +71,7 @@ def test_an_optimizers_state_of_another_budget_is_named_before_it_steps(layout: 
     assert large.budget_chunks == 20
     before = large.pool.detach().clone()
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"state 'exp_avg' is of 30 slots, the table took a pool of 20.*new"):
+        with pytest.raises(ValueError, match=r"state 'exp_avg' is of 30 slots, the table has a pool of 20 since.*new"):
             step(large, optimizer)
     assert torch.equal(large.pool, before)
     optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
@@ -81,6 +81,47 @@ def test_an_optimizers_state_of_another_budget_is_named_before_it_steps(layout: 
     other, _ = made(30)
     other.load_state_dict(small.state_dict())
     step(other, torch.optim.Adam(other.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the next step", "steps later"])
+@pytest.mark.parametrize("resized_by", ["a checkpoint", "pruning"])
+def test_an_optimizers_state_of_before_the_pool_was_resized_is_named_before_it_steps(
+    resized_by: str, late: bool
+) -> None:
+    torch.manual_seed(4)
+    options: dict[str, Any] = {"freeze": False, "chunk_dim": 4, "layout": "hash"}
+    table, small = (
+        AdaptiveEmbedding.from_pretrained(torch.randn(50, 16), budget=budget, **options) for budget in (30, 20)
+    )
+    optimizer = torch.optim.Adam(table.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        table(torch.arange(50)).sum().backward()
+        optimizer.step()
+
+    step()
+    of_table, of_optimizer = copy.deepcopy(table.state_dict()), copy.deepcopy(optimizer.state_dict())
+    if resized_by == "pruning":
+        table.prune(optimizer=optimizer, capacity=20)
+    else:
+        table.load_state_dict(small.state_dict())
+        optimizer.state.clear()
+    if late:
+        step()
+    optimizer.load_state_dict(of_optimizer)
+    before = table.pool.detach().clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"state 'exp_avg' is of 30 slots, the table has a pool of 20 .*new"):
+            step()
+    assert torch.equal(table.pool, before)
+    table.load_state_dict(of_table)  # after the optimizer's part
+    step()
+    optimizer.load_state_dict(of_optimizer)
+    step()
+    table.prune(capacity=20)  # and the optimizer's state stays where it was
+    with pytest.raises(ValueError, match=r"state 'exp_avg' is of 30 slots, the table has a pool of 20 .*pruned"):
+        step()
 
 
 def test_values_come_in_by_load_state_dict_and_not_through_the_weight_of_a_small_budget() -> None:

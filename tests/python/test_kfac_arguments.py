@@ -40,6 +40,13 @@ pytestmark = pytest.mark.usefixtures("path")
             'worker_fraction = 0.5: .*="hybrid" or "auto" only, this is "spd"',
         ),
         ({"split_directions": True, "method": "eigen"}, 'split_directions = True: allowed with method="inverse" only'),
+        *(
+            ({"split_directions": True, "strategy": strategy}, f'^split_directions = True: .*strategy="{strategy}"')
+            for strategy in ("mem-opt", "dp")
+        ),
+        ({"exchange_always": True, "strategy": "dp"}, '^exchange_always = True: .* strategy="dp" keeps them'),
+        ({"max_run_mb": 4.0, "strategy": "d-kfac"}, '^max_run_mb = 4.0: .*="d-kfac" sends every factor alone; leave'),
+        ({"max_run_mb": 25.0, "strategy": "dp"}, '^max_run_mb = 25.0: .*="dp" sends none; leave it out'),
     ],
 )
 def test_values_out_of_range(options: dict[str, Any], message: str) -> None:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["expect_other_size", "find_pool", "moving_state"]
 
-_resized: weakref.WeakSet[AdaptiveTable] = weakref.WeakSet()
+_resized: weakref.WeakSet[AdaptiveTable] = weakref.WeakSet()  # at any time
+_unchecked: weakref.WeakSet[AdaptiveTable] = weakref.WeakSet()  # and since then nothing has stepped them
+_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def find_pool(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> nn.Parameter:
@@ -59,8 +61,9 @@ def moving_state(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> tuple[
 
 
 def expect_other_size(table: AdaptiveTable) -> None:
-    """A checkpoint has changed the pool's size: what steps it next must have state of that size, or none."""
+    """The pool's size has changed: what steps it next must have state of that size, or none."""
     _resized.add(table)
+    _unchecked.add(table)
     _watch_steps()
 
 
@@ -70,14 +73,30 @@ def _watch_steps() -> None:  # of all optimizers; only where there is something 
 
 
 def _check_size(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for table in list(_resized):
-        if not any(held is table.pool for group in optimizer.param_groups for held in group["params"]):
+    for table in list(_unchecked):
+        if not _trains(optimizer, table):
             continue
+        _watch_loads(optimizer)
         for name, value in optimizer.state.get(table.pool, {}).items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1 and len(value) != len(table.pool):
                 raise ValueError(
-                    f"optimizer: state {name!r} is of {len(value)} slots, the table took a pool of {len(table.pool)} "
-                    "from a checkpoint with another budget, which is its own now; load the optimizer's state of the "
-                    "same checkpoint, or make a new optimizer"
+                    f"optimizer: state {name!r} is of {len(value)} slots, the table has a pool of {len(table.pool)} "
+                    "since it took a checkpoint with another budget or was pruned; load table and optimizer from one "
+                    "checkpoint, or make a new optimizer"
                 )
-        _resized.discard(table)
+        _unchecked.discard(table)
+
+
+def _watch_loads(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer not in _watched:
+        _watched.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_loaded)
+
+
+def _loaded(optimizer: torch.optim.Optimizer) -> None:
+    # No error yet: the table's part of the checkpoint may be loaded after the optimizer's.
+    _unchecked.update(table for table in list(_resized) if _trains(optimizer, table))
+
+
+def _trains(optimizer: torch.optim.Optimizer, table: AdaptiveTable) -> bool:
+    return any(held is table.pool for group in optimizer.param_groups for held in group["params"])

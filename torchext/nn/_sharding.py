@@ -11,7 +11,7 @@ from torch import Tensor
 from torchext.nn._arguments import offsets_problem
 
 if TYPE_CHECKING:
-    from torchext.nn.adaptive_embedding import _AdaptiveLookup
+    from torchext.nn._lookup import AdaptiveLookup
 
 __all__ = ["Shards"]
 
@@ -141,7 +141,7 @@ class Shards:
 
     def look_up(
         self,
-        module: _AdaptiveLookup,
+        module: AdaptiveLookup,
         ids: Tensor,
         offsets: Tensor | None,
         bag_size: int,

@@ -16,7 +16,7 @@ from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
 from torchext.nn._lineage import Copied, Origin, Prunings
 from torchext.nn._ops import BagSpec, Table, _ops, written
-from torchext.nn._optimizer_state import moving_state
+from torchext.nn._optimizer_state import expect_other_size, moving_state
 from torchext.nn._storage import ChunkStorage, replace_values
 
 if TYPE_CHECKING:
@@ -120,17 +120,25 @@ class AdaptiveTable(ChunkStorage):
         Returns:
             Numbers of chunks ``admitted``, ``dropped`` and ``moved``.
 
-        Replicas decide alike only through a :class:`ChunkPruner`, which merges what they have observed.
+        Replicas decide alike only through a :class:`ChunkPruner`, which merges what they have observed. To prune one
+        for itself after training, prune a copy (:func:`copy.deepcopy`).
 
         Raises:
             ValueError: An argument out of its range, or an optimizer that trains something else or whose state cannot
                 move with the chunks. Nothing is changed.
-            RuntimeError: Replicas of the table are averaged (``torchext.attach``). Nothing is changed.
+            RuntimeError: Replicas of the table are averaged (``torchext.attach``), or their gradients are
+                (DistributedDataParallel). Nothing is changed.
         """
         if averaging([self]):
             raise RuntimeError(
                 "prune() of a table whose replicas an attached backend averages: each would hold other chunks than the "
                 "ones that it is averaged with. Take ChunkPruner.prune() on all ranks"
+            )
+        if self._has_replicas():
+            raise RuntimeError(
+                "prune() of a table inside DistributedDataParallel: each replica has observed its own batches and "
+                "would hold other chunks, while their gradients are averaged slot by slot. Take ChunkPruner.prune() on "
+                "all ranks, or prune a copy of the table (copy.deepcopy)"
             )
         return self._prune(optimizer=optimizer, max_swaps=max_swaps, hysteresis=hysteresis, capacity=capacity)
 
@@ -176,6 +184,8 @@ class AdaptiveTable(ChunkStorage):
         self._prunings.count += 1
         self._origin = None
         self.budget_chunks = capacity
+        if capacity != slots and self.optimizer_trains:
+            expect_other_size(self)
         return {"admitted": len(admitted), "dropped": len(dropped), "moved": len(moves)}
 
     def _grow_index(self, capacity: int) -> None:
@@ -216,6 +226,10 @@ class AdaptiveTable(ChunkStorage):
             values = torch.randn(len(fresh), self.chunk_dim, generator=generator, device="cpu") * self.init_std
             self.pool.data[fresh] = values.to(self.pool)
         written(self.pool)
+
+    def _has_replicas(self) -> bool:
+        """Whether DDP has averaged gradients of other ranks' replicas with this one's, slot by slot."""
+        return self._ddp is not None and self._ddp.size() > 1 and self.layout != "identity"
 
     def _strange_to_ddp(self) -> bool:
         """Whether this forward pass runs inside a DDP that has not met the table; torch.compile guards the answer."""

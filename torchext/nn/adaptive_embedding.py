@@ -2,166 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchext.nn._arguments import TableOptions, check_norm, check_size, offsets_problem, padding_of
-from torchext.nn._lineage import Origin
-from torchext.nn._ops import _ops, adaptive_bag, train_bag, written
-from torchext.nn._sharding import Shards
-from torchext.nn._table import AdaptiveTable
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from torchext.nn._lookup import AdaptiveLookup, check_ids
 
 __all__ = ["AdaptiveEmbedding", "AdaptiveEmbeddingBag"]
 
 
-def _ids(name: str, tensor: Tensor) -> Tensor:
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} is {tensor.dtype}; it must be int32 or int64")
-    return tensor
-
-
-class _AdaptiveLookup(AdaptiveTable):
-    """The part of a forward pass that bags and single vectors share."""
-
-    padding_idx: int | None
-    max_norm: float | None
-    norm_type: float
-    scale_grad_by_freq: bool
-    mode: str
-    include_last_offset: bool
-    _frozen: int | None  # gets no gradient
-    _skipped: int | None  # is left out of bags
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        mode: str,
-        include_last_offset: bool,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        padding_idx: int | None,
-        sparse: bool,
-        training: str | None,
-        process_group: Any,
-        device: Any,
-        dtype: Any,
-        **options: Any,
-    ) -> None:
-        if sparse and training not in (None, "sparse"):
-            raise ValueError(f"sparse = True with training = {training!r}: give one of them")
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        check_size(num_embeddings, embedding_dim, dtype)
-        padding_idx = padding_of(padding_idx, num_embeddings)
-        check_norm(max_norm, norm_type, sharded=training == "sharded")
-        made = TableOptions(training=training or ("sparse" if sparse else "dense"), **options)
-        made.check_used()
-        if process_group is not None and made.training != "sharded":
-            raise ValueError(
-                f"process_group = {process_group!r}: allowed with training = 'sharded', which shares rows out in it, "
-                f"this is {made.training!r}; leave it out"
-            )
-        self._shards: Shards | None = None
-        rows = num_embeddings
-        shards = None
-        if made.training == "sharded":
-            shards = Shards(num_embeddings, process_group)
-            rows, made = shards.rows, made.of_shard(shards.rank, shards.world)
-        super().__init__(rows, embedding_dim, made, device=device, dtype=dtype)
-        self._shards = shards
-        self.sparse = made.training == "sparse"
-        self.mode, self.include_last_offset = mode, include_last_offset
-        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
-        self.padding_idx = padding_idx
-        self._frozen = self._skipped = shards.local(padding_idx) if shards else padding_idx
-        self._zero_row(self._frozen)
-
-    @classmethod
-    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> Self:
-        """A table with these values; under a budget the chunks with the largest norms are resident.
-
-        Args:
-            embeddings: (rows, columns); for shards of the whole table, on every rank.
-            freeze: Whether the table is not trained.
-            **options: Of the class.
-        """
-        if embeddings.dim() != 2:
-            raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
-        made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, "device": embeddings.device, **options})
-        made._take(embeddings)
-        return made.requires_grad_(not freeze)
-
-    def _take(self, embeddings: Tensor) -> None:
-        if self._shards is not None and len(embeddings) == self._shards.num_embeddings:
-            embeddings = self._shards.share(embeddings)
-        super()._take(embeddings)
-
-    def _look_up(
-        self, ids: Tensor, offsets: Tensor | None, bag_size: int, per_sample_weights: Tensor | None, last: bool
-    ) -> Tensor:
-        if self._strange_to_ddp():
-            self._meet_ddp()
-        if self._origin is not None:
-            self._origin.check(self)
-        if self._shards is not None:
-            return self._shards.look_up(self, ids, offsets, bag_size, per_sample_weights, last)
-        if self.max_norm is not None:
-            if not torch.compiler.is_compiling():  # its tensors have no values yet
-                self._check_before_writing(len(ids), offsets, per_sample_weights, last)
-            with torch.no_grad():
-                _ops.adaptive_bag_renorm_(
-                    self.pool.detach(), self.index, ids, self.num_embeddings, self.chunks, self.max_norm, self.norm_type
-                )
-            written(self.pool)
-            if self._origin is not None and not torch.compiler.is_compiling():
-                self._origin = Origin.of(self, self._origin.copied)
-        return self._bags(ids, offsets, bag_size, per_sample_weights, last, self.mode)
-
-    def _check_before_writing(self, ids: int, offsets: Tensor | None, weights: Tensor | None, last: bool) -> None:
-        """What the bags' operator would refuse, when max_norm has scaled rows. Ids are checked where that is done."""
-        problem = "" if offsets is None else offsets_problem(ids, offsets, last)
-        if problem:
-            raise ValueError(problem)
-        if weights is not None:
-            self._check_weights(weights)
-
-    def _check_weights(self, weights: Tensor) -> None:
-        if weights.dtype != self.pool.dtype:
-            raise TypeError(
-                f"per_sample_weights is {weights.dtype}, the table {self.pool.dtype}; they must be the same"
-            )
-
-    def _bags(
-        self, ids: Tensor, offsets: Tensor | None, bag_size: int, weights: Tensor | None, last: bool, mode: str
-    ) -> Tensor:
-        """This rank's rows only."""
-        spec = self._spec(mode, self._skipped, self._frozen, last, self.scale_grad_by_freq)
-        if self.training_mode == "sharded":
-            spec = spec._replace(training="fused")
-        trains = self._trained.requires_grad
-        if not torch.is_grad_enabled() or not (trains or (weights is not None and weights.requires_grad)):
-            return adaptive_bag(self.pool.detach(), self._table, ids, offsets, bag_size, weights, spec)
-        pool = self.pool if self.trigger is None else self.pool.detach()
-        return train_bag(pool, self.trigger, self._table, ids, offsets, bag_size, weights, spec)
-
-    def extra_repr(self) -> str:
-        """What ``repr`` shows."""
-        total = self.num_embeddings * self.chunks
-        return (
-            f"{self.num_embeddings}, {self.embedding_dim}, chunk_dim={self.chunk_dim}, "
-            f"budget={self.budget_chunks}/{total} chunks, layout={self.layout!r}, training={self.training_mode!r}"
-        )
-
-
 # DDP asks instances of nn.EmbeddingBag and nn.Embedding, and no others, whether their gradients are sparse.
-class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[misc, override]
+class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[misc, override]
     """nn.EmbeddingBag in which every vector has the width that its gradients ask for (FIITED, section 3).
 
     The table is cut into chunks along its columns, and only a budget of chunks is resident; absent ones read as zero.
@@ -324,7 +176,7 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         return self._look_up(input.reshape(-1), None, input.shape[1], per_sample_weights, False)
 
     def _check_given(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:
-        _ids("input", input)
+        check_ids("input", input)
         if weights is not None:
             if weights.shape != input.shape:
                 shapes = f"{tuple(weights.shape)}, input {tuple(input.shape)}"
@@ -340,10 +192,10 @@ class AdaptiveEmbeddingBag(_AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mi
         if input.dim() == 1:
             if offsets is None:
                 raise ValueError("offsets must be given with a 1-D input")
-            _ids("offsets", offsets)
+            check_ids("offsets", offsets)
 
 
-class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[misc, override]
+class AdaptiveEmbedding(AdaptiveLookup, nn.Embedding):  # type: ignore[misc, override]
     """nn.Embedding in which every vector has the width that its gradients ask for.
 
     All but ``mode``, offsets and weights is as in :class:`AdaptiveEmbeddingBag`. As in nn.Embedding, ``padding_idx`` is
@@ -410,10 +262,10 @@ class AdaptiveEmbedding(_AdaptiveLookup, nn.Embedding):  # type: ignore[misc, ov
             IndexError: An id out of range; named with position and value.
         """
         if self._shards is None:
-            _ids("input", input)
+            check_ids("input", input)
         else:
             try:
-                _ids("input", input)
+                check_ids("input", input)
             except TypeError as error:
                 self._shards.refuse(error, self.pool.device)
         flat = input.reshape(-1)

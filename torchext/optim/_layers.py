@@ -16,7 +16,7 @@ from torchext import _C
 from torchext._uncompiled import uncompiled
 from torchext.errors import NoSupportedLayerError
 
-__all__ = ["Layer", "find_layers", "install_hooks"]
+__all__ = ["Layer", "check_devices", "find_layers", "install_hooks"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -206,3 +206,16 @@ def install_hooks(
         for index, layer in enumerate(layers)
         for module in layer.modules
     ]
+
+
+def check_devices(layers: Sequence[Layer]) -> None:
+    """Raises unless all layers are on one device, and that is one where K-FAC runs."""
+    first = layers[0]
+    for layer in layers:
+        if layer.weight.device != first.weight.device:
+            raise ValueError(
+                f"{first.name} is on {first.weight.device}, {layer.name} on {layer.weight.device}; all layers must be "
+                "on one device (skip_layers leaves some to the plain gradient)"
+            )
+    if first.weight.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{first.name} is on {first.weight.device}; K-FAC runs on the CPU and on CUDA")

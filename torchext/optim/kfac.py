@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from torchext.errors import KFACStateError
+from torchext.optim._arguments import no_copies
+from torchext.optim._before_step import step_before
 from torchext.optim._plan import KFACPlan
 from torchext.optim._state import check_sgd
-from torchext.optim.preconditioner import KEYWORDS, KFACPreconditioner, no_copies
+from torchext.optim.preconditioner import KEYWORDS, KFACPreconditioner
 
 __all__ = ["KFAC", "PADKFAC", "SPDKFAC"]
 
@@ -93,7 +95,7 @@ class KFAC(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.kfac._step_for(self):
+        if step_before(self, self.kfac):
             for group in self.param_groups:
                 self._step_group(group)
         return loss

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,39 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._dear_parameter import stood_for
+from torchext.optim._arguments import check_together, no_copies
 from torchext.optim._attached import dear_of, living, refusal_of_dear
+from torchext.optim._before_step import Handle, remove_all, stand_before, stepped_by
 from torchext.optim._group import agree_that_all_can, end, end_after, own_group
-from torchext.optim._layers import Layer, find_layers, install_hooks
+from torchext.optim._layers import check_devices, find_layers, install_hooks
 from torchext.optim._plan import KFACPlan
 from torchext.optim._state import VERSION, check_state
 
 __all__ = ["KFACPreconditioner"]
-
-
-class _Handle(Protocol):
-    def remove(self) -> None: ...
-
-
-class _TakesScale:
-    """Makes a GradScaler hand over its scale and what it found, and leave the gradients alone, until it is removed."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._before = getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._set(True)
-
-    def _set(self, value: bool) -> None:
-        optimizer: Any = self._optimizer()
-        if optimizer is not None:
-            optimizer._step_supports_amp_scaling = value
-
-    def remove(self) -> None:
-        self._set(self._before)
-
-
-def _remove(handles: list[_Handle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 class KFACPreconditioner:
@@ -101,9 +77,12 @@ class KFACPreconditioner:
             are unscaled before the optimizer's step, where ``step()`` is called by hand, and where several
             preconditioners stand in front of one optimizer; else the optimizer is told.
         exchange_always: exchange factors in all steps that update them, not only where inverses are made. Same result.
-        max_run_mb: MiB of factors that travel together.
+            Not with ``"dp"``, where none travel.
+        max_run_mb: MiB of factors that travel together, above 0; default 25. Neither with ``"d-kfac"``, where each
+            travels alone, nor with ``"dp"``.
         split_directions: each rank computes a share of every direction's columns, and sends it to the others, where
-            all would compute everything; ``"inverse"`` only. None: where that costs less. Same result.
+            all would compute everything (never with ``"mem-opt"`` and ``"dp"``); ``"inverse"`` only. None: where that
+            costs less. Same result.
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
 
     Raises:
@@ -136,7 +115,7 @@ class KFACPreconditioner:
         skip_layers: Sequence[str] = (),
         grad_scaler: torch.amp.GradScaler | None = None,
         exchange_always: bool = False,
-        max_run_mb: float = 25.0,
+        max_run_mb: float | None = None,
         split_directions: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         _failure: Exception | None = None,
@@ -157,10 +136,6 @@ class KFACPreconditioner:
                 )
             if group is not None and on_cuda and not dist.is_nccl_available():
                 raise RuntimeError("factors of a CUDA model travel over NCCL, which this build of torch does not have")
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ValueError("optimizer = LBFGS: allowed those that take one gradient a step")
-            if sequences not in ("expand", "reduce"):
-                raise ValueError(f'sequences = "{sequences}": allowed expand, reduce')
             options = _C.KfacOptions(
                 damping=damping,
                 factor_decay=factor_decay,
@@ -173,22 +148,23 @@ class KFACPreconditioner:
                 strategy=strategy,
                 worker_fraction=0.5 if worker_fraction is None else worker_fraction,
                 exchange_always=exchange_always,
-                max_run_mb=max_run_mb,
+                max_run_mb=25.0 if max_run_mb is None else max_run_mb,
                 split_directions=split_directions,
                 queued=_queued,
             )
-            if worker_fraction is not None and strategy not in ("hybrid", "auto"):
-                raise ValueError(
-                    f'worker_fraction = {worker_fraction}: allowed with strategy="hybrid" or "auto" only, this is '
-                    f'"{strategy}"; leave it out'
-                )
-            if split_directions and method != "inverse":
-                raise ValueError(
-                    f'split_directions = True: allowed with method="inverse" only, this is "{method}"; leave it out'
-                )
-            stepped = _stepped_by(optimizer or _inside)
+            check_together(
+                optimizer,
+                sequences=sequences,
+                strategy=strategy,
+                method=method,
+                worker_fraction=worker_fraction,
+                exchange_always=exchange_always,
+                max_run_mb=max_run_mb,
+                split_directions=split_directions,
+            )
+            stepped = stepped_by(optimizer or _inside)
             self._layers = find_layers(module, skip=skip_layers, sequences=sequences, stepped=stepped)
-            _check_devices(self._layers)
+            check_devices(self._layers)
             self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
             dear = dear_of(layer.weight for layer in self._layers)
             refusal = None if dear is None else refusal_of_dear(inside, dear._sharded)
@@ -210,66 +186,14 @@ class KFACPreconditioner:
         self._scaling = factor_scaling
         self._grad_scaler = grad_scaler
         self._unseen = set(range(len(self._layers)))
-        self._handles: list[_Handle] = [*install_hooks(self._engine, self._layers, self._unseen)]
+        self._handles: list[Handle] = [*install_hooks(self._engine, self._layers, self._unseen)]
         # Hooks that outlived it would go on computing factors for nobody.
-        self._remove = weakref.finalize(self, _remove, self._handles)
+        self._remove = weakref.finalize(self, remove_all, self._handles)
         self._remove.atexit = False
         if optimizer is not None:
-            self._install(optimizer)
+            self._handles += stand_before(optimizer, self)
+            self._in_front_of = weakref.ref(optimizer)
         living.add(self)
-
-    def _install(self, optimizer: torch.optim.Optimizer) -> None:
-        def before_step(used: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if closure is None:
-                self._precondition(used)
-                return None
-            then = self._after(closure, used)  # there are no gradients yet
-            return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
-
-        self._handles += [optimizer.register_step_pre_hook(before_step), _TakesScale(optimizer)]
-        self._in_front_of = weakref.ref(optimizer)
-
-    def _after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-        calls = 0
-
-        def then() -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} calls its closure more than once a step, K-FAC takes one gradient a "
-                    "step; use an optimizer that calls it once"
-                )
-            loss = closure()
-            self._precondition(optimizer)
-            return loss
-
-        return then
-
-    def _precondition(self, optimizer: Any) -> None:
-        if not self._step_for(optimizer):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None  # what every optimizer leaves alone
-        if getattr(optimizer, "found_inf", None) is not None:
-            optimizer.grad_scale = optimizer.found_inf = None  # both are seen to; the scaler deletes them
-
-    def _step_for(self, optimizer: Any) -> bool:
-        """step() in front of this optimizer, with what a GradScaler has told it."""
-        grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and grad_scale is None and self._grad_scaler is None:
-            raise RuntimeError(
-                "the GradScaler has unscaled the gradients before step(), so that its scale is no longer known here; "
-                f"pass grad_scaler=scaler to {'the optimizer' if hasattr(optimizer, 'kfac') else type(self).__name__}"
-            )
-        return self.step(
-            optimizer.param_groups,
-            loss_scale=None if grad_scale is None else float(grad_scale),
-            unscale=grad_scale is not None,
-            found_inf=found_inf is not None and float(found_inf) > 0,
-        )
 
     def step(
         self,
@@ -433,36 +357,9 @@ class KFACPreconditioner:
         self._engine.load(state["factors"], state["steps"], state["factor_updates"])
 
 
-def _stepped_by(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
-    """Ids of the model's parameters that it steps; None: it is not known."""
-    groups = getattr(optimizer, "param_groups", None)  # which one that could not be built has not
-    return None if groups is None else {id(stood_for(p)) for group in groups for p in group["params"]}
-
-
 # What can be passed to it by name.
 KEYWORDS = [
     name
     for name, parameter in inspect.signature(KFACPreconditioner.__init__).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY and not name.startswith("_")
 ]
-
-
-def no_copies(of: object) -> TypeError:
-    """What copying or pickling an optimizer or preconditioner raises."""
-    return TypeError(
-        f"{type(of).__name__} cannot be copied or pickled: it belongs to its model by hooks, and to a group of "
-        "ranks. Make a new one for the copied model, and give it this one's state: "
-        "new.load_state_dict(copy.deepcopy(old.state_dict()))"
-    )
-
-
-def _check_devices(layers: Sequence[Layer]) -> None:
-    first = layers[0]
-    for layer in layers:
-        if layer.weight.device != first.weight.device:
-            raise ValueError(
-                f"{first.name} is on {first.weight.device}, {layer.name} on {layer.weight.device}; all layers must be "
-                "on one device (skip_layers leaves some to the plain gradient)"
-            )
-    if first.weight.device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"{first.name} is on {first.weight.device}; K-FAC runs on the CPU and on CUDA")

@@ -1,0 +1,80 @@
+"""What one rank of shards gets wrong is an error on all, and nobody is left behind in another collective."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adaptive import DIM, ROWS
+from harness import Rank, run_ranks
+from torch import Tensor
+
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
+
+
+def sharded_badly(rank: Rank) -> tuple[str, str]:
+    rank.init("gloo")
+    layer = AdaptiveEmbedding(ROWS, DIM, training="sharded", lr=0.1)
+    try:
+        layer(torch.tensor([1, 2, ROWS if rank.rank == 1 else 3]))
+    except (IndexError, ValueError) as error:
+        # and nobody is left behind in another collective
+        return type(error).__name__, f"{error} {layer(torch.tensor([[rank.rank]])).shape}"
+    return "", "no error"
+
+
+def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks(sharded_badly, 2)
+    assert first[0] == "ValueError"
+    assert "rank 1 was given a batch" in first[1]
+    assert second[0] == "IndexError"
+    assert "id 37 at position 2 is out of range; the table has rows 0..36" in second[1]
+    assert "torch.Size([1, 1, 8])" in first[1]
+
+
+def badly_called(rank: Rank, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str) -> tuple[str, str]:
+    """On rank 1, what never comes to a look-up."""
+    rank.init("gloo", timeout=20)
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode=mode, training="sharded")
+    good = torch.tensor([[1, 2]])
+    try:
+        if rank.rank == 1:
+            bag(ids, offsets, weights)
+        else:
+            bag(good)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return type(error).__name__, f"{error} {bag(good).shape}"
+    return "", "no error"
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "weights", "mode", "kind", "text"),
+    [
+        (torch.zeros(2), None, None, "sum", "TypeError", "input is torch.float32; it must be int32"),
+        (torch.tensor([1]), None, None, "sum", "ValueError", "offsets must be given with a 1-D input"),
+        (torch.tensor([[1]]), torch.tensor([0]), None, "sum", "ValueError", "offsets must be None with a 2-D input"),
+        (
+            torch.tensor([[1]]),
+            None,
+            torch.ones(2),
+            "sum",
+            "ValueError",
+            "per_sample_weights has shape (2,), input (1, 1)",
+        ),
+        (
+            torch.tensor([[1]]),
+            None,
+            torch.ones(1, 1).double(),
+            "sum",
+            "TypeError",
+            "per_sample_weights is torch.float64",
+        ),
+        (torch.tensor([[1]]), None, torch.ones(1, 1), "mean", "NotImplementedError", "per_sample_weights need mode"),
+    ],
+)
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all(
+    ids: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str, kind: str, text: str
+) -> None:
+    first, second = run_ranks(badly_called, 2, ids, offsets, weights, mode)
+    assert first[0] == "ValueError" and "rank 1 was given a batch" in first[1], first
+    assert second[0] == kind and text in second[1], second
+    assert "torch.Size([1, 8])" in first[1] and "torch.Size([1, 8])" in second[1]

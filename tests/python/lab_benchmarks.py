@@ -1,0 +1,59 @@
+"""What the tests of the benchmark lab share: where it is, what it needs, waiting."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from lab import (  # noqa: E402
+    bounds,
+    contenders,
+    emulated,
+    language,
+    launch,
+    netlab,
+    plot,
+    reaper,
+    results,
+    stragglers,
+    timeline,
+    training,
+    tuning,
+)
+
+__all__ = [
+    "BENCHMARKS",
+    "bounds",
+    "contenders",
+    "emulated",
+    "eventually",
+    "language",
+    "launch",
+    "needs_namespaces",
+    "netlab",
+    "plot",
+    "reaper",
+    "results",
+    "stragglers",
+    "timeline",
+    "training",
+    "tuning",
+]
+
+needs_namespaces = pytest.mark.skipif(
+    netlab.missing() is not None, reason=f"no network namespaces can be made: {netlab.missing()}"
+)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()

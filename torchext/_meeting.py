@@ -1,0 +1,162 @@
+"""Where workers agree in the store on who goes on, and on whether the group of these stands.
+
+There is a meeting for every try at a new group. What is written down in one is final (``compare_set``): the list of
+those that go on, by the first training thread that may, and then the outcome, by the first worker on the list when all
+have connected, or by whoever could not.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+__all__ = ["CONNECTING", "FORMED", "GRACE", "LATE_GRACE", "PATIENCE", "PAUSE", "GoingOn", "Meeting", "Roll"]
+
+GRACE = 2.0  # seconds for a survivor to say that it lives; its own thread says so, within milliseconds as a rule
+LATE_GRACE = 5.0  # the same when a new group did not come about, which one hears of sooner than another
+PATIENCE = timedelta(seconds=30)  # for all to come to a new group, from whatever they were at
+CONNECTING = timedelta(seconds=10)  # for those that have come to connect,
+CONNECTING_EACH = timedelta(milliseconds=50)  # and for each of them
+PAUSE = 0.01
+
+FORMED = "formed"
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """The list of those that go on."""
+
+    survivors: list[int]
+    newcomers: dict[str, int] = field(default_factory=dict)
+    """By their requests, the numbers they get."""
+
+    @property
+    def members(self) -> list[int]:
+        """All of them, in the order of their ranks."""
+        return [*self.survivors, *self.newcomers.values()]
+
+    @property
+    def connecting(self) -> timedelta:
+        """How long they may take to connect."""
+        return CONNECTING + len(self.members) * CONNECTING_EACH
+
+
+@dataclass
+class Roll:
+    """What the workers know of each other, and a newcomer is told."""
+
+    token: str
+    """Under which they meet in the store."""
+    members: list[int]
+    """The workers that train now, in the order of their ranks."""
+    lost: list[int] = field(default_factory=list)
+    joined: list[int] = field(default_factory=list)
+    numbers: int = 0
+    """Given away so far."""
+    groups: int = 0
+    """Made so far, the first one not counted."""
+
+    def take(self, decided: GoingOn) -> tuple[list[int], list[int]]:
+        """Those on the list are the members from now on. Returns who has gone, and who came."""
+        gone = [number for number in self.members if number not in decided.survivors]
+        came = list(decided.newcomers.values())
+        self.lost += gone
+        self.joined += came
+        self.numbers += len(came)
+        self.groups += 1
+        self.members = decided.members
+        return gone, came
+
+
+class Meeting:
+    """One try at a new group.
+
+    Args:
+        store: That outlives the workers.
+        roll: Of the group before.
+        attempt: The first is 0.
+    """
+
+    def __init__(self, store: Store, roll: Roll, attempt: int = 0) -> None:
+        self.store = PrefixStore(f"torchext/workers/{roll.token}/{roll.groups}/{attempt}", store)
+
+    def decide(
+        self,
+        me: int,
+        members: Collection[int],
+        *,
+        first: Meeting,
+        dead: set[int],
+        grace: float,
+        patience: float,
+        reason: str,
+    ) -> GoingOn:
+        """Who goes on: the same in every process that is told.
+
+        Args:
+            me: This worker, which lives.
+            members: Of the group that has failed, this one among them.
+            first: The meeting of the first try, where newcomers say that they give up.
+            dead: Those that are known to be; more may come to it.
+            grace: Seconds after which more than half need not wait for the rest.
+            patience: Seconds after which fewer give up.
+            reason: Of the failure.
+
+        Raises:
+            torch.distributed.DistBackendError: Half or more are silent and might live.
+        """
+        self.store.set(f"alive/{me}", "1")
+        started = time.monotonic()
+        while not self.store.check(["decision"]):
+            alive = [number for number in members if self.store.check([f"alive/{number}"])]
+            silent = set(members) - set(alive)
+            dead |= {number for number in silent if first.store.check([f"gone/{number}"])}
+            waited = time.monotonic() - started
+            if silent <= dead or (2 * len(alive) > len(members) and waited > grace):
+                self.write(GoingOn(alive))
+                break
+            if waited > patience:
+                raise dist.DistBackendError(
+                    f"torchext: cannot train on with {len(alive)} of {len(members)} workers, as it is not known"
+                    f" that the others are dead: after {waited:.1f} s ranks {sorted(silent)} have said nothing, and"
+                    f" might go on by themselves ({reason})"
+                )
+            time.sleep(PAUSE)
+        return self.read()
+
+    def write(self, decided: GoingOn) -> None:
+        """Writes the list down unless another has."""
+        self.store.compare_set("decision", "", json.dumps(asdict(decided)))
+
+    def read(self) -> GoingOn:
+        """The list, once it is written down."""
+        self.store.wait(["decision"], PATIENCE)
+        return GoingOn(**json.loads(self.store.get("decision")))
+
+    def outcome(self, me: int, decided: GoingOn) -> str:
+        """Of those that are connected here; RuntimeError if it was not to be had in time."""
+        self.store.set(f"connected/{me}", "1")
+        if decided.members[0] == me:
+            self.store.wait([f"connected/{number}" for number in decided.members], decided.connecting)
+            return self.conclude(FORMED)
+        self.store.wait(["outcome"], 2 * decided.connecting)
+        return self.store.get("outcome").decode()
+
+    def conclude(self, outcome: str) -> str:
+        """Writes the outcome down unless another has; returns what stands there."""
+        return self.store.compare_set("outcome", "", outcome).decode()
+
+    @property
+    def concluded(self) -> bool:
+        """Whether there is an outcome."""
+        return self.store.check(["outcome"])
+
+    def give_up(self, me: int) -> None:
+        """Says that this worker is no member any more: the others must not wonder whether it lives."""
+        self.store.set(f"gone/{me}", "1")
