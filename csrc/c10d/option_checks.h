@@ -21,4 +21,10 @@ inline void checkChoice(const char* name, const std::string& value, const std::v
                     c10::Join(", ", choices), "; got \"", value, "\"");
 }
 
+// Of an option that means nothing beside another: only its default can be told from a value that was given.
+inline void checkUnset(const char* name, std::int64_t value, std::int64_t unset, const std::string& beside) {
+  TORCH_CHECK_VALUE(value == unset, name, " = ", value, ": allowed ", unset, " (the default) with ", beside,
+                    "; leave it out");
+}
+
 }  // namespace torchext

@@ -43,6 +43,9 @@ void ProcessGroupHop::Options::validate() const {
   TORCH_CHECK_VALUE(neighbours.empty() || weights.empty(), "HopOptions: neighbours and weights are both given, for ",
                     neighbours.size(), " and ", weights.size(),
                     " ranks; pass one of them (weights say who the neighbours are)");
+  TORCH_CHECK_VALUE((neighbours.empty() && weights.empty()) || graph == Options().graph, "HopOptions.graph = \"", graph,
+                    "\": allowed without ", neighbours.empty() ? "weights" : "neighbours",
+                    ", which say what the graph is; leave one of them out");
   if (!neighbours.empty()) {
     ofNeighbours(neighbours);
   } else if (!weights.empty()) {

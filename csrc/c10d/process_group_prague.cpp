@@ -54,6 +54,14 @@ void ProcessGroupPrague::Options::validate() const {
   checkRange("PragueOptions.sync_every", sync_every, -1, kMost,
              "every n-th division is one of all workers; 0: never; -1: the generator's default");
   checkRange("PragueOptions.seed", seed, 0, INT64_MAX, "the same on all ranks");
+  if (generator == "static") {
+    checkUnset("PragueOptions.group_size", group_size, 0, "generator \"static\", whose schedule fixes the groups");
+    checkUnset("PragueOptions.sync_every", sync_every, -1, "generator \"static\", which has no divisions");
+  }
+  if (generator == "static" || generator == "random") {
+    checkUnset("PragueOptions.slowdown_threshold", slowdown_threshold, -1,
+               c10::str("generator \"", generator, "\", which leaves nobody out"));
+  }
 }
 
 void ProcessGroupPrague::Options::validate(int world_size) const {

@@ -16,15 +16,16 @@ const char* const kDoc = R"(Options of the "prague" backend: who averages with w
 Prague: Luo et al., ASPLOS 2020, sections 3 to 5.
 
 Args:
-    group_size: Members of a group, 2 to the world size; 0: chosen by world size.
+    group_size: Members of a group, 2 to the world size; 0: chosen by world size. Not with "static".
     generator: Who makes the groups: "smart" (inter-intra with several hosts, else division), "random", "division",
         "inter-intra", "static" or "ready-set".
     order: "cta": the average is formed under the next forward and backward pass, and the step applies the gradient to
         it. "atc": step, then average; the next forward waits for it, module by module.
     slowdown_threshold: Iterations behind the others from which a worker is left out of their groups; 0: never; -1: as
-        the generator needs.
+        the generator needs. Not with "random" and "static".
     sync_period: Average after every n-th optimizer step, 1 or more.
-    sync_every: Every n-th division is one group of all workers; 0: never; -1: as the generator needs.
+    sync_every: Every n-th division is one group of all workers; 0: never; -1: as the generator needs. Not with
+        "static".
     seed: Of the generator. "static" and "ready-set" draw nothing, and ignore it.
     shared_memory: Averages among ranks of one host go through memory. Each rank's own choice.
 )";

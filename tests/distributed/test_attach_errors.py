@@ -49,6 +49,13 @@ def step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ({"sync_period": 0}, r"sync_period must be in \[1, \d+\], got 0"),
         ({"sync_every": -2}, r"sync_every must be in \[-1, \d+\], got -2"),
         ({"seed": -1}, r"seed must be in \[0, \d+\], got -1"),
+        (
+            {"generator": "static", "group_size": 3},
+            r'group_size = 3: allowed 0 \(the default\) with generator "static", whose schedule .*; leave it out',
+        ),
+        ({"generator": "static", "sync_every": 0}, r'sync_every = 0: allowed -1 .* with generator "static"'),
+        ({"generator": "static", "slowdown_threshold": 0}, r'slowdown_threshold = 0: .* generator "static"'),
+        ({"generator": "random", "slowdown_threshold": 7}, r'slowdown_threshold = 7: .* generator "random"'),
     ],
     ids=str,
 )

@@ -54,6 +54,11 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
         ({"notify_ack": True, "staleness": 2}, r"HopOptions.staleness = 2: allowed 0 with notify_ack"),
         ({"neighbours": []}, r"HopOptions.neighbours must have a list a rank"),
         ({"neighbours": [[1], [0]], "weights": [[1.0]]}, r"neighbours and weights are both given, for 2 and 1 ranks"),
+        (
+            {"neighbours": [[1], [0]], "graph": "full"},
+            r'HopOptions.graph = "full": allowed without neighbours, which .*; leave one of them out',
+        ),
+        ({"weights": [[0.5, 0.5], [0.5, 0.5]], "graph": "ring"}, r'HopOptions.graph = "ring": allowed without weights'),
         ({"neighbours": [[1], [2], [1]]}, r"HopOptions.neighbours: .*strongly connected"),
         ({"neighbours": [[1], [2], [3]]}, r"HopOptions.neighbours: .*3"),
         ({"neighbours": [[1], [0, 0]]}, r"HopOptions.neighbours: .*0"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from torchext._dear_optimizer import stood_for
+from torchext._dear_parameter import stood_for
 
 if TYPE_CHECKING:
     from torchext.optim.preconditioner import KFACPreconditioner
