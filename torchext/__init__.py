@@ -7,19 +7,22 @@ training loop does not change.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchext._build import check_torch
+from torchext._build import load_native, told_by_main
 from torchext._version import __version__
 
-check_torch()  # a module built for another torch would crash, not fail
+with told_by_main():
+    # Checks torch first: a module built for another would crash, not fail.
+    load_native("_C")
+    load_native("_kernels")
 
-from torchext import nn, ops  # noqa: E402
-from torchext._dear_synchronizer import DearSynchronizer  # noqa: E402
-from torchext._hop_synchronizer import HopSynchronizer  # noqa: E402
-from torchext._join import join  # noqa: E402
-from torchext.attach import attach  # noqa: E402
-from torchext.backends import backend_of, register  # noqa: E402
-from torchext.options import DeAROptions, DSSyncOptions, HopOptions, PragueOptions  # noqa: E402
-from torchext.synchronizer import Synchronizer  # noqa: E402
+from torchext import nn, ops
+from torchext._dear_synchronizer import DearSynchronizer
+from torchext._hop_synchronizer import HopSynchronizer
+from torchext._join import join
+from torchext.attach import attach
+from torchext.backends import backend_of, register
+from torchext.options import DeAROptions, DSSyncOptions, HopOptions, PragueOptions
+from torchext.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
     from torchext import optim

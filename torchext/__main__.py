@@ -13,7 +13,12 @@ from torchext._version import __version__
 
 
 def _print_summary() -> None:
-    info = build_info()
+    """Prints what is known; of a build that is not there, nothing."""
+    try:
+        info = build_info()
+    except ImportError:
+        _print_rows({"torchext": __version__, "python": platform.python_version(), "torch": torch.__version__})
+        return
     cuda = "yes" if info["cuda"] else "no"
     architectures = f", for {info['arch_list']}" if info["arch_list"] else ""
     rows = {
@@ -24,6 +29,10 @@ def _print_summary() -> None:
         "visible GPUs": str(torch.cuda.device_count()),
         "compiler": str(info["compiler"]),
     }
+    _print_rows(rows)
+
+
+def _print_rows(rows: dict[str, str]) -> None:
     for name, value in rows.items():
         print(f"{name:<13} {value}")
 

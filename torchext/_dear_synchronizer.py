@@ -18,6 +18,7 @@ from torchext._dear_optimizer import DearOptimizer
 from torchext._deferred_step import DeferredStep
 from torchext._forward_waits import FlushedMethod, _Hook, _OutputHook
 from torchext._gradient_watch import GradientWatch
+from torchext._uncompiled import UncompiledStep
 from torchext.backends import backend_of
 from torchext.synchronizer import Synchronizer, _check_max_norm
 
@@ -93,6 +94,7 @@ class DearSynchronizer(Synchronizer):
         self._synced = True  # the last forward pass was not inside no_sync()
         self._static_recorded = False
         self._handles += [
+            UncompiledStep(optimizer),
             ddp.register_forward_pre_hook(_Hook(self._enter_forward)),
             ddp.register_forward_hook(_OutputHook(self._leave_forward), always_call=True),
             optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
@@ -210,7 +212,7 @@ class DearSynchronizer(Synchronizer):
             raise
 
     def _enter_forward(self, *_: Any) -> None:
-        """Keeps DDP's reducer out of the coming backward pass, but not its buffers from being broadcast."""
+        """Keeps DDP's reducer out of the coming backward pass; its buffers are broadcast when DDP would."""
         ddp = self._ddp
         if not torch.is_grad_enabled():
             return
@@ -223,13 +225,12 @@ class DearSynchronizer(Synchronizer):
                 "dear: DistributedDataParallel.join() is not supported: a rank that has no more inputs would have to "
                 "answer exchanges that DDP does not see; give all ranks as many (DistributedSampler does)"
             )
-        self._synced, before = ddp.require_backward_grad_sync, self._synced
+        self._synced = ddp.require_backward_grad_sync
         self._core.expect_backward(self._synced)
         if self._synced:
             self._held.expect_backward()
         if not self._core.allreduce:
             ddp.require_backward_grad_sync = False
-            ddp.require_forward_param_sync = before
             # With a static graph DDP would record the first backward pass, which it does not see.
             self._static_recorded, ddp._static_graph_delay_allreduce_enqueued = _static_recorded(ddp), True
 
@@ -239,6 +240,7 @@ class DearSynchronizer(Synchronizer):
         self._watch.follow(output, self._synced)
         if not self._core.allreduce:
             self._ddp.require_backward_grad_sync = self._synced
+            self._ddp.require_forward_param_sync = self._synced  # the next forward pass, of any kind, goes by it
             self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
             if self._deferred is not None:
                 self._deferred.finish()  # with parameters that this forward pass did not use

@@ -11,6 +11,7 @@ import torch
 from torchext._dear_parameter import SteppedParameter
 from torchext._dear_refusals import ELEMENTWISE
 from torchext._dear_state import unhooked_step
+from torchext._uncompiled import STEP_IS_EAGER, uncompiled
 
 __all__ = ["DeferredStep"]
 
@@ -43,7 +44,7 @@ class DeferredStep:
         # Hooks have run; a compiled forward pass that comes here must not compile the step with it.
         self._step = torch.compiler.disable(unhooked_step(optimizer))  # type: ignore[no-untyped-call]
         self._before = optimizer.__dict__.get("step")
-        remember = torch.optim.Optimizer.profile_hook_step(_Remember(self))
+        remember = uncompiled(STEP_IS_EAGER)(torch.optim.Optimizer.profile_hook_step(_Remember(self)))
         optimizer.step = types.MethodType(remember, optimizer)  # type: ignore[method-assign]
 
     def remove(self) -> None:

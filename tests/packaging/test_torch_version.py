@@ -40,6 +40,7 @@ def test_names_both_versions_and_the_way_out(
         assert part in done.stderr
     assert "must not be loaded" not in done.stderr
     assert "invalid ELF header" not in done.stderr
+    assert ("Traceback" in done.stderr) == (arguments[0] == "-c")
 
 
 def test_torch_itself_still_imports(python: Python, built_for_another: str) -> None:
