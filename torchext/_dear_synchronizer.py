@@ -68,6 +68,7 @@ class DearSynchronizer(Synchronizer):
     the model, after ``synchronize()`` and ``wait()``.
     Their own ``.grad`` is this worker's, and not to be changed; the averaged ones are in ``optimizer.param_groups``.
     A step without gradients that were averaged since the last one raises RuntimeError.
+    Under ``torch.compile`` the optimizer's step runs as it is, not compiled: its gradients are waited for one by one.
 
     Sharded form: every worker steps its slice of every parameter, and gathers the others'; ``optimizer.state_dict()``
     is collective, and that of the plain optimizer. Replicated form: every worker steps every parameter, right before it
