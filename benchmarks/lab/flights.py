@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 LATE_MINUTES = 15
-# A field is one column, or several that are one id together. The last is what is sparse here as user ids are elsewhere.
+# A field is one column, or several that are one id together; all are known before departure. The last is what is sparse
+# here as user ids are elsewhere: the hour of departure from one airport, 17 flights on average.
 FIELDS: tuple[tuple[str, ...], ...] = (
-    ("month",),
-    ("day",),
-    ("sched_dep_time",),
     ("carrier",),
-    ("flight",),
-    ("tailnum",),
     ("origin",),
     ("dest",),
+    ("tailnum",),
+    ("carrier", "flight"),
+    ("month", "day"),
+    ("sched_dep_time",),
+    ("origin", "dest"),
     ("month", "day", "hour", "origin"),
 )
 
