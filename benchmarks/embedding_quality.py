@@ -11,9 +11,9 @@ fields with 31 thousand ids; 80 % train, 20 % test, up to 3 epochs, two seeds. W
     ours:C/N:LAYOUT in that layout
 
 All tables train by the fused row-wise Adagrad, each at its best of three learning rates and after its best number of
-epochs, both by AUC on an eighth of the first seed's training flights that is not trained on meanwhile; then each trains
-on all of them, and the test flights are looked at once. Bytes are all that lives: values, optimizer state, index,
-utilities. The AUC that is lost and the bytes saved are against `full`, the mean of the seeds.
+epochs, both by AUC on an eighth of the first seed's training flights that is not trained on meanwhile. Then each trains
+on all of them; test flights choose nothing. Bytes are all that lives: values, optimizer state, index, utilities.
+The AUC that is lost and the bytes saved are against `full`, the mean of the seeds.
 
     python benchmarks/embedding_quality.py --data FOLDER     (see lab/flights.py)
 """

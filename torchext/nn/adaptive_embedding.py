@@ -73,7 +73,8 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
         lr: 0 or more.
         betas: Of Adam, 0 <= beta < 1.
         eps: Of Adagrad and Adam, 0 or more.
-        gamma: Decay of utility in a step, 0.5 <= gamma < 1.
+        gamma: Decay of utility in a step, 0.5 <= gamma < 1. What is remembered is about 1 / (1 - gamma) steps: of ids
+            that come more rarely it is chance whose chunks stay.
         init_std: Standard deviation of initial values, 0 or more.
         seed: Of the values of rows that are admitted for the first time, 0..2^63 - 1; the same on all ranks.
         process_group: Of the shards; None: the default group.
