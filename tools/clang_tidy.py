@@ -131,16 +131,18 @@ def main() -> int:
     stale = [path for path in marks if not marks[path].exists()]
     for path in marks.keys() - set(stale):
         marks[path].touch()
+
+    def run(batch: list[Path]) -> dict[Path, str]:
+        findings = check(batch, flags_of[batch[0]])
+        for path in set(batch) - findings.keys():
+            marks[path].touch()
+        return findings
+
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
-        todo = list(batches(stale, flags_of))
-        for batch, findings in zip(todo, pool.map(lambda b: check(b, flags_of[b[0]]), todo), strict=True):
+        for findings in pool.map(run, list(batches(stale, flags_of))):
             failed += len(findings)
-            for path in batch:
-                if path in findings:
-                    print(findings[path], flush=True)
-                else:
-                    marks[path].touch()
+            print(*findings.values(), sep="\n", end="\n" if findings else "", flush=True)
     print(f"{len(marks)} files, {len(stale)} of them checked now, {failed} with findings")
     return 1 if failed else 0
 
