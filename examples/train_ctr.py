@@ -83,6 +83,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if arguments.batch < world:
+        parser.error(f"--batch must be at least the number of processes, {world}; got {arguments.batch}")
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -137,8 +139,12 @@ def main() -> None:
                     "optimizer": optimizer.state_dict(),
                     "pruner": None if pruner is None else pruner.state_dict(),
                 }
-                torch.save(state, arguments.checkpoint)
+                # Written beside it and renamed: whoever reads it, or ends this script now, never finds half of one.
+                unfinished = arguments.checkpoint.with_name(f".{arguments.checkpoint.name}.{os.getpid()}")
+                torch.save(state, unfinished)
+                unfinished.replace(arguments.checkpoint)
     if world > 1:
+        dist.barrier()  # the others leave when rank 0 has saved: torchrun ends all when one fails
         dist.destroy_process_group()
 
 

@@ -177,13 +177,14 @@ def train(args: argparse.Namespace) -> float:
         first_epoch = checkpoint["epoch"]
         log |= checkpoint["log"]
         samples = log["steps"][-1]["samples"]
-        # Another number of workers is fine: they start from the average instead of from their own replica.
-        same_size = len(checkpoint["workers"]) == world_size
-        own = checkpoint["workers"][rank % len(checkpoint["workers"])]
-        model.module.load_state_dict(own["model"] if same_size else checkpoint["model"])
+        # Another number of workers or another backend is fine: all start alike, from the average instead of from their
+        # own replica. DDP wants that: what differs between its replicas stays different.
+        goes_on = len(checkpoint["workers"]) == world_size and checkpoint["backend"] == args.backend
+        own = checkpoint["workers"][rank if goes_on else 0]
+        model.module.load_state_dict(own["model"] if goes_on else checkpoint["model"])
         optimizer.load_state_dict(own["optimizer"])
         scheduler.load_state_dict(checkpoint["scheduler"])
-        if sync and same_size and own["sync"] is not None:
+        if sync and goes_on and own["sync"] is not None:
             sync.load_state_dict(own["sync"])
         if rank == 0:
             print(f"resumed from {args.checkpoint} after epoch {first_epoch}", flush=True)
@@ -210,9 +211,9 @@ def train(args: argparse.Namespace) -> float:
             )
         scheduler.step()
 
-        dist.all_reduce(loss_sum)
-        seconds = time.perf_counter() - epoch_started
-        with averaged():
+        with averaged():  # in which all workers have come to the same step, also those of hop that skip some
+            dist.all_reduce(loss_sum)
+            seconds = time.perf_counter() - epoch_started
             accuracy = evaluate(model.module, test_set)
             weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
         mean_loss = loss_sum.item() / len(loader) / world_size
@@ -231,6 +232,7 @@ def train(args: argparse.Namespace) -> float:
             save_checkpoint(
                 args.checkpoint,
                 {
+                    "backend": args.backend,
                     "epoch": epoch + 1,
                     "model": weights,
                     "scheduler": scheduler.state_dict(),

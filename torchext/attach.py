@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -298,12 +299,14 @@ def _attach_dear(
 
 def _leave_at_exit(synchronizer: Synchronizer) -> None:
     """A script that ends without detach() or destroy_process_group() still keeps its promises, for two seconds."""
-    reference = weakref.ref(synchronizer)
+    reference, process = weakref.ref(synchronizer), os.getpid()
 
     def leave() -> None:
         alive = reference()
-        # After an uncaught exception there is nothing to keep: the peers are told the reason instead.
-        if alive is not None and getattr(sys, "last_value", None) is None:
+        # After an uncaught exception there is nothing to keep: the peers are told the reason instead. A forked child
+        # has promised nothing.
+        if alive is not None and getattr(sys, "last_value", None) is None and os.getpid() == process:
             alive._core.leave(timedelta(seconds=2))
 
     atexit.register(leave)
+    weakref.finalize(synchronizer, atexit.unregister, leave).atexit = False

@@ -133,6 +133,23 @@ def test_resume_equals_uninterrupted(backend: str, tmp_path: Path) -> None:
     assert list(tmp_path.glob(".*.pt.*")) == [], "a temporary file was left behind"
 
 
+def test_resumes_under_another_backend(tmp_path: Path) -> None:
+    """What DDP's replicas begin with, parameters and momentum, must be the same: nothing would bring it together."""
+    skip_without_torchext()
+    checkpoint = tmp_path / "checkpoint.pt"
+    train_without_launcher(tmp_path, "prague", "--epochs=1", f"--checkpoint={checkpoint}")
+    first, second = torch.load(checkpoint)["workers"]
+    assert any(not torch.equal(first["model"][name], second["model"][name]) for name in first["model"])
+    train_without_launcher(tmp_path, "gloo", "--epochs=2", f"--checkpoint={checkpoint}", "--resume")
+    first, second = torch.load(checkpoint)["workers"]
+    assert_equal(first["model"], second["model"])
+    momenta = [
+        {str(number): state["momentum_buffer"] for number, state in worker["optimizer"]["state"].items()}
+        for worker in (first, second)
+    ]
+    assert_equal(*momenta)
+
+
 def test_restarts_by_itself_after_a_worker_is_killed(tmp_path: Path) -> None:
     """With ``torchrun --max-restarts``. Prague only: plain Gloo's second attempt reads the addresses that the dead one
     left in the agent's store, and mostly fails to connect."""
