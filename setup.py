@@ -1,7 +1,8 @@
 """Builds the two native modules: torchext._C (the backends) and torchext._kernels (the operators).
 
 Everything that is only data stands in pyproject.toml; how CUDA is chosen and what is recorded stands in
-tools/build_config.py. Environment: TORCHEXT_CUDA=auto|1|0, TORCH_CUDA_ARCH_LIST, MAX_JOBS, CXX.
+tools/build_config.py. Environment: TORCHEXT_CUDA=auto|1|0, TORCH_CUDA_ARCH_LIST, TORCHEXT_BATCH, MAX_JOBS,
+CXX.
 """
 
 from __future__ import annotations

@@ -23,6 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.batches import batch_source, batches  # noqa: E402
+
 COMMON = ["-x", "c++", "-std=c++20", "-I.", "-Icsrc", "-idiraftercsrc/c10d/absent"]
 KEEP_SECONDS = 30 * 24 * 3600
 BATCH = 16
@@ -89,8 +93,7 @@ def check(batch: list[Path], flags: list[str]) -> dict[Path, str]:
         return {} if clean else {batch[0]: text}
     with tempfile.TemporaryDirectory() as folder:
         unified = Path(folder, BATCH_NAME)
-        include = '#include "{}"  // NOLINT(bugprone-suspicious-include)\n'
-        unified.write_text("".join(include.format(path.relative_to(ROOT)) for path in batch))
+        unified.write_text(batch_source([path.relative_to(ROOT) for path in batch]))
         clean, text = clang_tidy(unified, flags)
     if clean:
         return {}
@@ -105,14 +108,13 @@ def check(batch: list[Path], flags: list[str]) -> dict[Path, str]:
     return {path: said for part in parts for path, said in check(part, flags).items()}
 
 
-def batches(files: list[Path], flags_of: dict[Path, list[str]]) -> Iterator[list[Path]]:
+def batched(files: list[Path], flags_of: dict[Path, list[str]]) -> Iterator[list[Path]]:
     """Sources of one folder and of the same flags; those that take longest come first, as they do in ``files``."""
-    kinds: dict[tuple[Path, int], list[Path]] = {}
+    kinds: dict[int, list[Path]] = {}
     for path in files:
-        kinds.setdefault((path.parent, len(flags_of[path])), []).append(path)
+        kinds.setdefault(len(flags_of[path]), []).append(path)
     for kind in kinds.values():
-        parts = -(-len(kind) // BATCH)
-        yield from (kind[part::parts] for part in range(parts))
+        yield from batches(kind, BATCH)
 
 
 def main() -> int:
@@ -140,7 +142,7 @@ def main() -> int:
 
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
-        for findings in pool.map(run, list(batches(stale, flags_of))):
+        for findings in pool.map(run, list(batched(stale, flags_of))):
             failed += len(findings)
             print(*findings.values(), sep="\n", end="\n" if findings else "", flush=True)
     print(f"{len(marks)} files, {len(stale)} of them checked now, {failed} with findings")

@@ -71,6 +71,7 @@ class DelegatingBackend : public CompatBackend {
 
   // Throws c10::DistBackendError with the first reason if the group failed, was shut down, or in a forked child.
   void checkUsable(const char* op) const { health_->checkUsable(op); }
+  void checkProcess(const char* op) const { health_->checkProcess(op); }
   // Ends the group's use on every rank. rankOrMinus1: whom the reason is about. Only the first reason counts.
   void poison(int rank_or_minus1, const std::string& reason) { health_->poison(rank_or_minus1, reason); }
   // Callbacks run once when the group fails or is aborted; at once if it has failed already. remove waits for one that

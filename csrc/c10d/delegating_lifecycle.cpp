@@ -27,13 +27,13 @@ constexpr auto kExitLimit = std::chrono::milliseconds(5000);
 constexpr int kClosingTag = 0x7fffffff;
 
 // All living backends of this process, for leaveAll().
-struct Registry {
+struct LiveBackends {
   std::mutex mutex;
   std::vector<DelegatingBackend*> backends;
 };
 
-Registry& registry() {
-  static auto* instance = new Registry;  // never destroyed: threads may outlive static destruction
+LiveBackends& liveBackends() {
+  static auto* instance = new LiveBackends;  // never destroyed: threads may outlive static destruction
   return *instance;
 }
 
@@ -62,8 +62,8 @@ DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, Inner
   health_->setGroupName(options_->group_name);
   health_->setConnectionCloser([this] { closeConnections(); });
   {
-    std::lock_guard lock(registry().mutex);
-    registry().backends.push_back(this);
+    std::lock_guard lock(liveBackends().mutex);
+    liveBackends().backends.push_back(this);
   }
   if (inner_.control && watched.call_check != "off") {
     const bool every = watched.call_check == "every" || c10d::debug_level() == c10d::DebugLevel::Detail;
@@ -113,8 +113,8 @@ DelegatingBackend::~DelegatingBackend() {
     return;
   }
   {
-    std::lock_guard lock(registry().mutex);
-    std::erase(registry().backends, this);
+    std::lock_guard lock(liveBackends().mutex);
+    std::erase(liveBackends().backends, this);
   }
   DelegatingBackend::shutdown();
   withoutInterpreterLock([this] { dropInner(kDropLimit); });
@@ -158,8 +158,8 @@ void DelegatingBackend::abortBecauseOf(int rank, const std::string& reason) {
 }
 
 void DelegatingBackend::leaveAll(const std::string& reason) {
-  std::lock_guard lock(registry().mutex);
-  for (auto* backend : registry().backends) {
+  std::lock_guard lock(liveBackends().mutex);
+  for (auto* backend : liveBackends().backends) {
     if (backend->health_->inForkedChild()) {
       continue;
     }

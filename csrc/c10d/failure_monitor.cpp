@@ -18,7 +18,7 @@ namespace torchext {
 namespace {
 
 constexpr int kRingTag = FailureMonitor::kReservedTags + 1;
-constexpr auto kStopLimit = std::chrono::milliseconds(1000);
+constexpr auto kWatchStopLimit = std::chrono::milliseconds(1000);
 
 // Zeros: Gloo accepts a message that is too short, and what it leaves unwritten must break a rule.
 at::Tensor emptyMessage() { return at::zeros({static_cast<int64_t>(core::kVerdictBytes)}, at::kByte); }
@@ -235,7 +235,7 @@ void FailureMonitor::stop(bool goodbye) noexcept {
   }
   // If not: a handler is stuck in someone's callback, or it is the one that destroys us. The thread owns its state and
   // ends by itself.
-  if (!thread.finish(kStopLimit)) {
+  if (!thread.finish(kWatchStopLimit)) {
     std::lock_guard lock(state_->mutex);
     state_->left_alone = true;
   }

@@ -17,7 +17,7 @@ namespace {
 
 enum Tag { kToService = 0, kToWorker = 1 };
 
-constexpr const char* kName = "prague";
+constexpr const char* kBackend = "prague";
 
 }  // namespace
 
@@ -95,7 +95,7 @@ void GeneratorService::serve() {
       }
       std::lock_guard<std::mutex> lock(mutex_);
       pending_receive_ = nullptr;
-      handle(parseMessage(kName, core::parseGeneratorMessage, bytes, control_.size()));
+      handle(parseMessage(kBackend, core::parseGeneratorMessage, bytes, control_.size()));
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!stopped_) {
@@ -287,7 +287,7 @@ AssignedGroup GeneratorClient::awaitDelivery() {
     reply = std::exchange(pending_reply_, nullptr);
   }
   control_.wait(reply, 0, "the group generator");
-  return parseMessage(kName, core::parseDelivery, reply_, control_.size(), control_.rank());
+  return parseMessage(kBackend, core::parseDelivery, reply_, control_.size(), control_.rank());
 }
 
 }  // namespace torchext

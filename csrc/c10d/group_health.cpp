@@ -117,16 +117,20 @@ std::exception_ptr GroupHealth::failureOf(const OpInfo& op) const {
   return makeError(describe(op) + ": " + text + kWayOut);
 }
 
-void GroupHealth::checkUsable(const char* op) const {
-  if (usable()) [[likely]] {
-    return;
-  }
+void GroupHealth::checkProcess(const char* op) const {
   if (inForkedChild()) {
     C10_THROW_ERROR(DistBackendError,
                     c10::str(backendName_, " [rank ", rank_, " of ", size_, "]: ", op,
                              ": this group belongs to process ", creator_, " and cannot be used in its forked child ",
                              getpid(), "; create a group after the fork, or start processes by spawn"));
   }
+}
+
+void GroupHealth::checkUsable(const char* op) const {
+  if (usable()) [[likely]] {
+    return;
+  }
+  checkProcess(op);
   if (failed()) {
     std::rethrow_exception(failureOf({.name = op}));
   }

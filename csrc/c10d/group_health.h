@@ -105,6 +105,8 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   std::pair<int, std::string> firstReason() const;
   // Throws DistBackendError if the group failed, was shut down, or belongs to the parent process.
   void checkUsable(const char* op) const;
+  // The part of it that concerns a forked child.
+  void checkProcess(const char* op) const;
 
   // Ends the group's use. Only the first call has an effect on the reason; returns whether this was it.
   // rank: whom it is about, -1 if nobody. grace: how long operations under way may still finish by themselves.

@@ -19,7 +19,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr auto kStopLimit = milliseconds(500);
+constexpr auto kRingStopLimit = milliseconds(500);
 
 // Ten beats in the time of suspicion, so that a lost second is no alarm; without heartbeats just the clock's pace.
 milliseconds intervalOf(milliseconds timeout) {
@@ -229,8 +229,8 @@ void HeartbeatRing::stop() noexcept {
     clock = std::move(state_->clock);
     state_->changed.notify_all();
   }
-  sender.finish(kStopLimit);
-  clock.finish(kStopLimit);
+  sender.finish(kRingStopLimit);
+  clock.finish(kRingStopLimit);
 }
 
 void HeartbeatRing::releaseGroup() noexcept {

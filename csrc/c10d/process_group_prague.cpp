@@ -114,7 +114,13 @@ ProcessGroupPrague::ProcessGroupPrague(int rank, int size, InnerBackends inner, 
   partial_ = std::make_unique<SubsetAllreduce>(dataTransport(), kGroupTags, std::move(windows));
 }
 
-ProcessGroupPrague::~ProcessGroupPrague() { ProcessGroupPrague::shutdown(); }
+ProcessGroupPrague::~ProcessGroupPrague() {
+  ProcessGroupPrague::shutdown();
+  if (health()->inForkedChild()) {  // the thread is the parent's, and what it waits on can't be destroyed
+    static_cast<void>(thread_.release());
+    static_cast<void>(partial_.release());
+  }
+}
 
 std::vector<int> ProcessGroupPrague::checkMembers(std::vector<int> members) const {
   std::sort(members.begin(), members.end());

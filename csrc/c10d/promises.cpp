@@ -11,29 +11,29 @@ namespace {
 
 thread_local int internal_collectives = 0;  // alive on this thread
 
-struct Registry {
+struct PromiseCallbacks {
   std::mutex mutex;
   std::map<std::uint64_t, std::function<KeptPromise()>> callbacks;  // in the order of attaching, the same on every rank
   std::uint64_t last = 0;
 };
 
 // Never destroyed: a model may be detached by the interpreter's last garbage collection.
-Registry& registry() {
-  static Registry& instance = *new Registry;
+PromiseCallbacks& promiseCallbacks() {
+  static PromiseCallbacks& instance = *new PromiseCallbacks;
   return instance;
 }
 
 }  // namespace
 
 std::uint64_t Promises::add(std::function<KeptPromise()> begin) {
-  Registry& all = registry();
+  PromiseCallbacks& all = promiseCallbacks();
   std::lock_guard<std::mutex> lock(all.mutex);
   all.callbacks.emplace(++all.last, std::move(begin));
   return all.last;
 }
 
 void Promises::remove(std::uint64_t id) {
-  Registry& all = registry();
+  PromiseCallbacks& all = promiseCallbacks();
   std::lock_guard<std::mutex> lock(all.mutex);
   all.callbacks.erase(id);
 }
@@ -42,7 +42,7 @@ std::vector<KeptPromise> Promises::beginAll(std::uint64_t except) {
   if (internal_collectives > 0) {
     return {};
   }
-  Registry& all = registry();
+  PromiseCallbacks& all = promiseCallbacks();
   std::lock_guard<std::mutex> lock(all.mutex);
   std::vector<KeptPromise> kept;
   kept.reserve(all.callbacks.size());

@@ -7,7 +7,7 @@
 namespace torchext {
 namespace {
 
-enum Tag { kReduceScatter = 0, kAllGather = 1 };
+enum ShardTag { kShardReduceScatter = 0, kShardAllGather = 1 };
 
 std::size_t divideUp(std::size_t whole, std::size_t part) { return (whole + part - 1) / part; }
 
@@ -98,7 +98,7 @@ void ShardExchange::Operation::drain() {
 class ShardExchange::ReduceScatter : public Operation {
  public:
   ReduceScatter(ShardExchange& exchange, const at::Tensor& buffer, double scale)
-      : Operation(exchange, buffer, kReduceScatter, "reduce_scatter"),
+      : Operation(exchange, buffer, kShardReduceScatter, "reduce_scatter"),
         math_(reductionFor(buffer.scalar_type())),
         scale_(scale),
         whole_(buffer) {}
@@ -135,7 +135,7 @@ class ShardExchange::ReduceScatter : public Operation {
 class ShardExchange::AllGather : public Operation {
  public:
   AllGather(ShardExchange& exchange, const at::Tensor& buffer)
-      : Operation(exchange, buffer, kAllGather, "all_gather") {}
+      : Operation(exchange, buffer, kShardAllGather, "all_gather") {}
 
  protected:
   int sentChunk(int round) const override { return ring() ? before(round) : self(); }

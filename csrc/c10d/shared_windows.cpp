@@ -11,7 +11,7 @@
 namespace torchext {
 namespace {
 
-constexpr const char* kName = "sharing memory";
+constexpr const char* kHandshake = "sharing memory";
 
 // Sends `own` to each of the ranks and returns what each sent; the own entry is left empty.
 template <typename Message>
@@ -29,8 +29,8 @@ std::vector<Message> exchange(const PointToPoint& transport, int tag, const Mess
     sends.push_back(transport.send(&own, sizeof(Message), rank, tag));
   }
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    transport.wait(receives[i], ranks[i], kName);
-    transport.wait(sends[i], ranks[i], kName);
+    transport.wait(receives[i], ranks[i], kHandshake);
+    transport.wait(sends[i], ranks[i], kHandshake);
   }
   return all;
 }
@@ -64,7 +64,7 @@ std::unique_ptr<SharedWindows> SharedWindows::open(const PointToPoint& transport
   std::vector<int> candidates;
   for (const int rank : others) {
     const auto& bytes = addresses[core::index(rank)];
-    const auto peer = parseMessage(kName, core::parseWindowAddress, std::as_bytes(std::span(&bytes, 1)), rank);
+    const auto peer = parseMessage(kHandshake, core::parseWindowAddress, std::as_bytes(std::span(&bytes, 1)), rank);
     if (own && peer.space == address.space) {
       candidates.push_back(rank);
     }

@@ -17,9 +17,9 @@ namespace torchext {
 namespace {
 
 // One tag for each kind of message: they match in the order posted, and the ring posts its kinds out of order.
-enum Tag { kFrame = 0, kReduceScatter = 1, kAllGather = 2 };
+enum SubsetTag { kFrame = 0, kReduceScatter = 1, kAllGather = 2 };
 
-constexpr const char* kName = "partial_all_reduce";
+constexpr const char* kOperation = "partial_all_reduce";
 constexpr std::size_t kHeaderBytes = sizeof(core::SubsetHeader);
 
 std::string describe(const core::SubsetHeader& header) {
@@ -95,7 +95,7 @@ void SubsetAllreduce::send(Call& call, const void* data, std::size_t bytes, int 
 
 void SubsetAllreduce::finishSends(Call& call) {
   for (const auto& [work, destination] : call.sends) {
-    transport_.wait(work, destination, kName);
+    transport_.wait(work, destination, kOperation);
   }
   call.sends.clear();
 }
@@ -185,9 +185,9 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
     RECORD_FUNCTION("torchext::wait_peers", std::vector<c10::IValue>{});
     for (int i = 0; i < others; ++i) {
       const int source = call.member(call.position - 1 - i);
-      transport_.wait(receives[static_cast<std::size_t>(i)], source, kName);
+      transport_.wait(receives[static_cast<std::size_t>(i)], source, kOperation);
       const std::span<const std::byte> received(memory + slotBytes() * static_cast<std::size_t>(i), kHeaderBytes);
-      const auto header = parseMessage(kName, core::parseSubsetHeader, received, source);
+      const auto header = parseMessage(kOperation, core::parseSubsetHeader, received, source);
       if (!own.sameCall(header)) {
         differing = header;
       }
@@ -301,7 +301,7 @@ void SubsetAllreduce::ring(Call& call) {
       gathers.push_back(transport_.recv(call.at(span), call.bytesOf(span), previous, tag_base_ + kAllGather));
     }
   };
-  const auto send_span = [&](const core::Span& span, Tag tag) {
+  const auto send_span = [&](const core::Span& span, SubsetTag tag) {
     send(call, call.at(span), call.bytesOf(span), next, tag);
   };
 
@@ -314,7 +314,7 @@ void SubsetAllreduce::ring(Call& call) {
   post_gathers(0);
   for (std::size_t i = 0; i < reduced.size(); ++i) {
     if (reduces[i]) {
-      transport_.wait(reduces[i], previous, kName);
+      transport_.wait(reduces[i], previous, kOperation);
     }
     std::byte* sum = call.at(reduced[i]);
     const bool finished = i >= last_reduced;
@@ -328,7 +328,7 @@ void SubsetAllreduce::ring(Call& call) {
     send_span(reduced[i], finished ? kAllGather : kReduceScatter);
   }
   for (std::size_t i = 0; i < gathered.size(); ++i) {
-    transport_.wait(gathers[i], previous, kName);
+    transport_.wait(gathers[i], previous, kOperation);
     post_gathers(i + 1);
     if (i < forwarded) {
       send_span(gathered[i], kAllGather);

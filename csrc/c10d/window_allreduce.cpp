@@ -7,7 +7,7 @@
 namespace torchext {
 namespace {
 
-constexpr const char* kName = "partial_all_reduce";
+constexpr const char* kWindowOperation = "partial_all_reduce";
 }  // namespace
 
 struct WindowAllreduce::Call {
@@ -65,7 +65,8 @@ void WindowAllreduce::await(const Call& call, const core::SharedWindow::Counter&
     return;
   }
   call.transport.waitUntil(
-      [&](std::chrono::milliseconds limit) { return core::SharedWindow::await(counter, count, limit); }, rank, kName);
+      [&](std::chrono::milliseconds limit) { return core::SharedWindow::await(counter, count, limit); }, rank,
+      kWindowOperation);
 }
 
 void WindowAllreduce::write(const Call& call, core::PieceCount index) {

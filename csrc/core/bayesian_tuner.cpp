@@ -44,12 +44,6 @@ double median(std::vector<double> values) {
 
 double normalCdf(double z) { return 0.5 * std::erfc(-z / std::numbers::sqrt2); }
 
-void checkPositive(const char* name, double value) {
-  if (!std::isfinite(value) || value <= 0) {
-    throwInvalid(name, value, "finite, above 0");
-  }
-}
-
 void check(const BayesianTunerOptions& options) {
   checkPositive("min_mb", options.min_mb);
   if (!std::isfinite(options.max_mb) || options.max_mb < options.min_mb) {

@@ -1,6 +1,9 @@
 // Error messages with numbers: what was wrong, its value, what is allowed.
 #pragma once
 
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -21,6 +24,13 @@ template <typename Value>
   throw std::invalid_argument(concat(name, " = ", value, ": allowed ", allowed));
 }
 
+// std::invalid_argument unless 0 < value < infinity.
+inline void checkPositive(const char* name, double value) {
+  if (!std::isfinite(value) || value <= 0) {
+    throwInvalid(name, value, "finite, above 0");
+  }
+}
+
 // std::out_of_range unless 0 <= value < count.
 inline void checkIndex(const char* name, int value, int count) {
   if (value < 0 || value >= count) {
@@ -29,6 +39,6 @@ inline void checkIndex(const char* name, int value, int count) {
 }
 
 // A rank or a size that has been checked, as a container index.
-constexpr std::size_t index(int value) { return static_cast<std::size_t>(value); }
+constexpr std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 
 }  // namespace torchext::core

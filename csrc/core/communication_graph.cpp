@@ -12,7 +12,7 @@ namespace {
 
 using Neighbours = std::vector<std::vector<int>>;
 
-constexpr EnumNames<GraphKind, 5> kKindNames{{
+constexpr EnumNames<GraphKind, 5> kGraphNames{{
     {GraphKind::kRing, "ring"},
     {GraphKind::kRingBased, "ring-based"},
     {GraphKind::kDoubleRing, "double-ring"},
@@ -68,9 +68,9 @@ int unreached(const std::vector<int>& distance) {
 
 }  // namespace
 
-GraphKind parseGraphKind(const std::string& name) { return parseEnum(kKindNames, "graph", name); }
+GraphKind parseGraphKind(const std::string& name) { return parseEnum(kGraphNames, "graph", name); }
 
-const char* toString(GraphKind kind) { return enumName(kKindNames, "GraphKind", kind); }
+const char* toString(GraphKind kind) { return enumName(kGraphNames, "GraphKind", kind); }
 
 CommunicationGraph::CommunicationGraph(Neighbours out)
     : in_(out.size()), out_(std::move(out)), in_weights_(in_.size()) {

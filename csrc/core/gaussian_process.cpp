@@ -18,12 +18,6 @@ constexpr int kGrid = 5;
 constexpr double kPrecision = 0.01;  // of a hyperparameter, relative
 constexpr double kLeastJitter = 1e-14;
 
-void checkPositive(const char* name, double value) {
-  if (!std::isfinite(value) || value <= 0) {
-    throwInvalid(name, value, "finite, above 0");
-  }
-}
-
 void checkPoints(const std::vector<double>& x, const std::vector<double>& y) {
   if (x.empty()) {
     throwInvalid("number of points", 0, "1 or more");

@@ -10,7 +10,7 @@
 namespace torchext::core {
 namespace {
 
-constexpr EnumNames<GeneratorKind, 5> kKindNames{{
+constexpr EnumNames<GeneratorKind, 5> kGeneratorNames{{
     {GeneratorKind::kRandom, "random"},
     {GeneratorKind::kDivision, "division"},
     {GeneratorKind::kInterIntra, "inter-intra"},
@@ -39,9 +39,9 @@ void validate(const GeneratorOptions& options) {
 
 }  // namespace
 
-GeneratorKind parseGeneratorKind(const std::string& name) { return parseEnum(kKindNames, "generator", name); }
+GeneratorKind parseGeneratorKind(const std::string& name) { return parseEnum(kGeneratorNames, "generator", name); }
 
-const char* toString(GeneratorKind kind) { return enumName(kKindNames, "GeneratorKind", kind); }
+const char* toString(GeneratorKind kind) { return enumName(kGeneratorNames, "GeneratorKind", kind); }
 
 std::unique_ptr<GroupGenerator> makeGroupGenerator(const GeneratorOptions& options) {
   validate(options);
@@ -55,7 +55,7 @@ std::unique_ptr<GroupGenerator> makeGroupGenerator(const GeneratorOptions& optio
     case GeneratorKind::kSmart:
       return makeDivisionGenerator(options);
   }
-  throwInvalid("GeneratorKind", static_cast<int>(options.kind), concat("0..", kKindNames.size() - 1));
+  throwInvalid("GeneratorKind", static_cast<int>(options.kind), concat("0..", kGeneratorNames.size() - 1));
 }
 
 }  // namespace torchext::core

@@ -13,7 +13,7 @@ constexpr std::size_t kMostGaps = 256;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // Reorders values; the upper median of an even number.
-double median(std::vector<double>& values) {
+double upperMedian(std::vector<double>& values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
@@ -96,11 +96,11 @@ class ReadySetGenerator final : public GroupGeneratorBase {
       return kNever;
     }
     std::vector<double> values(gaps_.begin(), gaps_.end());
-    const double usual = median(values);
+    const double usual = upperMedian(values);
     for (auto& value : values) {
       value = std::abs(value - usual);
     }
-    return (options().group_size - 1) * (usual + options().deadline_factor * median(values));
+    return (options().group_size - 1) * (usual + options().deadline_factor * upperMedian(values));
   }
 
   std::vector<int> slot_;  // in the order of arrival

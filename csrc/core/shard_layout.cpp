@@ -1,15 +1,13 @@
 #include "shard_layout.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
+#include "cache_line.h"
 #include "check.h"
 
 namespace torchext::core {
 namespace {
-
-constexpr std::size_t kLineBytes = 64;
 
 std::size_t perRank(std::size_t elements, int world_size) {
   return (elements + index(world_size) - 1) / index(world_size);
@@ -39,7 +37,7 @@ ShardLayout::ShardLayout(std::vector<std::size_t> elements, std::size_t element_
   }
   offset_.push_back(end);
   end += elements_.size();
-  const std::size_t line = kLineBytes / std::gcd(kLineBytes, element_size);
+  const std::size_t line = elementsPerLine(element_size);
   chunk_ = (end + line - 1) / line * line;
 }
 

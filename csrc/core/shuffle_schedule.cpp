@@ -12,7 +12,7 @@
 namespace torchext::core {
 namespace {
 
-constexpr EnumNames<ShuffleKind, 3> kKindNames{{
+constexpr EnumNames<ShuffleKind, 3> kShuffleNames{{
     {ShuffleKind::kGrid, "grid"},
     {ShuffleKind::kRandom, "random"},
     {ShuffleKind::kTopology, "topology"},
@@ -86,9 +86,9 @@ int inRackRounds(const ShuffleOptions& options, int racks) {
 
 }  // namespace
 
-ShuffleKind parseShuffleKind(const std::string& name) { return parseEnum(kKindNames, "schedule", name); }
+ShuffleKind parseShuffleKind(const std::string& name) { return parseEnum(kShuffleNames, "schedule", name); }
 
-const char* toString(ShuffleKind kind) { return enumName(kKindNames, "ShuffleKind", kind); }
+const char* toString(ShuffleKind kind) { return enumName(kShuffleNames, "ShuffleKind", kind); }
 
 ShuffleSchedule::ShuffleSchedule(ShuffleOptions options)
     : options_(checked(std::move(options))),

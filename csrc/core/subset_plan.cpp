@@ -1,14 +1,12 @@
 #include "subset_plan.h"
 
 #include <algorithm>
-#include <numeric>
 
+#include "cache_line.h"
 #include "check.h"
 
 namespace torchext::core {
 namespace {
-
-constexpr std::size_t kLineBytes = 64;
 
 int checkedGroupSize(int group_size) {
   if (group_size < 1) {
@@ -27,7 +25,7 @@ RingPlan::RingPlan(std::size_t elements, std::size_t element_size, int group_siz
   if (segment_bytes == 0) {
     throwInvalid("segment_bytes", segment_bytes, "1 or more");
   }
-  const std::size_t aligned = kLineBytes / std::gcd(kLineBytes, element_size);
+  const std::size_t aligned = elementsPerLine(element_size);
   if (elements / aligned >= index(group_size)) {
     line_ = aligned;
   }

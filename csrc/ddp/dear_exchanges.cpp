@@ -5,12 +5,11 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include "core/check.h"
 #include "ddp/dear_synchronizer.h"
 
 namespace torchext {
 namespace {
-
-std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 
 // For the flight recorder: whole buffers, and of what size a rank's own chunk of each is.
 std::vector<at::Tensor> buffersOf(const ShardBuckets& buckets) {
@@ -32,7 +31,7 @@ std::vector<at::Tensor> chunksOf(const ShardBuckets& buckets, int world_size) {
 }  // namespace
 
 void DearSynchronizer::expectBackward(bool exchanges) {
-  armed_ = exchanges && !detached_;
+  armed_ = exchanges && !detached_ && !inForkedChild();
   end_queued_ = false;  // a backward pass that raised has had no end
   if (armed_ && buckets_ && unstepped_) {
     // Kept, they are what this pass adds to while they are being sent; dropped (clearGradients), their arrival would be
@@ -114,7 +113,7 @@ void DearSynchronizer::backwardEnds() {
   armed_ = false;
   for (std::size_t b = next_bucket_; b < buckets_->size(); ++b) {
     for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
-      const std::size_t parameter = index(tensor);
+      const std::size_t parameter = core::index(tensor);
       if (seen_[parameter] == 0) {
         if (!unused_allowed_ && parameters_[parameter].requires_grad()) {
           throwMissing();
@@ -146,7 +145,7 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
   unstepped_ = true;
   std::vector<at::Tensor> gradients;
   for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
-    gradients.push_back(std::move(gradients_[index(tensor)]));
+    gradients.push_back(std::move(gradients_[core::index(tensor)]));
   }
   // Exchanges are run in the order posted: when the last bucket arrives, all have.
   FlightRecord record = bucket + 1 == buckets_->size() ? std::exchange(reduction_, {}) : FlightRecord();
@@ -201,7 +200,7 @@ void DearSynchronizer::postGradientGathers() {
   for (const std::size_t bucket : gather_order_) {
     std::vector<at::Tensor> locals;
     for (const std::int64_t tensor : buckets_->tensorsOf(bucket)) {
-      locals.push_back(parameters_[index(tensor)].grad());
+      locals.push_back(parameters_[core::index(tensor)].grad());
     }
     exchange_->post({ExchangeTask::Kind::kAllGather, transfers_->allGather(buckets_->buffer(bucket)), nullptr,
                      [this, bucket, locals = std::move(locals)] { takeWhole(bucket, locals); },
@@ -213,7 +212,7 @@ void DearSynchronizer::postGradientGathers() {
 void DearSynchronizer::takeWhole(std::size_t bucket, const std::vector<at::Tensor>& locals) {
   std::vector<at::Tensor> targets(locals.size());
   for (std::size_t i = 0; i < locals.size(); ++i) {
-    const std::size_t parameter = index(buckets_->tensorsOf(bucket)[i]);
+    const std::size_t parameter = core::index(buckets_->tensorsOf(bucket)[i]);
     if (buckets_->hasGradient(parameter)) {
       const at::Tensor& like = parameters_[parameter];
       const bool usable = locals[i].defined() && sameMemoryOrder(locals[i], like);

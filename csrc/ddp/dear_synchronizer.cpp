@@ -12,6 +12,7 @@
 #include "c10d/promises.h"
 #include "c10d/shard_collectives.h"
 #include "c10d/shard_exchange.h"
+#include "core/check.h"
 #include "ddp/attach_agreement.h"
 #include "ddp/elapsed.h"
 
@@ -36,8 +37,6 @@ std::vector<std::int64_t> trainable(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
-std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
-
 }  // namespace
 
 DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
@@ -46,10 +45,10 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
     : group_(std::move(group)),
       parameters_(std::move(parameters)),
       names_(std::move(names)),
-      planner_(*group_, bytesOf(parameters_), trainable(parameters_),
-               bucket_mb.value_or(group_->dearOptions().bucket_mb)),
       replicated_(group_->dearOptions().form == "replicated"),
       unused_allowed_(unused_allowed),
+      planner_(*group_, bytesOf(parameters_), trainable(parameters_),
+               bucket_mb.value_or(group_->dearOptions().bucket_mb)),
       gradients_(parameters_.size()),
       seen_(parameters_.size(), 0),
       waited_(parameters_.size(), 1),
@@ -99,8 +98,8 @@ void DearSynchronizer::rebuild() {
   gather_order_.clear();
   std::vector<char> listed(count, 0);
   for (const std::int64_t tensor : plan.forward_order) {
-    if (buckets_ && !std::exchange(listed[buckets_->bucketOf(index(tensor))], 1)) {
-      gather_order_.push_back(buckets_->bucketOf(index(tensor)));
+    if (buckets_ && !std::exchange(listed[buckets_->bucketOf(core::index(tensor))], 1)) {
+      gather_order_.push_back(buckets_->bucketOf(core::index(tensor)));
     }
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -178,8 +177,8 @@ std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
 void DearSynchronizer::throwMissing() {
   std::string missing;
   for (const std::int64_t tensor : planner_.plan().gradient_order) {
-    if (seen_[index(tensor)] == 0 && missing.size() < 200) {
-      missing += (missing.empty() ? "" : ", ") + names_[index(tensor)];
+    if (seen_[core::index(tensor)] == 0 && missing.size() < 200) {
+      missing += (missing.empty() ? "" : ", ") + names_[core::index(tensor)];
     }
   }
   const std::string text =
@@ -195,6 +194,7 @@ void DearSynchronizer::clearGradients() {
 }
 
 void DearSynchronizer::beforeStep() {
+  group_->checkProcess("training");
   waitAll();
   checkVersions();
 }
@@ -250,6 +250,7 @@ void DearSynchronizer::afterStep() {
 // Milliseconds waited. Ends: every wait of the exchanges has the group's timeout.
 template <class Ready>
 double DearSynchronizer::waitUntil(const char* what, Ready ready) {
+  group_->checkProcess("training");
   std::unique_lock<std::mutex> lock(mutex_);
   double waited = 0;
   if (!ready() && !error_) {
@@ -266,7 +267,7 @@ double DearSynchronizer::waitUntil(const char* what, Ready ready) {
 
 void DearSynchronizer::waitTensors(const std::vector<std::int64_t>& tensors) {
   for (const std::int64_t tensor : tensors) {
-    if (std::exchange(waited_.at(index(tensor)), 1) == 0) {
+    if (std::exchange(waited_.at(core::index(tensor)), 1) == 0) {
       forward_order_.push_back(tensor);
     }
   }
@@ -275,7 +276,7 @@ void DearSynchronizer::waitTensors(const std::vector<std::int64_t>& tensors) {
   }
   const double waited = waitUntil("torchext::dear::wait", [&] {
     return std::all_of(tensors.begin(), tensors.end(), [&](std::int64_t tensor) {
-      return !buckets_->holds(index(tensor)) || gathering_[buckets_->bucketOf(index(tensor))] == 0;
+      return !buckets_->holds(core::index(tensor)) || gathering_[buckets_->bucketOf(core::index(tensor))] == 0;
     });
   });
   std::lock_guard<std::mutex> lock(mutex_);
@@ -330,13 +331,14 @@ void DearSynchronizer::detach() {
   if (detached_) {
     return;
   }
+  group_->checkProcess("training");
   waitAll();
   waitExchanges();
   leave(std::chrono::milliseconds(0));
 }
 
 void DearSynchronizer::leave(std::chrono::milliseconds limit) {
-  if (!exchange_) {
+  if (!exchange_ || inForkedChild()) {
     return;
   }
   // What the others still wait for must be sent; what they have not asked for yet need not.

@@ -110,6 +110,7 @@ class DearSynchronizer : public Synchronizer {
   void synchronize() override;
   void detach() override;
   void leave(std::chrono::milliseconds limit) override;
+  bool inForkedChild() const override { return group_->health()->inForkedChild(); }
 
   DearStats stats() const;
   std::int64_t steps() const override { return steps_; }

@@ -63,6 +63,7 @@ const FlatBucket& GroupSynchronizer::bucket(std::size_t index) const {
 }
 
 void GroupSynchronizer::gradientsReady() {
+  group_->checkProcess("training");
   if (!combine_then_adapt_ && !detached_ && averagesAt(steps_ + 1)) {
     // Errors are the averaging thread's to report: it waits for the answer.
     try {
@@ -74,6 +75,7 @@ void GroupSynchronizer::gradientsReady() {
 }
 
 void GroupSynchronizer::beforeStep() {
+  group_->checkProcess("training");
   waitAll();
   const std::lock_guard<std::mutex> lock(state_);
   applyPending();
@@ -139,6 +141,7 @@ void GroupSynchronizer::catchUp() {
 
 template <class Ready>
 void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
+  group_->checkProcess("training");
   std::unique_lock<std::mutex> lock(mutex_);
   if (!ready()) {
     RECORD_FUNCTION(what, std::vector<c10::IValue>{});
@@ -243,6 +246,7 @@ void GroupSynchronizer::runOnThread(std::function<void()> task) {
 
 // Where all workers come together, on the averaging thread. Its groups end with it, so nobody need wait for them.
 void GroupSynchronizer::meet(const std::function<void()>& task) {
+  group_->checkProcess("training");
   Promises::keepAll();
   catchUp();
   beforeStep();
@@ -266,7 +270,7 @@ void GroupSynchronizer::detach() {
 }
 
 void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
-  if (!thread_) {
+  if (!thread_ || inForkedChild()) {
     return;
   }
   const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last

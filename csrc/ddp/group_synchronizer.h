@@ -90,6 +90,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
 
   // As detach(), for at most `limit`, and silent about failures: the process is on its way out.
   void leave(std::chrono::milliseconds limit) override;
+  bool inForkedChild() const override { return group_->health()->inForkedChild(); }
 
  private:
   bool averagesAt(std::int64_t step) const { return group_->getSize() > 1 && step % period_ == 0; }

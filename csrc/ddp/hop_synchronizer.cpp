@@ -106,13 +106,14 @@ void HopSynchronizer::average() {
 }
 
 void HopSynchronizer::begin() {
-  if (mailbox_ && !serial_ && !averaged_ && own_block_ == nullptr) {
+  if (mailbox_ && !inForkedChild() && !serial_ && !averaged_ && own_block_ == nullptr) {
     const at::NoGradGuard no_grad;
     publish(true);
   }
 }
 
 void HopSynchronizer::beforeStep() {
+  group_->checkProcess("training");
   waitAll();
   if (!mailbox_ || serial_ || averaged_) {
     return;
@@ -148,6 +149,7 @@ void HopSynchronizer::afterStep() {
 
 // Serial: the exchange that the last step began.
 void HopSynchronizer::finishIteration() {
+  group_->checkProcess("training");
   const at::NoGradGuard no_grad;
   average();
   exchanging_ = false;
@@ -183,6 +185,7 @@ void HopSynchronizer::waitAll() {
 // ---- Where all workers meet ----
 
 void HopSynchronizer::drainAll() {
+  group_->checkProcess("training");
   TORCH_CHECK(!detached_, "hop: this synchronizer has been detached");
   Promises::keepAll();
   waitAll();
@@ -216,6 +219,7 @@ void HopSynchronizer::detach() {
   if (detached_) {
     return;
   }
+  group_->checkProcess("training");
   Promises::keepAll();
   waitAll();
   if (mailbox_) {
@@ -226,6 +230,9 @@ void HopSynchronizer::detach() {
 }
 
 void HopSynchronizer::leave(std::chrono::milliseconds limit) {
+  if (inForkedChild()) {
+    return;
+  }
   const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
   group_->removeShutdownCallback(std::exchange(shutdown_callback_, 0));
   const bool orderly = !std::exchange(detached_, true) && limit.count() > 0;

@@ -54,6 +54,7 @@ class HopSynchronizer : public AveragingSynchronizer {
   void leaveAverage() override;
   void detach() override;
   void leave(std::chrono::milliseconds limit) override;
+  bool inForkedChild() const override { return group_->health()->inForkedChild(); }
 
   // The iteration to be computed next: steps made and iterations skipped, since attach or as set.
   std::int64_t steps() const override { return iteration_; }

@@ -5,14 +5,11 @@
 #include <utility>
 
 #include "core/bucket_plan.h"
+#include "core/check.h"
 #include "ddp/slice_copier.h"
 
 namespace torchext {
-namespace {
-
-std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
-
-}  // namespace
+namespace {}  // namespace
 
 bool sameMemoryOrder(const at::Tensor& gradient, const at::Tensor& parameter) {
   return gradient.scalar_type() == parameter.scalar_type() &&
@@ -88,7 +85,7 @@ void ShardBuckets::packGradients(std::size_t bucket, const std::vector<at::Tenso
     const int place = static_cast<int>(i);
     at::Tensor source = gradients[i];
     if (source.defined()) {
-      const at::Tensor& parameter = parameters_[index(chosen.tensors[i])];
+      const at::Tensor& parameter = parameters_[core::index(chosen.tensors[i])];
       if (!sameMemoryOrder(source, parameter)) {
         source = at::empty_like(parameter).copy_(source);
       }
@@ -126,7 +123,7 @@ void ShardBuckets::readMarks(std::size_t bucket) {
 
 bool ShardBuckets::hasGradient(std::size_t tensor) const {
   const Place& place = place_[tensor];
-  return buckets_[place.bucket].marked[index(place.index)] != 0;
+  return buckets_[place.bucket].marked[core::index(place.index)] != 0;
 }
 
 at::Tensor ShardBuckets::gradient(std::size_t tensor) const {
@@ -155,7 +152,7 @@ void ShardBuckets::packParameters(std::size_t bucket) {
   for (std::size_t i = 0; i < chosen.tensors.size(); ++i) {
     const core::Span slice = chosen.layout.slice(static_cast<int>(i), rank_);
     copier.copy(chosen.buffer, chosen.layout.position(static_cast<int>(i), rank_),
-                parameters_[index(chosen.tensors[i])], slice.begin, slice.count);
+                parameters_[core::index(chosen.tensors[i])], slice.begin, slice.count);
   }
   copier.flush();
 }
@@ -164,7 +161,7 @@ void ShardBuckets::unpackParameters(std::size_t bucket) {
   const Bucket& chosen = buckets_[bucket];
   SliceCopier copier(chosen.buffer);
   for (std::size_t i = 0; i < chosen.tensors.size(); ++i) {
-    const at::Tensor& parameter = parameters_[index(chosen.tensors[i])];
+    const at::Tensor& parameter = parameters_[core::index(chosen.tensors[i])];
     for (int rank = 0; rank < world_size_; ++rank) {
       const core::Span slice = chosen.layout.slice(static_cast<int>(i), rank);
       if (rank != rank_) {
@@ -176,7 +173,7 @@ void ShardBuckets::unpackParameters(std::size_t bucket) {
   copier.flush();
   for (const std::int64_t tensor : chosen.tensors) {
     // Autograd must notice a graph that has saved the old values.
-    parameters_[index(tensor)].unsafeGetTensorImpl()->bump_version();
+    parameters_[core::index(tensor)].unsafeGetTensorImpl()->bump_version();
   }
 }
 

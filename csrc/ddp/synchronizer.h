@@ -10,6 +10,8 @@
 // Threads: the methods are called by the training thread; bytes move on a thread of the implementation. No method holds
 // the GIL. An error of that thread is rethrown by the next call.
 // Collective (all ranks, same order): the constructor, synchronize(), detach().
+// In a forked child a synchronizer has no threads, and its connections are the parent's: what would use them throws
+// c10::DistBackendError, leave() does nothing, and who would destroy it leaks it.
 #pragma once
 
 #include <chrono>
@@ -38,6 +40,8 @@ class Synchronizer {
   virtual void detach() = 0;
   // The same for at most `limit`, silent about failures: the process is on its way out.
   virtual void leave(std::chrono::milliseconds limit) = 0;
+
+  virtual bool inForkedChild() const = 0;
 
   virtual std::int64_t steps() const = 0;
   virtual void setSteps(std::int64_t steps) = 0;

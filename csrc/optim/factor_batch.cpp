@@ -27,7 +27,7 @@ Attempt choleskyInverses(const at::Tensor& damped) {
       operators::unpackTriangle(packed, dim), {}, info.eq(0).logical_and(lower.diagonal(0, -2, -1).isfinite().all(-1))};
 }
 
-Attempt eigenvectors(const at::Tensor& factors) {
+Attempt eigenvectorsOfAll(const at::Tensor& factors) {
   try {
     const auto [values, vectors] = at::linalg_eigh(factors);
     return {vectors.contiguous(), values.clamp_min(0),
@@ -42,7 +42,7 @@ Attempt eigenvectors(const at::Tensor& factors) {
   std::vector<at::Tensor> values;
   std::vector<at::Tensor> good;
   for (const at::Tensor& factor : factors.split(1)) {
-    Attempt one = eigenvectors(factor);
+    Attempt one = eigenvectorsOfAll(factor);
     matrices.push_back(std::move(one.matrix));
     values.push_back(std::move(one.values));
     good.push_back(std::move(one.good));
@@ -72,7 +72,7 @@ std::vector<std::size_t> tryAll(const std::vector<FactorToInvert>& factors, cons
     if (form == InverseForm::kInverse) {
       batch.diagonal(0, -2, -1).add_(at::cat(damping).unsqueeze(-1));
     }
-    const Attempt found = form == InverseForm::kInverse ? choleskyInverses(batch) : eigenvectors(batch);
+    const Attempt found = form == InverseForm::kInverse ? choleskyInverses(batch) : eigenvectorsOfAll(batch);
     std::int64_t begin = 0;
     for (const std::size_t number : members) {
       const at::Tensor& factor = factors[number].factor;

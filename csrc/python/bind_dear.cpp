@@ -15,10 +15,10 @@
 namespace torchext {
 namespace {
 
-using Options = ProcessGroupDear::Options;
+using DearOptions = ProcessGroupDear::Options;
 using BucketSize = std::variant<double, std::string>;
 
-BucketSize bucketSize(const Options& options) {
+BucketSize bucketSize(const DearOptions& options) {
   return options.bucket_mb == 0 ? BucketSize("auto") : BucketSize(options.bucket_mb);
 }
 
@@ -33,7 +33,7 @@ double bucketMebibytes(const BucketSize& size) {
   return number;
 }
 
-const char* const kDoc = R"(Options of the "dear" backend: how gradients are reduced and parameters gathered.
+const char* const kDearDoc = R"(Options of the "dear" backend: how gradients are reduced and parameters gathered.
 
 DeAR: Zhang et al., ICDCS 2023.
 
@@ -45,11 +45,12 @@ Args:
     transport: "auto": point-to-point on the CPU, NCCL's collectives on CUDA. "collectives": Gloo's on the CPU, too.
 )";
 
-c10::intrusive_ptr<Options> makeOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
-                                        std::string transport, std::chrono::milliseconds heartbeat_timeout,
-                                        const std::string& call_check, std::chrono::milliseconds operation_timeout,
-                                        std::chrono::milliseconds timeout) {
-  auto options = c10::make_intrusive<Options>(timeout);
+c10::intrusive_ptr<DearOptions> makeDearOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
+                                                std::string transport, std::chrono::milliseconds heartbeat_timeout,
+                                                const std::string& call_check,
+                                                std::chrono::milliseconds operation_timeout,
+                                                std::chrono::milliseconds timeout) {
+  auto options = c10::make_intrusive<DearOptions>(timeout);
   options->form = std::move(form);
   options->bucket_mb = bucketMebibytes(bucket_mb);
   options->allreduce_fallback = allreduce_fallback;
@@ -67,7 +68,7 @@ std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGro
   return synchronizer;
 }
 
-py::dict toDict(const DearStats& stats) {
+py::dict dearToDict(const DearStats& stats) {
   py::dict result;
   result["steps"] = stats.steps;
   result["mode"] = stats.allreduce ? "allreduce" : "dear";
@@ -96,13 +97,13 @@ py::dict toDict(const DearStats& stats) {
 }  // namespace
 
 void bindDear(py::module_& module) {
-  bindOptions<Options>(module, "DeAROptions", kDoc, &makeOptions, py::arg("form") = "sharded",
-                       py::arg("bucket_mb") = "auto", py::arg("allreduce_fallback") = true,
-                       py::arg("transport") = "auto")
-      .def_readonly("form", &Options::form)
+  bindOptions<DearOptions>(module, "DeAROptions", kDearDoc, &makeDearOptions, py::arg("form") = "sharded",
+                           py::arg("bucket_mb") = "auto", py::arg("allreduce_fallback") = true,
+                           py::arg("transport") = "auto")
+      .def_readonly("form", &DearOptions::form)
       .def_property_readonly("bucket_mb", &bucketSize)
-      .def_readonly("allreduce_fallback", &Options::allreduce_fallback)
-      .def_readonly("transport", &Options::transport);
+      .def_readonly("allreduce_fallback", &DearOptions::allreduce_fallback)
+      .def_readonly("transport", &DearOptions::transport);
 
   bindBackend<ProcessGroupDear>(module, "ProcessGroupDear");
 
@@ -119,7 +120,7 @@ void bindDear(py::module_& module) {
       .def("bucket_of", &DearSynchronizer::bucketOf, py::arg("parameter"))
       .def("arrived_buckets", &DearSynchronizer::arrivedBuckets, py::arg("known"), NoGil())
       .def("clear_gradients", &DearSynchronizer::clearGradients, NoGil())
-      .def("stats", [](const DearSynchronizer& self) { return toDict(self.stats()); });
+      .def("stats", [](const DearSynchronizer& self) { return dearToDict(self.stats()); });
 
   module.def("attach_dear", &attachDear, py::arg("group"), py::arg("parameters"), py::arg("names"),
              py::arg("unused_allowed"), py::arg("bucket_mb") = std::nullopt,

@@ -9,9 +9,9 @@
 namespace torchext {
 namespace {
 
-using Options = ProcessGroupDSSync::Options;
+using DSSyncOptions = ProcessGroupDSSync::Options;
 
-const char* const kDoc = R"(Options of the "dssync" backend: how workers are divided into groups, step by step.
+const char* const kDSSyncDoc = R"(Options of the "dssync" backend: how workers are divided into groups, step by step.
 
 DS-Sync: Wang et al., INFOCOM 2022.
 
@@ -27,13 +27,12 @@ Args:
     shared_memory: Averages among ranks of one host go through memory. Each rank's own choice.
 )";
 
-c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string schedule, std::string order,
-                                        std::int64_t sync_period, std::int64_t seed, std::vector<std::int64_t> racks,
-                                        double host_bandwidth, double uplink_bandwidth, bool shared_memory,
-                                        std::chrono::milliseconds heartbeat_timeout, const std::string& call_check,
-                                        std::chrono::milliseconds operation_timeout,
-                                        std::chrono::milliseconds timeout) {
-  auto options = c10::make_intrusive<Options>(timeout);
+c10::intrusive_ptr<DSSyncOptions> makeDSSyncOptions(
+    std::int64_t group_size, std::string schedule, std::string order, std::int64_t sync_period, std::int64_t seed,
+    std::vector<std::int64_t> racks, double host_bandwidth, double uplink_bandwidth, bool shared_memory,
+    std::chrono::milliseconds heartbeat_timeout, const std::string& call_check,
+    std::chrono::milliseconds operation_timeout, std::chrono::milliseconds timeout) {
+  auto options = c10::make_intrusive<DSSyncOptions>(timeout);
   options->group_size = group_size;
   options->schedule = std::move(schedule);
   options->order = std::move(order);
@@ -46,7 +45,8 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string sch
   return finished(std::move(options), heartbeat_timeout, call_check, operation_timeout);
 }
 
-c10::intrusive_ptr<Options> fittedWithRacks(const Options& options, const std::vector<std::size_t>& members) {
+c10::intrusive_ptr<DSSyncOptions> fittedWithRacks(const DSSyncOptions& options,
+                                                  const std::vector<std::size_t>& members) {
   auto own = fitted(options, members);
   if (!options.racks.empty()) {
     own->racks.clear();
@@ -77,20 +77,20 @@ py::object topology(const ProcessGroupDSSync& group) {
 }  // namespace
 
 void bindDSSync(py::module_& module) {
-  bindOptions<Options>(module, "DSSyncOptions", kDoc, &makeOptions, py::arg("group_size") = 0,
-                       py::arg("schedule") = "grid", py::arg("order") = "cta", py::arg("sync_period") = 1,
-                       py::arg("seed") = 0, py::arg("racks") = std::vector<std::int64_t>(),
-                       py::arg("host_bandwidth") = 0.0, py::arg("uplink_bandwidth") = 0.0,
-                       py::arg("shared_memory") = true)
-      .def_readonly("group_size", &Options::group_size)
-      .def_readonly("schedule", &Options::schedule)
-      .def_readonly("order", &Options::order)
-      .def_readonly("sync_period", &Options::sync_period)
-      .def_readonly("seed", &Options::seed)
-      .def_readonly("racks", &Options::racks)
-      .def_readonly("host_bandwidth", &Options::host_bandwidth)
-      .def_readonly("uplink_bandwidth", &Options::uplink_bandwidth)
-      .def_readonly("shared_memory", &Options::shared_memory)
+  bindOptions<DSSyncOptions>(module, "DSSyncOptions", kDSSyncDoc, &makeDSSyncOptions, py::arg("group_size") = 0,
+                             py::arg("schedule") = "grid", py::arg("order") = "cta", py::arg("sync_period") = 1,
+                             py::arg("seed") = 0, py::arg("racks") = std::vector<std::int64_t>(),
+                             py::arg("host_bandwidth") = 0.0, py::arg("uplink_bandwidth") = 0.0,
+                             py::arg("shared_memory") = true)
+      .def_readonly("group_size", &DSSyncOptions::group_size)
+      .def_readonly("schedule", &DSSyncOptions::schedule)
+      .def_readonly("order", &DSSyncOptions::order)
+      .def_readonly("sync_period", &DSSyncOptions::sync_period)
+      .def_readonly("seed", &DSSyncOptions::seed)
+      .def_readonly("racks", &DSSyncOptions::racks)
+      .def_readonly("host_bandwidth", &DSSyncOptions::host_bandwidth)
+      .def_readonly("uplink_bandwidth", &DSSyncOptions::uplink_bandwidth)
+      .def_readonly("shared_memory", &DSSyncOptions::shared_memory)
       .def("_fitted", &fittedWithRacks, py::arg("members"));
 
   bindBackend<ProcessGroupDSSync>(module, "ProcessGroupDSSync").def_property_readonly("topology", &topology);

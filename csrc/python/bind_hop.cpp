@@ -11,11 +11,11 @@
 namespace torchext {
 namespace {
 
-using Options = ProcessGroupHop::Options;
+using HopOptions = ProcessGroupHop::Options;
 using Neighbours = std::vector<std::vector<int>>;
 using Weights = std::vector<std::vector<double>>;
 
-const char* const kDoc = R"(Options of the "hop" backend: the graph of the workers, and what a worker waits for.
+const char* const kHopDoc = R"(Options of the "hop" backend: the graph of the workers, and what a worker waits for.
 
 Hop: Luo et al., ASPLOS 2019, sections 3 to 5. What cannot go together raises.
 
@@ -32,16 +32,14 @@ Args:
     jump_trigger: A worker that is more iterations behind than this jumps; 1 or more.
 )";
 
-c10::intrusive_ptr<Options> makeOptions(std::string graph, std::optional<Neighbours> neighbours,
-                                        std::optional<Weights> weights, std::string order, bool notify_ack,
-                                        std::int64_t max_iteration_gap, std::int64_t backup_workers,
-                                        std::int64_t staleness, std::int64_t max_jump, std::int64_t jump_trigger,
-                                        std::chrono::milliseconds heartbeat_timeout, const std::string& call_check,
-                                        std::chrono::milliseconds operation_timeout,
-                                        std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<HopOptions> makeHopOptions(
+    std::string graph, std::optional<Neighbours> neighbours, std::optional<Weights> weights, std::string order,
+    bool notify_ack, std::int64_t max_iteration_gap, std::int64_t backup_workers, std::int64_t staleness,
+    std::int64_t max_jump, std::int64_t jump_trigger, std::chrono::milliseconds heartbeat_timeout,
+    const std::string& call_check, std::chrono::milliseconds operation_timeout, std::chrono::milliseconds timeout) {
   TORCH_CHECK_VALUE(!neighbours || !neighbours->empty(), "HopOptions.neighbours must have a list a rank, got []");
   TORCH_CHECK_VALUE(!weights || !weights->empty(), "HopOptions.weights must have a row a rank, got []");
-  auto options = c10::make_intrusive<Options>(timeout);
+  auto options = c10::make_intrusive<HopOptions>(timeout);
   options->graph = std::move(graph);
   options->neighbours = std::move(neighbours).value_or(Neighbours{});
   options->weights = std::move(weights).value_or(Weights{});
@@ -70,7 +68,7 @@ std::shared_ptr<HopSynchronizer> attachHop(const c10::intrusive_ptr<ProcessGroup
   return synchronizer;
 }
 
-py::dict toDict(const HopSynchronizer& synchronizer) {
+py::dict hopToDict(const HopSynchronizer& synchronizer) {
   const HopStats stats = synchronizer.hopStats();
   py::dict result;
   result["steps"] = stats.steps;
@@ -99,28 +97,28 @@ py::dict toDict(const HopSynchronizer& synchronizer) {
 }  // namespace
 
 void bindHop(py::module_& module) {
-  bindOptions<Options>(module, "HopOptions", kDoc, &makeOptions, py::arg("graph") = "ring-based",
-                       py::arg("neighbours") = std::nullopt, py::arg("weights") = std::nullopt,
-                       py::arg("order") = "parallel", py::arg("notify_ack") = false, py::arg("max_iteration_gap") = 0,
-                       py::arg("backup_workers") = 0, py::arg("staleness") = 0, py::arg("max_jump") = 0,
-                       py::arg("jump_trigger") = 1)
-      .def_readonly("graph", &Options::graph)
-      .def_property_readonly("neighbours", [](const Options& o) { return unlessEmpty(o.neighbours); })
-      .def_property_readonly("weights", [](const Options& o) { return unlessEmpty(o.weights); })
-      .def_readonly("order", &Options::order)
-      .def_readonly("notify_ack", &Options::notify_ack)
-      .def_readonly("max_iteration_gap", &Options::max_iteration_gap)
-      .def_readonly("backup_workers", &Options::backup_workers)
-      .def_readonly("staleness", &Options::staleness)
-      .def_readonly("max_jump", &Options::max_jump)
-      .def_readonly("jump_trigger", &Options::jump_trigger)
-      .def("_fitted", &fitted<Options>, py::arg("members"));
+  bindOptions<HopOptions>(module, "HopOptions", kHopDoc, &makeHopOptions, py::arg("graph") = "ring-based",
+                          py::arg("neighbours") = std::nullopt, py::arg("weights") = std::nullopt,
+                          py::arg("order") = "parallel", py::arg("notify_ack") = false,
+                          py::arg("max_iteration_gap") = 0, py::arg("backup_workers") = 0, py::arg("staleness") = 0,
+                          py::arg("max_jump") = 0, py::arg("jump_trigger") = 1)
+      .def_readonly("graph", &HopOptions::graph)
+      .def_property_readonly("neighbours", [](const HopOptions& o) { return unlessEmpty(o.neighbours); })
+      .def_property_readonly("weights", [](const HopOptions& o) { return unlessEmpty(o.weights); })
+      .def_readonly("order", &HopOptions::order)
+      .def_readonly("notify_ack", &HopOptions::notify_ack)
+      .def_readonly("max_iteration_gap", &HopOptions::max_iteration_gap)
+      .def_readonly("backup_workers", &HopOptions::backup_workers)
+      .def_readonly("staleness", &HopOptions::staleness)
+      .def_readonly("max_jump", &HopOptions::max_jump)
+      .def_readonly("jump_trigger", &HopOptions::jump_trigger)
+      .def("_fitted", &fitted<HopOptions>, py::arg("members"));
 
   bindBackend<ProcessGroupHop>(module, "ProcessGroupHop");
 
   py::class_<HopSynchronizer, AveragingSynchronizer, std::shared_ptr<HopSynchronizer>>(module, "HopSynchronizer")
       .def("begin", &HopSynchronizer::begin, NoGil())
-      .def("stats", &toDict);
+      .def("stats", &hopToDict);
 
   module.def("attach_hop", &attachHop, py::arg("group"), py::arg("parameters"), py::arg("buffers"), py::arg("frozen"),
              NoGil());

@@ -18,10 +18,11 @@ constexpr core::EnumNames<core::FactorExchange, 3> kExchanges{{{core::FactorExch
                                                                {core::FactorExchange::kReduceToOwner, "reduce"},
                                                                {core::FactorExchange::kOwnersOwn, "owner's own"}}};
 
-KfacOptions makeOptions(double damping, double factor_decay, bool martens_decay, std::optional<double> kl_clip,
-                        int factor_update_steps, int inverse_update_steps, const std::string& method,
-                        const std::string& factor_scaling, std::string strategy, double worker_fraction,
-                        bool exchange_always, double max_run_mb, std::optional<bool> split_directions, bool queued) {
+KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_decay, std::optional<double> kl_clip,
+                            int factor_update_steps, int inverse_update_steps, const std::string& method,
+                            const std::string& factor_scaling, std::string strategy, double worker_fraction,
+                            bool exchange_always, double max_run_mb, std::optional<bool> split_directions,
+                            bool queued) {
   KfacOptions options{damping,
                       factor_decay,
                       martens_decay,
@@ -52,7 +53,7 @@ KfacLayerSpec makeLayer(std::string name, const std::string& kind, at::Tensor we
           reduce_sequence,         padding_idx};
 }
 
-py::dict toDict(const KfacStats& stats) {
+py::dict kfacToDict(const KfacStats& stats) {
   py::dict result;
   result["steps"] = stats.steps;
   result["skipped"] = stats.skipped;
@@ -141,11 +142,11 @@ void loadState(KfacEngine& engine, const std::vector<StateTuple>& factors, std::
 
 void bindKfac(py::module_& module) {
   py::class_<KfacOptions>(module, "KfacOptions")
-      .def(py::init(&makeOptions), py::kw_only(), py::arg("damping"), py::arg("factor_decay"), py::arg("martens_decay"),
-           py::arg("kl_clip").none(true), py::arg("factor_update_steps"), py::arg("inverse_update_steps"),
-           py::arg("method"), py::arg("factor_scaling"), py::arg("strategy"), py::arg("worker_fraction"),
-           py::arg("exchange_always"), py::arg("max_run_mb"), py::arg("split_directions").none(true),
-           py::arg("queued"));
+      .def(py::init(&makeKfacOptions), py::kw_only(), py::arg("damping"), py::arg("factor_decay"),
+           py::arg("martens_decay"), py::arg("kl_clip").none(true), py::arg("factor_update_steps"),
+           py::arg("inverse_update_steps"), py::arg("method"), py::arg("factor_scaling"), py::arg("strategy"),
+           py::arg("worker_fraction"), py::arg("exchange_always"), py::arg("max_run_mb"),
+           py::arg("split_directions").none(true), py::arg("queued"));
 
   py::class_<KfacLayerSpec>(module, "KfacLayer")
       .def(py::init(&makeLayer), py::kw_only(), py::arg("name"), py::arg("kind"), py::arg("weight"),
@@ -172,7 +173,7 @@ void bindKfac(py::module_& module) {
                const py::gil_scoped_release no_gil;  // some are counted on the device
                stats = self.stats();
              }
-             return toDict(stats);
+             return kfacToDict(stats);
            })
       .def("state", &saveState, NoGil())
       .def("load", &loadState, py::arg("factors"), py::arg("steps"), py::arg("factor_updates"), NoGil());

@@ -9,9 +9,9 @@
 namespace torchext {
 namespace {
 
-using Options = ProcessGroupPrague::Options;
+using PragueOptions = ProcessGroupPrague::Options;
 
-const char* const kDoc = R"(Options of the "prague" backend: who averages with whom, and when.
+const char* const kPragueDoc = R"(Options of the "prague" backend: who averages with whom, and when.
 
 Prague: Luo et al., ASPLOS 2020, sections 3 to 5.
 
@@ -30,13 +30,14 @@ Args:
     shared_memory: Averages among ranks of one host go through memory. Each rank's own choice.
 )";
 
-c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string generator, std::string order,
-                                        std::int64_t slowdown_threshold, std::int64_t sync_period,
-                                        std::int64_t sync_every, std::int64_t seed, bool shared_memory,
-                                        std::chrono::milliseconds heartbeat_timeout, const std::string& call_check,
-                                        std::chrono::milliseconds operation_timeout,
-                                        std::chrono::milliseconds timeout) {
-  auto options = c10::make_intrusive<Options>(timeout);
+c10::intrusive_ptr<PragueOptions> makePragueOptions(std::int64_t group_size, std::string generator, std::string order,
+                                                    std::int64_t slowdown_threshold, std::int64_t sync_period,
+                                                    std::int64_t sync_every, std::int64_t seed, bool shared_memory,
+                                                    std::chrono::milliseconds heartbeat_timeout,
+                                                    const std::string& call_check,
+                                                    std::chrono::milliseconds operation_timeout,
+                                                    std::chrono::milliseconds timeout) {
+  auto options = c10::make_intrusive<PragueOptions>(timeout);
   options->group_size = group_size;
   options->generator = std::move(generator);
   options->order = std::move(order);
@@ -51,19 +52,19 @@ c10::intrusive_ptr<Options> makeOptions(std::int64_t group_size, std::string gen
 }  // namespace
 
 void bindPrague(py::module_& module) {
-  bindOptions<Options>(module, "PragueOptions", kDoc, &makeOptions, py::arg("group_size") = 0,
-                       py::arg("generator") = "smart", py::arg("order") = "cta", py::arg("slowdown_threshold") = -1,
-                       py::arg("sync_period") = 1, py::arg("sync_every") = -1, py::arg("seed") = 0,
-                       py::arg("shared_memory") = true)
-      .def_readonly("group_size", &Options::group_size)
-      .def_readonly("generator", &Options::generator)
-      .def_readonly("order", &Options::order)
-      .def_readonly("slowdown_threshold", &Options::slowdown_threshold)
-      .def_readonly("sync_period", &Options::sync_period)
-      .def_readonly("sync_every", &Options::sync_every)
-      .def_readonly("seed", &Options::seed)
-      .def_readonly("shared_memory", &Options::shared_memory)
-      .def("_fitted", &fitted<Options>, py::arg("members"));
+  bindOptions<PragueOptions>(module, "PragueOptions", kPragueDoc, &makePragueOptions, py::arg("group_size") = 0,
+                             py::arg("generator") = "smart", py::arg("order") = "cta",
+                             py::arg("slowdown_threshold") = -1, py::arg("sync_period") = 1, py::arg("sync_every") = -1,
+                             py::arg("seed") = 0, py::arg("shared_memory") = true)
+      .def_readonly("group_size", &PragueOptions::group_size)
+      .def_readonly("generator", &PragueOptions::generator)
+      .def_readonly("order", &PragueOptions::order)
+      .def_readonly("slowdown_threshold", &PragueOptions::slowdown_threshold)
+      .def_readonly("sync_period", &PragueOptions::sync_period)
+      .def_readonly("sync_every", &PragueOptions::sync_every)
+      .def_readonly("seed", &PragueOptions::seed)
+      .def_readonly("shared_memory", &PragueOptions::shared_memory)
+      .def("_fitted", &fitted<PragueOptions>, py::arg("members"));
 
   bindBackend<ProcessGroupPrague>(module, "ProcessGroupPrague")
       .def("partial_all_reduce", &ProcessGroupPrague::partialAllReduce, py::arg("tensor"), py::arg("members"), NoGil())

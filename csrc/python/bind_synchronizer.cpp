@@ -14,7 +14,7 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-py::dict toDict(const AveragingStats& stats) {
+py::dict averagingToDict(const AveragingStats& stats) {
   py::dict result;
   result["steps"] = stats.steps;
   result["averages"] = stats.averages;
@@ -59,7 +59,7 @@ void bindSynchronizer(py::module_& module) {
                                                                                           "AveragingSynchronizer")
       .def("enter_average", &AveragingSynchronizer::enterAverage, NoGil())
       .def("leave_average", &AveragingSynchronizer::leaveAverage, NoGil())
-      .def("stats", [](const AveragingSynchronizer& self) { return toDict(self.stats()); });
+      .def("stats", [](const AveragingSynchronizer& self) { return averagingToDict(self.stats()); });
 
   py::class_<LocalGradients, std::shared_ptr<LocalGradients>>(module, "LocalGradients")
       .def_readwrite("synchronizer", &LocalGradients::synchronizer);

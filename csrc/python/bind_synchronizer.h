@@ -12,10 +12,13 @@
 namespace torchext {
 
 // The last owner of a synchronizer may be the reducer, destroyed under the GIL: a destructor that joins a thread must
-// not hold it.
+// not hold it. In a forked child there is no thread to join.
 struct DeleteWithoutGil {
   template <class T>
   void operator()(T* object) const {
+    if (object->inForkedChild()) {
+      return;
+    }
     if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
       py::gil_scoped_release release;
       delete object;

@@ -12,9 +12,9 @@ namespace torchext::core {
 namespace {
 
 #ifdef TORCHEXT_SANITIZED
-constexpr int kRounds = 200;
+constexpr int kLedgerRounds = 200;
 #else
-constexpr int kRounds = 2'000;
+constexpr int kLedgerRounds = 2'000;
 #endif
 
 CallHeader call(int numel) {
@@ -75,7 +75,7 @@ TEST(CallLedger, PredictsOneCallForEver) {
 
 TEST(CallLedger, PredictsAnyLoopFromItsThirdRound) {
   Random random(3);
-  for (int round = 0; round < kRounds; ++round) {
+  for (int round = 0; round < kLedgerRounds; ++round) {
     // Few different calls: the present looks like many places of the past.
     std::vector<int> loop(1 + random.below(300));
     const auto kinds = 1 + random.below(4);
@@ -113,7 +113,7 @@ TEST(CallLedger, OneMoreCallCostsFewSurprises) {
 TEST(CallLedger, RanksThatStartWithoutAskingMakeTheSameCall) {
   Random random(7);
   int differences = 0;
-  for (int round = 0; round < kRounds; ++round) {
+  for (int round = 0; round < kLedgerRounds; ++round) {
     std::vector<CallLedger> ranks(2 + random.below(7));
     const auto kinds = 2 + random.below(4);
     const auto period = 1 + random.below(12);
@@ -142,7 +142,7 @@ TEST(CallLedger, RanksThatStartWithoutAskingMakeTheSameCall) {
       }
     }
   }
-  EXPECT_GE(differences, kRounds);
+  EXPECT_GE(differences, kLedgerRounds);
 }
 
 }  // namespace

@@ -172,7 +172,7 @@ Wire hopMessage() {
           }};
 }
 
-class Messages : public testing::TestWithParam<Wire (*)()> {
+class Messages : public ::testing::TestWithParam<Wire (*)()> {
  protected:
   // Whether the bytes were a message; any exception but MalformedMessage fails the test.
   bool accepts(const Bytes& bytes) const {
@@ -238,11 +238,11 @@ TEST_P(Messages, AFewWrongBytesKeepTheRules) {
   }
 }
 
-std::string nameOf(const testing::TestParamInfo<Wire (*)()>& wire) { return wire.param().name; }
+std::string nameOf(const ::testing::TestParamInfo<Wire (*)()>& wire) { return wire.param().name; }
 
 INSTANTIATE_TEST_SUITE_P(All, Messages,
-                         testing::Values(subsetHeader, windowAddress, generatorMessage, delivery, verdict, hopMessage,
-                                         heartbeat, laggardQuery, callMessage),
+                         ::testing::Values(subsetHeader, windowAddress, generatorMessage, delivery, verdict, hopMessage,
+                                           heartbeat, laggardQuery, callMessage),
                          nameOf);
 
 TEST(Delivery, RulesOfItsMembers) {
