@@ -12,9 +12,9 @@ import torch.distributed as dist
 from harness import Rank, descriptor_count, run_ranks, thread_count
 from torch import nn
 
+from torchext._regroup import NAMED_BY_COUNTING
 from torchext.errors import NoSupportedLayerError
 from torchext.optim import SPDKFAC, KFACPreconditioner
-from torchext.optim._group import NAMED_BY_COUNTING
 
 pytestmark = pytest.mark.skipif(NAMED_BY_COUNTING, reason="this torch names groups by how many there are")
 

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["NAMED_BY_COUNTING", "agree_that_all_can", "end", "end_after", "own_group"]
+from torchext._regroup import NAMED_BY_COUNTING
 
-# Older torch names some groups by how many there are, and ranks that end one at different moments would give the next
-# one different names: there K-FAC's last as long as the process.
-NAMED_BY_COUNTING = "pg_names" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
+__all__ = ["agree_that_all_can", "end", "end_after", "own_group"]
 
 _ending: list[list[dist.ProcessGroup]] = []
 
@@ -54,7 +52,7 @@ def end(group: dist.ProcessGroup | None) -> None:
 
 
 def _end(holds: list[dist.ProcessGroup]) -> None:
-    if NAMED_BY_COUNTING:
+    if NAMED_BY_COUNTING:  # it lasts as long as the process
         return
     if dist.is_initialized():
         with contextlib.suppress(ValueError):  # with all groups, already

@@ -1,0 +1,396 @@
+"""torchext_warm: a forked worker is what torchrun would have started, and ends with what it belongs to.
+
+Most tests play torchrun's agent themselves (an Agent: a process that starts thin processes), with scripts that write
+down what they see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE = 60.0
+
+AGENT = """
+import json, subprocess, sys
+children = {}
+for line in sys.stdin:
+    order = json.loads(line)
+    if "start" in order:
+        child = subprocess.Popen(order["start"], env=order["env"], cwd=order["cwd"], start_new_session=True,
+                                 stdout=open(order["out"], "w"), stderr=subprocess.STDOUT, stdin=open(order["in"]))
+        children[child.pid] = child
+        print(child.pid, flush=True)
+    else:
+        print(children[order["wait"]].wait(), flush=True)
+"""
+
+
+class Agent:
+    """A process in torchrun's place; the scripts run in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.started = 0
+
+    def _order(self, **order: Any) -> int:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def start(self, *words: str, options: tuple[str, ...] = (), stdin: Path = Path("/dev/null"), **env: str) -> int:
+        """The pid of a thin process that is to run ``words``."""
+        self.started += 1
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        return self._order(
+            start=[sys.executable, "-u", "-m", "torchext_warm", *options, *words],
+            env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env},
+            cwd=str(self.folder),
+            out=str(self.folder / f"out{self.started}"),
+            **{"in": str(stdin)},
+        )
+
+    def wait(self, pid: int) -> int:
+        """How it ended, as subprocess says it."""
+        return self._order(wait=pid)
+
+    def said(self, number: int = 1) -> str:
+        """All that the process started as this one has printed so far."""
+        return (self.folder / f"out{number}").read_text()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    yield agent
+    agent.process.kill()
+    agent.process.wait()
+    until(lambda: not servers(agent.process.pid), "the server outlives its agent")
+
+
+def write(folder: Path, text: str, name: str = "script.py") -> str:
+    (folder / name).write_text(textwrap.dedent(text))
+    return name
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    limit = time.monotonic() + DEADLINE
+    while not (value := true()):
+        assert time.monotonic() < limit, what
+        time.sleep(0.02)
+    return value
+
+
+def servers(agent: int) -> bool:
+    """Whether somebody listens for thin processes of an agent."""
+    return f"torchext-warm-{os.getuid()}-{agent}-" in Path("/proc/net/unix").read_text()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_the_script_sees_what_it_would_see(agent: Agent, tmp_path: Path) -> None:
+    """The same script, started by torchext_warm and by Python itself."""
+    script = write(
+        tmp_path,
+        """
+        import sys
+        imported = "torch" in sys.modules
+        import json, os, signal, pickle, helper
+        class Own: pass
+        def link(number):
+            try:
+                return os.readlink(f"/proc/self/fd/{number}")
+            except OSError:
+                return ""
+        print(json.dumps({
+            "argv": sys.argv, "path": sys.path[0], "folder": os.getcwd(), "name": __name__, "file": __file__,
+            "environment": {k: v for k, v in os.environ.items() if not k.startswith("_")}, "spec": __spec__ is None,
+            "affinity": sorted(os.sched_getaffinity(0)), "stdin": sys.stdin.read(),
+            "leads": os.getsid(0) == os.getpid(),
+            "main": sys.modules["__main__"].__dict__ is globals(), "own": pickle.loads(pickle.dumps(Own)) is Own,
+            "handlers": [str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+            "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "helper": helper.VALUE,
+            "files": [n for n in range(256) if n < 3 or "socket" in link(n) or "pidfd" in link(n)],
+        }))
+        print(imported, os.getppid(), len(os.listdir("/proc/self/task")), file=sys.stderr)
+        """,
+    )
+    write(tmp_path, "VALUE = 7\n", "helper.py")
+    (tmp_path / "in").write_text("typed")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    plain = subprocess.run(
+        [sys.executable, script, "--lr", "a b"],
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "RANK": "1"},
+        cwd=tmp_path,
+        stdin=(tmp_path / "in").open(),
+        capture_output=True,
+        text=True,
+        check=True,
+        start_new_session=True,
+    )
+    first = agent.start(script, "--lr", "a b", stdin=tmp_path / "in", RANK="0")
+    second = agent.start(script, "--lr", "a b", stdin=tmp_path / "in", RANK="1")
+    assert (agent.wait(first), agent.wait(second)) == (0, 0), agent.said(1) + agent.said(2)
+    seen, (imported, server, threads) = (part(agent.said(2)) for part in (body, trailer))
+    expected = body(plain.stdout)
+    assert expected["files"] == [0, 1, 2]  # so nothing of the server's is left there
+    assert seen == expected
+    assert trailer(plain.stderr)[0] == "False"
+    assert (imported, threads) == ("True", "1")
+    assert trailer(agent.said(1))[1] == server
+
+
+def body(text: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+    return result
+
+
+def trailer(text: str) -> list[str]:
+    return next(line for line in text.splitlines() if line.startswith(("True", "False"))).split()
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "says"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('no data')", 1, "no data"),
+        ("raise KeyError('lr')", 1, "KeyError: 'lr'"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV, ""),
+        ("atexit.register(print, 'at exit')", 0, "at exit"),
+    ],
+)
+def test_it_ends_as_its_worker_ends(agent: Agent, tmp_path: Path, ends: str, status: int, says: str) -> None:
+    script = write(tmp_path, f"import atexit, os, signal, sys\nprint('begun')\n{ends}\n")
+    assert agent.wait(agent.start(script)) == status, agent.said()
+    assert agent.said().startswith("begun\n") and says in agent.said()
+
+
+def test_modules_and_what_is_to_be_imported(agent: Agent, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    write(
+        tmp_path,
+        """
+        import sys
+        imported = "colorsys" in sys.modules
+        from multiprocessing import get_context
+        from .values import double
+        if __name__ == "__main__":
+            with get_context("spawn").Pool(1) as pool:
+                print(pool.map(double, [1, 2]), imported, sys.argv[1:], __package__)
+        """,
+        "package/train.py",
+    )
+    write(tmp_path, "def double(x):\n    return 2 * x\n", "package/values.py")
+    pid = agent.start("-m", "package.train", "--lr", "1", options=("--preload=colorsys",))
+    assert agent.wait(pid) == 0, agent.said()
+    assert agent.said() == "[2, 4] True ['--lr', '1'] package\n"
+
+
+def test_processes_of_a_script(agent: Agent, tmp_path: Path) -> None:
+    """Forked and spawned ones, which must find the script's functions."""
+    script = write(
+        tmp_path,
+        """
+        import multiprocessing
+        def double(x):
+            return 2 * x
+        if __name__ == "__main__":
+            for way in ("fork", "spawn", "forkserver"):
+                with multiprocessing.get_context(way).Pool(2) as pool:
+                    print(way, pool.map(double, [1, 2]))
+        """,
+    )
+    assert agent.wait(agent.start(script)) == 0, agent.said()
+    assert agent.said().splitlines() == [f"{way} [2, 4]" for way in ("fork", "spawn", "forkserver")]
+
+
+def test_random_numbers(agent: Agent, tmp_path: Path) -> None:
+    """As in processes of their own: numpy's and Python's differ, torch's do not."""
+    script = write(
+        tmp_path, "import numpy, random, torch\nprint(numpy.random.rand(), random.random(), torch.rand(1))\n"
+    )
+    pids = [agent.start(script, options=("--preload=numpy",)) for _ in range(2)]
+    assert [agent.wait(pid) for pid in pids] == [0, 0], agent.said()
+    (numpy, python, torch), (other_numpy, other_python, other_torch) = (agent.said(n).split() for n in (1, 2))
+    assert numpy != other_numpy and python != other_python and torch == other_torch
+
+
+WAITS = """
+import os, signal, subprocess, sys, time
+def told(number, frame):
+    print("told", number, flush=True)
+    sys.exit(5)
+signal.signal(signal.SIGTERM, told)
+child = subprocess.Popen(["sleep", "1000"])
+print("pids", os.getpid(), child.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def pids(agent: Agent, number: int = 1) -> list[int]:
+    return [int(word) for word in until(lambda: agent.said(number), "no worker").split()[1:3]]
+
+
+def test_signals_reach_the_worker(agent: Agent, tmp_path: Path) -> None:
+    thin = agent.start(write(tmp_path, WAITS))
+    _, child = pids(agent)
+    os.kill(thin, signal.SIGTERM)
+    assert agent.wait(thin) == 5
+    assert f"told {int(signal.SIGTERM)}" in agent.said()
+    os.kill(child, signal.SIGKILL)
+
+
+def test_killed_its_worker_is_killed(agent: Agent, tmp_path: Path) -> None:
+    script = write(tmp_path, WAITS)
+    thin, other = agent.start(script), agent.start(script)
+    killed, left = pids(agent, 1), pids(agent, 2)
+    os.kill(thin, signal.SIGKILL)
+    assert agent.wait(thin) == -signal.SIGKILL
+    until(lambda: all(map(gone, killed)), "the worker or its child outlives its thin process")
+    assert not any(map(gone, left))
+    os.kill(other, signal.SIGTERM)
+    assert agent.wait(other) == 5
+    os.kill(left[1], signal.SIGKILL)
+
+
+def test_all_end_with_the_agent(agent: Agent, tmp_path: Path) -> None:
+    thin = agent.start(write(tmp_path, WAITS))
+    own = pids(agent)
+    agent.process.kill()
+    until(lambda: all(map(gone, [thin, *own])), "a process outlives the agent")
+
+
+def test_all_end_with_the_server(agent: Agent, tmp_path: Path) -> None:
+    thin = agent.start(write(tmp_path, WAITS + "#"))
+    worker, child = pids(agent)
+    status = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()
+    os.kill(int(status[1]), signal.SIGKILL)
+    assert agent.wait(thin) == 1
+    assert "the server ended, and its workers with it" in agent.said()
+    until(lambda: gone(worker), "the worker outlives the server")
+    os.kill(child, signal.SIGKILL)
+    # The next to come makes a new one.
+    thin = agent.start(write(tmp_path, "print('again')\n", "again.py"))
+    assert agent.wait(thin) == 0
+    assert agent.said(2) == "again\n"
+
+
+def test_what_cannot_be_imported(agent: Agent, tmp_path: Path) -> None:
+    script = write(tmp_path, "print('begun')\n")
+    pid = agent.start(script, options=("--preload=no_such_module",))
+    assert agent.wait(pid) == 1
+    assert "No module named 'no_such_module'" in agent.said() and "begun" not in agent.said()
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["-m"], ["--lr", "1"], ["--preload"], ["--preload=", "script.py"], ["--preloads=a", "script.py"]]
+)
+def test_bad_arguments(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torchext_warm", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "torchrun ... -m torchext_warm" in done.stderr or "write --preload=MODULE,MODULE" in done.stderr
+
+
+def test_without_torchrun_the_script_runs_as_it_is(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, sys\nprint('torch' in sys.modules, os.getppid(), sys.argv)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torchext_warm", script, "1"],
+        env={k: v for k, v in os.environ.items() if k != "TORCHELASTIC_RUN_ID"} | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=True,
+    )
+    assert done.stdout == f"False {os.getpid()} ['{script}', '1']\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
+def test_other_users_are_refused(agent: Agent, tmp_path: Path) -> None:
+    thin = agent.start(write(tmp_path, WAITS))
+    worker, child = pids(agent)
+    address = next(line for line in Path("/proc/net/unix").read_text().split() if line.startswith("@torchext-warm-0-"))
+    script = """
+        import os, socket, sys
+        os.setuid(65534)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(20)
+        connection.connect("\\0" + sys.argv[1])
+        try:
+            print(connection.recv(1))
+        except ConnectionResetError:
+            print(b"")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), address[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.stdout == "b''\n", done.stderr  # closed, without a word
+    assert not gone(worker)
+    os.kill(thin, signal.SIGTERM)
+    assert agent.wait(thin) == 5
+    os.kill(child, signal.SIGKILL)
+
+
+def test_torchrun_restarts_into_the_same_server(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, sys
+        imported = "torch" in sys.modules
+        import torch, torch.distributed as dist
+        attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
+        dist.init_process_group("prague")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print(f"attempt {attempt} {rank} {imported} {os.getppid()} {total.item():.0f}", flush=True)
+        dist.barrier()
+        if attempt == "0" and rank == 1:
+            os.kill(os.getpid(), 9)
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        """,
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run(
+        [*command, "--monitor-interval=0.1", "-m", "torchext_warm", script],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("attempt"))
+    server = lines[0][3]
+    expected = [[attempt, rank, "True", server, "2"] for attempt in "01" for rank in "01"]
+    assert lines == expected, done.stdout + done.stderr
+    until(lambda: gone(int(server)), "the server outlives torchrun")
