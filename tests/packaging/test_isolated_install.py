@@ -43,7 +43,14 @@ def test_source_distribution_holds_what_a_build_needs_and_no_builds(sdist: Path)
         for pattern in patterns:
             needed = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(pattern)}
             assert needed <= names, sorted(needed - names)
-    assert {"setup.py", "pyproject.toml", "_torchext_autoload.py", "torchext/py.typed", "torchext/_C.pyi"} <= names
+    assert {
+        "setup.py",
+        "pyproject.toml",
+        "_torchext_autoload.py",
+        "torchext_warm.py",
+        "torchext/py.typed",
+        "torchext/_C.pyi",
+    } <= names
     assert [name for name in names if name.endswith((".so", ".o", "_build_info.json"))] == []
 
 

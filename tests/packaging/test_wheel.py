@@ -16,6 +16,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+# Beside the package: what must be importable without it.
+MODULES = {"_torchext_autoload.py", "torchext_warm.py"}
 
 
 def names_in(wheel: Path) -> list[str]:
@@ -37,18 +39,18 @@ def test_holds_native_modules_types_and_record(wheel: Path) -> None:
     names = names_in(wheel)
     for needed in (f"_C{SUFFIX}", f"_kernels{SUFFIX}", "_C.pyi", "py.typed", "_build_info.json", "__init__.py"):
         assert f"torchext/{needed}" in names
-    assert "_torchext_autoload.py" in names
+    assert MODULES <= set(names)
 
 
 def test_holds_every_module_of_the_source_and_nothing_else(wheel: Path) -> None:
     packaged = {name for name in names_in(wheel) if name.endswith((".py", ".pyi"))}
     package = ROOT / "torchext"
     source = {str(path.relative_to(ROOT)) for path in package.rglob("*.py*") if path.suffix in {".py", ".pyi"}}
-    assert packaged == source | {"_torchext_autoload.py"}
+    assert packaged == source | MODULES
     leaked = (".cpp", ".cc", ".h", ".cu", ".cuh", ".o", ".ninja", ".sh")
     assert [name for name in names_in(wheel) if name.endswith(leaked)] == []
     top = {name.split("/")[0] for name in names_in(wheel)}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"torchext", "_torchext_autoload.py"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"torchext"} | MODULES
 
 
 def test_has_the_version_of_the_source(wheel: Path) -> None:
