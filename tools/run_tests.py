@@ -24,6 +24,8 @@ JOBS = os.environ.get("MAX_JOBS", "2")
 # Suite -> the value of TORCHEXT_SANITIZE.
 CPP_SUITES = {"cpp": "", "asan": "address", "tsan": "thread"}
 PYTEST_SUITES = ["python", "distributed", "packaging"]
+# Suites whose tests are divided among as many processes of pytest as jobs are allowed: much of their time they wait.
+PARALLEL_SUITES = {"python", "distributed"}
 
 
 @dataclass
@@ -89,7 +91,8 @@ def run_pytest(suite: str, report: Path) -> int:
     if suite != "slow" and not any((ROOT / "tests" / suite).glob("test_*.py")):
         print(f"tests/{suite} holds no test")
         return 1
-    return run(sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *selected)
+    parallel = ["-n", JOBS, "--dist", "worksteal"] if suite in PARALLEL_SUITES and JOBS != "1" else []
+    return run(sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *selected)
 
 
 def run_suite(suite: str) -> Counts:

@@ -333,7 +333,8 @@ def test_a_slow_worker_within_the_bounds(mode: str, order: str) -> None:
         assert stats["steps"] + stats["skipped"] == stats["iteration"] >= ITERATIONS, stats
         assert max(stats["gaps"]) <= stats["gap_bound"], stats
         assert max(stats["ages"]) <= options.get("staleness", 0), stats
-        assert 0 < stats["distance"] < 0.5, stats
+        # 0 where the last average was of the newest of all: each hears each.
+        assert 0 <= stats["distance"] < 0.5, stats
         if rank != SLOW:
             assert stats["skipped"] == 0 or "max_jump" in options, stats
             assert max(stats["gaps"]) >= 1, stats  # somebody was ahead of the slow one
