@@ -350,7 +350,8 @@ def _run(arguments: list[str]) -> None:
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=str(script), __builtins__=__builtins__)
     sys.modules["__main__"] = module
-    exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
+    # dont_inherit: the script's annotations are not to be strings because ours are.
+    exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), module.__dict__)
 
 
 if __name__ == "__main__":

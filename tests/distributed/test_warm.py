@@ -117,7 +117,7 @@ def test_the_script_sees_what_it_would_see(agent: Agent, tmp_path: Path) -> None
         imported = "torch" in sys.modules
         import json, os, signal, pickle, helper
         class Own: pass
-        def link(number):
+        def link(number: int):
             try:
                 return os.readlink(f"/proc/self/fd/{number}")
             except OSError:
@@ -127,6 +127,7 @@ def test_the_script_sees_what_it_would_see(agent: Agent, tmp_path: Path) -> None
             "environment": {k: v for k, v in os.environ.items() if not k.startswith("_")}, "spec": __spec__ is None,
             "affinity": sorted(os.sched_getaffinity(0)), "stdin": sys.stdin.read(),
             "leads": os.getsid(0) == os.getpid(),
+            "annotation": repr(link.__annotations__),
             "main": sys.modules["__main__"].__dict__ is globals(), "own": pickle.loads(pickle.dumps(Own)) is Own,
             "handlers": [str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
             "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "helper": helper.VALUE,
