@@ -69,8 +69,9 @@ def closure(path: Path) -> set[Path]:
 
 
 def key(path: Path, flags: list[str], versions: str) -> str:
-    """What the result of a file depends on."""
-    digest = hashlib.sha256(f"{versions} {flags} {path.relative_to(ROOT)}".encode())
+    """What the result of a file depends on: of torch its version, not where it lies."""
+    own = [flag for flag in flags if not flag.startswith("-isystem")]
+    digest = hashlib.sha256(f"{versions} {own} {path.relative_to(ROOT)}".encode())
     for file in sorted(closure(path)):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()

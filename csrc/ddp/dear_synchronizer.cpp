@@ -338,7 +338,7 @@ void DearSynchronizer::detach() {
 }
 
 void DearSynchronizer::leave(std::chrono::milliseconds limit) {
-  if (!exchange_ || inForkedChild()) {
+  if (!exchange_ || group_->health()->inForkedChild()) {
     return;
   }
   // What the others still wait for must be sent; what they have not asked for yet need not.

@@ -270,7 +270,7 @@ void GroupSynchronizer::detach() {
 }
 
 void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
-  if (!thread_ || inForkedChild()) {
+  if (!thread_ || group_->health()->inForkedChild()) {
     return;
   }
   const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last

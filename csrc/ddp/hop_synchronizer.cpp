@@ -230,7 +230,7 @@ void HopSynchronizer::detach() {
 }
 
 void HopSynchronizer::leave(std::chrono::milliseconds limit) {
-  if (inForkedChild()) {
+  if (group_->health()->inForkedChild()) {
     return;
   }
   const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
