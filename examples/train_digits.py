@@ -308,8 +308,10 @@ def main() -> None:
     accuracy = train(args)
     # A thread of Gloo lets go of a tensor only after the collective that was waited for, and needs Python's lock to do
     # so. Had Python begun to shut down by then, it would abort: "terminate called without an active exception".
-    # Waiting here, without the lock and with a collective that holds no tensor, gives those threads their turn.
+    # Waiting here, without the lock, gives those threads their turn: first for the other ranks, in a collective that
+    # holds no tensor, then a moment for the threads themselves, for with DDP destroying the group does not end them.
     dist.barrier()
+    time.sleep(0.1)
     dist.destroy_process_group()
     if accuracy < args.min_accuracy:
         raise SystemExit(f"accuracy {accuracy:.2%} is below --min-accuracy {args.min_accuracy:.2%}")
