@@ -174,6 +174,17 @@ def _follow(connection: socket.socket, arguments: list[str]) -> NoReturn:
 # ---- The server ----
 
 
+def _receive(connection: socket.socket, length: int) -> bytes:
+    """All of it: with a timeout, MSG_WAITALL gives what is there."""
+    parts = b""
+    while len(parts) < length:
+        part = connection.recv(length - len(parts))
+        if not part:
+            raise ConnectionResetError("torchext_warm: the request is cut off")
+        parts += part
+    return parts
+
+
 class _Server:
     """Imports, and then forks a worker for each connection, until the agent ends."""
 
@@ -238,7 +249,7 @@ class _Server:
             connection.settimeout(_REQUEST_LIMIT_S)
             head, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
             (length,) = _LENGTH.unpack(head)
-            request: dict[str, Any] = json.loads(connection.recv(length, socket.MSG_WAITALL))
+            request: dict[str, Any] = json.loads(_receive(connection, length))
         except (OSError, struct.error, ValueError):  # of another user, or killed before it had asked
             connection.close()
             for stream in streams:

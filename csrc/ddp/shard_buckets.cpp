@@ -9,7 +9,6 @@
 #include "ddp/slice_copier.h"
 
 namespace torchext {
-namespace {}  // namespace
 
 bool sameMemoryOrder(const at::Tensor& gradient, const at::Tensor& parameter) {
   return gradient.scalar_type() == parameter.scalar_type() &&

@@ -227,6 +227,14 @@ def test_processes_of_a_script(agent: Agent, tmp_path: Path) -> None:
     assert agent.said().splitlines() == [f"{way} [2, 4]" for way in ("fork", "spawn", "forkserver")]
 
 
+def test_a_large_environment(agent: Agent, tmp_path: Path) -> None:
+    """It comes to the server in many pieces."""
+    script = write(tmp_path, "import os\nprint(sum(len(v) for k, v in os.environ.items() if k.startswith('LARGE')))\n")
+    large = {f"LARGE{number}": "x" * 100_000 for number in range(10)}
+    assert agent.wait(agent.start(script, **large)) == 0, agent.said()
+    assert agent.said() == "1000000\n"
+
+
 def test_random_numbers(agent: Agent, tmp_path: Path) -> None:
     """As in processes of their own: numpy's and Python's differ, torch's do not."""
     script = write(
