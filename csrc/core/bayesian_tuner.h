@@ -24,8 +24,7 @@ struct BayesianTunerOptions {
   // Bounds of the bucket limit in MB: finite, above 0. Equal ones leave nothing to tune.
   double min_mb = 1;
   double max_mb = 256;
-  // First trial, in MB: finite, above 0, moved to the nearest bound where it is outside. By default DDP's bucket limit;
-  // where the network's costs are known, BucketPlan::meanBucketBytes of optimalFusion (bucket_plan.h) is better.
+  // First trial, in MB: finite, above 0, moved to the nearest bound where it is outside. By default DDP's bucket limit.
   double start_mb = 25;
   // 1 or more.
   int max_trials = 12;

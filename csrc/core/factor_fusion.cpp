@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "core/check.h"
-
 namespace torchext::core {
 
 std::vector<int> fuseFactors(const std::vector<FusionTask>& tasks, const AlphaBeta& cost) {
@@ -27,27 +25,6 @@ std::vector<int> fuseFactors(const std::vector<FusionTask>& tasks, const AlphaBe
     bytes = 0;
   }
   return ends;
-}
-
-double fusedEnd(const std::vector<FusionTask>& tasks, const std::vector<int>& ends, const AlphaBeta& cost) {
-  double link_free = 0;
-  double ready = 0;
-  std::size_t next = 0;
-  for (const int end : ends) {
-    if (end <= static_cast<int>(next) || index(end) > tasks.size()) {
-      throwInvalid("end of a run", end, concat(next + 1, "..", tasks.size()));
-    }
-    std::size_t bytes = 0;
-    for (; next < index(end); ++next) {
-      bytes += tasks[next].bytes;
-      ready = std::max(ready, tasks[next].ready);
-    }
-    link_free = std::max(ready, link_free) + cost.seconds(bytes);
-  }
-  if (next != tasks.size()) {
-    throwInvalid("factors in runs", next, concat(tasks.size()));
-  }
-  return link_free;
 }
 
 }  // namespace torchext::core

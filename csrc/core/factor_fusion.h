@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/bucket_plan.h"
+#include "core/alpha_beta.h"
 
 namespace torchext::core {
 
@@ -21,8 +21,5 @@ struct FusionTask {
 // the transfer of the run so far would end, and either that run could not start before it anyway (the link is busy), or
 // waiting for it costs less than the alpha that is saved. O(n).
 std::vector<int> fuseFactors(const std::vector<FusionTask>& tasks, const AlphaBeta& cost);
-
-// When the last run has arrived. `ends` as above; std::invalid_argument if they do not divide the tasks.
-double fusedEnd(const std::vector<FusionTask>& tasks, const std::vector<int>& ends, const AlphaBeta& cost);
 
 }  // namespace torchext::core

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/bucket_plan.h"
+#include "core/alpha_beta.h"
 
 namespace torchext::core {
 

@@ -27,7 +27,7 @@
 #include <string>
 #include <vector>
 
-#include "core/bucket_plan.h"
+#include "core/alpha_beta.h"
 #include "core/kfac_costs.h"
 
 namespace torchext::core {

@@ -32,7 +32,6 @@ class RingPlan {
   // or more. A segment has at least one element even where an element is larger than segment_bytes.
   RingPlan(std::size_t elements, std::size_t element_size, int group_size, std::size_t segment_bytes);
 
-  int groupSize() const { return group_size_; }
   int steps() const { return 2 * (group_size_ - 1); }
   // True for the steps that reduce, false for those that copy.
   bool reduces(int step) const;

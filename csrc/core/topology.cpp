@@ -1,7 +1,6 @@
 #include "topology.h"
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
 namespace torchext::core {
@@ -20,22 +19,6 @@ Topology Topology::singleHost(int world_size) {
     throwInvalid("world_size", world_size, "1 or more");
   }
   return Topology(std::vector<int>(index(world_size), 0), 1);
-}
-
-Topology Topology::fromIdentities(const std::vector<std::string>& identities) {
-  if (identities.empty()) {
-    throwInvalid("size of identities", identities.size(), "1 or more (one a rank)");
-  }
-  std::unordered_map<std::string, int> seen;
-  std::vector<int> host_of;
-  host_of.reserve(identities.size());
-  for (const auto& identity : identities) {
-    if (identity.empty()) {
-      throwInvalid("host identity", "\"\"", concat("a string that is not empty; rank ", host_of.size(), " gave none"));
-    }
-    host_of.push_back(seen.emplace(identity, static_cast<int>(seen.size())).first->second);
-  }
-  return Topology(std::move(host_of), static_cast<int>(seen.size()));
 }
 
 Topology Topology::fromHostOf(const std::vector<int>& host_of, int world_size) {

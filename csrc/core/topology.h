@@ -1,12 +1,10 @@
 // Which rank is on which host.
 //
-// A Topology is an immutable value, built once from what the ranks published (a host identity each) or from host
-// indices; every later question is a look-up. Hosts are numbered densely in the order in which they first appear by
-// rank, so that all ranks, which see the same list, agree on the numbers without another message. Hosts need not have
-// equal sizes, and the ranks of a host need not be consecutive. Threads: safe to read from many.
+// A Topology is an immutable value, built once from host indices that are equal on all ranks; every later question is a
+// look-up. Hosts need not have equal sizes, and the ranks of a host need not be consecutive. Threads: safe to read from
+// many.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "check.h"
@@ -17,10 +15,6 @@ class Topology {
  public:
   // All ranks on one host. std::invalid_argument unless world_size is 1 or more.
   static Topology singleHost(int world_size);
-
-  // identities[rank]: any string that is equal on two ranks exactly if they share a host (host name, machine id).
-  // std::invalid_argument when the list is empty or an identity is the empty string (the message names the rank).
-  static Topology fromIdentities(const std::vector<std::string>& identities);
 
   // host_of[rank]: dense host indices in any order; empty: one host.
   // std::invalid_argument when the size is not world_size, an index is negative, or 0..max leaves out an index.

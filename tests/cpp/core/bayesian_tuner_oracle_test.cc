@@ -176,7 +176,7 @@ TEST(BayesianTunerOracle, StartsFromTheExactOptimum) {
   for (const FusionSetting& setting : fusionSettings()) {
     BayesianTunerOptions options = BayesianTunerOptions::forModel(setting.totalBytes());
     const OptimalFusion optimum = optimalFusion(setting.bytes, setting.model.ready, setting.model.reduce_scatter);
-    options.start_mb = static_cast<double>(optimum.plan.meanBucketBytes()) / kMb;
+    options.start_mb = static_cast<double>(optimum.plan.totalBytes()) / optimum.plan.bucketCount() / kMb;
     const Summary summary = summarize(setting, options);
     record(setting.name, gridOf(setting), summary);
     EXPECT_LE(summary.missed, summary.allowed) << setting.name;

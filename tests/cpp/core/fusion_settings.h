@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "core/bucket_plan.h"
+#include "step_model.h"
 
 namespace torchext::core::testing {
 
