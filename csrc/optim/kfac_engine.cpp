@@ -225,7 +225,7 @@ KfacStats KfacEngine::stats() const {
     stats.bytes = exchange_->bytes();
   }
   std::size_t bytes = statistics_->bytes() + directions_->bytes();
-  for (const at::Tensor* buffer : {&payload_, &inverse_buffer_}) {
+  for (const at::Tensor* buffer : {&payload_, &shares_, &inverse_buffer_}) {
     bytes += buffer->defined() ? buffer->nbytes() : 0;
   }
   for (const FactorInverse& inverse : inverses_) {

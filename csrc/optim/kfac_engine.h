@@ -123,6 +123,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   using Lock = std::lock_guard<std::mutex>;
   void makePlan();
   void measureCosts();
+  double secondsOfProduct();
   void backward(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass);
   bool defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
   void addDeferred();
@@ -133,6 +134,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool worksOn(int layer) const;
   void prepare(std::size_t slot, bool merged);
   void startRuns(bool overlapped);
+  at::Tensor sharesOf(std::size_t first_slot, std::int64_t elements) const;
   void startRest();
   bool agreeOnStep(bool takes_step);
   void waitForRuns();
@@ -178,13 +180,15 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   std::unique_ptr<KfacDirections> directions_;
   std::vector<FactorInverse> inverses_;  // [slot]
 
-  at::Tensor payload_;                       // what is summed over ranks, laid out as the running averages
-  std::vector<bool> prepared_;               // [slot] packed for this step's exchange
-  std::size_t started_ = 0;                  // runs that have left
-  std::vector<KfacExchange::Work> works_;    // [run]
-  at::Tensor verdicts_;                      // [rank] what it does with this step
-  at::Tensor traces_;                        // of all factors, summed over ranks, where tracesTravel()
-  KfacExchange::Work traces_work_;           // null once it was waited for
+  at::Tensor payload_;                     // what is summed over ranks, laid out as the running averages
+  std::vector<bool> prepared_;             // [slot] packed for this step's exchange
+  std::size_t started_ = 0;                // runs that have left
+  std::vector<KfacExchange::Sum> sums_;    // [run]
+  at::Tensor shares_;                      // of other ranks, in factors that this one adds up
+  std::vector<std::int64_t> share_place_;  // [slot] in those of one rank, -1: added up elsewhere or by the group
+  at::Tensor verdicts_;                    // [rank] what it does with this step
+  at::Tensor traces_;                      // of all factors, summed over ranks, where tracesTravel()
+  KfacExchange::Sum traces_sum_;
   at::Tensor inverse_buffer_;                // inverses that travel, by owner
   std::vector<std::int64_t> inverse_place_;  // [slot] in it, -1: does not travel
   std::vector<KfacExchange::Work> inverses_sent_;

@@ -103,10 +103,7 @@ std::array<at::Tensor, 2> KfacEngine::dampingOfLayer(std::size_t first_slot) {
   if (options_.form == InverseForm::kEigen) {
     return {};
   }
-  if (traces_work_) {
-    traces_work_->wait();
-    traces_work_.reset();
-  }
+  traces_sum_.wait();
   std::array<at::Tensor, 2> means;
   for (const std::size_t side : {0, 1}) {
     const std::size_t slot = first_slot + side;
@@ -152,25 +149,32 @@ void KfacEngine::invertQueued() {
   }
 }
 
-// Waits for runs and inverts what has come.
+// Waits for runs and inverts what has come: first those that have a factor of a layer that this rank inverts.
 void KfacEngine::invertRuns() {
   const std::size_t slots = statistics_->slots().size();
   const bool at_once = plan_.strategy != core::KfacStrategy::kDkfac;
   std::size_t next = 0;
-  for (std::size_t run = 0; run < works_.size(); ++run) {
-    {
-      const Timed timed(stats_.exchange_wait_seconds);
-      if (works_[run]) {
-        works_[run]->wait();
-      }
+  std::size_t begin = 0;
+  for (std::size_t run = 0; run < sums_.size(); ++run) {
+    const std::size_t end = core::index(plan_.fusion_ends[run]);
+    bool needed = false;
+    for (std::size_t slot = begin; slot < end; ++slot) {
+      needed = needed || invertsHere(slot) || invertsHere(slot ^ 1U);
     }
-    for (; at_once && next + 1 < core::index(plan_.fusion_ends[run]); next += 2) {
+    if (needed) {
+      const Timed timed(stats_.exchange_wait_seconds);
+      sums_[run].wait();
+    }
+    for (; at_once && next + 1 < end; next += 2) {
       invertLayer(next);
     }
+    begin = end;
   }
   for (; next < slots; next += 2) {
     invertLayer(next);
   }
+  const Timed timed(stats_.exchange_wait_seconds);
+  waitForRuns();
 }
 
 void KfacEngine::updateInverses() {
@@ -197,7 +201,7 @@ void KfacEngine::updateInverses() {
       own.push_back(statistics_->traces(statistics_->slice(statistics_->running(), slot), slot));
     }
     traces_ = at::cat(own);
-    traces_work_ = exchange_->allReduce(traces_);
+    traces_sum_ = exchange_->allReduce(traces_);
   }
   if (queued_) {
     invertQueued();
@@ -209,7 +213,7 @@ void KfacEngine::updateInverses() {
     endRuns();
     takeInverses();
   }
-  traces_work_.reset();
+  traces_sum_.wait();  // where this rank inverts nothing
   traces_ = at::Tensor();
   ++stats_.inverse_updates;
 }

@@ -136,21 +136,7 @@ void KfacEngine::measureCosts() {
   }
   input_.costs.inversion = core::fitInversion(samples);
 
-  // What a product costs, by one of a common size; all ranks work at once, as they will.
-  constexpr std::int64_t kSize = 192;
-  const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
-  double product = std::numeric_limits<double>::infinity();
-  for (int repeat = 0; repeat < 4; ++repeat) {
-    waitForDevice(device_);
-    const double start = monotonicSeconds();
-    const at::Tensor result = at::mm(square, square);
-    waitForDevice(device_);
-    product = std::min(product, monotonicSeconds() - start);
-  }
-  product /= static_cast<double>(kSize * kSize * kSize);
-  if (exchange_) {
-    product = exchange_->fromRankZero({product}).front();
-  }
+  const double product = secondsOfProduct();
   for (const KfacLayerSpec& spec : layers_) {
     const auto out = static_cast<double>(spec.outputs());
     const auto in = static_cast<double>(spec.inputDim());
@@ -158,6 +144,31 @@ void KfacEngine::measureCosts() {
     const double form = options_.form == InverseForm::kEigen ? 2 : 1;
     input_.precondition.push_back(form * static_cast<double>(spec.groups) * (out * out * in + diagonal) * product);
   }
+}
+
+// Of a multiplication and an addition in a product of a common size. All ranks compute at once, as they will: so long
+// that those which share a processor are in each other's way.
+double KfacEngine::secondsOfProduct() {
+  constexpr std::int64_t kSize = 192;
+  constexpr double kWindow = 0.03;  // seconds
+  const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
+  at::Tensor result = at::mm(square, square);
+  waitForDevice(device_);
+  if (exchange_) {
+    exchange_->mean(0);  // all begin together
+  }
+  const double start = monotonicSeconds();
+  double seconds = 0;
+  int products = 0;
+  while (seconds < kWindow) {
+    at::mm_out(result, square, square);
+    waitForDevice(device_);
+    ++products;
+    seconds = monotonicSeconds() - start;
+  }
+  seconds /= static_cast<double>(products) * static_cast<double>(kSize * kSize * kSize);
+  // The mean may differ in its last bit from rank to rank, and plans may not.
+  return exchange_ ? exchange_->fromRankZero({exchange_->mean(seconds)}).front() : seconds;
 }
 
 void KfacEngine::makePlan() {
@@ -212,6 +223,18 @@ void KfacEngine::makePlan() {
   }
   if (exchange_) {
     payload_ = at::empty({statistics_->elements()}, statistics_->options());
+  }
+  share_place_.assign(slots.size(), -1);
+  std::int64_t owned = 0;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const core::FactorPlan& factor = plan_.factors[i];
+    if (factor.exchange == core::FactorExchange::kReduceToOwner && factor.owner == rank_ && device_.is_cpu()) {
+      share_place_[i] = owned;
+      owned += slots[i].size;
+    }
+  }
+  if (owned > 0) {
+    shares_ = at::empty({owned * (ranks_ - 1)}, statistics_->options());
   }
 }
 

@@ -8,8 +8,9 @@
 namespace torchext {
 namespace {
 
-// Below those of directions and inverses (kfac_engine_routes.cpp).
+// Below those of directions and inverses (kfac_engine_routes.cpp), and above them.
 constexpr int kVerdictTag = 0;
+constexpr int kFirstSumTag = 1 << 20;
 
 enum Verdict : std::uint8_t { kLeavesStep, kTakesStep, kTakesStepAgain };
 
@@ -46,19 +47,27 @@ void KfacEngine::startRuns(bool overlapped) {
     const at::Tensor run = payload_.narrow(0, first.offset, last.offset + last.size - first.offset);
     switch (plan_.factors[begin].exchange) {
       case core::FactorExchange::kAllReduce:
-        works_.push_back(exchange_->allReduce(run));
+        sums_.push_back(exchange_->allReduce(run));
         break;
       case core::FactorExchange::kReduceToOwner:
-        works_.push_back(exchange_->reduce(run, plan_.factors[begin].owner));
+        sums_.push_back(exchange_->reduce(run, plan_.factors[begin].owner, kFirstSumTag + static_cast<int>(started_),
+                                          sharesOf(begin, run.numel())));
         break;
       case core::FactorExchange::kOwnersOwn:
-        works_.emplace_back();
+        sums_.emplace_back();
         break;
     }
     ++started_;
     ++stats_.runs;
     stats_.runs_overlapped += overlapped ? 1 : 0;
   }
+}
+
+// Where the other ranks' shares of a run come that this rank owns; elsewhere undefined.
+at::Tensor KfacEngine::sharesOf(std::size_t first_slot, std::int64_t elements) const {
+  return share_place_[first_slot] < 0
+             ? at::Tensor()
+             : shares_.narrow(0, share_place_[first_slot] * (ranks_ - 1), elements * (ranks_ - 1));
 }
 
 // Sends what has not left yet.
@@ -95,15 +104,13 @@ bool KfacEngine::agreeOnStep(bool takes_step) {
 }
 
 void KfacEngine::waitForRuns() {
-  for (const auto& work : works_) {
-    if (work) {
-      work->wait();
-    }
+  for (auto& sum : sums_) {
+    sum.wait();
   }
 }
 
 void KfacEngine::endRuns() {
-  works_.clear();
+  sums_.clear();
   started_ = 0;
   std::fill(prepared_.begin(), prepared_.end(), false);
 }

@@ -12,7 +12,7 @@ std::vector<FactorState> KfacEngine::state() {
   const auto& slots = statistics_->slots();
   at::Tensor mean = statistics_->running().clone();
   if (exchange_) {
-    exchange_->allReduce(mean)->wait();
+    exchange_->allReduce(mean).wait();
     mean.div_(ranks_);
   }
   std::vector<FactorState> result;

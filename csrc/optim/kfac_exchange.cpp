@@ -26,18 +26,45 @@ double fastestSeconds(at::Device device, int repeats, const Call& call) {
 
 KfacExchange::KfacExchange(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
 
-KfacExchange::Work KfacExchange::allReduce(at::Tensor slice) {
-  bytes_.all_reduce += bytesOf(slice);
-  std::vector<at::Tensor> tensors{std::move(slice)};
-  return group_->allreduce(tensors, c10d::AllreduceOptions());
+void KfacExchange::Sum::wait() {
+  for (std::size_t i = 0; i < works_.size(); ++i) {
+    works_[i]->wait();
+    if (slice_.defined()) {
+      slice_.add_(shares_.select(0, static_cast<std::int64_t>(i)));
+    }
+  }
+  *this = Sum();
 }
 
-KfacExchange::Work KfacExchange::reduce(at::Tensor slice, int root) {
-  bytes_.reduce += bytesOf(slice);
-  c10d::ReduceOptions options;
-  options.rootRank = root;
+KfacExchange::Sum KfacExchange::allReduce(at::Tensor slice) {
+  bytes_.all_reduce += bytesOf(slice);
   std::vector<at::Tensor> tensors{std::move(slice)};
-  return group_->reduce(tensors, options);
+  Sum sum;
+  sum.works_.push_back(group_->allreduce(tensors, c10d::AllreduceOptions()));
+  return sum;
+}
+
+KfacExchange::Sum KfacExchange::reduce(at::Tensor slice, int root, int tag, at::Tensor shares) {
+  bytes_.reduce += bytesOf(slice);
+  Sum sum;
+  if (!slice.is_cpu()) {
+    c10d::ReduceOptions options;
+    options.rootRank = root;
+    std::vector<at::Tensor> tensors{std::move(slice)};
+    sum.works_.push_back(group_->reduce(tensors, options));
+  } else if (rank() != root) {
+    std::vector<at::Tensor> tensors{std::move(slice)};
+    sum.works_.push_back(group_->send(tensors, root, tag));
+  } else {
+    sum.shares_ = shares.view({size() - 1, slice.numel()});
+    for (int from = 0; from < size(); ++from) {
+      if (from != root) {
+        sum.works_.push_back(receive(sum.shares_.select(0, static_cast<std::int64_t>(sum.works_.size())), from, tag));
+      }
+    }
+    sum.slice_ = std::move(slice);
+  }
+  return sum;
 }
 
 KfacExchange::Work KfacExchange::broadcast(at::Tensor slice, int root) {
@@ -115,8 +142,8 @@ void KfacExchange::measure(at::Device device, std::size_t most, std::vector<core
     }
     const at::Tensor data = at::zeros({elements}, at::TensorOptions(at::kFloat).device(device));
     const auto bytes = static_cast<std::size_t>(bytesOf(data));
-    allReduce(data)->wait();  // connects
-    all_reduce.push_back({bytes, fastestSeconds(device, kRepeats, [&] { allReduce(data)->wait(); })});
+    allReduce(data).wait();  // connects
+    all_reduce.push_back({bytes, fastestSeconds(device, kRepeats, [&] { allReduce(data).wait(); })});
     // A broadcast's root is done when it has sent; there and back again takes twice its time everywhere.
     const int last = size() - 1;
     const auto there_and_back = [&] {
@@ -132,6 +159,14 @@ void KfacExchange::measure(at::Device device, std::size_t most, std::vector<core
     broadcast[i].seconds = std::max(seconds[2 * i + 1], 1e-9);
   }
   bytes_ = counted;
+}
+
+double KfacExchange::mean(double value) {
+  const ExchangeBytes counted = bytes_;
+  const at::Tensor sum = at::full({1}, value, at::kDouble);
+  allReduce(sum).wait();
+  bytes_ = counted;
+  return sum.item<double>() / size();
 }
 
 std::vector<double> KfacExchange::fromRankZero(const std::vector<double>& values) {

@@ -36,9 +36,24 @@ class KfacExchange {
   int rank() const { return group_->getRank(); }
   int size() const { return group_->getSize(); }
 
-  // Sums into `slice`, on all ranks or on `root` (elsewhere it is then undefined).
-  Work allReduce(at::Tensor slice);
-  Work reduce(at::Tensor slice, int root);
+  // A sum on its way.
+  class Sum {
+   public:
+    // Afterwards the slice holds the sum, on all ranks or on the root (elsewhere it is undefined). Twice is harmless.
+    void wait();
+
+   private:
+    friend class KfacExchange;
+    std::vector<Work> works_;
+    at::Tensor slice_;   // of the root, if it adds the shares itself
+    at::Tensor shares_;  // [ranks - 1, elements]
+  };
+  Sum allReduce(at::Tensor slice);
+  // On the CPU every rank sends its slice to the root, which adds them in the order of ranks: sums for several roots
+  // then share the links, where Gloo's reduce, a reduce-scatter and a gather, takes as long as its all-reduce for each.
+  // `shares` of the root: (ranks - 1) times the elements of slice, untouched by others until the sum was waited for.
+  // On an accelerator it is the backend's reduce.
+  Sum reduce(at::Tensor slice, int root, int tag, at::Tensor shares);
   Work broadcast(at::Tensor slice, int root);
   Work send(at::Tensor slice, int to, int tag);
   Work receive(at::Tensor slice, int from, int tag);
@@ -61,6 +76,8 @@ class KfacExchange {
   // much as `most` bytes will ever travel; the same samples on all ranks.
   void measure(at::Device device, std::size_t most, std::vector<core::CommSample>& all_reduce,
                std::vector<core::CommSample>& broadcast);
+  // Collective, not counted: the mean over ranks.
+  double mean(double value);
   // Collective: rank 0's numbers, to all.
   std::vector<double> fromRankZero(const std::vector<double>& values);
 

@@ -150,13 +150,15 @@ TEST(KfacPlan, DirectionsAreSplitWhereTheLinkIsFastEnough) {
   auto in = input({300, 300}, 2);
   in.precondition = {4e-3, 4e-3};
   const KfacPlan split = makeKfacPlan(KfacStrategy::kSpd, in);
-  EXPECT_TRUE(split.split_directions);  // 4 ms saved; 0.2 + 0.36 ms for two broadcasts, five times
+  EXPECT_TRUE(split.split_directions);  // 4 ms saved; two broadcasts, 5 x 0.2 + 0.36 ms
   EXPECT_DOUBLE_EQ(predictKfac(split, in).precondition, 4e-3);
   EXPECT_DOUBLE_EQ(predictKfac(split, in).gradients, 2e-4 + 0.5e-9 * 2 * 360000);
   EXPECT_FALSE(makeKfacPlan(KfacStrategy::kDkfac, in).split_directions);
   EXPECT_FALSE(makeKfacPlan(KfacStrategy::kMemOpt, in).split_directions);  // nothing is done by all
   EXPECT_DOUBLE_EQ(predictKfac(makeKfacPlan(KfacStrategy::kMemOpt, in), in).precondition, 4e-3);
-  in.costs.broadcast.beta = 2e-9;
+  in.costs.broadcast.beta = 4.1e-9;  // 1 + 2.95 ms
+  EXPECT_TRUE(makeKfacPlan(KfacStrategy::kSpd, in).split_directions);
+  in.costs.broadcast.beta = 4.3e-9;  // 1 + 3.1 ms
   EXPECT_FALSE(makeKfacPlan(KfacStrategy::kSpd, in).split_directions);
   in.precondition = {1};
   EXPECT_THROW_MESSAGE(makeKfacPlan(KfacStrategy::kSpd, in), std::invalid_argument, "precondition times = 1");
