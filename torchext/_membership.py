@@ -5,9 +5,9 @@ Every worker has a number for life: its rank at the time of attach, or the next 
 Who is left. When a group fails, every process of it that lives says so in the store, from a thread of the backend: it
 counts as alive whatever its training thread is doing. Once all have spoken but the one that is known to be dead (a
 newcomer that gives up says so itself, as does a worker whose script ends), or after :data:`GRACE` more than half, the
-first training thread to notice writes down who is left, and what it writes is final (``compare_set``). A process that is not on the list, because it
-was stopped for longer than that, is told so and cannot come back by itself. Where half or more are silent and might
-live, behind a broken link, nobody goes on.
+first training thread to notice writes down who is left, and what it writes is final (``compare_set``). A process that
+is not on the list, because it was stopped for longer than that, is told so and cannot come back by itself. Where half
+or more are silent and might live, behind a broken link, nobody goes on.
 
 Who comes. When all workers have formed an exact average, the first of them looks for newcomers (``_newcomers.py``) and
 writes the same kind of list, with them on it.
