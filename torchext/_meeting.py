@@ -102,7 +102,8 @@ class Meeting:
         Args:
             me: This worker, which lives.
             members: Of the group that has failed, this one among them.
-            first: The meeting of the first try, where newcomers say that they give up.
+            first: The meeting of the first try, where newcomers say that they give up, and workers that their script
+                ends.
             dead: Those that are known to be; more may come to it.
             grace: Seconds after which more than half need not wait for the rest.
             patience: Seconds after which fewer give up.
@@ -114,9 +115,10 @@ class Meeting:
         self.store.set(f"alive/{me}", "1")
         started = time.monotonic()
         while not self.store.check(["decision"]):
-            alive = [number for number in members if self.store.check([f"alive/{number}"])]
+            # A process that ends may live a while, and its group's failure says so; it has said before that it goes.
+            dead |= {number for number in members if first.store.check([f"gone/{number}"])}
+            alive = [number for number in members if number not in dead and self.store.check([f"alive/{number}"])]
             silent = set(members) - set(alive)
-            dead |= {number for number in silent if first.store.check([f"gone/{number}"])}
             waited = time.monotonic() - started
             if silent <= dead or (2 * len(alive) > len(members) and waited > grace):
                 self.write(GoingOn(alive))

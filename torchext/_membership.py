@@ -4,10 +4,10 @@ Every worker has a number for life: its rank at the time of attach, or the next 
 
 Who is left. When a group fails, every process of it that lives says so in the store, from a thread of the backend: it
 counts as alive whatever its training thread is doing. Once all have spoken but the one that is known to be dead (a
-newcomer that gives up says so itself), or after :data:`GRACE` more than half, the first training thread to notice
-writes down who is left, and what it writes is final (``compare_set``). A process that is not on the list, because it
-was stopped for longer than that, is told so and cannot come back by itself. Where half or more are silent and might
-live, behind a broken link, nobody goes on.
+newcomer that gives up says so itself, as does a worker whose script ends), or after :data:`GRACE` more than half, the
+first training thread to notice writes down who is left, and what it writes is final (``compare_set``). A process that
+is not on the list, because it was stopped for longer than that, is told so and cannot come back by itself. Where half
+or more are silent and might live, behind a broken link, nobody goes on.
 
 Who comes. When all workers have formed an exact average, the first of them looks for newcomers (``_newcomers.py``) and
 writes the same kind of list, with them on it.
@@ -25,6 +25,7 @@ worker's. All begin with the exact average of their replicas.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -136,6 +137,12 @@ class Membership:
             time.sleep(PAUSE)
         if not backend.failure[1]:
             backend.abort_with_reason(str(error))
+
+    def leave(self) -> None:
+        """Says that this worker's script ends: should the group fail by that, the others go on without it."""
+        # Where the store does not answer, nobody could go on, and a script that ends has nobody to tell.
+        with contextlib.suppress(RuntimeError):
+            self._meeting().give_up(self._me)
 
     def renew(self, error: BaseException, make_core: Callable[[Any], _C.AveragingSynchronizer]) -> Any:
         """Makes a group of those that go on, and with it what synchronizes the model; collective among them.

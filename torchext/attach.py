@@ -9,7 +9,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -298,7 +297,7 @@ def _attach_dear(
 
 
 def _leave_at_exit(synchronizer: Synchronizer) -> None:
-    """A script that ends without detach() or destroy_process_group() still keeps its promises, for two seconds."""
+    """Has it leave in order when the script ends."""
     reference, process = weakref.ref(synchronizer), os.getpid()
 
     def leave() -> None:
@@ -306,7 +305,7 @@ def _leave_at_exit(synchronizer: Synchronizer) -> None:
         # After an uncaught exception there is nothing to keep: the peers are told the reason instead. A forked child
         # has promised nothing.
         if alive is not None and getattr(sys, "last_value", None) is None and os.getpid() == process:
-            alive._core.leave(timedelta(seconds=2))
+            alive._leave_at_exit()
 
     atexit.register(leave)
     weakref.finalize(synchronizer, atexit.unregister, leave).atexit = False

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -168,6 +169,10 @@ class Synchronizer(abc.ABC):
         self._detached = True
         self._remove_hooks()
         self._detach_core()
+
+    def _leave_at_exit(self) -> None:
+        """A script that ends without detach() or destroy_process_group() still keeps its promises, for two seconds."""
+        self._core.leave(timedelta(seconds=2))
 
     def _enter_average(self) -> None:
         self._synchronize()

@@ -118,13 +118,15 @@ SCRIPT = """
     steps = 0
     while sync.stats()["workers"] == 3 or steps < 50:
         if rank == 1 and steps == 20:
-            if how == "exit":
-                sys.exit()
-            raise KeyError("no such sample")
+            if how == "raise":
+                raise KeyError("no such sample")
+            sys.exit()
         optimizer.zero_grad()
         ddp(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         steps += 1
+        if how == "exit between meetings":
+            sync.synchronize()
         time.sleep(0.005)
     sync.synchronize()
     print(sync.stats()["workers"], sync.stats()["lost_ranks"])
@@ -132,7 +134,12 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize(
-    ("backend", "how"), [("prague", "raise"), ("dssync", "raise"), ("hop", "raise"), ("hop", "exit")]
+    ("backend", "how"),
+    [
+        *(("prague", "raise"), ("dssync", "raise"), ("hop", "raise"), ("hop", "exit")),
+        # Where the others are in a collective already, which it no longer comes to.
+        *(("prague", "exit between meetings"), ("dssync", "exit between meetings"), ("hop", "exit between meetings")),
+    ],
 )
 def test_the_others_train_on_when_a_script_ends(tmp_path: Path, backend: str, how: str) -> None:
     ends = run_script(tmp_path, SCRIPT, 3, backend, how, str(tmp_path / "store"))
