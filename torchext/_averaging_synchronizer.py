@@ -113,8 +113,10 @@ class AveragingSynchronizer(Synchronizer):
         self._persist(lambda: self._core.wait_tensors(positions))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """In front of the step, or, with a closure, where that has made its gradients: these are what the average may
-        hide under. LBFGS compares the losses of several passes, between which parameters are its own business."""
+        """In front of the step, or, with a closure, behind its passes: the average hides under these.
+
+        LBFGS compares the losses of several passes, between which nobody else may change parameters.
+        """
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None or isinstance(optimizer, torch.optim.LBFGS):
             self._begin_step()
