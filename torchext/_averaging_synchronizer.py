@@ -112,11 +112,12 @@ class AveragingSynchronizer(Synchronizer):
     def _wait_tensors(self, positions: list[int]) -> None:
         self._persist(lambda: self._core.wait_tensors(positions))
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _before_step(self, *given: Any) -> tuple[Any, Any] | None:
         """In front of the step, or, with a closure, behind its passes: the average hides under these.
 
         LBFGS compares the losses of several passes, between which nobody else may change parameters.
         """
+        optimizer, args, kwargs = given
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None or isinstance(optimizer, torch.optim.LBFGS):
             self._begin_step()
