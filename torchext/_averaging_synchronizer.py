@@ -49,6 +49,7 @@ class AveragingSynchronizer(Synchronizer):
         self._membership: Membership | None = None
         self._make_core: Callable[[Any], _C.AveragingSynchronizer] | None = None
         self._tensors = (*tensors, *self._frozen)
+        self._awaits_closure = False  # a step is under way whose closure has not been called
         self._collectives = 0  # since attach: exact averages, and looks for newcomers
         self._restored = False  # averaged() has nothing to restore any more
         self._past: list[dict[str, Any]] = []  # stats of the groups before this one
@@ -116,10 +117,37 @@ class AveragingSynchronizer(Synchronizer):
     def _wait_tensors(self, positions: list[int]) -> None:
         self._persist(lambda: self._core.wait_tensors(positions))
 
-    def _before_step(self, *args: Any) -> None:
-        self._persist(lambda: super(AveragingSynchronizer, self)._before_step(*args))
+    def _before_step(self, *given: Any) -> tuple[Any, Any] | None:
+        """In front of the step, or, with a closure, behind its passes: the average hides under these.
+
+        LBFGS compares the losses of several passes, between which nobody else may change parameters.
+        """
+        optimizer, args, kwargs = given
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None or isinstance(optimizer, torch.optim.LBFGS):
+            self._begin_step()
+            return None
+        self._check_step()
+        self._awaits_closure = True
+
+        def then() -> Any:
+            loss = closure()
+            self._begin_awaited_step()
+            return loss
+
+        return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
+
+    def _begin_step(self) -> None:
+        self._persist(lambda: super(AveragingSynchronizer, self)._before_step())
+
+    def _begin_awaited_step(self) -> None:
+        if self._awaits_closure:
+            self._awaits_closure = False
+            with torch.no_grad():
+                self._begin_step()
 
     def _after_step(self, *_: Any) -> None:
+        self._begin_awaited_step()  # an optimizer that did not call its closure
         self._persist(lambda: self._core.after_step())
 
     def _synchronize(self) -> None:

@@ -19,6 +19,8 @@ from torchext._gradient_watch import GradientWatch
 
 __all__ = ["DearOptimizer"]
 
+# Called with a wrapper of the optimizer as its self it passes by the optimizer's own.
+_ZERO_GRAD = inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 # A step is cut into so many parts at most: each of them asks for every gradient.
 _PARTS = 16
@@ -105,7 +107,7 @@ class DearOptimizer:
 
     def gradient(self, position: int, caller: Any = None) -> torch.Tensor | None:
         """The averaged gradient of what is stepped of a parameter; waits for it."""
-        if self._clearing:
+        if self._clearing or caller is _ZERO_GRAD:
             return self._parameters[position].grad
         if caller in _CLIPS and self.state.sharded:
             raise RuntimeError(

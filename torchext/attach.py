@@ -24,6 +24,7 @@ from torchext._hop_synchronizer import HopSynchronizer
 from torchext._join import forget_newcomer, newcomer_of
 from torchext._membership import Membership
 from torchext._newcomers import Newcomer
+from torchext._wrapped_optimizer import unwrapped
 from torchext.backends import backend_of, is_wrapped
 from torchext.synchronizer import Synchronizer, in_use, left_alone
 
@@ -87,7 +88,8 @@ def attach(
 
     Args:
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
-        optimizer: Steps all of the model's trainable parameters.
+        optimizer: Steps all of the model's trainable parameters. Of Lightning's or Accelerate's wrapper around one
+            that one is taken, which the wrapper calls.
         bucket_mb: Size of a bucket in MiB: more overlap with smaller ones, but short messages cost more than few long
             ones. ``"auto"``: with ``prague`` and ``dssync`` 4, with ``dear`` what the group's options say. Not for
             ``hop``, which sends whole models.
@@ -107,6 +109,7 @@ def attach(
         TypeError, ValueError: A model, optimizer, group or option that cannot work, named with the way out.
         torch.distributed.DistBackendError: Ranks attach different models or options (on every rank).
     """
+    optimizer = unwrapped(optimizer)
     _check(ddp_model, optimizer)
     if bucket_mb != "auto" and not (isinstance(bucket_mb, (int, float)) and 0.001 <= bucket_mb <= 4096):
         raise ValueError(f"torchext.attach: bucket_mb must be 'auto' or in [0.001, 4096], got {bucket_mb!r}")

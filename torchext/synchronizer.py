@@ -202,12 +202,15 @@ class Synchronizer(abc.ABC):
             handle.remove()
         self._handles.clear()
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, *_: Any) -> Any:
+        self._check_step()
+        self._core.before_step()
+
+    def _check_step(self) -> None:
         if self._averaging:
             raise RuntimeError("optimizer.step() inside averaged(): the step would be lost when the block ends")
         if any(parameter.requires_grad for parameter in self._frozen):
             self._refuse_unfrozen()
-        self._core.before_step()
 
     def _after_step(self, *_: Any) -> None:
         self._core.after_step()
