@@ -124,6 +124,7 @@ class AveragingSynchronizer(Synchronizer):
         """
         optimizer, args, kwargs = given
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._awaits_closure = False  # of a step that ended with its closure's error
         if closure is None or isinstance(optimizer, torch.optim.LBFGS):
             self._begin_step()
             return None
