@@ -39,7 +39,9 @@ std::vector<std::string> valuesOf(const AgreementGroup& group, int root, const A
   group.broadcast(length, root);
   const auto bytes = length.item<std::int64_t>();
   const at::Tensor message = at::zeros({bytes}, at::kByte);
-  std::memcpy(message.mutable_data_ptr(), text.data(), std::min(text.size(), static_cast<std::size_t>(bytes)));
+  if (bytes > 0) {  // else there is no memory
+    std::memcpy(message.mutable_data_ptr(), text.data(), std::min(text.size(), static_cast<std::size_t>(bytes)));
+  }
   group.broadcast(message, root);
   return split({static_cast<const char*>(message.const_data_ptr()), static_cast<std::size_t>(bytes)});
 }

@@ -70,10 +70,9 @@ double GeneratorService::now() const {
 
 void GeneratorService::serve() {
   c10::setThreadName("tx_generator");
-  std::array<std::byte, sizeof(GeneratorMessage)> bytes{};
   while (true) {
     // Gloo accepts a message that is too short: it must not be completed by the one before.
-    bytes.fill(std::byte{0});
+    request_.fill(std::byte{0});
     PointToPoint::WorkPtr receive;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -81,7 +80,7 @@ void GeneratorService::serve() {
         return;
       }
       try {
-        receive = control_.recvAnySource(bytes.data(), bytes.size(), tag_base_ + kToService);
+        receive = control_.recvAnySource(request_.data(), request_.size(), tag_base_ + kToService);
       } catch (const std::exception& error) {
         LOG(WARNING) << "prague: the group generator cannot receive any more: " << error.what();
         return;
@@ -95,7 +94,7 @@ void GeneratorService::serve() {
       }
       std::lock_guard<std::mutex> lock(mutex_);
       pending_receive_ = nullptr;
-      handle(parseMessage(kBackend, core::parseGeneratorMessage, bytes, control_.size()));
+      handle(parseMessage(kBackend, core::parseGeneratorMessage, request_, control_.size()));
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!stopped_) {

@@ -14,8 +14,10 @@
 // Shutdown: the service ends with stop() (safe twice) or its destructor; bounded, it aborts its own pending receive.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -72,6 +74,8 @@ class GeneratorService {
   std::deque<AssignedGroup> local_;
   // A delivery is sent and forgotten; its memory lives until the next message of that worker shows that it has arrived.
   std::vector<std::vector<Outgoing>> outgoing_;
+  // Before the work that writes it, which may outlive the wait and the thread.
+  std::array<std::byte, sizeof(core::GeneratorMessage)> request_{};
   PointToPoint::WorkPtr pending_receive_;
   bool stopped_ = false;
   std::string reason_;        // of stop()

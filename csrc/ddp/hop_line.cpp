@@ -45,13 +45,12 @@ void HopLine::await(Wait which, const PointToPoint::WorkPtr& work, const char* w
 }
 
 void HopLine::receiveAll() {
-  std::array<std::byte, sizeof(HopMessage)> bytes{};
   while (true) {
     // Gloo accepts a message that is too short: it must not be completed by the one before.
-    bytes.fill(std::byte{0});
-    await(kHeaderIn, transport_.recv(bytes.data(), bytes.size(), peer_, tag_), "hop message");
+    header_in_.fill(std::byte{0});
+    await(kHeaderIn, transport_.recv(header_in_.data(), header_in_.size(), peer_, tag_), "hop message");
     const HopMessage header =
-        parseMessage("hop", core::parseHopMessage, bytes, peer_, owner_.modelBytes(), owner_.digest());
+        parseMessage("hop", core::parseHopMessage, header_in_, peer_, owner_.modelBytes(), owner_.digest());
     if (header.kind == HopMessage::kModel) {
       std::byte* to = owner_.destination(peer_, header);
       if (to == nullptr) {
@@ -67,7 +66,8 @@ void HopLine::receiveAll() {
 
 void HopLine::sendAll() {
   while (const auto out = owner_.next(peer_)) {
-    const auto header = transport_.send(&out->header, sizeof(out->header), peer_, tag_);
+    header_out_ = out->header;
+    const auto header = transport_.send(&header_out_, sizeof(header_out_), peer_, tag_);
     if (out->model != nullptr) {
       const auto model = transport_.send(out->model, out->header.bytes, peer_, tag_ + 1);
       await(kHeaderOut, header, "hop message");

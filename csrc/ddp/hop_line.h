@@ -73,6 +73,10 @@ class HopLine {
   const int peer_;
   const int tag_;
   PointToPoint transport_;
+  // Of the header that is on its way, each of its own thread. Gloo may write and read them until their works below are
+  // gone, also when the wait has ended with an error: on the stacks they would be gone first.
+  std::array<std::byte, sizeof(core::HopMessage)> header_in_{};
+  core::HopMessage header_out_;
   std::mutex mutex_;                              // guards what follows
   std::array<PointToPoint::WorkPtr, 4> waiting_;  // by Wait
   bool stopped_ = false;

@@ -44,7 +44,7 @@ KfacExchange::Sum KfacExchange::allReduce(at::Tensor slice) {
   return sum;
 }
 
-KfacExchange::Sum KfacExchange::reduce(at::Tensor slice, int root, int tag, at::Tensor shares) {
+KfacExchange::Sum KfacExchange::reduce(at::Tensor slice, int root, int tag, const at::Tensor& shares) {
   bytes_.reduce += bytesOf(slice);
   Sum sum;
   if (!slice.is_cpu()) {

@@ -53,7 +53,7 @@ class KfacExchange {
   // then share the links, where Gloo's reduce, a reduce-scatter and a gather, takes as long as its all-reduce for each.
   // `shares` of the root: (ranks - 1) times the elements of slice, untouched by others until the sum was waited for.
   // On an accelerator it is the backend's reduce.
-  Sum reduce(at::Tensor slice, int root, int tag, at::Tensor shares);
+  Sum reduce(at::Tensor slice, int root, int tag, const at::Tensor& shares);
   Work broadcast(at::Tensor slice, int root);
   Work send(at::Tensor slice, int to, int tag);
   Work receive(at::Tensor slice, int from, int tag);
