@@ -4,6 +4,7 @@
 // among collectives of the training thread. With NCCL that is a communicator of its own.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 
@@ -25,7 +26,7 @@ class ShardCollectives : public ShardTransport {
   class Operation;
 
   c10::intrusive_ptr<c10d::Backend> group_;
-  std::uint64_t bytes_sent_ = 0;
+  std::atomic<std::uint64_t> bytes_sent_ = 0;  // stats() asks while the thread of exchanges counts
 };
 
 }  // namespace torchext

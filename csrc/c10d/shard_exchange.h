@@ -14,6 +14,7 @@
 // Mismatch: the ranks must agree on the order and sizes of operations (csrc/ddp agrees on its plans).
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -104,7 +105,7 @@ class ShardExchange : public ShardTransport {
   PointToPoint transport_;
   int tag_base_;
   ShardTuning tuning_;
-  std::uint64_t bytes_sent_ = 0;
+  std::atomic<std::uint64_t> bytes_sent_ = 0;  // stats() asks while the thread of exchanges counts
   // Of two reduce-scatters at a time, taken in turn.
   std::unique_ptr<std::byte[]> scratch_[2];
   int turn_ = 0;
