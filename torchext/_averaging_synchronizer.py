@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._membership import Membership
-from torchext.backends import backend_of, group_of_one
+from torchext.backends import group_of_one
 from torchext.synchronizer import Synchronizer, in_use
 
 __all__ = ["AveragingSynchronizer"]
@@ -108,11 +108,6 @@ class AveragingSynchronizer(Synchronizer):
             if self._membership is None:
                 raise
             self._core.leave(timedelta(0))
-
-    def _leave_at_exit(self) -> None:
-        if self._membership is not None and self._in_use() and not backend_of(self._ddp.process_group).failure[1]:
-            self._membership.leave()
-        super()._leave_at_exit()
 
     def _wait_tensors(self, positions: list[int]) -> None:
         self._persist(lambda: self._core.wait_tensors(positions))

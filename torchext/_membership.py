@@ -25,7 +25,6 @@ worker's. All begin with the exact average of their replicas.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import uuid
@@ -137,12 +136,6 @@ class Membership:
             time.sleep(PAUSE)
         if not backend.failure[1]:
             backend.abort_with_reason(str(error))
-
-    def leave(self) -> None:
-        """Says that this worker's script ends: should the group fail by that, the others go on without it."""
-        # Where the store does not answer, nobody could go on, and a script that ends has nobody to tell.
-        with contextlib.suppress(RuntimeError):
-            self._meeting().give_up(self._me)
 
     def renew(self, error: BaseException, make_core: Callable[[Any], _C.AveragingSynchronizer]) -> Any:
         """Makes a group of those that go on, and with it what synchronizes the model; collective among them.
@@ -342,4 +335,4 @@ class Membership:
         return Meeting(self._store, self._roll, attempt)
 
     def _announce(self) -> None:
-        backend_of(self._ddp.process_group)._announce_survival(self._meeting().store, f"alive/{self._me}")
+        backend_of(self._ddp.process_group)._announce_member(self._meeting().store, self._me)

@@ -99,6 +99,9 @@ def attach(
             outlives any worker, as torchrun's. Collectives of your own that are under way raise all the same, and the
             sampler goes on leaving out what the dead would have trained on.
 
+    A model that is no longer needed wants ``detach()`` on every rank: if it is only forgotten, its threads and buffers
+    stay until its group ends, because the other workers still count on it.
+
     Returns:
         What keeps the model in step. With ``dear`` a :class:`~torchext.DearSynchronizer`, which has the optimizer's
         state for sharded checkpoints besides, with ``hop`` a :class:`~torchext.HopSynchronizer`, which has

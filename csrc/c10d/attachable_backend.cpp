@@ -1,8 +1,14 @@
 #include "c10d/attachable_backend.h"
 
+#include <cstdint>
+#include <exception>
 #include <utility>
 #include <vector>
 
+#include <c10/util/Logging.h>
+#include <c10/util/StringUtil.h>
+
+#include "c10d/leaving.h"
 #include "c10d/promises.h"
 
 namespace torchext {
@@ -35,6 +41,37 @@ std::uint64_t AttachableBackend::addShutdownCallback(std::function<void()> callb
 void AttachableBackend::removeShutdownCallback(std::uint64_t id) {
   std::lock_guard<std::mutex> lock(mutex_);
   shutdown_callbacks_.erase(id);
+}
+
+void AttachableBackend::announceMember(const c10::intrusive_ptr<c10d::Store>& store, int number) {
+  const auto announce = [store, number](const char* state) {
+    try {
+      store->set(c10::str(state, "/", number), std::vector<std::uint8_t>{'1'});
+    } catch (const std::exception& error) {
+      LOG(WARNING) << "torchext: the store does not answer, so that this process will count as lost: " << error.what();
+    }
+  };
+  health()->addAbortCallback([announce] {
+    if (!Leaving::here()) {
+      announce("alive");
+    }
+  });
+  std::lock_guard<std::mutex> lock(mutex_);
+  announcements_.emplace_back([announce] { announce("gone"); });
+}
+
+void AttachableBackend::announceLeaving() {
+  std::vector<std::function<void()>> announcements;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    announcements.swap(announcements_);
+  }
+  // Of a group that has failed it goes on, or its error says that it does not.
+  if (!health()->failed()) {
+    for (const auto& announce : announcements) {
+      announce();
+    }
+  }
 }
 
 void AttachableBackend::keep(std::shared_ptr<void> synchronizer) {

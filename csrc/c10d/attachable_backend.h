@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "c10d/delegating_backend.h"
 #include "c10d/flight_record.h"
@@ -38,6 +39,13 @@ class AttachableBackend : public DelegatingBackend {
   // Called first thing in shutdown(), so that an attached model can leave in order; until removed. Must not throw.
   std::uint64_t addShutdownCallback(std::function<void()> callback);
   void removeShutdownCallback(std::uint64_t id);
+
+  // Writes in `store` what becomes of this worker, under its number among those that train a model: "alive/<number>"
+  // when the group fails, for it lives, whatever its training thread is doing (at once if it has failed already); and
+  // "gone/<number>" when it leaves the others in order, before they could miss it.
+  void announceMember(const c10::intrusive_ptr<c10d::Store>& store, int number);
+  // First thing when an attached model leaves with the group or the process.
+  void announceLeaving();
 
   // Keeps what serves an attached model, also when the model is forgotten: other workers count on it, and Python's
   // garbage collector runs at another moment on each of them. Until release() or the end of the group.
@@ -68,6 +76,7 @@ class AttachableBackend : public DelegatingBackend {
   int channels_ = 0;
   std::map<std::uint64_t, std::function<void()>> shutdown_callbacks_;
   std::map<const void*, std::shared_ptr<void>> kept_;
+  std::vector<std::function<void()>> announcements_;  // of leaving
   std::uint64_t next_callback_ = 0;
 };
 

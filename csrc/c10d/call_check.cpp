@@ -167,6 +167,14 @@ void CallCheck::received(const core::CallMessage& message) {
 }
 
 void CallCheck::differ(std::uint64_t number, const core::CallHeader& own, int peer, const core::CallHeader& its) {
+  if (isLeaving(own) != isLeaving(its)) {
+    const bool gone = isLeaving(own);
+    health_->poison(
+        gone ? rank_ : peer,
+        c10::str("rank ", gone ? rank_ : peer, " left, by destroy_process_group() or the end of its script, ",
+                 "when rank ", gone ? peer : rank_, " called ", describe(gone ? its : own), " #", number));
+    return;
+  }
   const bool first = rank_ < peer;
   auto mine = describe(own);
   auto theirs = describe(its);

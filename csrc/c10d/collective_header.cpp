@@ -9,6 +9,11 @@
 #include "c10d/group_progress.h"
 
 namespace torchext {
+namespace {
+
+constexpr std::int32_t kLeaving = -2;  // in place of a root
+
+}  // namespace
 
 std::string argumentsOf(const core::CallHeader& header) {
   using c10d::ReduceOp;
@@ -40,6 +45,14 @@ core::CallHeader headerOf(c10d::OpType type) {
   header.reduce_op = c10d::ReduceOp::UNUSED;
   return header;
 }
+
+core::CallHeader headerOfLeaving() {
+  auto header = headerOf(c10d::OpType::BARRIER);
+  header.root = kLeaving;
+  return header;
+}
+
+bool isLeaving(const core::CallHeader& header) { return header.root == kLeaving; }
 
 core::CallHeader headerOfDtype(c10d::OpType type, const at::Tensor& tensor) {
   auto header = headerOf(type);

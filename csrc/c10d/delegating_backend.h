@@ -109,10 +109,6 @@ class DelegatingBackend : public CompatBackend {
   using InnerFactory = std::function<InnerBackends(const std::vector<int>& remaining, int rank)>;
   void setInnerFactory(InnerFactory factory) { innerFactory_ = std::move(factory); }
 
-  // When this group fails, `key` is set in `store`: this process lives, whatever its training thread is doing. At once
-  // if the group has failed already.
-  void announceSurvival(c10::intrusive_ptr<c10d::Store> store, std::string key);
-
   // ---- c10d::Backend: what it is ----
 
   const std::string getBackendName() const override { return name_; }

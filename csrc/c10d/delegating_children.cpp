@@ -1,12 +1,10 @@
 // The groups that a DelegatingBackend makes of some of its ranks: split, shrink, and what comes before the latter.
 #include <algorithm>
 #include <cstdint>
-#include <exception>
 #include <utility>
 #include <vector>
 
 #include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/delegating_backend.h"
@@ -86,19 +84,6 @@ c10::intrusive_ptr<c10d::Backend> DelegatingBackend::shrink(const std::vector<in
         return factory(of_first, rank);
       });
   return child;
-}
-
-void DelegatingBackend::announceSurvival(c10::intrusive_ptr<c10d::Store> store, std::string key) {
-  health_->addAbortCallback([store = std::move(store), key = std::move(key)] {
-    if (Leaving::here()) {
-      return;
-    }
-    try {
-      store->set(key, std::vector<std::uint8_t>{'1'});
-    } catch (const std::exception& error) {
-      LOG(WARNING) << "torchext: the store does not answer, so that this process will count as lost: " << error.what();
-    }
-  });
 }
 
 }  // namespace torchext

@@ -12,6 +12,7 @@
 
 #include "c10d/collective_header.h"
 #include "c10d/delegating_work.h"
+#include "c10d/leaving.h"
 
 namespace torchext {
 namespace {
@@ -286,7 +287,8 @@ DelegatingBackend::Works DelegatingBackend::barrier(const c10d::BarrierOptions& 
   // Device indices only mean anything on GPUs; without them the barrier is one of processes, which the CPU carries.
   const bool on_cuda = (opts.device && opts.device->is_cuda()) || (!opts.device_ids.empty() && inner_.cuda);
   return collective("barrier", OpType::BARRIER, on_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU,
-                    headerOf(OpType::BARRIER), [opts](c10d::Backend& backend) { return backend.barrier(opts); });
+                    Leaving::here() ? headerOfLeaving() : headerOf(OpType::BARRIER),
+                    [opts](c10d::Backend& backend) { return backend.barrier(opts); });
 }
 
 void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {

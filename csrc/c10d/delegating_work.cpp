@@ -7,15 +7,13 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/attentive_wait.h"
 #include "c10d/promises.h"
 
 namespace torchext {
 namespace {
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
-
-// How long a wait lasts before others are taken to be waiting for this rank.
-constexpr std::chrono::milliseconds kPatience{100};
 
 // Null for an inner work without one (Gloo's reduce_scatter), which completes inside its own wait.
 FuturePtr futureOf(c10d::Work& work) {
@@ -198,18 +196,9 @@ bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
   }
   std::unique_lock lock(stateMutex_);
   if (timeout == kNoTimeout) {
-    if (!stateChanged_.wait_for(lock, kPatience, [this] { return done_; })) {
-      // Promises were kept when the call was made, but since then this rank may have made others: a backward pass asks
-      // for the next group while DDP's own collective is under way. Who waits for that may not have come here yet.
-      lock.unlock();
-      const std::vector<KeptPromise> kept = Promises::beginAll();
-      lock.lock();
-      stateChanged_.wait(lock, [this] { return done_; });
-      lock.unlock();
-      Promises::wait(kept);  // they read parameters, which the caller is free to write now
-      lock.lock();
-    }
-  } else if (!stateChanged_.wait_for(lock, timeout, [this] { return done_; })) {
+    Promises::waitAndKeep(stateChanged_, lock, [this] { return done_; });
+  } else if (!waitAttentively(stateChanged_, lock, std::chrono::steady_clock::now() + timeout,
+                              [this] { return done_; })) {
     lock.unlock();
     C10_THROW_ERROR(DistBackendError, c10::str(health_->describe(op_), ": not complete after wait(", timeout.count(),
                                                " ms): operation timed out! The call itself goes on"));

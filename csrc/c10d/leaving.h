@@ -1,5 +1,6 @@
-// Whether this thread ends a group because its process leaves it: an uncaught exception, a script that is over. Then it
-// does not count itself among those that go on (DelegatingBackend::announceSurvival).
+// Whether this thread ends a group because its process leaves it: an uncaught exception, a script that is over,
+// destroy_process_group(). Then its barrier is no other's (headerOfLeaving), and it does not count itself among those
+// that go on (AttachableBackend::announceMember).
 #pragma once
 
 namespace torchext {

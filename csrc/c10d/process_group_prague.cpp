@@ -1,6 +1,8 @@
 #include "c10d/process_group_prague.h"
 
 #include <algorithm>
+#include <chrono>
+#include <mutex>
 #include <utility>
 
 #include <ATen/ThreadLocalState.h>
@@ -8,6 +10,7 @@
 #include <c10/util/StringUtil.h>
 
 #include "c10d/option_checks.h"
+#include "c10d/promises.h"
 #include "core/group_generator.h"
 
 namespace torchext {
@@ -28,6 +31,13 @@ class PartialWork : public c10d::Work {
     } else {
       future_->markCompleted(c10::IValue(std::vector<at::Tensor>{tensor_}));
     }
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (timeout == kNoTimeout) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      Promises::waitAndKeep(cv_, lock, [this] { return completed_; });
+    }
+    return c10d::Work::wait(timeout);
   }
   std::vector<at::Tensor> result() override { return {tensor_}; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }

@@ -1,9 +1,7 @@
 #include "c10d/promises.h"
 
-#include <chrono>
 #include <exception>
 #include <map>
-#include <mutex>
 #include <utility>
 
 namespace torchext {
@@ -65,6 +63,7 @@ void Promises::wait(const std::vector<KeptPromise>& kept) {
       continue;
     }
     try {
+      waitAttentively(promise);
       promise.get();
     } catch (const std::future_error&) {  // its model was detached before it came to it
     } catch (...) {

@@ -15,10 +15,15 @@
 // so what a callback looks at may end then.
 #pragma once
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <future>
+#include <mutex>
 #include <vector>
+
+#include "c10d/attentive_wait.h"
 
 namespace torchext {
 
@@ -36,6 +41,27 @@ class Promises {
   // Until all are ready; then throws the first exception among them.
   static void wait(const std::vector<KeptPromise>& kept);
   static void keepAll() { wait(beginAll()); }
+
+  // Until `ready`, which the caller's lock guards, on the thread that called what is waited for. Promises were kept
+  // then, but since then this rank may have made others: a backward pass asks for the next group while DDP's own
+  // collective is under way. Who waits for that may not have come to the call yet.
+  template <class Ready>
+  static void waitAndKeep(std::condition_variable& changed, std::unique_lock<std::mutex>& lock, Ready ready) {
+    if (changed.wait_for(lock, kPatience, ready)) {
+      return;
+    }
+    lock.unlock();
+    const std::vector<KeptPromise> kept = beginAll();
+    lock.lock();
+    waitAttentively(changed, lock, ready);
+    lock.unlock();
+    wait(kept);  // they read parameters, which the caller is free to write now
+    lock.lock();
+  }
+
+ private:
+  // How long a wait lasts before others are taken to be waiting for this rank.
+  static constexpr std::chrono::milliseconds kPatience{100};
 };
 
 // Around collectives that an attached model makes itself, when its promises have been kept.

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
+#include "c10d/attentive_wait.h"
 #include "c10d/promises.h"
 #include "c10d/shard_collectives.h"
 #include "c10d/shard_exchange.h"
@@ -256,7 +257,7 @@ double DearSynchronizer::waitUntil(const char* what, Ready ready) {
   if (!ready() && !error_) {
     RECORD_FUNCTION(what, std::vector<c10::IValue>{});
     const auto start = Clock::now();
-    changed_.wait(lock, [&] { return ready() || error_; });
+    waitAttentively(changed_, lock, [&] { return ready() || error_; });
     waited = millisecondsSince(start);
   }
   if (error_) {

@@ -1,6 +1,4 @@
 #include "ddp/group_synchronizer.h"
-#include "c10d/leaving.h"
-#include "ddp/elapsed.h"
 
 #include <algorithm>
 #include <utility>
@@ -11,6 +9,10 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Logging.h>
 #include <c10/util/ScopeExit.h>
+
+#include "c10d/attentive_wait.h"
+#include "c10d/leaving.h"
+#include "ddp/elapsed.h"
 
 namespace torchext {
 namespace {
@@ -129,7 +131,13 @@ void GroupSynchronizer::catchUp() {
     const InternalCollective internal;
     c10d::AllreduceOptions options;
     options.reduceOp = c10d::ReduceOp::MAX;
-    group_->allreduce(furthest, options)->wait();
+    const auto work = group_->allreduce(furthest, options);
+    try {
+      work->wait();
+    } catch (...) {
+      abandonMeeting();
+      throw;
+    }
   }
   const auto end = furthest[0].item<std::int64_t>();
   for (std::int64_t round = steps_ / period_; round < end / period_; ++round) {
@@ -151,7 +159,7 @@ void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
       lock.unlock();
       std::vector<KeptPromise> kept = Promises::beginAll(promises_);
       lock.lock();
-      changed_.wait(lock, ready);  // ends: every wait of the averaging thread has the group's timeout
+      waitAttentively(changed_, lock, ready);  // ends: every wait of the averaging thread has the group's timeout
       lock.unlock();
       // While the others are at it, somebody may be waiting for this model's next group.
       if (std::any_of(kept.begin(), kept.end(), [](const KeptPromise& promise) { return !Promises::ready(promise); })) {
@@ -241,7 +249,21 @@ KeptPromise GroupSynchronizer::beginOnThread(std::function<void()> task) {
 void GroupSynchronizer::runOnThread(std::function<void()> task) {
   const KeptPromise done = beginOnThread(std::move(task));
   TORCH_CHECK(done.valid(), group_->getBackendName(), ": this synchronizer has been detached");
+  try {
+    waitAttentively(done);
+  } catch (...) {  // of a signal's handler: the task refers to the caller's frame
+    abandonMeeting();
+    done.wait();
+    throw;
+  }
   done.get();
+}
+
+// A handler of a signal has raised: this worker does not come to what the others wait for.
+void GroupSynchronizer::abandonMeeting() {
+  if (!group_->health()->failed()) {
+    group_->abortWithReason(c10::str("rank ", group_->getRank(), " was interrupted while all workers were to meet"));
+  }
 }
 
 // Where all workers come together, on the averaging thread. Its groups end with it, so nobody need wait for them.
@@ -275,8 +297,10 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
   }
   const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
   if (!detached_ && limit.count() > 0 && !failed_) {
+    group_->announceLeaving();
     thread_->post([this] {
       at::NoGradGuard no_grad;
+      const Leaving leaving;
       try {
         pause();
         const InternalCollective internal;

@@ -96,6 +96,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   bool averagesAt(std::int64_t step) const { return group_->getSize() > 1 && step % period_ == 0; }
   void postRound(std::int64_t round);
   void catchUp();
+  void abandonMeeting();
   void averageTask(std::int64_t round, FlightRecord& record);
   void averageNow(const AssignedGroup& group);
   void reduceBucket(std::size_t index, const AssignedGroup& group);

@@ -8,6 +8,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
+#include "c10d/attentive_wait.h"
 #include "ddp/elapsed.h"
 #include "ddp/hop_mailbox.h"
 
@@ -125,7 +126,8 @@ bool HopMailbox::drain(bool finally, std::optional<std::chrono::milliseconds> li
       if (!changed_.wait_until(lock, deadline, [&] { return error_ || all_here(); })) {
         return false;
       }
-    } else if (!changed_.wait_for(lock, timeout, [&] { return error_ || all_here() || progress_ != before; })) {
+    } else if (!waitAttentively(changed_, lock, Clock::now() + timeout,
+                                [&] { return error_ || all_here() || progress_ != before; })) {
       const auto text =
           c10::str("rank ", rank_, " waited ", timeout.count(), " ms in synchronize, averaged or detach for ",
                    ranks([](const Neighbour& peer) { return !peer.left; }), ", which trained no further");

@@ -240,6 +240,7 @@ void HopSynchronizer::leave(std::chrono::milliseconds limit) {
     return;
   }
   if (orderly) {
+    group_->announceLeaving();
     try {
       if (mailbox_->drain(true, limit)) {
         exchange_.done();

@@ -10,6 +10,7 @@
 #include <pybind11/stl.h>
 
 #include "c10d/attachable_backend.h"
+#include "c10d/attentive_wait.h"
 #include "c10d/interpreter_lock.h"
 #include "c10d/promises.h"
 #include "python/bind_group.h"
@@ -26,6 +27,19 @@ void releaseInterpreterLock(const std::function<void()>& body) {
     body();
   } else {
     body();
+  }
+}
+
+// attendToSignals(): Python has a wait look up on the main thread only, where handlers run.
+unsigned long main_thread = 0;  // set once, by the binding
+
+void attend() {
+  if (PyThread_get_thread_ident() != main_thread || Py_IsInitialized() == 0) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
   }
 }
 
@@ -78,6 +92,8 @@ void bindValue(const py::object& type, std::vector<std::string> keywords) {
 
 void bindC10d(py::module_& module) {
   setInterpreterLockReleaser(&releaseInterpreterLock);
+  main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
+  setSignalAttendant(&attend);
 
   py::class_<InnerBackends>(module, "InnerBackends")
       .def(py::init([](BackendPtr cpu, BackendPtr cuda, BackendPtr control) {
@@ -94,8 +110,6 @@ void bindC10d(py::module_& module) {
       .def("abort_with_reason", &DelegatingBackend::abortWithReason, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
       .def("_set_inner_factory", &DelegatingBackend::setInnerFactory, py::arg("factory"))
-      .def("_announce_survival", &DelegatingBackend::announceSurvival, py::arg("store"), py::arg("key"),
-           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &DelegatingBackend::getBackendOptions)  // torch's own is newer than 2.11
       .def_property_readonly("failure", [](const DelegatingBackend& self) {
         const auto [rank, reason] = self.health()->firstReason();
@@ -110,9 +124,10 @@ void bindC10d(py::module_& module) {
       .def_readonly("operation_timeout", &GroupOptions::operation_timeout)
       .def_readonly("timeout", &GroupOptions::timeout);
 
-  // Nothing of its own to call; the systems derive from it.
-  const py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>> attachable(
-      module, "AttachableBackend");
+  // The systems derive from it.
+  py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>>(module, "AttachableBackend")
+      .def("_announce_member", &AttachableBackend::announceMember, py::arg("store"), py::arg("number"),
+           py::call_guard<py::gil_scoped_release>());
 
   module.def("keep_promises", &Promises::keepAll, py::call_guard<py::gil_scoped_release>());
   module.def("leave_all", &DelegatingBackend::leaveAll, py::arg("reason"), py::call_guard<py::gil_scoped_release>());

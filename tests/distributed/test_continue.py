@@ -120,12 +120,14 @@ SCRIPT = """
         if rank == 1 and steps == 20:
             if how == "raise":
                 raise KeyError("no such sample")
+            if how == "destroy":
+                dist.destroy_process_group()
             sys.exit()
         optimizer.zero_grad()
         ddp(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         steps += 1
-        if how == "exit between meetings":
+        if how in ("exit between meetings", "destroy"):
             sync.synchronize()
         time.sleep(0.005)
     sync.synchronize()
@@ -139,6 +141,7 @@ SCRIPT = """
         *(("prague", "raise"), ("dssync", "raise"), ("hop", "raise"), ("hop", "exit")),
         # Where the others are in a collective already, which it no longer comes to.
         *(("prague", "exit between meetings"), ("dssync", "exit between meetings"), ("hop", "exit between meetings")),
+        *(("prague", "destroy"), ("dssync", "destroy"), ("hop", "destroy")),
     ],
 )
 def test_the_others_train_on_when_a_script_ends(tmp_path: Path, backend: str, how: str) -> None:

@@ -1,0 +1,144 @@
+"""Python's signal handlers run while a rank waits for another, and what they raise ends the wait.
+
+Nobody else brings the handler to run: the peer comes to the call only when the handler has told it to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Rank, run_ranks
+from torch._C._distributed_c10d import FileStore
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+from torchext.backends import backend_of
+
+
+@contextmanager
+def handling(handler: Callable[..., None]) -> Iterator[None]:
+    """A signal that comes in half a second, when this rank waits."""
+    before = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGUSR1, before)
+
+
+class Training:
+    """A model, and the ways in which its worker waits for the other."""
+
+    def __init__(self, backend: str) -> None:
+        torch.manual_seed(0)
+        self.ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
+        self.sync = torchext.attach(self.ddp, self.optimizer)
+        for _ in range(8):  # past what a backend measures first
+            self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.ddp(torch.ones(2, 4)).sum().backward()
+        self.optimizer.step()
+
+    def steps(self) -> None:
+        for _ in range(20):  # hop lets a worker run ahead
+            self.step()
+        self.sync.detach()  # with prague the other may still wait for an average
+
+    def wait(self, what: str) -> None:
+        if what == "all_reduce":
+            dist.all_reduce(torch.ones(3))
+        elif what == "wait with a limit":
+            dist.all_reduce(torch.ones(3), async_op=True).wait(dist.distributed_c10d.default_pg_timeout)
+        elif what == "partial_all_reduce":
+            backend_of(None).partial_all_reduce(torch.ones(3), [0, 1]).wait()
+        elif what == "training":
+            self.steps()
+        elif what == "synchronize":
+            self.sync.synchronize()
+        else:
+            assert what == "detach", what
+            self.sync.detach()
+
+
+def body_flag(rank: Rank, backend: str, what: str) -> Any:
+    """The handler sets a flag, as those that write a checkpoint before the job is stopped; the wait goes on."""
+    rank.init(backend)
+    training = Training(backend)
+    store = FileStore(str(rank.folder / "flags"), 2)
+    if rank.rank == 1:
+        store.wait(["handled"])
+        training.wait(what)
+        return True
+    on_thread: list[bool] = []
+
+    def handler(*_: Any) -> None:
+        on_thread.append(threading.current_thread() is threading.main_thread())
+        store.set("handled", "1")
+
+    with handling(handler):
+        training.wait(what)
+    return on_thread == [True]
+
+
+WAITS = [
+    *(("prague", what) for what in ("all_reduce", "wait with a limit", "partial_all_reduce", "training")),
+    *(("prague", what) for what in ("synchronize", "detach")),
+    *((backend, what) for backend in ("dssync", "hop") for what in ("training", "synchronize", "detach")),
+    ("dear", "all_reduce"),
+]
+
+
+@pytest.mark.parametrize(("backend", "what"), WAITS)
+def test_handlers_run_in_a_wait(backend: str, what: str) -> None:
+    assert run_ranks(body_flag, 2, backend, what) == [True, True]
+
+
+class Stop(Exception):
+    pass
+
+
+def body_raise(rank: Rank, backend: str, what: str) -> Any:
+    rank.init(backend)
+    training = Training(backend)
+    store = FileStore(str(rank.folder / "flags"), 2)
+    if rank.rank == 1:
+        store.wait(["raised"])
+        try:
+            training.wait(what)
+        except dist.DistBackendError as error:
+            return str(error)
+        return "went on"
+
+    def handler(*_: Any) -> None:
+        raise Stop
+
+    with handling(handler), pytest.raises(Stop):
+        training.wait(what)
+    store.set("raised", "1")
+    return "raised"
+
+
+@pytest.mark.parametrize(
+    ("backend", "what"), [("prague", "all_reduce"), ("prague", "synchronize"), ("dssync", "synchronize")]
+)
+def test_what_a_handler_raises_ends_the_wait(backend: str, what: str) -> None:
+    """As Ctrl-C does. The call itself goes on, so that the peer gets its answer; not where all were to meet."""
+    first, second = run_ranks(body_raise, 2, backend, what)
+    assert first == "raised"
+    if what == "synchronize":
+        assert "rank 0 was interrupted" in second
+    else:
+        assert second == "went on"
