@@ -15,6 +15,7 @@ import argparse
 import csv
 import io
 import os
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ def main() -> None:
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if arguments.batch < world:
         parser.error(f"--batch must be at least the number of processes, {world}; got {arguments.batch}")
+    if rank == 0 and arguments.checkpoint is not None:  # better now than after an epoch
+        try:
+            with tempfile.TemporaryFile(dir=arguments.checkpoint.parent):
+                pass
+        except OSError as error:
+            parser.error(f"cannot write --checkpoint {arguments.checkpoint}: {error.strerror}")
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(0)

@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import errno
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -114,6 +116,18 @@ def write_atomically(path: Path, write: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def refuse_unwritable(parser: argparse.ArgumentParser, path: Path) -> None:
+    """Exit with an error now if ``path`` could not be written, not after the first epoch."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        parser.error(f"cannot write {path}: {error.strerror}")
 
 
 def save_checkpoint(path: Path, shared: dict[str, Any], own: dict[str, Any]) -> None:
@@ -300,6 +314,9 @@ def parse_arguments() -> argparse.Namespace:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         parser.error(f"{', '.join(missing)} not set; start it by: torchrun --nproc-per-node 4 {sys.argv[0]}")
+    if os.environ["RANK"] == "0":  # which writes
+        for path in filter(None, (args.checkpoint, args.log_file)):
+            refuse_unwritable(parser, path)
     return args
 
 

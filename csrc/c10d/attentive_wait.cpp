@@ -4,13 +4,13 @@
 
 namespace torchext {
 namespace {
-std::atomic<void (*)()> registered{nullptr};
+std::atomic<void (*)()> signal_attendant{nullptr};
 }  // namespace
 
-void setSignalAttendant(void (*attendant)()) noexcept { registered.store(attendant); }
+void setSignalAttendant(void (*attendant)()) noexcept { signal_attendant.store(attendant); }
 
 void attendToSignals() {
-  if (auto* attendant = registered.load()) {
+  if (auto* attendant = signal_attendant.load()) {
     attendant();
   }
 }

@@ -10,6 +10,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/callers_line.h"
 #include "c10d/collective_header.h"
 #include "c10d/parse_message.h"
 
@@ -44,7 +45,10 @@ CallCheck::CallCheck(std::shared_ptr<GroupHealth> health, std::shared_ptr<Failur
 
 CallCheck::~CallCheck() { stop(); }
 
-std::optional<CallCheck::Ticket> CallCheck::record(const core::CallHeader& header) {
+std::optional<CallCheck::Ticket> CallCheck::record(core::CallHeader header) {
+  if (mode_ == Mode::kLines && !isLeaving(header)) {
+    header.line = callersLine();
+  }
   std::optional<core::CallMessage> different;
   std::optional<Ticket> ticket;
   {

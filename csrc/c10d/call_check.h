@@ -16,7 +16,9 @@
 // What it leaves: ranks whose call was predicted may have begun when another turns out to differ; they never complete
 // with a wrong result, but what is reduced in place may hold part of a sum, as after every failed collective.
 // CallCheck::Mode::kEvery asks before every call and leaves every buffer as it was. Equal headers in another order
-// cannot be told apart: two all_reduce of the same shape and dtype, exchanged on one rank.
+// cannot be told apart: two all_reduce of the same shape and dtype, exchanged on one rank. Mode::kLines, which asks
+// before every call as well, compares the lines of the script that make the calls (callers_line.h) and finds these, but
+// for a loop that goes through its tensors in another order, always on one line.
 //
 // Waits end with the group's timeout, by GroupHealth's limit and not by one inside Gloo.
 //
@@ -43,7 +45,7 @@ namespace torchext {
 
 class CallCheck {
  public:
-  enum class Mode { kNew, kEvery };
+  enum class Mode { kNew, kEvery, kLines };
 
   // A call that does not start at once.
   struct Ticket {
@@ -59,7 +61,7 @@ class CallCheck {
   CallCheck& operator=(const CallCheck&) = delete;
 
   // Notes the next call. Nothing: start it now. Otherwise hand the ticket to startLater().
-  std::optional<Ticket> record(const core::CallHeader& header);
+  std::optional<Ticket> record(core::CallHeader header);
   // Runs `start` on this object's thread, in the order of the calls, once the ranks agree; with the error if they do
   // not. It may be destroyed without having run.
   // op.limit: the group's timeout.

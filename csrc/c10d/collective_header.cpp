@@ -36,7 +36,9 @@ std::string argumentsOf(const core::CallHeader& header) {
 }
 
 std::string describe(const core::CallHeader& header) {
-  return c10::str(opName(static_cast<c10d::OpType>(header.kind)), "(", argumentsOf(header), ")");
+  const auto line = core::textOf(header.line);
+  return c10::str(opName(static_cast<c10d::OpType>(header.kind)), "(", argumentsOf(header), ")",
+                  line.empty() ? "" : " at ", line);
 }
 
 core::CallHeader headerOf(c10d::OpType type) {

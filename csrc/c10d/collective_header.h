@@ -15,7 +15,7 @@ namespace torchext {
 
 // "sum, float32, 10 elements"; empty where a call has nothing to say.
 std::string argumentsOf(const core::CallHeader& header);
-// "all_reduce(sum, float32, 10 elements)"
+// "all_reduce(sum, float32, 10 elements)", and " at train.py:31" where the line is known
 std::string describe(const core::CallHeader& header);
 
 // The headers of calls. Of `tensors` the dtype and number of elements must be the same on all ranks.

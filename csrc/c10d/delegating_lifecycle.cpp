@@ -67,8 +67,10 @@ DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, Inner
   }
   if (inner_.control && watched.call_check != "off") {
     const bool every = watched.call_check == "every" || c10d::debug_level() == c10d::DebugLevel::Detail;
-    calls_ = std::make_shared<CallCheck>(health_, monitor_, inner_.control,
-                                         every ? CallCheck::Mode::kEvery : CallCheck::Mode::kNew);
+    const auto mode = watched.call_check == "lines" ? CallCheck::Mode::kLines
+                      : every                       ? CallCheck::Mode::kEvery
+                                                    : CallCheck::Mode::kNew;
+    calls_ = std::make_shared<CallCheck>(health_, monitor_, inner_.control, mode);
   }
   monitor_->start(watched.heartbeat_timeout, monitorEvents());
 }

@@ -20,7 +20,8 @@ struct GroupOptions : c10d::Backend::Options {
   std::chrono::milliseconds heartbeat_timeout{5000};
   // Which collectives of CPU tensors the ranks agree on before they start (call_check.h): "new": those that the calls
   // so far did not predict, which finds every difference; "every": all, so that on a difference no rank has touched its
-  // buffers, at a round of messages a call; "off": none. Under TORCH_DISTRIBUTED_DEBUG=DETAIL "new" is "every".
+  // buffers, at a round of messages a call; "lines": the same, and all must
+  // call from the same line of the script; "off": none. Under TORCH_DISTRIBUTED_DEBUG=DETAIL "new" is "every".
   std::string call_check = "new";
   // How long a collective of CPU tensors may take altogether; 0: no limit. `timeout` bounds every wait inside Gloo, for
   // a part of the tensor, so an operation on a slow link goes on for as long as bytes flow. Half a second or more;
@@ -39,7 +40,7 @@ struct GroupOptions : c10d::Backend::Options {
     TORCH_CHECK_VALUE(total == 0 || (total >= 500 && total <= 86'400'000),
                       "operation_timeout must be 0 (no limit) or from 0.5 s to a day, got ",
                       static_cast<double>(total) / 1e3, " s");
-    checkChoice("call_check", call_check, {"new", "every", "off"});
+    checkChoice("call_check", call_check, {"new", "every", "lines", "off"});
   }
 };
 

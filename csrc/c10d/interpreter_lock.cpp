@@ -4,13 +4,13 @@
 
 namespace torchext {
 namespace {
-std::atomic<InterpreterLockReleaser> registered{nullptr};
+std::atomic<InterpreterLockReleaser> lock_releaser{nullptr};
 }  // namespace
 
-void setInterpreterLockReleaser(InterpreterLockReleaser releaser) noexcept { registered.store(releaser); }
+void setInterpreterLockReleaser(InterpreterLockReleaser releaser) noexcept { lock_releaser.store(releaser); }
 
 void withoutInterpreterLock(const std::function<void()>& body) {
-  if (auto* releaser = registered.load()) {
+  if (auto* releaser = lock_releaser.load()) {
     releaser(body);
   } else {
     body();

@@ -19,7 +19,7 @@
 //   right. After a wrong one it looks for the longest stretch of the past, up to kContext calls, that ends like the
 //   present; of equally long ones the last. A loop is predicted from its third round on, mostly from the second.
 //
-// Memory: 32 bytes for each of the last kPast calls. Not thread-safe.
+// Memory: 64 bytes for each of the last kPast calls. Not thread-safe.
 #pragma once
 
 #include <cstddef>

@@ -48,7 +48,7 @@ void attend() {
 const char* const kGroupOptionsDoc =
     R"(    heartbeat_timeout: Silence after which a rank is suspected and the group fails, naming it; 0: never. 0.2 s to a day.
     call_check: Which collectives of CPU tensors the ranks compare before they start: "new" (those that the calls so far
-        did not predict), "every" or "off".
+        did not predict), "every", "lines" (every one, and the line of the script that makes it) or "off".
     operation_timeout: How long a collective of CPU tensors may take altogether; 0: no limit. 0.5 s to a day.
     timeout: Of every single wait, as that of init_process_group, which comes before it.
 
@@ -94,6 +94,7 @@ void bindC10d(py::module_& module) {
   setInterpreterLockReleaser(&releaseInterpreterLock);
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
   setSignalAttendant(&attend);
+  registerLineFinder();
 
   py::class_<InnerBackends>(module, "InnerBackends")
       .def(py::init([](BackendPtr cpu, BackendPtr cuda, BackendPtr control) {

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from attached import OPTIONS
 from harness import Rank, elapsed_error, launch, run_ranks
+from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 from torchext.backends import BACKENDS
@@ -133,6 +134,64 @@ def test_asking_before_every_call_leaves_every_buffer() -> None:
     for error, tensor in run_ranks(body_every, 4):
         assert "make different calls #6" in error[1], error
         assert tensor == [7.0] * 100
+
+
+def body_lines(rank: Rank, backend: str) -> Any:
+    rank.init(backend, timeout=60, pg_options=OPTIONS[backend](call_check="lines", timeout=timedelta(seconds=60)))
+    a, b = torch.full((10,), 1.0), torch.full((10,), 7.0)
+
+    def in_order() -> None:
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+
+    def exchanged() -> None:
+        dist.all_reduce(b)
+        dist.all_reduce(a)
+
+    in_order()
+    before = a.tolist(), b.tolist()
+    first = in_order.__code__.co_firstlineno
+    error = elapsed_error(exchanged if rank.rank == ODD else in_order)
+    return error, (a.tolist(), b.tolist()) == before, (first + 1, first + 5)
+
+
+@pytest.mark.parametrize(("backend", "size"), [("prague", 4), ("hop", 2), ("dssync", 2), ("dear", 2)])
+def test_equal_calls_in_another_order(backend: str, size: int) -> None:
+    for error, untouched, (usual, odd) in run_ranks(body_lines, size, backend):
+        assert error[0] == "DistBackendError" and error[2] < LIMIT, error
+        assert "make different calls #3" in error[1], error
+        for line in (usual, odd):
+            assert f"all_reduce(sum, float32, 10 elements) at test_call_check.py:{line}" in error[1], error
+        assert untouched
+
+
+def body_lines_of_a_script(rank: Rank, backend: str) -> Any:
+    rank.init(backend, pg_options=OPTIONS[backend](call_check="lines"))
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = torchext.attach(model, optimizer)
+    for _ in range(3):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with sync.averaged():
+        dist.barrier()
+    everyone: list[Any] = [None] * rank.size
+    dist.all_gather_object(everyone, rank.rank)
+    thread = threading.Thread(target=dist.barrier)
+    thread.start()
+    thread.join()
+    # The ways to leave have lines of their own.
+    if rank.rank == 0:
+        dist.destroy_process_group()
+    else:
+        dist.destroy_process_group()
+    return everyone
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_a_script_whose_lines_are_compared(backend: str) -> None:
+    assert run_ranks(body_lines_of_a_script, 2, backend) == [[0, 1]] * 2
 
 
 def body_skipped(rank: Rank) -> Any:

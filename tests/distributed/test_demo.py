@@ -217,3 +217,13 @@ def train_with_a_kill(folder: Path, backend: str, checkpoint: Path, *options: st
 def test_bad_command_lines_say_what_to_type(arguments: list[str], message: str, tmp_path: Path) -> None:
     (ended,) = run_interpreters(tmp_path, [SCRIPT, *arguments], [{}])
     assert ended.code == 2 and message in ended.err, ended
+
+
+@pytest.mark.parametrize("option", ["--checkpoint", "--log-file"])
+@pytest.mark.parametrize(("name", "reason"), [("", "Is a directory"), ("file/digits.pt", "cannot write")])
+def test_what_cannot_be_written_is_refused_before_training(option: str, name: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    path = tmp_path / name
+    (ended,) = run_interpreters(tmp_path, [SCRIPT, f"{option}={path}"], [job])
+    assert ended.code == 2 and reason in ended.err and str(path) in ended.err, ended

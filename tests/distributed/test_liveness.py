@@ -218,7 +218,7 @@ def test_options(backend: str) -> None:
             make(heartbeat_timeout=timedelta(seconds=bad))
         with pytest.raises(ValueError, match=r"operation_timeout must be 0 \(no limit\) or from 0\.5 s to a day, got"):
             make(operation_timeout=timedelta(seconds=bad))
-    with pytest.raises(ValueError, match='call_check must be one of new, every, off; got "some"'):
+    with pytest.raises(ValueError, match='call_check must be one of new, every, lines, off; got "some"'):
         make(call_check="some")
 
 

@@ -77,3 +77,8 @@ def test_it_learns_and_resumes_with_another_world_size(data: Path, tmp_path: Pat
     resumed = run(data, 1, "--epochs", "3", "--resume", saved)
     assert len(resumed) == 1  # two of three epochs were done
     assert resumed[0] > first[1] - 0.03, (first, resumed)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_refused_before_training(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"cannot write --checkpoint .*nowhere/ctr.pt: No such file or directory"):
+        run(data, 1, "--checkpoint", str(tmp_path / "nowhere" / "ctr.pt"))

@@ -4,9 +4,13 @@
 
 #include <algorithm>
 #include <functional>
+#include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/random.h"
+#include "core/wire.h"
 
 namespace torchext::core {
 namespace {
@@ -28,15 +32,46 @@ int surprises(CallLedger& ledger, const std::vector<int>& calls) {
   return static_cast<int>(std::count_if(calls.begin(), calls.end(), [&](int c) { return !ledger.record(call(c)); }));
 }
 
+TEST(CallHeader, ALineIsItsEndInPrintableCharacters) {
+  EXPECT_EQ(textOf(makeCallLine("train.py:31")), "train.py:31");
+  EXPECT_EQ(textOf(makeCallLine("")), "");
+  EXPECT_EQ(textOf(CallLine{}), "");
+  const std::string longest = std::string(27, 'x') + ":123";
+  EXPECT_EQ(longest.size() + 1, CallLine{}.size());
+  EXPECT_EQ(textOf(makeCallLine(longest)), longest);
+  EXPECT_EQ(textOf(makeCallLine("a/folder" + longest)), longest);
+  EXPECT_EQ(textOf(makeCallLine(std::string_view("\0\n\x1b[2J\x7f\xc3\xa9:1", 11))), "???[2J???:1");
+}
+
+TEST(CallHeader, ALineThatIsNoTextIsMalformed) {
+  const auto parse = [](const CallLine& line) {
+    CallMessage message;
+    message.sender = 2;
+    message.number = 7;
+    message.header.line = line;
+    return parseCallMessage(std::as_bytes(std::span(&message, 1)), 2).header.line;
+  };
+  CallLine line = makeCallLine("train.py:31");
+  EXPECT_EQ(parse(line), line);
+  line[3] = '\n';
+  EXPECT_THROW(parse(line), MalformedMessage);
+  line[3] = '\0';  // with more behind it
+  EXPECT_THROW(parse(line), MalformedMessage);
+  line.fill('x');  // without an end
+  EXPECT_THROW(parse(line), MalformedMessage);
+}
+
 TEST(CallHeader, EveryFieldCounts) {
-  const CallHeader base{.kind = 1, .reduce_op = 2, .dtype = 3, .root = 4, .numel = 5, .shapes = 6};
-  std::vector<CallHeader> others(6, base);
+  const CallHeader base{
+      .kind = 1, .reduce_op = 2, .dtype = 3, .root = 4, .numel = 5, .shapes = 6, .line = makeCallLine("a.py:7")};
+  std::vector<CallHeader> others(7, base);
   ++others[0].kind;
   ++others[1].reduce_op;
   ++others[2].dtype;
   ++others[3].root;
   ++others[4].numel;
   ++others[5].shapes;
+  others[6].line = makeCallLine("a.py:8");
   for (const auto& other : others) {
     EXPECT_NE(other, base);
     EXPECT_NE(other.digest(), base.digest());

@@ -138,6 +138,7 @@ Wire callMessage() {
   message.sender = kRank;
   message.number = 7;
   message.header.numel = 1000;
+  message.header.line = makeCallLine("train.py:31");
   return {"CallMessage", bytesOf(message), [](std::span<const std::byte> bytes) {
             const CallMessage parsed = parseCallMessage(bytes, kRank);
             EXPECT_EQ(parsed.sender, kRank);
