@@ -7,23 +7,32 @@ agree on a token that is new: rank 0 invents it and hands it to every rank that 
 A rank that waits says hello with a nonce of its own; rank 0 answers that nonce; the rank acknowledges the token, and
 when all have, rank 0 says that the group is complete. What dead ranks left behind is harmless: a hello of the dead is
 answered and never acknowledged, and the living one replaces it.
+
+Where somebody is missing at the timeout, rank 0 says that instead, and every rank raises it. A rank that cannot join
+(``decline``) answers with its reason in the same places: rank 0 instead of the token, others instead of "1".
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
+from collections.abc import Iterable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
-__all__ = ["attempt_store"]
+__all__ = ["attempt_store", "decline"]
 
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.02
 _MARGIN = timedelta(seconds=1)
+_JOINED = "1"
+_REFUSAL = "!"  # before a reason, in place of a token
+_DECLINE_PATIENCE = timedelta(seconds=1)
+_LONGEST_REASON = 300
 
 
 def attempt_store(store: Store, rank: int, size: int, timeout: timedelta) -> PrefixStore:
@@ -38,10 +47,9 @@ def attempt_store(store: Store, rank: int, size: int, timeout: timedelta) -> Pre
         timeout: How long to wait for the others.
 
     Raises:
-        DistStoreError: Some ranks did not come in time; rank 0 names them.
+        DistStoreError: Some ranks did not come in time, or one has declined; named on every rank that waits.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    meeting = PrefixStore(f"torchext/attempt_{attempt}", store)
+    meeting = _meeting(store)
     if size == 1:
         token = uuid.uuid4().hex
     elif rank == 0:
@@ -51,42 +59,95 @@ def attempt_store(store: Store, rank: int, size: int, timeout: timedelta) -> Pre
     return PrefixStore(f"generation_{token}", meeting)
 
 
+def decline(store: Store, rank: int, size: int, error: Exception) -> None:
+    """Tells the ranks that are in ``attempt_store``, or come within a second, that this one does not join, and why."""
+    text = "".join(c if c.isprintable() else " " for c in str(error))[:_LONGEST_REASON]
+    reason = f"rank {rank} cannot join the group: {type(error).__name__}: {text}"
+    meeting = _meeting(store)
+    with contextlib.suppress(RuntimeError):  # nobody waits here yet, or the store is gone
+        if rank == 0:
+            host, deadline = _Host(meeting, size, _REFUSAL + reason), _deadline(_DECLINE_PATIENCE)
+            while len(host.answered) < size - 1 and time.monotonic() < deadline:
+                host.answer(range(1, size))
+        else:
+            token = _hello(meeting, rank, _DECLINE_PATIENCE)
+            if not token.startswith(_REFUSAL):
+                meeting.set(f"seen/{token}/{rank}", reason)
+
+
+def _meeting(store: Store) -> PrefixStore:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"torchext/attempt_{attempt}", store)
+
+
+def _deadline(timeout: timedelta) -> float:
+    return time.monotonic() + timeout.total_seconds()
+
+
+class _Host:
+    """Rank 0's answers to those who say hello."""
+
+    def __init__(self, store: Store, size: int, answer: str) -> None:
+        self.store, self.size, self.text = store, size, answer
+        self.answered: dict[int, bytes] = {}
+        self.pause = _FIRST_PAUSE
+
+    def answer(self, ranks: Iterable[int]) -> None:
+        """Answers those of ``ranks`` that have said hello, and pauses."""
+        for rank in ranks:
+            if self.store.check([f"hello/{rank}"]):
+                nonce = self.store.get(f"hello/{rank}")
+                if self.answered.get(rank) != nonce:
+                    self.store.set(f"welcome/{rank}/{nonce.decode()}", self.text)
+                    self.answered[rank] = nonce
+        time.sleep(self.pause)
+        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+
+
 def _host(store: Store, size: int, timeout: timedelta) -> str:
     token = uuid.uuid4().hex
-    deadline = time.monotonic() + timeout.total_seconds()
-    answered: dict[int, bytes] = {}
+    host, deadline = _Host(store, size, token), _deadline(timeout)
     missing = set(range(1, size))
-    pause = _FIRST_PAUSE
-    while missing:
+    reason = ""
+    while missing and not reason:
         for rank in sorted(missing):
             if store.check([f"seen/{token}/{rank}"]):
+                said = store.get(f"seen/{token}/{rank}").decode()
                 missing.discard(rank)
-            elif store.check([f"hello/{rank}"]):
-                nonce = store.get(f"hello/{rank}")
-                if answered.get(rank) != nonce:
-                    store.set(f"welcome/{rank}/{nonce.decode()}", token)
-                    answered[rank] = nonce
-        if missing and time.monotonic() > deadline:
-            raise DistStoreError(
-                f"rank 0 of {size}: ranks {sorted(missing)} did not join the group within {timeout.total_seconds():g} s"
-                "; check that they run and reach the same store"
+                reason = reason or ("" if said == _JOINED else said)
+        if missing and not reason and time.monotonic() > deadline:
+            reason = (
+                f"ranks {sorted(missing)} did not join the group within {timeout.total_seconds():g} s; check that they"
+                " run and reach the same store"
             )
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    store.set(f"complete/{token}", "1")
+        if missing and not reason:
+            host.answer(sorted(missing))
+    store.set(f"complete/{token}", reason or _JOINED)
+    if reason:
+        raise DistStoreError(f"rank 0 of {size}: {reason}")
     return token
 
 
 def _guest(store: Store, rank: int, timeout: timedelta) -> str:
+    token = _hello(store, rank, timeout)
+    if token.startswith(_REFUSAL):
+        raise DistStoreError(f"rank {rank}: {token.removeprefix(_REFUSAL)}")
+    store.set(f"seen/{token}/{rank}", _JOINED)
+    # Rank 0 names those that are missing; the margin lets it speak first.
+    _wait(store, f"complete/{token}", timeout + _MARGIN, f"rank {rank}: rank 0 has gone, or some ranks did not come,")
+    said = store.get(f"complete/{token}").decode()
+    if said != _JOINED:
+        raise DistStoreError(f"rank {rank}: {said}")
+    return token
+
+
+def _hello(store: Store, rank: int, timeout: timedelta) -> str:
+    """What rank 0 answers."""
     nonce = uuid.uuid4().hex
     store.set(f"hello/{rank}", nonce)
     welcome = f"welcome/{rank}/{nonce}"
     _wait(store, welcome, timeout, f"rank {rank}: rank 0 did not join the group")
-    token = store.get(welcome).decode()
-    store.set(f"seen/{token}/{rank}", "1")
-    # Rank 0 names those that are missing; the margin lets it speak first.
-    _wait(store, f"complete/{token}", timeout + _MARGIN, f"rank {rank}: some ranks did not join the group")
-    return token
+    return store.get(welcome).decode()
 
 
 def _wait(store: Store, key: str, timeout: timedelta, complaint: str) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, Store
 
 from torchext import _C
-from torchext._rendezvous import attempt_store
+from torchext._rendezvous import attempt_store, decline
 from torchext._resources import check_resources
 from torchext.errors import BackendOptionsError, NotABackendOfOursError
 
@@ -139,14 +139,15 @@ def connecting_within(limit: timedelta) -> Iterator[None]:
 
 def _creator(name: str) -> Callable[[Any, object | None], Any]:
     def create(opts: Any, pg_options: object | None) -> Any:
-        options = _options(name, pg_options, opts)
+        with _declining(opts):
+            options = _options(name, pg_options, opts)
+            check_resources(opts.group_size, 2 if opts.group_size > 1 else 1)
         timeout: timedelta = options._timeout
         if not _connecting.get():
             # Others may wait for an average with this rank, and this one would wait for them. What has failed there is
             # its own models' to report.
             with contextlib.suppress(RuntimeError):
                 _C.keep_promises()
-        check_resources(opts.group_size, 2 if opts.group_size > 1 else 1)
         store = attempt_store(opts.store, opts.group_rank, opts.group_size, _connecting.get() or timeout)
         members = options.global_ranks_in_group
         inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts.group_id, members)
@@ -171,6 +172,17 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
         return backend
 
     return create
+
+
+@contextlib.contextmanager
+def _declining(opts: Any) -> Iterator[None]:
+    """What is wrong in here keeps this rank from joining the group; those that wait for it learn that, and why."""
+    try:
+        yield
+    except (OSError, TypeError, ValueError) as error:
+        if not _connecting.get():  # where groups are formed anew, who is missing is found in another way
+            decline(opts.store, opts.group_rank, opts.group_size, error)
+        raise
 
 
 def options_for(name: str, pg_options: object | None) -> Any:

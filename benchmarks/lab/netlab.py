@@ -183,6 +183,10 @@ class NetLab:
         _limit(name, "eth0", self.rate)
         _limit(switch, port, self.rate)
 
+    def namespace(self, host: int) -> str:
+        """Returns the name of ``host``'s network namespace, for a process that enters it by itself."""
+        return self._namespace(f"h{host}")
+
     def _namespace(self, part: str) -> str:
         if not self._tag:
             raise NetLabError("netlab: the lab is not open; use it in a with block")

@@ -126,6 +126,7 @@ def body_children(rank: Rank) -> bool:
         options: Any = child._get_backend(torch.device("cpu")).options
         assert options.neighbours is None and options.graph == "ring-based"
         assert (options.backup_workers, options.max_iteration_gap, options.max_jump) == (1, 3, 4)
+        child.barrier().wait()  # who leaves earlier would close connections that the other still makes
     return True
 
 

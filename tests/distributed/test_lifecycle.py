@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -149,6 +150,14 @@ def test_an_orderly_leave_raises_no_alarm() -> None:
     assert run_ranks(body_leaves_early, 4) == [True] * 4
 
 
+def held() -> tuple[int, int, float]:
+    """Threads, descriptors, and MB of memory of this process's own."""
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    kilobytes = sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return thread_count(), descriptor_count(), kilobytes / 1e3
+
+
 def body_cycles(rank: Rank, mode: str, name: str) -> Any:
     def cycle(i: int) -> None:
         if mode == "init":
@@ -165,20 +174,22 @@ def body_cycles(rank: Rank, mode: str, name: str) -> Any:
         rank.init(name)
     for i in range(3):
         cycle(i)
-    before = thread_count(), descriptor_count()
+    before = held()
     for i in range(3, 23):
         cycle(i)
     time.sleep(0.2)
-    return before, (thread_count(), descriptor_count())
+    return before, held()
 
 
-@pytest.mark.parametrize("name", ["prague", "hop"])
+@pytest.mark.parametrize("name", ["prague", "hop", "dssync", "dear"])
 @pytest.mark.parametrize("mode", ["init", "group"])
 def test_twenty_groups_leak_nothing(mode: str, name: str) -> None:
     for before, after in run_ranks(body_cycles, 3, mode, name):
         # Python's collector may keep a handful of objects of the last cycle.
         assert after[0] <= before[0] + 2, (before, after)
         assert after[1] <= before[1] + 6, (before, after)
+        # Usually one; Gloo's own groups take half of that, and the store remembers keys. Sanitizers free nothing.
+        assert "san" in os.environ.get("LD_PRELOAD", "") or after[2] < before[2] + 4, (before, after)
 
 
 def body_same_store(rank: Rank) -> Any:

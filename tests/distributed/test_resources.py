@@ -1,4 +1,4 @@
-"""Descriptors or ports run out: an exception with the cause when a group is made; the others learn who is missing."""
+"""A rank that cannot join a group, for want of descriptors, ports or the right options: an error at once on all."""
 
 from __future__ import annotations
 
@@ -8,31 +8,69 @@ import os
 import resource
 import socket
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from harness import Rank, descriptor_count, elapsed_error, run_ranks
+from harness import Rank, descriptor_count, elapsed_error, free_port, run_ranks
 
-from torchext.backends import BACKENDS
+import torchext
 
 CLONE_NEWNET = 0x40000000
 
 
-def body_few_descriptors(rank: Rank, backend: str) -> Any:
-    if rank.rank == 1:
+def body_few_descriptors(rank: Rank, backend: str, victim: int, port: int) -> Any:
+    limit = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, rank.size, rank.rank == 0, limit)
+
+    def join() -> None:
+        dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size, timeout=limit)
+
+    if rank.rank == victim:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor_count() + 12, 4096))
-    return elapsed_error(lambda: rank.init(backend, timeout=2))
+    error = elapsed_error(join)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+    join()
+    dist.barrier()
+    return error
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
-def test_too_few_descriptors(backend: str) -> None:
-    errors = run_ranks(body_few_descriptors, 3, backend)
-    kind, text, seconds = errors[1]
-    assert kind == "OSError" and f"[Errno {errno.EMFILE}]" in text, errors[1]
-    assert "Too many open files" in text and "ulimit -n" in text and seconds < 1.5
-    assert "ranks [1] did not join the group" in errors[0][1], errors[0]
+@pytest.mark.parametrize(
+    ("backend", "victim"), [("prague", 0), ("prague", 1), ("prague", 2), ("dear", 1), ("dssync", 1), ("hop", 1)]
+)
+def test_too_few_descriptors(backend: str, victim: int) -> None:
+    """The others do not wait for their timeout: they learn at once who does not come, and why."""
+    errors = run_ranks(body_few_descriptors, 3, backend, victim, free_port())
+    for rank, (kind, text, seconds) in enumerate(errors):
+        assert f"[Errno {errno.EMFILE}]" in text and "Too many open files" in text and "ulimit -n" in text, errors
+        assert kind == ("OSError" if rank == victim else "DistStoreError"), errors
+        assert rank == victim or f"rank {victim} cannot join the group: OSError" in text, errors
+        assert seconds < 10, errors
+
+
+def body_wrong_options(rank: Rank, victim: int) -> Any:
+    options = torchext.HopOptions() if rank.rank == victim else None
+    return elapsed_error(lambda: rank.init("prague", timeout=60, pg_options=options))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_options_of_another_backend_on_one_rank(victim: int) -> None:
+    errors = run_ranks(body_wrong_options, 2, victim)
+    assert errors[victim][0] == "BackendOptionsError", errors
+    kind, text, seconds = errors[1 - victim]
+    assert kind == "DistStoreError" and f"rank {victim} cannot join the group: BackendOptionsError" in text, errors
+    assert seconds < 10, errors
+
+
+def body_alone(rank: Rank) -> Any:
+    return elapsed_error(lambda: rank.init("prague", timeout=60, world_size=2, pg_options=torchext.HopOptions()))
+
+
+def test_a_rank_that_is_refused_does_not_wait_for_others() -> None:
+    ((kind, _, seconds),) = run_ranks(body_alone, 1)
+    assert kind == "BackendOptionsError" and seconds < 10
 
 
 def body_no_ports(rank: Rank) -> Any:
