@@ -31,7 +31,7 @@ _LONGEST_PAUSE = 0.02
 _MARGIN = timedelta(seconds=1)
 _JOINED = "1"
 _REFUSAL = "!"  # before a reason, in place of a token
-_DECLINE_PATIENCE = timedelta(seconds=1)
+_DECLINE_PATIENCE = timedelta(seconds=5)
 _LONGEST_REASON = 300
 
 
@@ -60,7 +60,7 @@ def attempt_store(store: Store, rank: int, size: int, timeout: timedelta) -> Pre
 
 
 def decline(store: Store, rank: int, size: int, error: Exception) -> None:
-    """Tells the ranks that are in ``attempt_store``, or come within a second, that this one does not join, and why."""
+    """Tells the ranks that are in ``attempt_store``, or come within seconds, that this one does not join, and why."""
     text = "".join(c if c.isprintable() else " " for c in str(error))[:_LONGEST_REASON]
     reason = f"rank {rank} cannot join the group: {type(error).__name__}: {text}"
     meeting = _meeting(store)
@@ -73,6 +73,8 @@ def decline(store: Store, rank: int, size: int, error: Exception) -> None:
             token = _hello(meeting, rank, _DECLINE_PATIENCE)
             if not token.startswith(_REFUSAL):
                 meeting.set(f"seen/{token}/{rank}", reason)
+                # Not to come back, if the caller tries again, before rank 0 has read it.
+                meeting.wait([f"complete/{token}"], _DECLINE_PATIENCE)
 
 
 def _meeting(store: Store) -> PrefixStore:
