@@ -37,7 +37,7 @@ class Fault:
     act: Callable[[Rank, str, acts.Options, Any], acts.Saw]
     join: Callable[[Rank, str, acts.Options, Any], None] | None
     named: str = "$^"
-    backends: tuple[str, ...] = ("prague",)
+    backends: tuple[str, ...] = OURS
     worlds: tuple[int, ...] = (2, 4, 8)
     absent: tuple[int, ...] = ()
     stage: stages.StageMaker = stages.quiet
@@ -51,7 +51,6 @@ FAULTS = {
         acts.loop_for_ever,
         acts.join,
         r"rank 1 died",
-        OURS,
         absent=(VICTIM,),
         stage=stages.killed,
     ),
@@ -60,7 +59,6 @@ FAULTS = {
         acts.loop_for_ever,
         acts.join,
         r"rank 1 has been silent[^;]*",
-        OURS,
         absent=(VICTIM,),
         stage=stages.stopped,
     ),
@@ -93,6 +91,7 @@ FAULTS = {
         "an all_reduce of 40 MB over links of 15 Mb/s",
         acts.reduce_slowly,
         acts.join_on_hosts,
+        backends=("prague",),
         worlds=(2, 4),
         stage=stages.cable(rate="15mbit", down_s=0),
     ),
@@ -104,9 +103,9 @@ FAULTS = {
         absent=(VICTIM,),
     ),
     "absent": Fault(
-        "rank 1 never joins the group", acts.never_join, None, r"ranks \[1\] did not join", OURS, absent=(VICTIM,)
+        "rank 1 never joins the group", acts.never_join, None, r"ranks \[1\] did not join", absent=(VICTIM,)
     ),
-    "numel": Fault("rank 1 reduces 12 elements, the others 10", acts.numel, acts.join, "make different calls", OURS),
+    "numel": Fault("rank 1 reduces 12 elements, the others 10", acts.numel, acts.join, "make different calls"),
     "dtype": Fault("rank 1 reduces int32, the others float32", acts.dtype, acts.join, "make different calls"),
     "reduction": Fault("rank 1 reduces by max, the others by sum", acts.reduction, acts.join, "make different calls"),
     "root": Fault(
@@ -143,7 +142,6 @@ FAULTS = {
         "the store's server is killed in a loop of all_reduce of 5 s",
         acts.loop,
         acts.join_by_server,
-        backends=OURS,
         worlds=(2, 4),
         stage=stages.store_killed,
     ),
@@ -152,7 +150,6 @@ FAULTS = {
         acts.join_without_descriptors,
         None,
         r"Too many open files|ranks \[1\] did not join",
-        OURS,
     ),
     "ports": Fault(
         "no port is free when the group is made", acts.join_without_ports, None, "no TCP port is free", worlds=(1,)

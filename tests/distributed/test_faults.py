@@ -27,8 +27,8 @@ def loop_of_all_reduce() -> None:
 # ---- A peer is killed ----
 
 
-def body_killed_in_step(rank: Rank) -> Any:
-    rank.init(timeout=60)
+def body_killed_in_step(rank: Rank, backend: str) -> Any:
+    rank.init(backend, timeout=60)
     dist.all_reduce(torch.ones(1))
     rank.report("ready")
     first = elapsed_error(loop_of_all_reduce)
@@ -37,9 +37,15 @@ def body_killed_in_step(rank: Rank) -> Any:
     return first, second, untouched.tolist(), torchext.backend_of().failure
 
 
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), (4, 3), (4, 0), (8, 5)])
-def test_sigkill_in_all_reduce(size: int, victim: int) -> None:
-    with launch(body_killed_in_step, size) as ranks:
+@pytest.mark.parametrize(
+    ("backend", "size", "victim"),
+    [
+        *(("prague", 2, 1), ("prague", 4, 3), ("prague", 4, 0), ("prague", 8, 5)),
+        *(("hop", 4, 2), ("dssync", 4, 3), ("dear", 4, 1)),
+    ],
+)
+def test_sigkill_in_all_reduce(backend: str, size: int, victim: int) -> None:
+    with launch(body_killed_in_step, size, backend) as ranks:
         ranks.expect("ready")
         time.sleep(0.3)
         start = time.monotonic()
@@ -51,7 +57,7 @@ def test_sigkill_in_all_reduce(size: int, victim: int) -> None:
             assert outcome.ok, outcome.trace
             (kind, text, _), (kind2, text2, seconds2), untouched, failure = outcome.value
             assert kind == kind2 == "DistBackendError"
-            label = f"prague [rank {outcome.rank} of {size}, group "
+            label = f"{backend} [rank {outcome.rank} of {size}, group "
             assert text.startswith(label) and f"rank {victim} died" in text, text
             call = r"all_reduce #\d+ \(sum, float32, 100000 elements; [0-9.]+ s after the call\): "
             assert re.search(call + f"rank {victim} died", text), text

@@ -7,11 +7,13 @@ import os
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
 
 import torchext
+from torchext.backends import BACKENDS
 
 
 def in_fork(work: Any) -> str:
@@ -33,8 +35,8 @@ def in_fork(work: Any) -> str:
     return text
 
 
-def body_fork(rank: Rank) -> Any:
-    rank.init()
+def body_fork(rank: Rank, backend_name: str) -> Any:
+    rank.init(backend_name)
     dist.all_reduce(torch.ones(1))
     start = time.monotonic()
 
@@ -62,10 +64,11 @@ def body_fork(rank: Rank) -> Any:
     return answers, took, tensor.tolist(), torchext.backend_of().failure
 
 
-def test_fork() -> None:
-    for answers, took, tensor, failure in run_ranks(body_fork, 2):
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_fork(backend: str) -> None:
+    for answers, took, tensor, failure in run_ranks(body_fork, 2, backend):
         for answer in answers[:2]:
-            assert answer.startswith("DistBackendError: prague [rank "), answer
+            assert answer.startswith(f"DistBackendError: {backend} [rank "), answer
             assert "cannot be used in its forked child" in answer, answer
         assert answers[2:] == ["returned", "destroyed"]
         assert took < 5

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---- abort, shutdown, exit ----
 
 
-def body_abort(rank: Rank, mode: str) -> Any:
-    rank.init(timeout=60)
+def body_abort(rank: Rank, backend_name: str, mode: str) -> Any:
+    rank.init(backend_name, timeout=60)
     dist.barrier()
     rank.report("ready")
     if rank.rank == 0:
@@ -57,9 +57,15 @@ def body_abort(rank: Rank, mode: str) -> Any:
     return kind, text, ended - began[0] if began else None, later, time.monotonic() - start
 
 
-@pytest.mark.parametrize(("mode", "size"), [("collective", 2), ("collective", 8), ("recv", 4)])
-def test_abort_from_another_thread(mode: str, size: int) -> None:
-    with launch(body_abort, size, mode) as ranks:
+@pytest.mark.parametrize(
+    ("backend", "mode", "size"),
+    [
+        *(("prague", "collective", 2), ("prague", "collective", 8), ("prague", "recv", 4)),
+        *(("hop", "collective", 4), ("dssync", "collective", 4), ("dear", "collective", 4)),
+    ],
+)
+def test_abort_from_another_thread(backend: str, mode: str, size: int) -> None:
+    with launch(body_abort, size, backend, mode) as ranks:
         ranks.expect("ready")
         for outcome in ranks.outcomes(list(range(1, size)), deadline=20):
             assert outcome.ok, outcome.trace
@@ -71,8 +77,8 @@ def test_abort_from_another_thread(mode: str, size: int) -> None:
             assert destroy < 2
 
 
-def body_destroy_pending(rank: Rank) -> Any:
-    rank.init(timeout=60)
+def body_destroy_pending(rank: Rank, backend: str) -> Any:
+    rank.init(backend, timeout=60)
     dist.barrier()
     rank.report("ready")
     if rank.rank == 0:
@@ -86,9 +92,11 @@ def body_destroy_pending(rank: Rank) -> Any:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_destroy_with_pending_work_is_bounded(size: int) -> None:
-    with launch(body_destroy_pending, size) as ranks:
+@pytest.mark.parametrize(
+    ("backend", "size"), [("prague", 2), ("prague", 4), ("prague", 8), ("hop", 4), ("dssync", 4), ("dear", 4)]
+)
+def test_destroy_with_pending_work_is_bounded(backend: str, size: int) -> None:
+    with launch(body_destroy_pending, size, backend) as ranks:
         ranks.expect("ready")
         for outcome in ranks.outcomes(list(range(1, size)), deadline=20):
             assert outcome.ok, outcome.trace

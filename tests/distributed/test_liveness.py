@@ -111,8 +111,8 @@ def test_stalls_below_the_limit_are_no_alarm() -> None:
 # ---- Alive, but not there ----
 
 
-def body_stuck(rank: Rank, numel: int) -> Any:
-    init(rank, "prague", 0.5, 3.0)
+def body_stuck(rank: Rank, backend: str, numel: int) -> Any:
+    init(rank, backend, 0.5, 3.0)
     for _ in range(8):
         dist.all_reduce(torch.ones(10))
     rank.report("ready")
@@ -123,9 +123,11 @@ def body_stuck(rank: Rank, numel: int) -> Any:
 
 
 # A call like those before starts at once and waits in Gloo; a new one waits for all ranks to agree.
-@pytest.mark.parametrize("numel", [10, 20])
-def test_a_rank_that_is_stuck_elsewhere_is_named_at_the_timeout(numel: int) -> None:
-    with launch(body_stuck, 4, numel) as ranks:
+@pytest.mark.parametrize(
+    ("backend", "numel"), [("prague", 10), ("prague", 20), ("hop", 10), ("dssync", 10), ("dear", 10)]
+)
+def test_a_rank_that_is_stuck_elsewhere_is_named_at_the_timeout(backend: str, numel: int) -> None:
+    with launch(body_stuck, 4, backend, numel) as ranks:
         ranks.expect("ready")
         start = time.monotonic()
         for outcome in ranks.outcomes([0, 2, 3], deadline=30):
@@ -183,7 +185,7 @@ def body_store(rank: Rank, port: int, backend: str) -> Any:
     return torchext.backend_of().failure
 
 
-@pytest.mark.parametrize("backend", ["prague", "dear"])
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_group_outlives_the_store(backend: str) -> None:
     port = free_port()
     server = subprocess.Popen([sys.executable, "-c", STORE, str(port)], stdout=subprocess.PIPE, text=True)
