@@ -36,6 +36,8 @@ from lab.faults import FAULTS, OURS
 
 import torchext
 
+LIMIT_S = 4 * TIMEOUT_S
+
 
 def body(rank: Rank, backend: str, name: str, setting: Any) -> dict[str, Any]:
     """Rank function: what this rank saw, and when."""
@@ -77,7 +79,14 @@ def _run(backend: str, name: str, world: int) -> dict[str, Any]:
             stage.strike(ranks)
         survivors = [rank for rank in range(world) if rank not in fault.absent]
         seen = []
-        for outcome in ranks.outcomes(survivors, deadline=4 * TIMEOUT_S):
+        ranks.wait_until(lambda _, done: all(rank in done for rank in survivors), deadline=LIMIT_S)
+        for rank in survivors:
+            try:
+                (outcome,) = ranks.outcomes([rank], deadline=0.1)
+            except AssertionError:
+                text = f"still waits after {LIMIT_S:g} s"
+                seen.append({"rank": rank, "kind": text, "saw": text, "seconds": None})
+                continue
             if outcome.error:
                 seen.append(_ending(ranks, outcome))
                 continue

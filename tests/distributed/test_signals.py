@@ -46,6 +46,7 @@ class Training:
         self.sync = torchext.attach(self.ddp, self.optimizer)
         for _ in range(8):  # past what a backend measures first
             self.step()
+        dist.barrier()  # in which a worker that is ahead still averages with the other
 
     def step(self) -> None:
         self.optimizer.zero_grad()
