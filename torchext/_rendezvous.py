@@ -9,7 +9,8 @@ when all have, rank 0 says that the group is complete. What dead ranks left behi
 answered and never acknowledged, and the living one replaces it.
 
 Where somebody is missing at the timeout, rank 0 says that instead, and every rank raises it. A rank that cannot join
-(``decline``) answers with its reason in the same places: rank 0 instead of the token, others instead of "1".
+(``decline``) answers with its reason in the same places: rank 0 instead of the token, others instead of "1". Rank 0
+stays for some seconds then, to tell it to those who come late.
 """
 
 from __future__ import annotations
@@ -66,9 +67,7 @@ def decline(store: Store, rank: int, size: int, error: Exception) -> None:
     meeting = _meeting(store)
     with contextlib.suppress(RuntimeError):  # nobody waits here yet, or the store is gone
         if rank == 0:
-            host, deadline = _Host(meeting, size, _REFUSAL + reason), _deadline(_DECLINE_PATIENCE)
-            while len(host.answered) < size - 1 and time.monotonic() < deadline:
-                host.answer(range(1, size))
+            _Host(meeting, size, "").refuse(reason)
         else:
             token = _hello(meeting, rank, _DECLINE_PATIENCE)
             if not token.startswith(_REFUSAL):
@@ -105,18 +104,30 @@ class _Host:
         time.sleep(self.pause)
         self.pause = min(2 * self.pause, _LONGEST_PAUSE)
 
+    def refuse(self, reason: str) -> None:
+        """Tells those who have no answer yet why there will be no group, for as long as patience lasts.
+
+        Not those who have one: they know, and a hello anew is for the caller's next try.
+        """
+        self.text = _REFUSAL + reason
+        deadline = _deadline(_DECLINE_PATIENCE)
+        while (late := set(range(1, self.size)) - self.answered.keys()) and time.monotonic() < deadline:
+            self.answer(sorted(late))
+
 
 def _host(store: Store, size: int, timeout: timedelta) -> str:
     token = uuid.uuid4().hex
     host, deadline = _Host(store, size, token), _deadline(timeout)
     missing = set(range(1, size))
     reason = ""
+    declined = False
     while missing and not reason:
         for rank in sorted(missing):
             if store.check([f"seen/{token}/{rank}"]):
                 said = store.get(f"seen/{token}/{rank}").decode()
                 missing.discard(rank)
-                reason = reason or ("" if said == _JOINED else said)
+                if said != _JOINED and not declined:
+                    reason, declined = said, True
         if missing and not reason and time.monotonic() > deadline:
             reason = (
                 f"ranks {sorted(missing)} did not join the group within {timeout.total_seconds():g} s; check that they"
@@ -125,6 +136,9 @@ def _host(store: Store, size: int, timeout: timedelta) -> str:
         if missing and not reason:
             host.answer(sorted(missing))
     store.set(f"complete/{token}", reason or _JOINED)
+    if declined:
+        with contextlib.suppress(RuntimeError):  # the store is gone: with those it could have told
+            host.refuse(reason)
     if reason:
         raise DistStoreError(f"rank 0 of {size}: {reason}")
     return token

@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import subprocess
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,24 @@ def test_too_few_descriptors(backend: str, victim: int) -> None:
         assert f"[Errno {errno.EMFILE}]" in text and "Too many open files" in text and "ulimit -n" in text, errors
         assert kind == ("OSError" if rank == victim else "DistStoreError"), errors
         assert rank == victim or f"rank {victim} cannot join the group: OSError" in text, errors
+        assert seconds < 10, errors
+
+
+def body_one_comes_late(rank: Rank, victim: int) -> Any:
+    if rank.rank == 3:
+        time.sleep(2)
+    options = torchext.HopOptions() if rank.rank == victim else None
+    return elapsed_error(lambda: rank.init("prague", timeout=60, pg_options=options))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_comes_late_learns_it_too(victim: int) -> None:
+    """The last rank says hello when the others know already that there will be no group."""
+    errors = run_ranks(body_one_comes_late, 4, victim)
+    assert errors[victim][0] == "BackendOptionsError", errors
+    for rank in {0, 1, 2, 3} - {victim}:
+        kind, text, seconds = errors[rank]
+        assert kind == "DistStoreError" and f"rank {victim} cannot join the group: BackendOptionsError" in text, errors
         assert seconds < 10, errors
 
 
