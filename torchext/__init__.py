@@ -16,6 +16,7 @@ with told_by_main():
     load_native("_kernels")
 
 from torchext import nn, ops
+from torchext._C import ProcessGroupDear, ProcessGroupDSSync, ProcessGroupHop, ProcessGroupPrague
 from torchext._dear_synchronizer import DearSynchronizer
 from torchext._hop_synchronizer import HopSynchronizer
 from torchext._join import join
@@ -34,6 +35,10 @@ __all__ = [
     "HopOptions",
     "HopSynchronizer",
     "PragueOptions",
+    "ProcessGroupDSSync",
+    "ProcessGroupDear",
+    "ProcessGroupHop",
+    "ProcessGroupPrague",
     "Synchronizer",
     "__version__",
     "attach",

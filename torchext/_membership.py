@@ -100,7 +100,9 @@ class Membership:
         group = self._ddp.process_group
         members = list(range(dist.get_world_size(group)))
         self._me = dist.get_rank(group)
-        self._options = backend_of(group).options
+        options = backend_of(group).options
+        assert isinstance(options, _C.PragueOptions | _C.HopOptions | _C.DSSyncOptions)  # dear's members do not change
+        self._options = options
         name = dist.get_backend(group)
         # "cpu:gloo,cuda:prague" has no name of its own
         self._backend = name if name in BACKENDS else dist.get_backend_config(group)
@@ -335,4 +337,6 @@ class Membership:
         return Meeting(self._store, self._roll, attempt)
 
     def _announce(self) -> None:
-        backend_of(self._ddp.process_group)._announce_member(self._meeting().store, self._me)
+        backend = backend_of(self._ddp.process_group)
+        assert isinstance(backend, _C.AttachableBackend)
+        backend._announce_member(self._meeting().store, self._me)

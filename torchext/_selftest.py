@@ -49,6 +49,7 @@ def _worker(rank: int, store: str) -> None:
     _timed("all_reduce", rank, milliseconds)
 
     backend = torchext.backend_of(dist.group.WORLD)
+    assert isinstance(backend, torchext.ProcessGroupPrague)
     milliseconds = []
     for _ in range(REPEATS):
         tensor = torch.full((ELEMENTS,), float(rank + 1))

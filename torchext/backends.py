@@ -98,8 +98,10 @@ def _register_shrunk_groups() -> None:
     dist.distributed_c10d._create_shrunk_process_group = create_as_custom
 
 
-def backend_of(group: ProcessGroup | None = None) -> Any:
+def backend_of(group: ProcessGroup | None = None) -> _C.DelegatingBackend:
     """The C++ backend of ``group`` (the default group if ``None``) for CPU tensors.
+
+    What one backend adds is found by its class: ``isinstance(backend, torchext.ProcessGroupPrague)``.
 
     Raises:
         TypeError: ``group`` is no process group.

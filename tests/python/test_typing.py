@@ -1,4 +1,4 @@
-"""What a type checker knows of what ``torchext.attach`` returns."""
+"""What a type checker knows of what ``torchext.attach`` and ``torchext.backend_of`` return."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def train(ddp: Any, optimizer: Any) -> None:
         sync.load_optimizer_state_dict(sync.optimizer_state_dict())
         reveal_type(sync.optimizer_state_dict())
     print(sync.iteration)
+    backend = torchext.backend_of()
+    reveal_type(backend.failure)
+    if isinstance(backend, torchext.ProcessGroupDSSync):
+        reveal_type(backend.topology)
+        reveal_type(backend.options.group_size)
+    print(backend.topology)
 """
 # What torch is made of is of no interest here, and takes a minute.
 CONFIG = """
@@ -56,4 +62,8 @@ def test_a_script_that_uses_what_one_backend_adds(tmp_path: Path) -> None:
         ("11", "int", ""),
         ("14", "dict[str, Any]", ""),
         ("15", "", "attr-defined"),
+        ("17", "tuple[int, str]", ""),
+        ("19", "dict[str, Any] | None", ""),
+        ("20", "int", ""),
+        ("21", "", "attr-defined"),
     ], done.stdout + done.stderr

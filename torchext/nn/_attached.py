@@ -41,7 +41,7 @@ def check_prunable(tables: Iterable[AdaptiveTable], process_group: Any) -> None:
                 "--max-restarts goes on from a checkpoint)"
             )
         backend = backend_of(synchronizer._ddp.process_group)
-        if isinstance(backend, _C.ProcessGroupHop) and (jump := backend.options.max_jump):  # type: ignore[attr-defined]
+        if isinstance(backend, _C.ProcessGroupHop) and (jump := backend.options.max_jump):
             raise ValueError(
                 f"HopOptions.max_jump = {jump}: workers that skip iterations have observed other numbers of steps, "
                 "and tables are pruned by what all have observed; with a ChunkPruner allowed is 0"
