@@ -19,6 +19,7 @@ import ast
 import contextlib
 import errno
 import json
+import math
 import os
 import sys
 import tempfile
@@ -303,8 +304,16 @@ def parse_arguments() -> argparse.Namespace:
     add("--step-ms", type=float, default=0.0, metavar="MS", help="emulate steps of at least this length by sleeping")
     add("--straggler", type=float, default=1.0, metavar="K", help="the last rank's --step-ms is K times longer")
     args = parser.parse_args()
-    if args.epochs < 1:
-        parser.error(f"--epochs must be at least 1, got {args.epochs}")
+    for name, value in (("--epochs", args.epochs), ("--batch-size", args.batch_size)):
+        if value < 1:
+            parser.error(f"{name} must be at least 1, got {value}")
+    for name, value in (("--lr", args.lr), ("--lr-decay", args.lr_decay)):
+        if not (0.0 < value < math.inf):
+            parser.error(f"{name} must be above 0 and finite, got {value:g}")
+    if not args.step_ms >= 0.0:
+        parser.error(f"--step-ms must be at least 0, got {args.step_ms:g}")
+    if not 0.0 <= args.min_accuracy <= 1.0:
+        parser.error(f"--min-accuracy is a share from 0 to 1, got {args.min_accuracy:g}")
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint FILE")
     if args.straggler < 1.0 or (args.straggler > 1.0 and args.step_ms <= 0.0):

@@ -49,8 +49,8 @@ void ProcessGroupDSSync::Options::validate() const {
 
 void ProcessGroupDSSync::Options::validate(int world_size) const {
   validate();
-  TORCH_CHECK_VALUE(group_size <= std::max(world_size, 1), "DSSyncOptions.group_size must be in [2, ", world_size,
-                    "] in a group of ", world_size, " ranks, got ", group_size, "; leave it out to have it chosen");
+  TORCH_CHECK_VALUE(group_size <= std::max(world_size, 1), "DSSyncOptions.group_size must be at most ", world_size,
+                    ", the group's ranks, got ", group_size, "; leave it out to have it chosen");
   TORCH_CHECK_VALUE(racks.empty() || racks.size() == static_cast<std::size_t>(world_size),
                     "DSSyncOptions.racks must have an entry for each of the ", world_size, " ranks, got ",
                     racks.size());

@@ -76,8 +76,8 @@ void ProcessGroupPrague::Options::validate() const {
 
 void ProcessGroupPrague::Options::validate(int world_size) const {
   validate();
-  TORCH_CHECK_VALUE(group_size <= std::max(world_size, 1), "PragueOptions.group_size must be in [2, ", world_size,
-                    "] in a group of ", world_size, " ranks, got ", group_size, "; leave it out to have it chosen");
+  TORCH_CHECK_VALUE(group_size <= std::max(world_size, 1), "PragueOptions.group_size must be at most ", world_size,
+                    ", the group's ranks, got ", group_size, "; leave it out to have it chosen");
 }
 
 void ProcessGroupPrague::Options::fit(int world_size) {

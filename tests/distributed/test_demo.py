@@ -227,3 +227,28 @@ def test_what_cannot_be_written_is_refused_before_training(option: str, name: st
     path = tmp_path / name
     (ended,) = run_interpreters(tmp_path, [SCRIPT, f"{option}={path}"], [job])
     assert ended.code == 2 and reason in ended.err and str(path) in ended.err, ended
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--epochs=0"], "--epochs must be at least 1, got 0"),
+        (["--batch-size=-2"], "--batch-size must be at least 1, got -2"),
+        (["--lr=nan"], "--lr must be above 0 and finite, got nan"),
+        (["--lr-decay=-3"], "--lr-decay must be above 0 and finite, got -3"),
+        (["--step-ms=-5"], "--step-ms must be at least 0, got -5"),
+        (["--min-accuracy=97"], "--min-accuracy is a share from 0 to 1, got 97"),
+        (["--straggler=0.5"], "--straggler K needs K >= 1"),
+        (["--resume"], "--resume needs --checkpoint FILE"),
+        (["--option=group_size=2"], "--option belongs to torchext's backends, not to gloo"),
+        ([], "torchrun --nproc-per-node 4"),
+    ],
+)
+def test_bad_arguments_end_it_before_it_starts(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert said in capsys.readouterr().err
