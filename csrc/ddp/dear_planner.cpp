@@ -23,7 +23,7 @@ constexpr int kWindowSteps = 10;
 constexpr std::size_t kPatientTrials = 4;
 constexpr double kHopeless = 1.1;
 // No further apart than this the two are measured in turn, in so many windows each.
-constexpr double kClose = 1.15;
+constexpr double kClose = 1.25;
 constexpr std::size_t kConfirmations = 2;
 // A decision is looked at first after so many steps, then after twice as many each time; by the median of the last few,
 // which pauses between steps (an evaluation) do not move.

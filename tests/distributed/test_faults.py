@@ -53,20 +53,25 @@ def test_sigkill_in_all_reduce(backend: str, size: int, victim: int) -> None:
         outcomes = ranks.outcomes(deadline=20)
         took = time.monotonic() - start
         reasons = set()
+        within_a_call = 0
         for outcome in outcomes:
             assert outcome.ok, outcome.trace
             (kind, text, _), (kind2, text2, seconds2), untouched, failure = outcome.value
             assert kind == kind2 == "DistBackendError"
             label = f"{backend} [rank {outcome.rank} of {size}, group "
             assert text.startswith(label) and f"rank {victim} died" in text, text
-            call = r"all_reduce #\d+ \(sum, float32, 100000 elements; [0-9.]+ s after the call\): "
-            assert re.search(call + f"rank {victim} died", text), text
+            # A slow survivor can learn of it between two calls: then the next one is refused, before it has a number.
+            call = r"all_reduce( #\d+ \(sum, float32, 100000 elements; [0-9.]+ s after the call\))?: "
+            found = re.search(call + f"rank {victim} died", text)
+            assert found, text
+            within_a_call += found[1] is not None
             assert text2.startswith(label) and f"rank {victim} died" in text2, text2
             assert seconds2 < 3  # at once, but for a loaded machine
             assert untouched == [7.0] * 4
             assert failure[0] == victim
             reasons.add(failure[1])
         assert len(reasons) == 1, reasons
+        assert within_a_call > 0 or size == 2, outcomes  # of two, the one survivor may be between calls
         assert took < DEATH_LIMIT
 
 
