@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "check.h"
-#include "gaussian_process.h"
 
 namespace torchext::core {
 namespace {
@@ -35,6 +34,16 @@ constexpr SearchRange kLengthScale{1.0 / 8, 1.0 / 3};
 constexpr double kLeastNoise = 0.002;
 // Windows differ by more than their steps do; up to this factor in variance.
 constexpr double kMostNoise = 16;
+
+// Before the search ends on the best limit, it and the next ones that may be as good, as far as noise lets one tell,
+// are measured again; more of them and more often where a window's standard deviation is above half of
+// stop_improvement.
+struct Confirmation {
+  std::size_t contenders;
+  int repeats;
+};
+constexpr Confirmation kConfirmation{2, 2};
+constexpr Confirmation kNoisyConfirmation{3, 3};
 
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -70,6 +79,18 @@ void check(const TunerTrial& trial, const BayesianTunerOptions& options) {
     throwInvalid("noise_variance of a trial", trial.noise_variance, "finite, 0 or more");
   }
 }
+
+// Trials as the process sees them.
+struct Points {
+  explicit Points(const std::vector<TunerTrial>& trials) {
+    for (const TunerTrial& trial : trials) {
+      x.push_back(std::log2(trial.bucket_mb));
+      y.push_back(std::log(trial.step_seconds));
+    }
+  }
+  std::vector<double> x;
+  std::vector<double> y;
+};
 
 // The least noise variance that a window's median is believed to have. Every window's spread and every repeat of a
 // limit is one estimate of it.
@@ -145,9 +166,13 @@ std::vector<BayesianTuner::Ranked> BayesianTuner::ranking() const {
     place.trial.noise_variance += trial.noise_variance;
     ++place.count;
   }
+  // The process knows nothing of a range of which only a few places have been seen.
+  const std::optional<GaussianProcess> process =
+      state_.trials.size() > kInitial.size() ? std::make_optional(fitted()) : std::nullopt;
   std::vector<Ranked> ranked;
   for (auto [mb, place] : seen) {
-    place.trial.step_seconds = std::exp(place.trial.step_seconds / place.count);
+    const double mean = place.trial.step_seconds / place.count;
+    place.trial.step_seconds = std::exp(process ? process->at(std::log2(mb)).mean : mean);
     place.trial.noise_variance /= place.count * place.count;
     ranked.push_back(place);
   }
@@ -183,13 +208,19 @@ void BayesianTuner::decide() {
     proposal_mb_ = promising;
     return;
   }
-  // The best of several noisy measurements looks better than it is: before the search ends on it, it and the runner-up
-  // that may be as good have been measured twice.
+  // The best of several noisy measurements looks better than it is.
+  const double deviation = std::sqrt(noise());
+  const double close = ranked.front().trial.step_seconds * (1 + std::max(options_.stop_improvement, deviation));
+  const Confirmation& wanted = deviation > options_.stop_improvement / 2 ? kNoisyConfirmation : kConfirmation;
+  int fewest = wanted.repeats;
+  done_ = true;
   proposal_mb_ = ranked.front().trial.bucket_mb;
-  if (ranked.front().count > 1) {
-    const double close = ranked.front().trial.step_seconds * (1 + options_.stop_improvement);
-    done_ = ranked.size() == 1 || ranked[1].count > 1 || ranked[1].trial.step_seconds > close;
-    proposal_mb_ = ranked[done_ ? 0 : 1].trial.bucket_mb;
+  for (std::size_t i = 0; i < std::min(wanted.contenders, ranked.size()); ++i) {
+    if (ranked[i].trial.step_seconds <= close && ranked[i].count < fewest) {
+      fewest = ranked[i].count;
+      proposal_mb_ = ranked[i].trial.bucket_mb;
+      done_ = false;
+    }
   }
 }
 
@@ -206,22 +237,28 @@ std::optional<double> BayesianTuner::initialPoint() const {
   return std::nullopt;
 }
 
+double BayesianTuner::noise() const {
+  const Points points(state_.trials);
+  return noiseVariance(state_.trials, points.x, points.y);
+}
+
+GaussianProcess BayesianTuner::fitted() const {
+  const Points points(state_.trials);
+  const double width = high_ - low_;
+  const double least = noise();
+  return fitGaussianProcess(
+      points.x, points.y,
+      {{kLengthScale.low * width, kLengthScale.high * width}, kSignalVariance, {least, kMostNoise * least}});
+}
+
 // The limit of the largest expected improvement, which is kept.
 double BayesianTuner::mostPromising() {
-  std::vector<double> x;
-  std::vector<double> y;
-  for (const TunerTrial& trial : state_.trials) {
-    x.push_back(std::log2(trial.bucket_mb));
-    y.push_back(std::log(trial.step_seconds));
-  }
-  const double noise = noiseVariance(state_.trials, x, y);
   const double width = high_ - low_;
-  const GaussianProcess process = fitGaussianProcess(
-      x, y, {{kLengthScale.low * width, kLengthScale.high * width}, kSignalVariance, {noise, kMostNoise * noise}});
+  const GaussianProcess process = fitted();
   // What the best trial is believed to take, not what it was lucky to take.
-  double best = process.at(x.front()).mean;
-  for (const double seen : x) {
-    best = std::min(best, process.at(seen).mean);
+  double best = process.at(std::log2(state_.trials.front().bucket_mb)).mean;
+  for (const TunerTrial& trial : state_.trials) {
+    best = std::min(best, process.at(std::log2(trial.bucket_mb)).mean);
   }
   double promising = low_;
   expected_improvement_ = -1;

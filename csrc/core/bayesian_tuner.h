@@ -4,8 +4,9 @@
 // The search variable is log2 of the bucket limit in MB (2^20 bytes), the measured one log of the step time, so that
 // all improvements are relative. A Gaussian process (gaussian_process.h) is fitted to the trials so far; the next trial
 // is where the expected relative improvement over the best of them is largest. The search ends when no place promises
-// stop_improvement any more and the best two have been measured twice, or when max_trials are spent. Trials change the
-// fusion plan only, never the result of a training step.
+// stop_improvement any more and the best has been measured twice, and so have those that may be as good, thrice where
+// windows are noisy; or when max_trials are spent. Trials change the fusion plan only, never the result of a training
+// step.
 //
 // Ask and tell, on rank 0 alone; the other ranks hear the limit from it and apply it at the same step:
 //   BayesianTuner tuner(BayesianTunerOptions::forModel(bytes));
@@ -17,6 +18,8 @@
 #include <cstddef>
 #include <optional>
 #include <vector>
+
+#include "gaussian_process.h"
 
 namespace torchext::core {
 
@@ -69,15 +72,15 @@ class BayesianTuner {
   bool report(double step_seconds);
   bool done() const { return done_; }
 
-  // The trial of least step_seconds; where a limit was tried more than once, the geometric mean of its trials counts.
-  // Without trials none.
+  // The tried limit of least step_seconds, as it is believed to be: by the process, which its neighbours inform, too;
+  // of the first few trials by the geometric mean of its own. Without trials none.
   std::optional<TunerTrial> best() const;
   // The largest expected relative improvement over the best, as of the last decision; 1 before anything is known.
   double expectedImprovement() const { return expected_improvement_; }
   const BayesianTunerState& state() const { return state_; }
 
  private:
-  // All trials of one limit: the geometric mean of their step_seconds, and the noise of that mean.
+  // All trials of one limit: the step_seconds that are believed, and the noise of their mean.
   struct Ranked {
     TunerTrial trial;
     int count = 0;
@@ -87,6 +90,8 @@ class BayesianTuner {
 
   void decide();
   std::optional<double> initialPoint() const;
+  double noise() const;
+  GaussianProcess fitted() const;
   double mostPromising();
   TunerTrial closeWindow();
 

@@ -109,7 +109,7 @@ void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
   if (phase_ == Phase::kWarmUp) {
     plan_.gradient_order = gradient_order;
     plan_.forward_order = forward_order;
-    phase_ = fallback_ ? Phase::kAllreduce : fixed_ ? Phase::kDecided : Phase::kTuning;
+    phase_ = fallback_ ? Phase::kAllreduce : fixed_ ? Phase::kDecided : Phase::kSettling;
     return;
   }
   if (phase_ == Phase::kConfirming) {
@@ -117,8 +117,10 @@ void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
   } else if (phase_ == Phase::kTuning) {
     tune();
   } else {
-    allreduce_seconds_ = median({window_.begin() + 1, window_.end()});
-    plan_.allreduce = false;
+    if (phase_ == Phase::kAllreduce) {
+      allreduce_seconds_ = median({window_.begin() + 1, window_.end()});
+      plan_.allreduce = false;
+    }
     phase_ = Phase::kTuning;
   }
 }

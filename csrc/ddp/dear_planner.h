@@ -1,7 +1,8 @@
 // DearPlanner: how an attached model's gradients travel, decided on rank 0 from measured steps, the same on all ranks.
 //
 // Course of a training run, in steps since attach (every rank counts alike, so that all know when a decision is due):
-//   trial of all-reduce     where that may be fallen back on: plain DDP, measured for one window
+//   trial of all-reduce     where that may be fallen back on: plain DDP, measured for one window. Elsewhere a window
+//                           that is not counted, for links take their first steps to come up to their rate
 //   trials of bucket sizes  windows of a BayesianTuner, or a single one where the user has set the size
 //   both in turn            where the best size and all-reduce are close: the first window of all-reduce was early, the
 //                           best of many trials is a lucky one, and one median does not show rare stalls
@@ -47,7 +48,7 @@ class DearPlanner {
   double allreduceSeconds() const { return allreduce_seconds_; }
 
  private:
-  enum class Phase : std::int64_t { kWarmUp, kAllreduce, kTuning, kConfirming, kDecided };
+  enum class Phase : std::int64_t { kWarmUp, kAllreduce, kSettling, kTuning, kConfirming, kDecided };
   void decide(const std::vector<std::int64_t>& gradient_order, const std::vector<std::int64_t>& forward_order);
   void tune();
   void confirm();

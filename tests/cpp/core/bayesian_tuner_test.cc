@@ -164,6 +164,38 @@ TEST(BayesianTuner, ConfirmsTheBestAndItsRunnerUp) {
   EXPECT_EQ(measured.rbegin()->second, 1);
 }
 
+// Neighbours say what a limit takes, too: the lucky one of a plain slope is not believed.
+TEST(BayesianTuner, ALuckyTrialIsNotBelieved) {
+  BayesianTunerOptions options;
+  options.max_trials = 7;
+  const double noise = 0.03 * 0.03;
+  const BayesianTuner tuner(options, {{{2, 1.30, noise},
+                                       {8, 1.06, noise},
+                                       {16, 1.00, noise},
+                                       {20, 1.03, noise},
+                                       {32, 1.02, noise},
+                                       {128, 0.99, noise},
+                                       {200, 1.20, noise}}});
+  ASSERT_TRUE(tuner.done());
+  EXPECT_LT(tuner.propose(), 64);
+  EXPECT_GT(tuner.best()->step_seconds, 0.99);
+}
+
+// Noisy windows: the best and those beside it are measured three times before the search ends.
+TEST(BayesianTuner, ConfirmsMoreOftenWhereItIsNoisy) {
+  const BayesianTunerOptions options;
+  BayesianTuner tuner(options);
+  Random random(7);
+  runToEnd(tuner, options,
+           [&](double mb) { return valley(36, 0.2)(mb) * (1 + 0.12 * (random.uniform() - random.uniform())); });
+  std::map<double, int> measured;  // [limit]
+  for (const TunerTrial& trial : tuner.state().trials) {
+    ++measured[trial.bucket_mb];
+  }
+  EXPECT_TRUE(measured[tuner.propose()] == 3 || tuner.state().trials.size() == 12U) << measured[tuner.propose()];
+  EXPECT_GT(tuner.state().trials.size(), 6U);
+}
+
 // Wild landscapes with steps, noise and hiccups: whatever they are, the promises hold.
 class Wild {
  public:
@@ -197,6 +229,7 @@ constexpr std::uint64_t kWildRuns = 20;
 constexpr std::uint64_t kWildRuns = 150;
 #endif
 
+// It ends at a limit that was tried, and is the best as far as steps that vary by a tenth let one tell.
 TEST(BayesianTuner, StaysInTheRangeAndEndsAtTheBestSeen) {
   for (std::uint64_t seed = 0; seed < kWildRuns; ++seed) {
     Wild wild(seed);
@@ -227,7 +260,7 @@ TEST(BayesianTuner, StaysInTheRangeAndEndsAtTheBestSeen) {
     };
     ASSERT_TRUE(seen.contains(tuner.propose()));
     for (const auto& [mb, values] : seen) {
-      ASSERT_LE(mean(seen.at(tuner.propose())), mean(values) + 1e-12) << "seed " << seed << ", " << mb << " MB";
+      ASSERT_LE(mean(seen.at(tuner.propose())), mean(values) + 0.1) << "seed " << seed << ", " << mb << " MB";
     }
   }
 }
