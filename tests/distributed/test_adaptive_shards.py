@@ -154,6 +154,30 @@ def test_shards_take_their_share_of_a_whole_table_and_can_be_copied() -> None:
         assert "cannot be pickled; save state_dict() of each rank" in refusal
 
 
+def swapped_shards(rank: Rank) -> tuple[str, bool]:
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(8, DIM, training="sharded", optimizer="sgd")
+    saved: list[Any] = [None] * rank.size
+    dist.all_gather_object(saved, bag.state_dict())
+    before, refusal = bag.weight.clone(), ""
+    try:
+        bag.load_state_dict(saved[1 - rank.rank])
+    except RuntimeError as error:
+        refusal = str(error)
+    kept = torch.equal(bag.weight, before)
+    old = saved[1 - rank.rank]  # of a version that did not say
+    old.pop("shard", None)
+    bag.load_state_dict(old)
+    bag.load_state_dict(saved[rank.rank])
+    return refusal, kept and torch.equal(bag.weight, before)
+
+
+def test_the_state_of_another_ranks_shard_is_refused() -> None:
+    for rank, (refusal, kept) in enumerate(run_ranks(swapped_shards, 2)):
+        assert f"shard: saved by rank {1 - rank} of 2, of a table of 8 rows; this is rank {rank} of 2, of 8" in refusal
+        assert kept
+
+
 def initial_shards(rank: Rank) -> list[Tensor]:
     rank.init("gloo")
     made = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from adaptive_reference import Reference
 
-from torchext.nn import AdaptiveEmbeddingBag, ChunkPruner
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
 from torchext.nn._ops import _ops
 
 
@@ -90,6 +90,18 @@ def test_the_popular_become_wide_and_the_budget_holds(layout: str) -> None:
     per_table = {"direct": 2000 * 8, "hash": 2000 + 8 * (200 + 85 + 8), "sketch": 200 + 100 * 5 + 8 * (200 + 85 + 8)}
     assert stats["bytes"] == 200 * 20 + per_table[layout] + 63 + 16 + 8
     assert stats["dense_value_bytes"] == 500 * 64
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_gradients_that_a_scaler_multiplied_are_told_apart(layout: str) -> None:
+    table = AdaptiveEmbedding(20, 4, budget=10, chunk_dim=4, layout=layout)
+    upstream = torch.ones(20, 4)
+    upstream[10:] = 8
+    for _ in range(300):
+        table(torch.arange(20)).backward(2.0**16 * upstream)
+    table.prune()
+    useful = (table._resident()[0] >= 10).sum()
+    assert useful >= (8 if layout == "sketch" else 10)  # there two pairs of rows share a cell, and wear each other down
 
 
 def test_admitted_chunks_start_afresh() -> None:

@@ -22,8 +22,13 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
     ``budget=1.0`` nothing is absent, nothing is observed, and this is nn.EmbeddingBag with a fused update.
 
     A table with a budget below 1 starts empty: without a pruner it stays empty. A checkpoint brings the budget that it
-    was saved with: ``load_state_dict`` gives the pool that size, and :attr:`budget_chunks` says so. What an optimizer
-    holds of the pool must come from the same checkpoint; its next step raises ValueError where the sizes differ.
+    was saved with into a table of the same layout: ``load_state_dict`` gives the pool that size, and
+    :attr:`budget_chunks` says so (``"auto"`` chooses the layout by the budget: name it where budgets differ). What an
+    optimizer holds of the pool must come from the same checkpoint; its next step raises ValueError where the sizes
+    differ.
+
+    Inside DistributedDataParallel the first forward pass of a table with a budget below 1 is collective, as rank 0
+    sends its chunks: all ranks make it in the same iteration, or all wait.
 
     Ways to train, ``training=``:
         ``"dense"``: a dense gradient of :attr:`pool` for any optimizer; the default, as nn.EmbeddingBag's.
@@ -33,7 +38,7 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
         the table does. The update is fused there, with the mean of all ranks' gradients, as DDP's would be. Modes sum
         and mean. Every rank calls forward and backward equally often; weights that some ranks give, or need a gradient
         of, are exchanged by all. Keep the module out of DDP, or let it be: its parameters are hidden from there, and
-        from a model's ``requires_grad_``: call the table's own.
+        from a model's ``requires_grad_``: call the table's own. Each rank saves and loads its own state_dict.
 
     Fused and sharded updates take the gradient as the backward pass brings it, before anyone can divide or clip it.
     ``torch.amp.GradScaler`` scales the loss, and so multiplies these updates by its factor: do not combine them. Train
