@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -248,6 +249,18 @@ def test_learning_rates_that_are_put_into_the_group_are_taken_over() -> None:
         pair[1].param_groups[0]["lr"] = 0.125
         assert train(*pair) == 0.5
         assert train(*pair) == 0.125
+
+
+def test_a_learning_rate_follows_no_optimizer_that_was_not_given_the_group() -> None:
+    bag = AdaptiveEmbeddingBag(4, 4, mode="sum", training="fused", optimizer="sgd", lr=0.5)
+    for table in (bag, copy.deepcopy(bag), pickle.loads(pickle.dumps(bag))):
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        before = table.weight[1, 0].item()
+        for _ in range(2):
+            table(torch.tensor([[1]])).sum().backward()
+            optimizer.step()
+        assert table.lr == 0.5
+        assert table.weight[1, 0].item() == pytest.approx(before - 1)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -40,6 +40,7 @@ class AdaptiveTable(ChunkStorage):
 
     _version = VERSION
     _origin: Origin | None  # of a copy, as long as its values may come from there
+    _grouped = False  # whether an optimizer may have its group
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, options: TableOptions, *, device: Any, dtype: Any
@@ -94,6 +95,7 @@ class AdaptiveTable(ChunkStorage):
         """
         if self.trigger is None:
             raise ValueError(f"training = {self.training_mode!r} has no fused update; give the optimizer parameters()")
+        self._grouped = True
         follow(self)
         return {"params": [self.trigger], "lr": self.lr}
 
@@ -268,12 +270,12 @@ class AdaptiveTable(ChunkStorage):
         return {**self.__dict__, "_ddp": None, "_origin": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy's group may be in the copy of an optimizer."""
+        """Where the table's group may be in an optimizer, the copy's may be in a copy of that."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         copied: Any = self._prunings
         if isinstance(copied, Copied):
             self._prunings, self._origin = Prunings(), Origin.of(self, copied)
-        if self.trigger is not None:
+        if self._grouped:
             follow(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
