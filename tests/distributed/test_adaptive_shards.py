@@ -89,6 +89,21 @@ def test_shards_equal_one_process(world: int, mode: str, optimizer: str, padding
         assert owned <= (ROWS // world + 1) * DIM
 
 
+def means_of_many(rank: Rank, dtype: torch.dtype) -> Tensor:
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(4, 4, mode="mean", training="sharded", padding_idx=0, dtype=dtype)
+    bag.load_state_dict({"weight": torch.ones(4, 4)})
+    ids = torch.cat([torch.full((5000,), 1), torch.full((300,), 0)])
+    return bag(ids, torch.tensor([0, 0])).detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_mean_of_many_ids_is_that_many(dtype: torch.dtype) -> None:
+    (mean,) = run_ranks(means_of_many, 1, dtype)
+    assert mean.dtype == dtype
+    assert mean.tolist() == [[0.0] * 4, [1.0] * 4]
+
+
 def weighted_differently(rank: Rank, given: tuple[str, ...], freeze: bool) -> None:
     """given, by rank: weights that need a gradient, others, or none."""
     rank.init("gloo", timeout=20)
