@@ -43,6 +43,8 @@ def test_bad_batches_name_position_and_value(training: str, max_norm: float | No
         ((ids.float(), offsets), TypeError, "input is torch.float32; it must be int32 or int64"),
         ((ids, offsets.float()), TypeError, "offsets is torch.float32"),
         ((ids,), ValueError, "offsets must be given with a 1-D input"),
+        ((ids, t(0).view(1, 1)), ValueError, "offsets has shape (1, 1); it must be 1-D"),
+        ((ids, t(0).view(())), ValueError, "offsets has shape (); it must be 1-D"),
         ((ids.view(2, 2), offsets), ValueError, "offsets must be None with a 2-D input"),
         ((ids.view(1, 2, 2),), ValueError, "input has shape (1, 2, 2)"),
         ((ids, offsets, torch.ones(3)), ValueError, "per_sample_weights has shape (3,), input (4,)"),

@@ -73,7 +73,7 @@ class AdaptiveLookup(AdaptiveTable):
         shards = None
         if made.training == "sharded":
             shards = Shards(num_embeddings, process_group)
-            rows, made = shards.rows, made.of_shard(shards.rank, shards.world)
+            rows, made = shards.rows, made.of_shard(shards.rank, shards.rows, num_embeddings, embedding_dim)
         super().__init__(rows, embedding_dim, made, device=device, dtype=dtype)
         self._shards = shards
         if shards:

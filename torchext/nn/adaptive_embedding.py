@@ -61,7 +61,8 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
     Args:
         num_embeddings: Rows.
         embedding_dim: Columns.
-        budget: Share of resident chunks, a float 0 < share <= 1, or their number as an int.
+        budget: Share of resident chunks, a float 0 < share <= 1, or their number as an int; of shards together, each
+            its part by its rows.
         chunk_dim: Columns of a chunk: a divisor of embedding_dim from 4 on. Default: all columns with budget 1.0, else
             the largest of 16, 8, 4 that divides them.
         layout: ``"auto"``, ``"direct"``, ``"hash"`` or ``"sketch"``; with budget 1.0, which needs none, ``"auto"``.
@@ -199,6 +200,8 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
             if offsets is None:
                 raise ValueError("offsets must be given with a 1-D input")
             check_ids("offsets", offsets)
+            if offsets.dim() != 1:
+                raise ValueError(f"offsets has shape {tuple(offsets.shape)}; it must be 1-D")
 
 
 class AdaptiveEmbedding(AdaptiveLookup, nn.Embedding):  # type: ignore[misc, override]
