@@ -251,7 +251,9 @@ class AdaptiveTable(ChunkStorage):
                 "own gradients, and the replicas would differ from then on without an error. Use training='sparse' "
                 "with an optimizer (DDP on Gloo averages it), or training='sharded', which exchanges rows."
             )
-        for name in self._PLAIN:
+        # A whole table is its parameters, and DDP has sent those: nothing may wait here for a rank that does not use
+        # the table in this pass.
+        for name in () if self.layout == "identity" else self._PLAIN:
             tensor = getattr(self, name)
             sent = tensor.to(self.pool.device)  # what is on the CPU cannot travel where the table does
             torch.distributed.broadcast(sent, group_src=0, group=ddp.process_group)
