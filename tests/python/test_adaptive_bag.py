@@ -153,6 +153,19 @@ def test_bags_without_room_for_ids_take_part_in_training(training: str, mode: st
         assert not bag.pool.grad.any()
 
 
+def test_sparse_is_short_for_sparse_training_in_every_mode() -> None:
+    for mode in ("sum", "mean", "max"):
+        gradients = []
+        for options in ({"sparse": True}, {"training": "sparse"}):
+            torch.manual_seed(3)
+            bag = AdaptiveEmbeddingBag(9, 8, mode=mode, **options)
+            bag(torch.tensor([[1, 3, 3], [3, 8, 0]])).square().sum().backward()
+            assert bag.pool.grad is not None and bag.pool.grad.is_sparse
+            gradients.append(bag.pool.grad.to_dense())
+        assert gradients[0].any()
+        assert torch.equal(gradients[0], gradients[1])
+
+
 def test_padding_row_starts_at_zero() -> None:
     assert not AdaptiveEmbedding(5, 4, padding_idx=2).weight[2].any()
     assert not AdaptiveEmbeddingBag(5, 4, padding_idx=-1).weight[4].any()

@@ -70,7 +70,7 @@ def test_bad_batches_name_position_and_value(training: str, max_norm: float | No
         ({"chunk_dim": 2}, ValueError, "chunk_dim = 2"),
         ({"chunk_dim": 4.0}, TypeError, "chunk_dim = 4.0 is a float; it must be an int"),
         ({"mode": "median"}, ValueError, "mode = 'median'"),
-        ({"mode": "max", "sparse": True}, ValueError, "mode = 'max' goes with neither"),
+        ({"mode": "max", "scale_grad_by_freq": True}, ValueError, "mode = 'max' goes with neither"),
         ({"training": "magic"}, ValueError, "training = 'magic'"),
         ({"training": "fused", "optimizer": "lamb"}, ValueError, "optimizer = 'lamb': allowed 'sgd', 'adagrad'"),
         ({"training": "fused", "sparse": True}, ValueError, "give one of them"),

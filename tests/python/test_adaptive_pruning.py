@@ -124,6 +124,25 @@ def test_admitted_chunks_start_afresh() -> None:
     assert bag.state[0].tolist() == [0.0]
 
 
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+@pytest.mark.parametrize(("budget", "layout"), [(1.0, "auto"), (0.5, "direct"), (0.5, "hash"), (0.5, "sketch")])
+def test_a_reset_table_starts_over(budget: float, layout: str, optimizer: str) -> None:
+    def fresh() -> AdaptiveEmbeddingBag:
+        return AdaptiveEmbeddingBag(
+            20, 8, budget=budget, chunk_dim=4, layout=layout, training="fused", optimizer=optimizer
+        )
+
+    bag = fresh()
+    for _ in range(3):
+        bag(torch.arange(20).view(5, 4)).square().sum().backward()
+        bag.prune()
+    torch.manual_seed(2)
+    bag.reset_parameters()
+    torch.manual_seed(2)
+    for name, value in fresh().state_dict().items():
+        assert torch.equal(bag.state_dict()[name], value), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_contents_are_carried_in_the_order_of_moves(dtype: torch.dtype) -> None:
     values = torch.arange(100, dtype=dtype).view(50, 2)

@@ -104,7 +104,6 @@ class ChunkStorage(nn.Module):
         else:
             self.pool, self.trigger = nn.Parameter(pool, requires_grad=trained), trigger
         self._lr = torch.tensor(learning_rate(options.lr), dtype=torch.float64, device="cpu")
-        self._make_plain()
         self.reset_parameters()
 
     @property
@@ -176,13 +175,16 @@ class ChunkStorage(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
+        """Starts over: normal values where everything is resident, else an empty pool that pruning fills.
+
+        Index, utilities, count of steps and the fused optimizer's state begin anew; the learning rate stays.
+        """
+        self._make_plain()
         if self.layout == "identity":
             self.pool.normal_(0, self.init_std, generator=self._generator())
             self._zero_row(getattr(self, "_frozen", None))  # a shard has rows of its own
         else:
             self.pool.zero_()
-            self._make_plain()
 
     def _generator(self) -> torch.Generator | None:
         """Of initial values: torch's, or one for this shard, as all ranks may have seeded torch's alike."""

@@ -263,7 +263,10 @@ class AdaptiveTable(ChunkStorage):
         self._origin = None
 
     def reset_parameters(self) -> None:
-        """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
+        """Starts over: normal values where everything is resident, else an empty pool that pruning fills.
+
+        Index, utilities, count of steps and the fused optimizer's state begin anew; the learning rate stays.
+        """
         super().reset_parameters()
         self._origin = None
 

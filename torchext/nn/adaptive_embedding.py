@@ -19,7 +19,8 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
     The table is cut into chunks along its columns, and only a budget of chunks is resident; absent ones read as zero.
     Every chunk, resident or not, collects utility: ``u <- gamma u + a g`` with ``a`` the row's accesses in the step and
     ``g`` the norm of the chunk's gradient. A :class:`ChunkPruner` lets the most useful ones in, now and then. With
-    ``budget=1.0`` nothing is absent, nothing is observed, and this is nn.EmbeddingBag with a fused update.
+    ``budget=1.0`` nothing is absent, nothing is observed, and this is nn.EmbeddingBag, which ``training="fused"``
+    updates in its backward pass.
 
     A table with a budget below 1 starts empty: without a pruner it stays empty. A checkpoint brings the budget that it
     was saved with into a table of the same layout: ``load_state_dict`` gives the pool that size, and
@@ -64,7 +65,7 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
         budget: Share of resident chunks, a float 0 < share <= 1, or their number as an int; of shards together, each
             its part by its rows.
         chunk_dim: Columns of a chunk: a divisor of embedding_dim from 4 on. Default: all columns with budget 1.0, else
-            the largest of 16, 8, 4 that divides them.
+            the largest of 16, 8, 4 that divides them, or all where none does.
         layout: ``"auto"``, ``"direct"``, ``"hash"`` or ``"sketch"``; with budget 1.0, which needs none, ``"auto"``.
         max_norm: As in nn.EmbeddingBag; above 0, and not for shards.
         norm_type: As there, above 0; infinity: the largest value counts.
@@ -123,8 +124,8 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode = {mode!r}: allowed 'sum', 'mean', 'max'")
-        if mode == "max" and (scale_grad_by_freq or sparse or training == "sharded"):
-            raise ValueError("mode = 'max' goes with neither scale_grad_by_freq, sparse gradients nor shards")
+        if mode == "max" and (scale_grad_by_freq or training == "sharded"):
+            raise ValueError("mode = 'max' goes with neither scale_grad_by_freq nor shards")
         super().__init__(
             num_embeddings,
             embedding_dim,
