@@ -7,9 +7,11 @@
 //
 // Three layouts, views of memory that the caller owns:
 //   floats  one float a chunk of the table
-//   bytes   one byte a chunk of the table: 0 is zero, code c is 2^((c - 160) / 4), so 2^-39.75 .. 2^23.75 in steps of
-//           19 %. Adding rounds at random between two codes, which keeps the mean exact where a step is smaller than
-//           the gap between codes; the randomness is a hash of key and step: the same on all ranks and threads
+//   bytes   one byte a chunk of the table: 0 is zero, code c is 2^((c - 96) / 4), so 2^-23.75 .. 2^39.75 in steps of
+//           19 %: room for the factor, and for gradients that a scaler of the loss has multiplied by 2^16. What is
+//           above is cut off, and chunks that are cut off look alike; what is below counts at random. Adding rounds at
+//           random between two codes, which keeps the mean exact where a step is smaller than the gap between codes;
+//           the randomness is a hash of key and step: the same on all ranks and threads
 //   sketch  one byte a slot for resident chunks; absent ones share `cells` cells of (key, byte). A cell belongs to one
 //           key; another key that falls on it wears its utility down by what it would have added and takes the cell
 //           over when nothing is left (Misra and Gries' majority vote, a cell each). Keys are compared: a chunk that
@@ -38,7 +40,7 @@ class UtilityCode {
   static std::uint8_t encode(float value, std::uint32_t random);
   // Codes by which dividing by 2^n moves a code.
   static constexpr int kCodesAnOctave = 4;
-  static constexpr int kCodeOfOne = 160;
+  static constexpr int kCodeOfOne = 96;
 };
 
 // The cell that a key falls on.

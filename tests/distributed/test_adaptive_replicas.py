@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from adaptive import DIM, ROWS, STEPS, batch, loss
 from harness import Rank, run_ranks
 from torch import Tensor, nn
@@ -232,6 +233,58 @@ def prune_alone_in_ddp(rank: Rank) -> dict[str, int]:
 
 def test_the_only_replica_is_pruned_by_itself() -> None:
     assert run_ranks(prune_alone_in_ddp, 1)[0]["admitted"] > 5
+
+
+class Branching(nn.Module):
+    """A whole table that not every pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale = table("auto", budget=1.0, sparse=False), nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: Tensor, branch: bool) -> Tensor:
+        return self.scale * (self.table(ids) if branch else torch.ones(len(ids), DIM))
+
+
+def branch_of_one_rank(rank: Rank) -> Tensor:
+    rank.init("gloo", timeout=20)
+    torch.manual_seed(rank.rank)
+    model = Branching()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    for step in range(3):
+        loss(ddp(batch(rank.rank, step), rank.rank == 0 or step > 0)).backward()
+    assert model.table.pool.grad is not None
+    return torch.stack([model.table.weight, model.table.pool.grad.view(ROWS, DIM)])
+
+
+def test_a_whole_table_need_not_be_used_by_all_ranks() -> None:
+    first, second = run_ranks(branch_of_one_rank, 2)
+    assert torch.equal(first, second)
+    assert first[1].any()
+
+
+def prune_two_models(rank: Rank) -> Tensor:
+    rank.init("gloo", timeout=20)
+    torch.manual_seed(0)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = table(budget=0.4 if rank.rank < 2 else 0.2)
+    ddp = DistributedDataParallel(model, process_group=pairs[rank.rank // 2])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    pruner = ChunkPruner(ddp, optimizer=optimizer, first=2, growth=1.0, interval=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(ddp(batch(rank.rank, step))).backward()
+        optimizer.step()
+        pruner.step()
+    return model.weight
+
+
+def test_replicas_are_those_of_the_tables_ddp() -> None:
+    weights = run_ranks(prune_two_models, 4)
+    for pair in (weights[:2], weights[2:]):
+        assert pair[0].any()
+        assert torch.equal(pair[0], pair[1])
+    assert not torch.equal(weights[0], weights[2])
 
 
 def prune_with_dear(rank: Rank, form: str, momentum: float) -> str | Tensor:

@@ -89,6 +89,21 @@ def test_shards_equal_one_process(world: int, mode: str, optimizer: str, padding
         assert owned <= (ROWS // world + 1) * DIM
 
 
+def means_of_many(rank: Rank, dtype: torch.dtype) -> Tensor:
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(4, 4, mode="mean", training="sharded", padding_idx=0, dtype=dtype)
+    bag.load_state_dict({"weight": torch.ones(4, 4)})
+    ids = torch.cat([torch.full((5000,), 1), torch.full((300,), 0)])
+    return bag(ids, torch.tensor([0, 0])).detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_mean_of_many_ids_is_that_many(dtype: torch.dtype) -> None:
+    (mean,) = run_ranks(means_of_many, 1, dtype)
+    assert mean.dtype == dtype
+    assert mean.tolist() == [[0.0] * 4, [1.0] * 4]
+
+
 def weighted_differently(rank: Rank, given: tuple[str, ...], freeze: bool) -> None:
     """given, by rank: weights that need a gradient, others, or none."""
     rank.init("gloo", timeout=20)
@@ -152,6 +167,30 @@ def test_shards_take_their_share_of_a_whole_table_and_can_be_copied() -> None:
     for outputs, refusal in run_ranks(shards_of_a_whole_table, 2):
         assert all(torch.equal(output, whole) for output in outputs)
         assert "cannot be pickled; save state_dict() of each rank" in refusal
+
+
+def swapped_shards(rank: Rank) -> tuple[str, bool]:
+    rank.init("gloo")
+    bag = AdaptiveEmbeddingBag(8, DIM, training="sharded", optimizer="sgd")
+    saved: list[Any] = [None] * rank.size
+    dist.all_gather_object(saved, bag.state_dict())
+    before, refusal = bag.weight.clone(), ""
+    try:
+        bag.load_state_dict(saved[1 - rank.rank])
+    except RuntimeError as error:
+        refusal = str(error)
+    kept = torch.equal(bag.weight, before)
+    old = saved[1 - rank.rank]  # of a version that did not say
+    old.pop("shard", None)
+    bag.load_state_dict(old)
+    bag.load_state_dict(saved[rank.rank])
+    return refusal, kept and torch.equal(bag.weight, before)
+
+
+def test_the_state_of_another_ranks_shard_is_refused() -> None:
+    for rank, (refusal, kept) in enumerate(run_ranks(swapped_shards, 2)):
+        assert f"shard: saved by rank {1 - rank} of 2, of a table of 8 rows; this is rank {rank} of 2, of 8" in refusal
+        assert kept
 
 
 def initial_shards(rank: Rank) -> list[Tensor]:

@@ -52,6 +52,7 @@ def badly_called(rank: Rank, ids: Tensor, offsets: Tensor | None, weights: Tenso
         (torch.zeros(2), None, None, "sum", "TypeError", "input is torch.float32; it must be int32"),
         (torch.tensor([1]), None, None, "sum", "ValueError", "offsets must be given with a 1-D input"),
         (torch.tensor([[1]]), torch.tensor([0]), None, "sum", "ValueError", "offsets must be None with a 2-D input"),
+        (torch.tensor([1]), torch.tensor([[0]]), None, "sum", "ValueError", "offsets has shape (1, 1); it must be 1-D"),
         (
             torch.tensor([[1]]),
             None,
@@ -78,3 +79,26 @@ def test_a_wrong_argument_on_one_rank_is_an_error_on_all(
     assert first[0] == "ValueError" and "rank 1 was given a batch" in first[1], first
     assert second[0] == kind and text in second[1], second
     assert "torch.Size([1, 8])" in first[1] and "torch.Size([1, 8])" in second[1]
+
+
+def budgets_of_shards(rank: Rank, rows: int, budget: int) -> int | str:
+    rank.init("gloo")
+    try:
+        return AdaptiveEmbeddingBag(rows, DIM, budget=budget, chunk_dim=4, training="sharded").budget_chunks
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("rows", "budget", "expected"),
+    [
+        (ROWS, 2 * ROWS, [38, 36]),
+        (ROWS, 20, [10, 9]),
+        (ROWS, 1, [1, 1]),
+        (1, 2, [2, 0]),  # rank 1 has no row
+        (ROWS, 2 * ROWS + 1, ["budget = 75: allowed 1..74 chunks, or a share as a float"] * 2),
+        (ROWS, 0, ["budget = 0: allowed 1..74 chunks, or a share as a float"] * 2),
+    ],
+)
+def test_a_number_of_chunks_is_shared_out_by_rows(rows: int, budget: int, expected: list[int | str]) -> None:
+    assert run_ranks(budgets_of_shards, 2, rows, budget) == expected

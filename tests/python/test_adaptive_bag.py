@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -152,6 +153,19 @@ def test_bags_without_room_for_ids_take_part_in_training(training: str, mode: st
         assert not bag.pool.grad.any()
 
 
+def test_sparse_is_short_for_sparse_training_in_every_mode() -> None:
+    for mode in ("sum", "mean", "max"):
+        gradients = []
+        for options in ({"sparse": True}, {"training": "sparse"}):
+            torch.manual_seed(3)
+            bag = AdaptiveEmbeddingBag(9, 8, mode=mode, **options)
+            bag(torch.tensor([[1, 3, 3], [3, 8, 0]])).square().sum().backward()
+            assert bag.pool.grad is not None and bag.pool.grad.is_sparse
+            gradients.append(bag.pool.grad.to_dense())
+        assert gradients[0].any()
+        assert torch.equal(gradients[0], gradients[1])
+
+
 def test_padding_row_starts_at_zero() -> None:
     assert not AdaptiveEmbedding(5, 4, padding_idx=2).weight[2].any()
     assert not AdaptiveEmbeddingBag(5, 4, padding_idx=-1).weight[4].any()
@@ -248,6 +262,18 @@ def test_learning_rates_that_are_put_into_the_group_are_taken_over() -> None:
         pair[1].param_groups[0]["lr"] = 0.125
         assert train(*pair) == 0.5
         assert train(*pair) == 0.125
+
+
+def test_a_learning_rate_follows_no_optimizer_that_was_not_given_the_group() -> None:
+    bag = AdaptiveEmbeddingBag(4, 4, mode="sum", training="fused", optimizer="sgd", lr=0.5)
+    for table in (bag, copy.deepcopy(bag), pickle.loads(pickle.dumps(bag))):
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        before = table.weight[1, 0].item()
+        for _ in range(2):
+            table(torch.tensor([[1]])).sum().backward()
+            optimizer.step()
+        assert table.lr == 0.5
+        assert table.weight[1, 0].item() == pytest.approx(before - 1)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from adaptive_tables import trained
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
@@ -23,6 +25,36 @@ def test_a_checkpoint_goes_on_bit_by_bit(layout: str) -> None:
         for _ in range(5):
             module(torch.randint(0, 50, (10, 4))).sub(1).square().sum().backward()
             module.prune()
+    for name, value in bag.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+def test_distributed_checkpoints_find_everything(optimizer: str) -> None:
+    made = [nn.Sequential(AdaptiveEmbedding(10, 8, training="fused", optimizer=optimizer)) for _ in range(2)]
+    made[0](torch.arange(10)).sum().backward()
+    state = get_model_state_dict(made[0])
+    assert set(state) == set(made[0].state_dict())
+    set_model_state_dict(made[1], state)
+    for name, value in made[0].state_dict().items():
+        assert torch.equal(made[1].state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_a_checkpoint_of_the_first_version_goes_on(layout: str) -> None:
+    bag = trained(layout)
+    state = bag.state_dict()
+    for position in range(2):
+        state[f"state.{position}"] = state.pop(f"state{position}")
+    if layout != "direct":  # one was code 160
+        state["utility"] = torch.where(state["utility"] > 0, state["utility"] + 64, 0)
+    state._metadata[""]["version"] = 1  # type: ignore[attr-defined]
+    twin = AdaptiveEmbeddingBag(50, 8, budget=0.3, chunk_dim=4, layout=layout, training="fused", optimizer="adam")
+    twin.load_state_dict(state)
+    for module in (bag, twin):
+        torch.manual_seed(5)
+        module(torch.randint(0, 50, (10, 4))).sub(1).square().sum().backward()
+        module.prune()
     for name, value in bag.state_dict().items():
         assert torch.equal(twin.state_dict()[name], value), name
 
@@ -153,6 +185,25 @@ def test_a_pool_that_is_back_at_its_size_takes_its_own_checkpoint(layout: str) -
         assert torch.equal(fresh.state_dict()[name], value), name
 
 
+def test_a_sketch_takes_a_checkpoint_with_another_size() -> None:
+    torch.manual_seed(6)
+    small, large = (AdaptiveEmbedding(1000, 16, budget=budget, chunk_dim=4, layout="sketch") for budget in (300, 600))
+    for table, other in ((large, small), (small, large)):
+        table(torch.randint(0, 1000, (500,))).square().sum().backward()
+        table.prune()
+        other.load_state_dict(table.state_dict())
+        for each in (table, other):
+            torch.manual_seed(7)
+            for _ in range(2):
+                each(torch.randint(0, 1000, (500,))).sub(1).square().sum().backward()
+                each.prune()
+        for name, value in table.state_dict().items():
+            assert torch.equal(other.state_dict()[name], value), name
+    wrong = {**large.state_dict(), "sketch": large.sketch[:5]}
+    with pytest.raises(RuntimeError, match=r"sketch: saved with shape \(5,\), allowed 64\.\.2000 as its first size"):
+        small.load_state_dict(wrong)
+
+
 def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
     bag, other = trained(), trained(budget=0.4)
     before = {name: value.clone() for name, value in bag.state_dict().items()}
@@ -167,22 +218,20 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
         ("seen", state["seen"][:3], r"\(3,\), allowed \(7,\)"),
         ("index", state["index"][:-1], r"\(49,\), allowed 50\.\.150"),
         ("utility", state["utility"][1:], r"\(99,\), allowed \(100,\)"),
-        ("state.1", state["state.1"][1:], r"\(29, 4\), allowed 30\.\.30"),
+        ("state1", state["state1"][1:], r"\(29, 4\), allowed 30\.\.30"),
         ("pool", torch.zeros(101, 4), r"\(101, 4\), allowed 0\.\.100"),
         ("pool", torch.zeros(30, 5), r"\(30, 5\), allowed 0\.\.100 as its first size, then \(4,\)"),
         ("pool", torch.zeros(()), r"\(\), allowed"),
     ):
         refused({**state, name: wrong}, f"{name}: saved with shape {text}")
-    refused(
-        {**other.state_dict(), "state.0": state["state.0"]}, r"state.0: saved with shape \(30, 4\), allowed 40\.\.40"
-    )
+    refused({**other.state_dict(), "state0": state["state0"]}, r"state0: saved with shape \(30, 4\), allowed 40\.\.40")
     refused({**state, "index": state["index"].int()}, "index: saved as torch.int32, the table has torch.int64")
     refused({name: value for name, value in state.items() if name != "clock"}, "Missing key.*clock")
     refused({**state, "surplus": state["clock"]}, "Unexpected key.*surplus")
     refused({"weight": torch.zeros(49, 8)}, r"embeddings have shape \(49, 8\); the table is \(50, 8\)")
     newer = bag.state_dict()
-    newer._metadata[""]["version"] = 2  # type: ignore[attr-defined]
-    refused(newer, "saved as version 2, this is version 1")
+    newer._metadata[""]["version"] = 3  # type: ignore[attr-defined]
+    refused(newer, r"saved as version 3, this is version 2, which takes 1\.\.2")
     # Another number of slots is another share of a common budget: taken over.
     bag.load_state_dict(other.state_dict())
     assert torch.equal(bag.weight, other.weight)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from adaptive_reference import Reference
 
-from torchext.nn import AdaptiveEmbeddingBag, ChunkPruner
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
 from torchext.nn._ops import _ops
 
 
@@ -92,6 +92,18 @@ def test_the_popular_become_wide_and_the_budget_holds(layout: str) -> None:
     assert stats["dense_value_bytes"] == 500 * 64
 
 
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_gradients_that_a_scaler_multiplied_are_told_apart(layout: str) -> None:
+    table = AdaptiveEmbedding(20, 4, budget=10, chunk_dim=4, layout=layout)
+    upstream = torch.ones(20, 4)
+    upstream[10:] = 8
+    for _ in range(300):
+        table(torch.arange(20)).backward(2.0**16 * upstream)
+    table.prune()
+    useful = (table._resident()[0] >= 10).sum()
+    assert useful >= (8 if layout == "sketch" else 10)  # there two pairs of rows share a cell, and wear each other down
+
+
 def test_admitted_chunks_start_afresh() -> None:
     bag = AdaptiveEmbeddingBag(4, 8, mode="sum", budget=2, chunk_dim=4, training="fused", layout="direct", seed=3)
 
@@ -110,6 +122,25 @@ def test_admitted_chunks_start_afresh() -> None:
     want(2, 1)
     assert bag.weight[2, 4:].abs().sum() > 0
     assert bag.state[0].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+@pytest.mark.parametrize(("budget", "layout"), [(1.0, "auto"), (0.5, "direct"), (0.5, "hash"), (0.5, "sketch")])
+def test_a_reset_table_starts_over(budget: float, layout: str, optimizer: str) -> None:
+    def fresh() -> AdaptiveEmbeddingBag:
+        return AdaptiveEmbeddingBag(
+            20, 8, budget=budget, chunk_dim=4, layout=layout, training="fused", optimizer=optimizer
+        )
+
+    bag = fresh()
+    for _ in range(3):
+        bag(torch.arange(20).view(5, 4)).square().sum().backward()
+        bag.prune()
+    torch.manual_seed(2)
+    bag.reset_parameters()
+    torch.manual_seed(2)
+    for name, value in fresh().state_dict().items():
+        assert torch.equal(bag.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])

@@ -164,11 +164,16 @@ class TableOptions:
             if name == "eps" and self.optimizer == "sgd":
                 raise refuse(name, given, "with optimizer = 'adagrad' or 'adam', this is 'sgd'; leave it out")
 
-    def of_shard(self, rank: int, world: int) -> TableOptions:
-        """These options for a rank's share: a budget that is a number of chunks is divided, seeds differ."""
+    def of_shard(self, rank: int, rows: int, num_embeddings: int, embedding_dim: int) -> TableOptions:
+        """These options for a rank's rows: a budget that is a number of chunks is divided by rows, seeds differ.
+
+        Numbers that the whole table cannot have are refused, so that all ranks raise or none.
+        """
         budget = self.budget
-        if isinstance(budget, int) and not isinstance(budget, bool):
-            budget = max(1, budget // world)
+        if isinstance(budget, int):
+            chunks = embedding_dim // chunk_dim_of(embedding_dim, self.chunk_dim, whole=False)
+            budget = capacity_of(budget, num_embeddings * chunks)
+            budget = max(min(1, rows), budget * rows // max(1, num_embeddings))
         return replace(self, budget=budget, seed=(self.seed + rank) % SEEDS)
 
 

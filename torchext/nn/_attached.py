@@ -54,6 +54,11 @@ def check_prunable(tables: Iterable[AdaptiveTable], process_group: Any) -> None:
 
 
 def group_of(table: AdaptiveTable, process_group: Any) -> Any:
-    """Whose replicas of the table decide alike: those that are averaged, else those of the process group given."""
+    """Whose replicas of the table decide alike: those that are averaged, else those of the process group given.
+
+    Without one those of the DDP that has met the table; None: the default group.
+    """
     found = averaging([table])
-    return found[0]._ddp.process_group if found else process_group
+    if found:
+        return found[0]._ddp.process_group
+    return table._ddp if process_group is None else process_group

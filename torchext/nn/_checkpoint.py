@@ -13,15 +13,19 @@ from torchext.nn._optimizer_state import expect_other_size
 if TYPE_CHECKING:
     from torchext.nn._table import AdaptiveTable
 
-VERSION = 1
+# 1: state of the fused optimizer as "state.0" and so on, utilities in bytes 2^16 times as large (chunk_utility.h), no
+#    "shard".
+VERSION = 2
 
 
 def unregistered_tensors(table: AdaptiveTable) -> Iterable[tuple[str, Tensor]]:
     """What belongs into a checkpoint besides the parameters that torch saves by itself."""
     if table.training_mode == "sharded":
         yield "pool", table.pool.detach()
+    if table.shard is not None:
+        yield "shard", table.shard
     yield from table.plain_tensors()
-    yield from ((f"state.{position}", tensor) for position, tensor in enumerate(table.state))
+    yield from zip(table.state_names, table.state, strict=True)
 
 
 def _own_tensors(table: AdaptiveTable, prefix: str) -> dict[str, Tensor]:
@@ -32,18 +36,21 @@ def _own_tensors(table: AdaptiveTable, prefix: str) -> dict[str, Tensor]:
     return own
 
 
-def _lengths(table: AdaptiveTable, name: str, slots: int) -> tuple[int, int] | None:
+def _lengths(table: AdaptiveTable, name: str, slots: int, cells: int) -> tuple[int, int] | None:
     """Least and largest length of one of a table's tensors beside a pool of so many slots; None: it has one length.
 
-    Pools change their size when several tables share a budget; the rest follows, but an index never shrinks.
+    Pools change their size when several tables share a budget; the rest follows, but an index never shrinks, and a
+    sketch keeps the cells that it was made with.
     """
-    total, cells = table.num_embeddings * table.chunks, len(table.sketch)
+    total = table.num_embeddings * table.chunks
     if table.layout == "identity":
         return None
     if name == "pool":
         return 0, total
-    if name.startswith("state."):
+    if name in table.state_names:
         return slots, slots
+    if name == "sketch" and table.layout == "sketch":
+        return table._sketch_cells(0), table._sketch_cells(total)
     if name == "index" and table.layout != "direct":
         return table._index_cells(slots), table._index_cells(total)
     if name == "utility" and table.layout == "sketch":
@@ -54,6 +61,7 @@ def _lengths(table: AdaptiveTable, name: str, slots: int) -> tuple[int, int] | N
 def _problems(table: AdaptiveTable, own: Mapping[str, Tensor], saved: Mapping[str, Any], prefix: str) -> list[str]:
     """Of tensors that were saved, those that cannot be this table's."""
     slots = saved.get(prefix + "pool", table.pool).numel() // table.chunk_dim
+    cells = saved.get(prefix + "sketch", table.sketch).numel()
     problems = []
     if slots != table.budget_chunks and table._ddp is not None and table.optimizer_trains:
         problems.append(
@@ -63,7 +71,7 @@ def _problems(table: AdaptiveTable, own: Mapping[str, Tensor], saved: Mapping[st
         given = saved.get(key)
         if given is None:
             continue
-        lengths = _lengths(table, key[len(prefix) :], slots)
+        lengths = _lengths(table, key[len(prefix) :], slots, cells)
         if lengths is None:
             fits, allowed = given.shape == tensor.shape, str(tuple(tensor.shape))
         else:
@@ -74,7 +82,19 @@ def _problems(table: AdaptiveTable, own: Mapping[str, Tensor], saved: Mapping[st
             problems.append(f"{key}: saved with shape {tuple(given.shape)}, allowed {allowed}")
         elif given.dtype != tensor.dtype and key != prefix + "pool":
             problems.append(f"{key}: saved as {given.dtype}, the table has {tensor.dtype}")
+        elif tensor is table.shard and given.tolist() != tensor.tolist():
+            (rank, world, rows), (own_rank, own_world, own_rows) = given.tolist(), tensor.tolist()
+            problems.append(
+                f"{key}: saved by rank {rank} of {world}, of a table of {rows} rows; this is rank {own_rank} of "
+                f"{own_world}, of {own_rows}. Every rank loads what it has saved itself"
+            )
     return problems
+
+
+def _renamed(saved: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """What the first version saved, by the names of now."""
+    old = prefix + "state."
+    return {prefix + "state" + key[len(old) :] if key.startswith(old) else key: saved[key] for key in saved}
 
 
 def load_table(
@@ -98,11 +118,17 @@ def load_table(
             error_msgs.append(f"{prefix}weight: {error}")
         unexpected_keys[:] = [key for key in unexpected_keys if key != prefix + "weight"]
         return
+    if prefix + "state.0" in saved:  # whatever has become of the metadata
+        saved, version = _renamed(saved, prefix), 1
     own = _own_tensors(table, prefix)
     problems = _problems(table, own, saved, prefix)
-    if version != VERSION:
-        problems.insert(0, f"{prefix[:-1] or 'table'}: saved as version {version}, this is version {VERSION}")
-    missing = [key for key in own if key not in saved]
+    if not 1 <= version <= VERSION:
+        problems.insert(
+            0,
+            f"{prefix[:-1] or 'table'}: saved as version {version}, this is version {VERSION}, which takes "
+            f"1..{VERSION}",
+        )
+    missing = [key for key, tensor in own.items() if key not in saved and tensor is not table.shard]
     missing_keys.extend(missing)
     error_msgs.extend(problems)
     if strict:
@@ -112,7 +138,9 @@ def load_table(
     with torch.no_grad():
         if len(saved[prefix + "pool"]) != table.budget_chunks and table.optimizer_trains:
             expect_other_size(table)
-        table._resize(len(saved[prefix + "pool"]), len(saved[prefix + "index"]), len(saved[prefix + "utility"]))
+        table._resize(*(len(saved[prefix + name]) for name in ("pool", "index", "utility", "sketch")))
         table.pool.copy_(saved[prefix + "pool"])
         for name, tensor in unregistered_tensors(table):
-            tensor.copy_(saved[prefix + name])
+            tensor.copy_(saved.get(prefix + name, tensor))
+        if version == 1 and table.utility.dtype == torch.uint8:
+            table.clock[1] *= 2.0**16  # true utility is stored over the factor

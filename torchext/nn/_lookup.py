@@ -73,9 +73,11 @@ class AdaptiveLookup(AdaptiveTable):
         shards = None
         if made.training == "sharded":
             shards = Shards(num_embeddings, process_group)
-            rows, made = shards.rows, made.of_shard(shards.rank, shards.world)
+            rows, made = shards.rows, made.of_shard(shards.rank, shards.rows, num_embeddings, embedding_dim)
         super().__init__(rows, embedding_dim, made, device=device, dtype=dtype)
         self._shards = shards
+        if shards:
+            self.shard = torch.tensor([shards.rank, shards.world, num_embeddings], device="cpu")
         self.sparse = made.training == "sparse"
         self.mode, self.include_last_offset = mode, include_last_offset
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq

@@ -187,9 +187,9 @@ class Shards:
         partial = module._bags(incoming[:, 0].contiguous(), bounds, 0, weights, True, "sum")
         output: Tensor = _ReturnBags.apply(partial, sizes, self.group)
         if module.mode == "mean":
-            counted = output.new_ones(len(ids))
-            if module.padding_idx is not None:
-                counted = (ids != module.padding_idx).to(output.dtype)
-            entries = output.new_zeros(bags).index_add_(0, bag_of, counted)
-            output = output / entries.clamp(min=1).unsqueeze(1)
+            counted = torch.ones_like(ids) if module.padding_idx is None else (ids != module.padding_idx).to(ids.dtype)
+            entries = counts.new_zeros(bags).index_add_(0, bag_of, counted)
+            # 16 bits cannot count: 256 ones in bfloat16, 2,048 in float16, and no further.
+            wide = output.to(torch.promote_types(output.dtype, torch.float32))
+            output = (wide / entries.clamp(min=1).unsqueeze(1)).to(output.dtype)
         return output

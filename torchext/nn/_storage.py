@@ -62,6 +62,8 @@ class ChunkStorage(nn.Module):
 
     _PLAIN = ("index", "utility", "sketch", "seen", "clock", "lr")
     _ON_HOST = ("clock", "lr")  # read in every step, so that none waits for a device
+    # Which of a whole table a shard is: rank, world and the table's rows; on the CPU.
+    shard: Tensor | None = None
 
     def __init__(
         self,
@@ -102,8 +104,22 @@ class ChunkStorage(nn.Module):
         else:
             self.pool, self.trigger = nn.Parameter(pool, requires_grad=trained), trigger
         self._lr = torch.tensor(learning_rate(options.lr), dtype=torch.float64, device="cpu")
-        self._make_plain()
         self.reset_parameters()
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Attributes that hold the fused optimizer's state, as state_dict calls them, too."""
+        return () if self.trigger is None else ("state0", "state1")[: OPTIMIZERS[self.optimizer_name]]
+
+    @property
+    def state(self) -> list[Tensor]:
+        """The fused optimizer's state, by slot; empty where another optimizer has it."""
+        return [getattr(self, name) for name in self.state_names]
+
+    @state.setter
+    def state(self, values: list[Tensor]) -> None:
+        for name, value in zip(self.state_names, values, strict=True):
+            setattr(self, name, value)
 
     @property
     def lr(self) -> Tensor:
@@ -123,7 +139,7 @@ class ChunkStorage(nn.Module):
         device = self.pool.device
         self.clock = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
         self.seen = torch.zeros(0 if self.layout == "identity" else (rows + 7) // 8, dtype=torch.uint8, device=device)
-        cells = max(64, slots // 2) if self.layout == "sketch" else 0
+        cells = self._sketch_cells(slots) if self.layout == "sketch" else 0
         self.sketch = torch.full((cells,), -1, dtype=torch.int32, device=device)
         self.index = self._empty_index(slots)
         count, dtype = {
@@ -148,22 +164,27 @@ class ChunkStorage(nn.Module):
         """ChunkIndex::cellsFor."""
         return slots + slots * 3 // 7 + 8
 
+    @staticmethod
+    def _sketch_cells(slots: int) -> int:
+        return max(64, slots // 2)
+
     def _empty_state(self, slots: int) -> list[Tensor]:
-        if self.trigger is None:  # an optimizer has it
-            return []
         dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
         shape = (slots,) if self.optimizer_name == "adagrad" else (slots, self.chunk_dim)
-        return [_memory(shape, dtype, self.pool.device).zero_() for _ in range(OPTIMIZERS[self.optimizer_name])]
+        return [_memory(shape, dtype, self.pool.device).zero_() for _ in self.state_names]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
+        """Starts over: normal values where everything is resident, else an empty pool that pruning fills.
+
+        Index, utilities, count of steps and the fused optimizer's state begin anew; the learning rate stays.
+        """
+        self._make_plain()
         if self.layout == "identity":
             self.pool.normal_(0, self.init_std, generator=self._generator())
             self._zero_row(getattr(self, "_frozen", None))  # a shard has rows of its own
         else:
             self.pool.zero_()
-            self._make_plain()
 
     def _generator(self) -> torch.Generator | None:
         """Of initial values: torch's, or one for this shard, as all ranks may have seeded torch's alike."""
@@ -274,8 +295,11 @@ class ChunkStorage(nn.Module):
         """Names and tensors of what is neither parameter nor optimizer's state."""
         return ((name, getattr(self, name)) for name in self._PLAIN)
 
-    def _resize(self, slots: int, index: int, utility: int) -> None:
-        """Room for so many slots, cells of the index and utilities; what has another size then has nothing in it."""
+    def _resize(self, slots: int, index: int, utility: int, sketch: int) -> None:
+        """Room for so many slots, cells of the index, utilities and cells of a sketch.
+
+        What has another size then has nothing in it.
+        """
         if slots != self.budget_chunks:
             self.budget_chunks = slots
             replace_values(self.pool, self.pool.new_empty(slots, self.chunk_dim))
@@ -284,3 +308,5 @@ class ChunkStorage(nn.Module):
             self.index = self.index.new_empty(index)
         if utility != len(self.utility):
             self.utility = self.utility.new_empty(utility)
+        if sketch != len(self.sketch):
+            self.sketch = self.sketch.new_empty(sketch)

@@ -40,6 +40,7 @@ class AdaptiveTable(ChunkStorage):
 
     _version = VERSION
     _origin: Origin | None  # of a copy, as long as its values may come from there
+    _grouped = False  # whether an optimizer may have its group
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, options: TableOptions, *, device: Any, dtype: Any
@@ -94,6 +95,7 @@ class AdaptiveTable(ChunkStorage):
         """
         if self.trigger is None:
             raise ValueError(f"training = {self.training_mode!r} has no fused update; give the optimizer parameters()")
+        self._grouped = True
         follow(self)
         return {"params": [self.trigger], "lr": self.lr}
 
@@ -249,7 +251,9 @@ class AdaptiveTable(ChunkStorage):
                 "own gradients, and the replicas would differ from then on without an error. Use training='sparse' "
                 "with an optimizer (DDP on Gloo averages it), or training='sharded', which exchanges rows."
             )
-        for name in self._PLAIN:
+        # A whole table is its parameters, and DDP has sent those: nothing may wait here for a rank that does not use
+        # the table in this pass.
+        for name in () if self.layout == "identity" else self._PLAIN:
             tensor = getattr(self, name)
             sent = tensor.to(self.pool.device)  # what is on the CPU cannot travel where the table does
             torch.distributed.broadcast(sent, group_src=0, group=ddp.process_group)
@@ -259,7 +263,10 @@ class AdaptiveTable(ChunkStorage):
         self._origin = None
 
     def reset_parameters(self) -> None:
-        """Starts over: normal values where everything is resident, else an empty pool that pruning fills."""
+        """Starts over: normal values where everything is resident, else an empty pool that pruning fills.
+
+        Index, utilities, count of steps and the fused optimizer's state begin anew; the learning rate stays.
+        """
         super().reset_parameters()
         self._origin = None
 
@@ -268,12 +275,12 @@ class AdaptiveTable(ChunkStorage):
         return {**self.__dict__, "_ddp": None, "_origin": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy's group may be in the copy of an optimizer."""
+        """Where the table's group may be in an optimizer, the copy's may be in a copy of that."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         copied: Any = self._prunings
         if isinstance(copied, Copied):
             self._prunings, self._origin = Prunings(), Origin.of(self, copied)
-        if self.trigger is not None:
+        if self._grouped:
             follow(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -19,11 +19,17 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
     The table is cut into chunks along its columns, and only a budget of chunks is resident; absent ones read as zero.
     Every chunk, resident or not, collects utility: ``u <- gamma u + a g`` with ``a`` the row's accesses in the step and
     ``g`` the norm of the chunk's gradient. A :class:`ChunkPruner` lets the most useful ones in, now and then. With
-    ``budget=1.0`` nothing is absent, nothing is observed, and this is nn.EmbeddingBag with a fused update.
+    ``budget=1.0`` nothing is absent, nothing is observed, and this is nn.EmbeddingBag, which ``training="fused"``
+    updates in its backward pass.
 
     A table with a budget below 1 starts empty: without a pruner it stays empty. A checkpoint brings the budget that it
-    was saved with: ``load_state_dict`` gives the pool that size, and :attr:`budget_chunks` says so. What an optimizer
-    holds of the pool must come from the same checkpoint; its next step raises ValueError where the sizes differ.
+    was saved with into a table of the same layout: ``load_state_dict`` gives the pool that size, and
+    :attr:`budget_chunks` says so (``"auto"`` chooses the layout by the budget: name it where budgets differ). What an
+    optimizer holds of the pool must come from the same checkpoint; its next step raises ValueError where the sizes
+    differ.
+
+    Inside DistributedDataParallel the first forward pass of a table with a budget below 1 is collective, as rank 0
+    sends its chunks: all ranks make it in the same iteration, or all wait.
 
     Ways to train, ``training=``:
         ``"dense"``: a dense gradient of :attr:`pool` for any optimizer; the default, as nn.EmbeddingBag's.
@@ -33,7 +39,7 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
         the table does. The update is fused there, with the mean of all ranks' gradients, as DDP's would be. Modes sum
         and mean. Every rank calls forward and backward equally often; weights that some ranks give, or need a gradient
         of, are exchanged by all. Keep the module out of DDP, or let it be: its parameters are hidden from there, and
-        from a model's ``requires_grad_``: call the table's own.
+        from a model's ``requires_grad_``: call the table's own. Each rank saves and loads its own state_dict.
 
     Fused and sharded updates take the gradient as the backward pass brings it, before anyone can divide or clip it.
     ``torch.amp.GradScaler`` scales the loss, and so multiplies these updates by its factor: do not combine them. Train
@@ -56,9 +62,10 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
     Args:
         num_embeddings: Rows.
         embedding_dim: Columns.
-        budget: Share of resident chunks, a float 0 < share <= 1, or their number as an int.
+        budget: Share of resident chunks, a float 0 < share <= 1, or their number as an int; of shards together, each
+            its part by its rows.
         chunk_dim: Columns of a chunk: a divisor of embedding_dim from 4 on. Default: all columns with budget 1.0, else
-            the largest of 16, 8, 4 that divides them.
+            the largest of 16, 8, 4 that divides them, or all where none does.
         layout: ``"auto"``, ``"direct"``, ``"hash"`` or ``"sketch"``; with budget 1.0, which needs none, ``"auto"``.
         max_norm: As in nn.EmbeddingBag; above 0, and not for shards.
         norm_type: As there, above 0; infinity: the largest value counts.
@@ -117,8 +124,8 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode = {mode!r}: allowed 'sum', 'mean', 'max'")
-        if mode == "max" and (scale_grad_by_freq or sparse or training == "sharded"):
-            raise ValueError("mode = 'max' goes with neither scale_grad_by_freq, sparse gradients nor shards")
+        if mode == "max" and (scale_grad_by_freq or training == "sharded"):
+            raise ValueError("mode = 'max' goes with neither scale_grad_by_freq nor shards")
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -194,6 +201,8 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
             if offsets is None:
                 raise ValueError("offsets must be given with a 1-D input")
             check_ids("offsets", offsets)
+            if offsets.dim() != 1:
+                raise ValueError(f"offsets has shape {tuple(offsets.shape)}; it must be 1-D")
 
 
 class AdaptiveEmbedding(AdaptiveLookup, nn.Embedding):  # type: ignore[misc, override]

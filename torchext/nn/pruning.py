@@ -66,8 +66,8 @@ class ChunkPruner:
             utilities count relative to the 95th percentile of their table. All tables need one chunk_dim. Not for
             tables with ``training="dense"`` or ``"sparse"`` inside DistributedDataParallel, whose buckets keep their
             size.
-        process_group: Of the replicas; None: that of an attached model whose replicas are averaged, else the default
-            group, if there is one. Not for shards alone.
+        process_group: Of the replicas; None: that of an attached model whose replicas are averaged, else that of the
+            DistributedDataParallel around a table, else the default group, if there is one. Not for shards alone.
 
     Raises:
         ValueError: An argument out of its range, no table to prune, or an optimizer that does not train a pool. A

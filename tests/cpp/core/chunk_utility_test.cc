@@ -16,13 +16,13 @@ constexpr std::int32_t kAbsent = ChunkIndex::kAbsent;
 
 TEST(UtilityCode, EveryCodeReturnsToItself) {
   EXPECT_EQ(UtilityCode::decode(0), 0.0F);
-  EXPECT_EQ(UtilityCode::decode(160), 1.0F);
+  EXPECT_EQ(UtilityCode::decode(96), 1.0F);
   for (int code = 0; code < 256; ++code) {
     const float value = UtilityCode::decode(static_cast<std::uint8_t>(code));
     EXPECT_EQ(UtilityCode::encode(value, 0xFFFFFFFFU), code);
     EXPECT_EQ(UtilityCode::encode(value, 0), code);
     if (code > 0) {
-      EXPECT_NEAR(std::log2(value), (code - 160) / 4.0, 1e-6);
+      EXPECT_NEAR(std::log2(value), (code - 96) / 4.0, 1e-6);
     }
   }
   EXPECT_EQ(UtilityCode::encode(-1.0F, 0), 0);
@@ -32,7 +32,7 @@ TEST(UtilityCode, EveryCodeReturnsToItself) {
 
 TEST(UtilityCode, RoundingKeepsTheMean) {
   Random random(1);
-  for (const float value : {1.1F, 3e-5F, 777.0F, 0.0F, 4e-13F, 5e-13F}) {
+  for (const float value : {1.1F, 3e-5F, 777.0F, 0.0F, 3e-8F, 5e-8F}) {
     double sum = 0;
     constexpr int kDraws = 200'000;
     for (int i = 0; i < kDraws; ++i) {
@@ -59,6 +59,17 @@ TEST(ChunkUtility, BytesFollowFloatsThoughEveryStepIsSmall) {
     mean += coded.get(key, kAbsent) / exact.get(key, kAbsent) / 64;
   }
   EXPECT_NEAR(mean, 1, 0.1);
+}
+
+TEST(ChunkUtility, BytesTellScaledGradientsApartUpToTheLargestFactor) {
+  // What a chunk holds after many steps of gradients of 2 and 16, multiplied by 2^16: 100 times as much.
+  std::vector<std::uint8_t> codes(2);
+  ChunkUtility utility = ChunkUtility::bytes(codes);
+  const float factor = 0x1.0p12F;
+  ASSERT_FALSE(utility.mustRenormalise(double{factor}));
+  utility.add(0, kAbsent, 100 * 2 * 0x1.0p16F * factor, 1);
+  utility.add(1, kAbsent, 100 * 16 * 0x1.0p16F * factor, 1);
+  EXPECT_NEAR(utility.get(1, kAbsent) / utility.get(0, kAbsent), 8, 2);
 }
 
 TEST(ChunkUtility, GrowingFactorIsDecay) {
