@@ -296,6 +296,7 @@ class KfacOptions:
         exchange_always: bool,
         max_run_mb: float,
         split_directions: bool | None,
+        shared_memory: bool,
         queued: bool,
     ) -> None: ...
 

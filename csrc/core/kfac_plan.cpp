@@ -63,8 +63,11 @@ SharedDirections sharedDirections(const KfacPlan& plan, const KfacPlanInput& inp
   return sums;
 }
 
-// Every rank broadcasts its share.
+// Every rank broadcasts its share, or leaves it where the others find it.
 double gatherSeconds(const SharedDirections& shared, const KfacPlanInput& input) {
+  if (input.costs.sharing) {
+    return input.costs.sharing->seconds(shared.bytes);
+  }
   return input.ranks * input.costs.broadcast.alpha + input.costs.broadcast.beta * static_cast<double>(shared.bytes);
 }
 
@@ -207,9 +210,15 @@ KfacPrediction predictKfac(const KfacPlan& plan, const KfacPlanInput& input) {
   for (const auto& [route, bytes] : inverses) {
     result.distribute += input.costs.broadcast.seconds(bytes);
   }
+  std::size_t through_memory = 0;
   for (const auto& [route, bytes] : gradients) {
-    result.gradients += input.costs.broadcast.seconds(bytes);
+    if (input.costs.sharing && route.second == 1) {
+      through_memory += bytes;
+    } else {
+      result.gradients += input.costs.broadcast.seconds(bytes);
+    }
   }
+  result.gradients += through_memory > 0 ? input.costs.sharing->seconds(through_memory) : 0;
   return result;
 }
 

@@ -24,6 +24,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,9 @@ struct FactorTask {
 struct KfacCosts {
   AlphaBeta all_reduce;
   AlphaBeta broadcast;  // also of a reduce
+  // Of results of a step that ranks of one host bring each other through its memory, by the bytes of all; none: they
+  // travel as messages, each as long as a broadcast.
+  std::optional<AlphaBeta> sharing;
   InversionCost inversion;
   double inverseSeconds(const FactorTask& task) const;
 };

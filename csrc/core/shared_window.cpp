@@ -13,8 +13,10 @@
 #include <climits>
 #include <cstring>
 #include <ctime>
+#include <fstream>
 #include <functional>
 #include <new>
+#include <string>
 #include <system_error>
 
 #include "core/check.h"
@@ -67,8 +69,8 @@ WindowAddress parseWindowAddress(std::span<const std::byte> bytes, int source) {
   return address;
 }
 
-SharedWindow::SharedWindow(const WindowShape& shape, std::byte* memory, int descriptor)
-    : shape_(shape), memory_(memory), descriptor_(descriptor) {}
+SharedWindow::SharedWindow(const WindowShape& shape, std::byte* memory, int descriptor, std::int64_t owner)
+    : shape_(shape), memory_(memory), descriptor_(descriptor), owner_(owner) {}
 
 std::unique_ptr<SharedWindow> SharedWindow::create(const WindowShape& shape) {
   const bool power_of_two = shape.slots > 0 && (shape.slots & (shape.slots - 1)) == 0;
@@ -95,7 +97,7 @@ std::unique_ptr<SharedWindow> SharedWindow::create(const WindowShape& shape) {
     errno = error;
     throwSystemError("mmap of a shared window");
   }
-  std::unique_ptr<SharedWindow> window(new SharedWindow(shape, static_cast<std::byte*>(memory), descriptor));
+  std::unique_ptr<SharedWindow> window(new SharedWindow(shape, static_cast<std::byte*>(memory), descriptor, getpid()));
   for (int i = 0; i < 2 + shape.ranks; ++i) {
     new (window->counters() + i) Counter();
   }
@@ -139,7 +141,8 @@ std::unique_ptr<const SharedWindow> SharedWindow::open(const WindowAddress& addr
   if (memory == MAP_FAILED) {
     return nullptr;
   }
-  std::unique_ptr<const SharedWindow> window(new SharedWindow(shape, static_cast<std::byte*>(memory), -1));
+  std::unique_ptr<const SharedWindow> window(
+      new SharedWindow(shape, static_cast<std::byte*>(memory), -1, address.process));
   return std::memcmp(memory, address.nonce.data(), sizeof(address.nonce)) == 0 ? std::move(window) : nullptr;
 }
 
@@ -153,6 +156,17 @@ void SharedWindow::closeAddress() {
     close(descriptor_);
     descriptor_ = -1;
   }
+}
+
+// A process that nobody has waited for yet is a zombie: its entry is there, and says so behind the name in brackets.
+bool SharedWindow::ownerEnded() const {
+  std::ifstream entry(concat("/proc/", owner_, "/stat"));
+  std::string line;
+  if (!std::getline(entry, line)) {
+    return true;
+  }
+  const std::size_t state = line.rfind(')') + 2;
+  return state < line.size() && (line[state] == 'Z' || line[state] == 'X');
 }
 
 std::size_t SharedWindow::slotOffset(PieceCount piece) const {

@@ -72,6 +72,8 @@ class SharedWindow {
   // The owner's, until closeAddress(): once all peers have mapped it nobody needs the file's descriptor.
   WindowAddress address() const;
   void closeAddress();
+  // Of a peer's window: whether the owner's process has ended, so that its counters stand still for good.
+  bool ownerEnded() const;
 
   std::byte* slot(PieceCount piece) { return memory_ + slotOffset(piece); }
   const std::byte* slot(PieceCount piece) const { return memory_ + slotOffset(piece); }
@@ -92,15 +94,16 @@ class SharedWindow {
   static bool await(const Counter& counter, PieceCount count, std::chrono::milliseconds limit);
 
  private:
-  SharedWindow(const WindowShape& shape, std::byte* memory, int descriptor);
+  SharedWindow(const WindowShape& shape, std::byte* memory, int descriptor, std::int64_t owner);
 
   Counter* counters() { return reinterpret_cast<Counter*>(memory_ + 64); }
   const Counter* counters() const { return reinterpret_cast<const Counter*>(memory_ + 64); }
   std::size_t slotOffset(PieceCount piece) const;
 
   const WindowShape shape_;
-  std::byte* const memory_;  // nonce, counters, slots from a page's start on
-  int descriptor_;           // the owner's; -1: closed, or a peer's
+  std::byte* const memory_;   // nonce, counters, slots from a page's start on
+  int descriptor_;            // the owner's; -1: closed, or a peer's
+  const std::int64_t owner_;  // its process
 };
 
 }  // namespace torchext::core

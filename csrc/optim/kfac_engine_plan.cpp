@@ -75,8 +75,12 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
         {"max_run_mb", options_.max_run_mb},
         {"exchange_always", options_.exchange_always},
         {"split_directions", options_.split_directions},
+        {"shared_memory", options_.shared_memory},
         {"the type of the device", c10::DeviceTypeName(device_.type(), /*lower_case=*/true)},
     });
+    if (options_.shared_memory && device_.is_cpu()) {
+      exchange_->shareMemory();
+    }
   }
   measureCosts();
   makePlan();
@@ -130,6 +134,9 @@ void KfacEngine::measureCosts() {
     exchange_->measure(device_, static_cast<std::size_t>(statistics_->elements()) * width, all_reduce, broadcast);
     input_.costs.all_reduce = core::fitAlphaBeta(all_reduce);
     input_.costs.broadcast = core::fitAlphaBeta(broadcast);
+    if (exchange_->sharesMemory()) {
+      input_.costs.sharing = core::fitAlphaBeta(exchange_->measureSharing());
+    }
   }
   for (std::size_t i = 0; i < samples.size(); ++i) {
     samples[i].seconds = std::max(seconds[i], 1e-9);

@@ -1,4 +1,5 @@
 // How KfacEngine's results reach the ranks that need them: inverses, and directions that only some ranks compute.
+// Directions, which every step waits for, go through memory where all ranks share a host's.
 #include <cmath>
 #include <limits>
 
@@ -164,8 +165,10 @@ void KfacEngine::distributeDirections() {
   if (!exchange_) {
     return;
   }
-  const double start = monotonicSeconds();
+  const Timed timed(stats_.distribute_seconds);
+  const bool through_memory = exchange_->sharesMemory();
   std::vector<KfacExchange::Message> messages;
+  std::vector<at::Tensor> owned(core::index(ranks_));  // that all others have from one rank
   for (int owner = 0; owner < ranks_; ++owner) {
     at::Tensor slice;
     int workers = ranks_;
@@ -179,14 +182,25 @@ void KfacEngine::distributeDirections() {
                                : slice.as_strided({own.storage_offset() + own.numel() - slice.storage_offset()}, {1},
                                                   slice.storage_offset());
     }
-    if (slice.defined()) {
+    if (slice.defined() && through_memory && workers == 1) {
+      owned[core::index(owner)] = slice;
+    } else if (slice.defined()) {
       sendDirections(slice, owner, workers, messages);
     }
   }
-  exchangeShares(messages);
+  if (!through_memory) {
+    exchangeShares(messages);
+  }
   auto works = exchange_->start(messages);
+  if (through_memory) {
+    std::vector<at::Tensor> shares;
+    for (int rank = 0; rank < ranks_; ++rank) {
+      shares.push_back(directions_->splitSlice(rank));
+    }
+    exchange_->gatherParts(owned);
+    exchange_->gatherParts(shares);
+  }
   KfacExchange::wait(works);
-  stats_.distribute_seconds += monotonicSeconds() - start;
 }
 
 }  // namespace torchext

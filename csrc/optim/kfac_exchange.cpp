@@ -1,7 +1,11 @@
 #include "optim/kfac_exchange.h"
 
 #include <algorithm>
+#include <chrono>
+#include <numeric>
 
+#include "c10d/attentive_wait.h"
+#include "core/host_identity.h"
 #include "optim/timed.h"
 
 namespace torchext {
@@ -20,6 +24,25 @@ double fastestSeconds(at::Device device, int repeats, const Call& call) {
     best = std::min(best, monotonicSeconds() - start);
   }
   return best;
+}
+
+// Over a Gloo group, whose works wait and fail by themselves. What is no work waits as long as they would.
+PointToPoint transportOver(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  constexpr std::chrono::milliseconds kLook{20};
+  const auto wait = [](const PointToPoint::WorkPtr& work, int /*peer*/, const char* /*what*/) { work->wait(); };
+  const auto wait_until = [limit = backend->getBackendOptions()->timeout](const PointToPoint::Look& look, int peer,
+                                                                          const char* what) {
+    const auto end = std::chrono::steady_clock::now() + limit;
+    while (!look(kLook)) {
+      if (std::chrono::steady_clock::now() >= end) {
+        C10_THROW_ERROR(DistBackendError, c10::str(what, ": rank ", peer, " did not come within ",
+                                                   std::chrono::duration<double>(limit).count(),
+                                                   " s; do all ranks take the same steps?"));
+      }
+      attendToSignals();
+    }
+  };
+  return {backend, wait, wait_until};
 }
 
 }  // namespace
@@ -123,6 +146,56 @@ void KfacExchange::wait(std::vector<Work>& works) {
     work->wait();
   }
   works.clear();
+}
+
+void KfacExchange::shareMemory() {
+  // Addresses go to every rank from every other: only where it may come to something.
+  const at::Tensor own = at::full({1}, agreementHash(core::processSpace()), at::kLong);
+  const at::Tensor all = at::empty({size(), 1}, at::kLong);
+  agreementGroup(*group_).gather(own, all);
+  if (!all.eq(own).all().item<bool>()) {
+    return;
+  }
+  const PointToPoint transport = transportOver(group_->getBackend(c10::DeviceType::CPU));
+  constexpr int kTag = 0;
+  auto windows = SharedWindows::open(transport, kTag, /*enabled=*/true);
+  std::vector<int> everybody(static_cast<std::size_t>(size()));
+  std::iota(everybody.begin(), everybody.end(), 0);
+  if (windows && windows->cover(everybody)) {
+    gather_ = std::make_unique<WindowGather>(std::move(windows), transport, "torchext.optim: directions");
+  }
+}
+
+void KfacExchange::gatherParts(const std::vector<at::Tensor>& parts) {
+  std::vector<WindowGather::Part> all(parts.size());
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    if (parts[rank].defined() && parts[rank].numel() > 0) {
+      TORCH_INTERNAL_ASSERT(parts[rank].is_contiguous() && parts[rank].is_cpu());
+      all[rank] = {static_cast<std::byte*>(parts[rank].data_ptr()), parts[rank].nbytes()};
+    }
+  }
+  bytes_.shared += static_cast<std::int64_t>(all[static_cast<std::size_t>(rank())].bytes);
+  gather_->run(all);
+}
+
+std::vector<core::CommSample> KfacExchange::measureSharing() {
+  constexpr int kRepeats = 10;
+  const ExchangeBytes counted = bytes_;
+  std::vector<core::CommSample> samples;
+  std::vector<double> seconds;
+  for (const std::int64_t elements : {1LL << 8, 1LL << 12, 1LL << 16}) {
+    const at::Tensor data = at::zeros({size(), elements}, at::kFloat);
+    const auto parts = data.unbind();
+    mean(0);  // all begin together
+    seconds.push_back(fastestSeconds(at::kCPU, kRepeats, [&] { gatherParts(parts); }));
+    samples.push_back({static_cast<std::size_t>(bytesOf(data)), 0});
+  }
+  seconds = fromRankZero(seconds);
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    samples[i].seconds = std::max(seconds[i], 1e-9);
+  }
+  bytes_ = counted;
+  return samples;
 }
 
 void KfacExchange::agree(const AgreementFields& fields) {

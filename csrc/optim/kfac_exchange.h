@@ -3,29 +3,33 @@
 // The group belongs to K-FAC alone, so that its collectives never come between those of DDP; every rank must start them
 // in the same order. Tensors may be on an accelerator (then Work::wait() holds up its current stream, not the host),
 // where the group needs a backend for it beside one for the CPU: what the host decides by goes as CPU tensors, past
-// what is queued. Nothing here waits but wait(), agree(), fromRankZero() and the measurements. A group of one rank
+// what is queued. Nothing here waits but wait(), agree(), fromRankZero(), gatherParts() and the
+// measurements. A group of one rank
 // needs no object of this class. Threads: the caller's lock; the calls come without the GIL.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "c10d/agreement.h"
+#include "c10d/window_gather.h"
 #include "core/kfac_costs.h"
 
 namespace torchext {
 
 // Bytes of the tensors this rank passed to collectives, by kind; of a broadcast and a reduce on every rank, of messages
-// on the sender.
+// on the sender. shared: that it wrote for others into memory of the host.
 struct ExchangeBytes {
   std::int64_t all_reduce = 0;
   std::int64_t reduce = 0;
   std::int64_t broadcast = 0;
   std::int64_t sent = 0;
+  std::int64_t shared = 0;
 };
 
 class KfacExchange {
@@ -70,6 +74,16 @@ class KfacExchange {
   std::vector<Work> gather(const at::Tensor& all, int tag);
   static void wait(std::vector<Work>& works);
 
+  // Collective, once: from now on gatherParts() may be called, if all ranks are on one host and can map each other's
+  // memory. The same answer on all ranks, as sharesMemory().
+  void shareMemory();
+  bool sharesMemory() const { return gather_ != nullptr; }
+  // Every rank's part to every other through that memory; blocks. parts[rank]: contiguous CPU tensors of the same sizes
+  // on all ranks, undefined or empty: it has none.
+  void gatherParts(const std::vector<at::Tensor>& parts);
+  // Collective: as measure(), of parts of 1 KiB to 256 KiB a rank; bytes are those of all ranks.
+  std::vector<core::CommSample> measureSharing();
+
   // Collective; throws c10::DistBackendError on every rank unless the fields are the same everywhere.
   void agree(const AgreementFields& fields);
   // Collective: a few timed all-reduces and broadcasts of 4 KiB to 4 MiB on that device, the larger ones only if as
@@ -86,6 +100,7 @@ class KfacExchange {
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::unique_ptr<WindowGather> gather_;
   ExchangeBytes bytes_;
 };
 

@@ -22,7 +22,7 @@ KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_de
                             int factor_update_steps, int inverse_update_steps, const std::string& method,
                             const std::string& factor_scaling, std::string strategy, double worker_fraction,
                             bool exchange_always, double max_run_mb, std::optional<bool> split_directions,
-                            bool queued) {
+                            bool shared_memory, bool queued) {
   KfacOptions options{damping,
                       factor_decay,
                       martens_decay,
@@ -36,6 +36,7 @@ KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_de
                       exchange_always,
                       max_run_mb,
                       split_directions,
+                      shared_memory,
                       queued};
   options.validate();
   return options;
@@ -69,6 +70,7 @@ py::dict kfacToDict(const KfacStats& stats) {
   result["reduce_bytes"] = stats.bytes.reduce;
   result["broadcast_bytes"] = stats.bytes.broadcast;
   result["sent_bytes"] = stats.bytes.sent;
+  result["shared_bytes"] = stats.bytes.shared;
   result["memory_bytes"] = stats.memory_bytes;
   result["factor_seconds"] = stats.factor_seconds;
   result["exchange_wait_seconds"] = stats.exchange_wait_seconds;
@@ -105,6 +107,8 @@ py::dict planDict(const KfacEngine& engine) {
   result["factors"] = factors;
   result["all_reduce"] = py::make_tuple(costs.all_reduce.alpha, costs.all_reduce.beta);
   result["broadcast"] = py::make_tuple(costs.broadcast.alpha, costs.broadcast.beta);
+  result["sharing"] =
+      costs.sharing ? py::object(py::make_tuple(costs.sharing->alpha, costs.sharing->beta)) : py::object(py::none());
   result["inversion"] = py::make_tuple(costs.inversion.fixed, costs.inversion.cubic);
   result["predicted_exchange_seconds"] = predicted.exchange;
   result["predicted_invert_seconds"] = predicted.invert;
@@ -146,7 +150,7 @@ void bindKfac(py::module_& module) {
            py::arg("martens_decay"), py::arg("kl_clip").none(true), py::arg("factor_update_steps"),
            py::arg("inverse_update_steps"), py::arg("method"), py::arg("factor_scaling"), py::arg("strategy"),
            py::arg("worker_fraction"), py::arg("exchange_always"), py::arg("max_run_mb"),
-           py::arg("split_directions").none(true), py::arg("queued"));
+           py::arg("split_directions").none(true), py::arg("shared_memory"), py::arg("queued"));
 
   py::class_<KfacLayerSpec>(module, "KfacLayer")
       .def(py::init(&makeLayer), py::kw_only(), py::arg("name"), py::arg("kind"), py::arg("weight"),

@@ -43,7 +43,7 @@ def body_split(rank: Rank, queued: bool) -> tuple[float, int]:
     use_path(queued)
     rank.init("gloo")
     model = DistributedDataParallel(Net())
-    optimizer = KFAC(model, strategy="spd", split_directions=True, **OPTIONS)
+    optimizer = KFAC(model, strategy="spd", split_directions=True, shared_memory=False, **OPTIONS)
     train(model, optimizer, 6, rank=rank.rank, size=rank.size)
     equal_everywhere(model.module)
     expected = run_alone(rank, 6, "inverse")
@@ -111,7 +111,7 @@ def body_bytes(rank: Rank, queued: bool) -> dict[str, dict[str, Any]]:
     found = {}
     for strategy in ("spd", "pad", "comm-opt", "mem-opt", "hybrid", "d-kfac"):
         model = DistributedDataParallel(Net())
-        optimizer = KFAC(model, strategy=strategy, split_directions=False, **OPTIONS)
+        optimizer = KFAC(model, strategy=strategy, split_directions=False, shared_memory=False, **OPTIONS)
         before = optimizer.stats()
         train(model, optimizer, 6, rank=rank.rank, size=rank.size)  # two updates of the inverses
         after = optimizer.stats()

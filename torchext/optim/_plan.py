@@ -20,6 +20,7 @@ class KFACPlan:
             f"K-FAC, strategy {plan['strategy']}, {plan['ranks']} rank(s)",
             f"  all-reduce  {_line(plan['all_reduce'])}",
             f"  broadcast   {_line(plan['broadcast'])}",
+            *([] if plan["sharing"] is None else [f"  memory      {_line(plan['sharing'])}"]),
             f"  inversion   {1e6 * plan['inversion'][0]:.1f} us + {1e12 * plan['inversion'][1]:.3g} ps * dim^3",
             f"  {'layer':<24} {'factor':<12} {'exchange':<12} {'inverted by':<12} {'used by':<9} run",
         ]

@@ -83,6 +83,8 @@ class KFACPreconditioner:
         split_directions: each rank computes a share of every direction's columns, and sends it to the others, where
             all would compute everything (never with ``"mem-opt"`` and ``"dp"``); ``"inverse"`` only. None: where that
             costs less. Same result.
+        shared_memory: directions that one rank computes for others go through memory where all ranks are on one host
+            and can map each other's; the same on all ranks. On the CPU.
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
 
     Raises:
@@ -117,6 +119,7 @@ class KFACPreconditioner:
         exchange_always: bool = False,
         max_run_mb: float | None = None,
         split_directions: bool | None = None,
+        shared_memory: bool = True,
         process_group: dist.ProcessGroup | None = None,
         _failure: Exception | None = None,
         _inside: torch.optim.Optimizer | None = None,
@@ -150,6 +153,7 @@ class KFACPreconditioner:
                 exchange_always=exchange_always,
                 max_run_mb=25.0 if max_run_mb is None else max_run_mb,
                 split_directions=split_directions,
+                shared_memory=shared_memory,
                 queued=_queued,
             )
             check_together(

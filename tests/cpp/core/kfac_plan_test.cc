@@ -164,6 +164,19 @@ TEST(KfacPlan, DirectionsAreSplitWhereTheLinkIsFastEnough) {
   EXPECT_THROW_MESSAGE(makeKfacPlan(KfacStrategy::kSpd, in), std::invalid_argument, "precondition times = 1");
 }
 
+TEST(KfacPlan, RanksThatShareMemorySplitSmallDirections) {
+  auto in = input({300, 300}, 2);
+  in.precondition = {4e-4, 4e-4};
+  EXPECT_FALSE(makeKfacPlan(KfacStrategy::kSpd, in).split_directions);  // 0.4 ms saved; 5 x 0.2 + 0.36 ms
+  in.costs.sharing = AlphaBeta{3e-5, 1e-10};
+  const KfacPlan split = makeKfacPlan(KfacStrategy::kSpd, in);
+  EXPECT_TRUE(split.split_directions);  // 5 x 0.03 + 0.072 ms
+  EXPECT_DOUBLE_EQ(predictKfac(split, in).gradients, 3e-5 + 1e-10 * 2 * 360000);
+  // Directions of one rank alone go the same way, all together.
+  const KfacPlan alone = makeKfacPlan(KfacStrategy::kMemOpt, in);
+  EXPECT_DOUBLE_EQ(predictKfac(alone, in).gradients, 3e-5 + 1e-10 * 2 * 360000);
+}
+
 TEST(KfacPlan, BadArguments) {
   auto in = input({4}, 0);
   EXPECT_THROW_MESSAGE(makeKfacPlan(KfacStrategy::kSpd, in), std::invalid_argument, "ranks = 0");

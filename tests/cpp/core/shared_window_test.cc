@@ -53,6 +53,34 @@ bool inAnotherProcess(const std::function<bool()>& body) {
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
+TEST(SharedWindow, APeerKnowsWhetherTheOwnersProcessLives) {
+  int to_child[2];
+  int to_parent[2];
+  ASSERT_EQ(pipe(to_child), 0);
+  ASSERT_EQ(pipe(to_parent), 0);
+  const pid_t owner = fork();
+  if (owner == 0) {
+    const auto window = SharedWindow::create(kShape);
+    const WindowAddress address = window->address();
+    char word = 0;
+    const bool told = write(to_parent[1], &address, sizeof(address)) == sizeof(address);
+    _exit(told && read(to_child[0], &word, 1) == 1 ? 0 : 1);
+  }
+  WindowAddress address;
+  ASSERT_EQ(read(to_parent[0], &address, sizeof(address)), static_cast<ssize_t>(sizeof(address)));
+  const auto peer = SharedWindow::open(address, kShape);
+  ASSERT_NE(peer, nullptr);
+  EXPECT_FALSE(peer->ownerEnded());
+  ASSERT_EQ(write(to_child[1], "x", 1), 1);
+  siginfo_t info;
+  ASSERT_EQ(waitid(P_PID, static_cast<id_t>(owner), &info, WEXITED | WNOWAIT), 0);
+  EXPECT_TRUE(peer->ownerEnded());  // a zombie
+  int status = -1;
+  waitpid(owner, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_TRUE(peer->ownerEnded());
+}
+
 TEST(SharedWindow, AnotherProcessReadsWhatWasWrittenAndItsOwnerWaitsForIt) {
   const auto own = SharedWindow::create(kShape);
   const WindowAddress address = own->address();

@@ -1,0 +1,117 @@
+#include "c10d/window_gather.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include <c10/util/Exception.h>
+
+namespace torchext {
+namespace {
+
+using core::PieceCount;
+using core::SharedWindow;
+
+std::size_t offsetOf(PieceCount index) { return std::size_t{index} * SharedWindows::kSlotBytes; }
+
+PieceCount piecesOf(const WindowGather::Part& part) {
+  return static_cast<PieceCount>((part.bytes + SharedWindows::kSlotBytes - 1) / SharedWindows::kSlotBytes);
+}
+
+std::size_t bytesOf(const WindowGather::Part& part, PieceCount index) {
+  return std::min(SharedWindows::kSlotBytes, part.bytes - offsetOf(index));
+}
+
+}  // namespace
+
+WindowGather::WindowGather(std::unique_ptr<SharedWindows> windows, PointToPoint transport, const char* what)
+    : windows_(std::move(windows)),
+      transport_(std::move(transport)),
+      what_(what),
+      next_(core::index(transport_.size())),
+      process_(getpid()) {}
+
+// Nothing is reduced here, so that counter is free to say that this rank has left.
+WindowGather::~WindowGather() {
+  if (getpid() == process_) {
+    SharedWindow::advance(windows_->own().reduced(), 1);
+  }
+}
+
+// Each piece is read in the turn in which it was written, and a slot written again some turns later: nobody waits for
+// one who waits for him.
+void WindowGather::run(const std::vector<Part>& parts) {
+  TORCH_INTERNAL_ASSERT(parts.size() == next_.size());
+  if (broken_) {
+    C10_THROW_ERROR(DistBackendError, c10::str(what_, ": an earlier exchange was interrupted, so that ranks no longer ",
+                                               "know what the others have sent; start the job again"));
+  }
+  broken_ = true;
+  const int self = transport_.rank();
+  PieceCount turns = 0;
+  for (const Part& part : parts) {
+    turns = std::max(turns, piecesOf(part));
+  }
+  for (PieceCount turn = 0; turn < turns; ++turn) {
+    if (turn < piecesOf(parts[core::index(self)])) {
+      write(parts[core::index(self)], turn);
+    }
+    for (int distance = 1; distance < transport_.size(); ++distance) {
+      const int rank = (self + distance) % transport_.size();
+      if (turn < piecesOf(parts[core::index(rank)])) {
+        read(parts[core::index(rank)], turn, rank);
+      }
+    }
+  }
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    next_[rank] += piecesOf(parts[rank]);
+  }
+  broken_ = false;
+}
+
+void WindowGather::write(const Part& own, PieceCount index) {
+  SharedWindow& window = windows_->own();
+  const int self = transport_.rank();
+  const PieceCount piece = next_[core::index(self)] + index;
+  for (int rank = 0; rank < transport_.size(); ++rank) {
+    if (rank != self) {
+      await(windows_->of(rank).taken(self), piece - SharedWindows::kSlots + 1, rank);
+    }
+  }
+  std::memcpy(window.slot(piece), own.data + offsetOf(index), bytesOf(own, index));
+  SharedWindow::advance(window.written(), piece + 1);
+}
+
+void WindowGather::read(const Part& part, PieceCount index, int rank) {
+  const SharedWindow& window = windows_->of(rank);
+  const PieceCount piece = next_[core::index(rank)] + index;
+  await(window.written(), piece + 1, rank);
+  std::memcpy(part.data + offsetOf(index), window.slot(piece), bytesOf(part, index));
+  SharedWindow::advance(windows_->own().taken(rank), piece + 1);
+}
+
+void WindowGather::await(const SharedWindow::Counter& counter, PieceCount count, int rank) const {
+  if (SharedWindow::reached(counter, count)) {
+    return;
+  }
+  const auto look = [&](std::chrono::milliseconds limit) {
+    if (SharedWindow::await(counter, count, limit)) {
+      return true;
+    }
+    const SharedWindow& window = windows_->of(rank);
+    const bool ended = window.ownerEnded();
+    if (!ended && !SharedWindow::reached(window.reduced(), 1)) {
+      return false;
+    }
+    // What it wrote before it went is there.
+    if (SharedWindow::reached(counter, count)) {
+      return true;
+    }
+    C10_THROW_ERROR(DistBackendError, c10::str(what_, ": rank ", rank, ended ? " died" : " has left", " while rank ",
+                                               transport_.rank(), " waited for it"));
+  };
+  transport_.waitUntil(look, rank, what_);
+}
+
+}  // namespace torchext

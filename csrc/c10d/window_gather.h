@@ -1,0 +1,53 @@
+// WindowGather: every rank's part to every other, through memory that they share (shared_windows.h).
+//
+// A part goes in pieces of a window's slot: its owner copies a piece into its window and says so, the others copy it
+// out of there. With parts of a few hundred kilobytes that takes tens of microseconds, where sockets take as long to
+// wake anybody. For ranks that are all on one host.
+//
+// Who ends in the middle is named at once: by its process, or, where that lives on, by the mark that a WindowGather
+// leaves behind when it goes. After a call that threw the ranks' counts differ, and every further call throws.
+//
+// Threads: one call at a time, the same calls with the same sizes on all ranks. Never holds the GIL. Every wait is the
+// transport's.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "c10d/point_to_point.h"
+#include "c10d/shared_windows.h"
+
+namespace torchext {
+
+class WindowGather {
+ public:
+  struct Part {
+    std::byte* data = nullptr;
+    std::size_t bytes = 0;
+  };
+
+  // windows: of the transport's ranks, all of them partners. what: the calls' name in errors.
+  WindowGather(std::unique_ptr<SharedWindows> windows, PointToPoint transport, const char* what);
+  ~WindowGather();
+  WindowGather(const WindowGather&) = delete;
+  WindowGather& operator=(const WindowGather&) = delete;
+
+  // parts[rank]: this rank's is read, the others are written; of 0 bytes: that rank has none.
+  void run(const std::vector<Part>& parts);
+
+ private:
+  void write(const Part& own, core::PieceCount index);
+  void read(const Part& part, core::PieceCount index, int rank);
+  void await(const core::SharedWindow::Counter& counter, core::PieceCount count, int rank) const;
+
+  std::unique_ptr<SharedWindows> windows_;
+  PointToPoint transport_;
+  const char* what_;
+  std::vector<core::PieceCount> next_;  // [rank] the number of its next piece
+  bool broken_ = false;
+  const int process_;  // a forked child has no part in this
+};
+
+}  // namespace torchext

@@ -1,0 +1,147 @@
+"""K-FAC's directions through memory that the ranks of a host share: the same numbers, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import equal_everywhere, flat
+from harness import Rank, elapsed_error, launch, run_ranks
+from kfac_net import OPTIONS, Net, both, run_alone, train, use_path
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchext.optim import KFAC
+
+DIRECTIONS = 8 * (4 * 10 + 4 * 19 + 7 * 6 + 9 * 23 + 3 * 9)  # bytes of Net's, all layers
+SPLIT = 8 * (4 * 10 + 9 * 23 + 3 * 9)  # of those that can be split by columns
+STEPS = 5
+
+
+def body_alike(rank: Rank, strategy: str, split: bool | None, queued: bool) -> tuple[list[float], list[dict[str, Any]]]:
+    use_path(queued)
+    rank.init("gloo")
+    expected = run_alone(rank, STEPS, "inverse") if strategy != "dp" else None
+    flats, stats = [], []
+    for shared in (True, False):
+        model = DistributedDataParallel(Net())
+        optimizer = KFAC(model, strategy=strategy, split_directions=split, shared_memory=shared, **OPTIONS)
+        assert (optimizer.plan().as_dict["sharing"] is not None) == shared
+        assert ("memory" in str(optimizer.plan())) == shared
+        train(model, optimizer, STEPS, rank=rank.rank, size=rank.size)
+        equal_everywhere(model.module)
+        flats.append(flat(model.module))
+        stats.append(optimizer.stats())
+    assert torch.equal(flats[0], flats[1])  # nothing is computed on the way
+    return [] if expected is None else [float((flats[0] - expected).abs().max())], stats
+
+
+@both
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("strategy", "split"), [("spd", True), ("mem-opt", None), ("dp", None)])
+def test_the_same_directions_as_by_messages(strategy: str, split: bool | None, size: int, queued: bool) -> None:
+    outcomes = run_ranks(body_alike, size, strategy, split, queued)
+    for errors, (shared, _) in outcomes:
+        assert all(error < 1e-9 for error in errors)
+        assert shared["shared_bytes"] > 0
+    assert all(messages["shared_bytes"] == 0 for _, (_, messages) in outcomes)
+    through_memory = sum(shared["shared_bytes"] for _, (shared, _) in outcomes)
+    assert through_memory == STEPS * (SPLIT if split else DIRECTIONS)
+    if not split:  # whose inverses travel depends on measured costs there
+        # What went through memory was not sent as well.
+        fewer = sum(messages["sent_bytes"] - shared["sent_bytes"] for _, (shared, messages) in outcomes)
+        assert fewer == (size - 1) * through_memory
+
+
+def body_large(rank: Rank) -> bool:
+    """Directions of several pieces of a window, more than it has slots, of different lengths on the two ranks."""
+    rank.init("gloo")
+    flats = []
+    for shared in (True, False):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(1201, 700), nn.Tanh(), nn.Linear(700, 30)))
+        optimizer = KFAC(model, lr=0.1, strategy="mem-opt", inverse_update_steps=5, shared_memory=shared)
+        for step in range(6):
+            batch = torch.randn(8, 1201, generator=torch.Generator().manual_seed(10 * step + rank.rank))
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        equal_everywhere(model.module)
+        flats.append(flat(model.module))
+    return torch.equal(flats[0], flats[1])
+
+
+def test_directions_longer_than_the_window() -> None:
+    assert run_ranks(body_large, 2) == [True, True]
+
+
+def body_differs(rank: Rank) -> None:
+    rank.init("gloo", timeout=20)
+    with pytest.raises(dist.DistBackendError, match="shared_memory is True on rank 0 and False on rank 1"):
+        KFAC(DistributedDataParallel(Net()), shared_memory=rank.rank == 0, **OPTIONS)
+
+
+def test_the_option_is_the_same_on_all_ranks() -> None:
+    run_ranks(body_differs, 2)
+
+
+def body_lost(rank: Rank, how: str) -> Any:
+    rank.init("gloo", timeout=60)
+    model = DistributedDataParallel(Net(), broadcast_buffers=False)
+    optimizer = KFAC(model, strategy="mem-opt", **(OPTIONS | {"inverse_update_steps": 100}))
+    train(model, optimizer, 2, rank=rank.rank, size=rank.size)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    rank.report("ready")
+    if rank.rank == 1:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        del optimizer
+        rank.pause()
+        return None
+    assert all(gradient is not None for gradient in gradients)
+    first = elapsed_error(optimizer.step)
+    second = elapsed_error(optimizer.step)
+    rank.report("done")
+    return first, second
+
+
+@pytest.mark.parametrize(("how", "says"), [("dies", "rank 1 died"), ("leaves", "rank 1 has left")])
+def test_who_does_not_come_any_more_is_named_at_once(how: str, says: str) -> None:
+    with launch(body_lost, 2, how) as ranks:
+        ranks.expect("done", ranks=[0])
+        if how == "leaves":
+            ranks.proceed([1])
+        outcome = ranks.outcomes([0])[0]
+    assert outcome.ok, outcome.trace
+    (kind, text, seconds), (again, again_text, _) = outcome.value
+    assert kind == again == "DistBackendError"
+    assert f"torchext.optim: directions: {says} while rank 0 waited for it" in text
+    assert "an earlier exchange was interrupted" in again_text
+    assert seconds < 5  # of a timeout of 60
+
+
+def body_forked(rank: Rank) -> bool:
+    """A forked child that drops its copy of the optimizer does not leave in the parent's name."""
+    rank.init("gloo", timeout=20)
+    model = DistributedDataParallel(Net())
+    holder = [KFAC(model, strategy="mem-opt", **OPTIONS)]
+    train(model, holder[0], 2, rank=rank.rank, size=rank.size)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            holder[0]._engine = None  # type: ignore[attr-defined]
+            holder.clear()
+        os._exit(0)
+    os.waitpid(child, 0)
+    train(model, holder[0], 4, first=2, rank=rank.rank, size=rank.size)
+    equal_everywhere(model.module)
+    return True
+
+
+def test_a_forked_child_does_not_leave_for_its_parent() -> None:
+    assert run_ranks(body_forked, 2) == [True, True]
