@@ -238,6 +238,12 @@ class KFACPreconditioner:
                     rates[stands_for] = rate
                 elif gradient is not None:
                     others.append(gradient)
+        # Where only the weight is frozen in training, its bias is one of them.
+        others += [
+            layer.bias.grad
+            for layer in self._layers
+            if layer.weight.grad is None and layer.bias is not None and layer.bias.grad is not None
+        ]
         if self._unseen:
             self._look_for_unseen()
         of_layers = [rates.get(id(layer.weight), 0.0) if grouped else lr for layer in self._layers]
