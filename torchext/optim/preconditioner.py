@@ -331,7 +331,7 @@ class KFACPreconditioner:
         return self._engine.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Factors (their mean over ranks) and inverses. Collective; the same on all ranks."""
+        """Factors (their mean over ranks), inverses, and the attributes. Collective; the same on all ranks."""
         stats = self.stats()
         factors = self._engine.state()
         return {
@@ -341,6 +341,8 @@ class KFACPreconditioner:
             "layers": self._described_layers(),
             "steps": stats["steps"],
             "factor_updates": stats["factor_updates"],
+            "damping": self.damping,
+            "kl_clip": self.kl_clip,
             "factors": factors,
         }
 
@@ -356,11 +358,15 @@ class KFACPreconditioner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what ``state_dict()`` gave at any world size and under any strategy.
 
+        ``damping`` and ``kl_clip`` are then what they were, as an optimizer's learning rate is.
+
         Raises:
             KFACStateError: it is none, or one of another model or method; nothing was loaded.
         """
         self.check_state(state)
         self._engine.load(state["factors"], state["steps"], state["factor_updates"])
+        self.damping = state.get("damping", self.damping)
+        self.kl_clip = state.get("kl_clip", self.kl_clip)
 
 
 # What can be passed to it by name.
