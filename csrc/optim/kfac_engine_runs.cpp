@@ -17,7 +17,8 @@ enum Verdict : std::uint8_t { kLeavesStep, kTakesStep, kTakesStepAgain };
 }  // namespace
 
 bool KfacEngine::exchanging() const {
-  return exchange_ && (options_.exchange_always || stats_.steps % options_.inverse_update_steps == 0);
+  const int interval = options_.exchange_always ? options_.factor_update_steps : options_.inverse_update_steps;
+  return exchange_ && stats_.steps % interval == 0;
 }
 
 void KfacEngine::prepare(std::size_t slot, bool merged) {
