@@ -90,7 +90,7 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
     }
     stale_ = stale_ || prepared_[slot];
     if (exchanging() && calls.stable && !scaled_loss_ && statistics_->calls(layer) == calls.expected) {
-      prepare(slot, /*merged=*/false);
+      prepare(slot, /*loss_scale=*/1);
     }
   }
   if (exchanging() && together) {
@@ -168,25 +168,20 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     return false;
   }
   seen_backward_ = false;  // whatever this step comes to, discard() has nothing to end
+  if (stats_.steps % options_.factor_update_steps == 0) {
+    addDeferred();  // of a backward pass that ended with an error
+    if (exchanging()) {
+      sendFactors(loss_scale);
+    }
+    mergeStep(loss_scale);
+  }
+  if (exchanging() || stats_.steps % options_.inverse_update_steps == 0) {
+    updateInverses();
+  }
   if (gradient_scale != 1) {
     for (const at::Tensor& other : others) {
       other.mul_(gradient_scale);
     }
-  }
-  if (stats_.steps % options_.factor_update_steps == 0) {
-    addDeferred();  // of a backward pass that ended with an error
-    const Timed timed(stats_.factor_seconds);
-    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-      const int calls = statistics_->calls(static_cast<int>(layer));
-      calls_[layer].stable = calls > 0 && calls == calls_[layer].expected;
-      calls_[layer].expected = calls;
-    }
-    statistics_->merge(currentDecay(), loss_scale);
-    ++stats_.factor_updates;
-    profiled_ += exchanging() ? 1 : 0;
-  }
-  if (exchanging() || stats_.steps % options_.inverse_update_steps == 0) {
-    updateInverses();
   }
   {
     const Timed timed(stats_.precondition_seconds);
@@ -206,6 +201,19 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
   ++stats_.steps;
   replanRuns();
   return true;
+}
+
+// Takes a step's sums into the running averages, once all ranks are known to do so.
+void KfacEngine::mergeStep(double loss_scale) {
+  const Timed timed(stats_.factor_seconds);
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    const int calls = statistics_->calls(static_cast<int>(layer));
+    calls_[layer].stable = calls > 0 && calls == calls_[layer].expected;
+    calls_[layer].expected = calls;
+  }
+  statistics_->merge(currentDecay(), loss_scale);
+  ++stats_.factor_updates;
+  profiled_ += exchanging() ? 1 : 0;
 }
 
 void KfacEngine::endPass() {

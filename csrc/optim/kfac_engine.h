@@ -22,7 +22,8 @@
 // ranks compute are started all together and waited for all together.
 //
 // A step that is left out. Gradients may be cleared without step(), on all ranks alike. In a step that sends, that is
-// collective, and each rank says there whether it takes the step: if they differ, all throw.
+// collective, and each rank says there whether it takes the step: if they differ, all throw, and as nothing is merged
+// or counted before that, they go on as if the step had never been.
 //
 // On an accelerator nothing waits for the device but one question a step (are all gradients finite?), in updates of the
 // inverses another or two (did all succeed? were those of other ranks ever made?), and stats(). All is queued on the
@@ -132,14 +133,17 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool exchanging() const;
   bool invertsHere(std::size_t slot) const;
   bool worksOn(int layer) const;
-  void prepare(std::size_t slot, bool merged);
+  void prepare(std::size_t slot, double loss_scale);
   void startRuns(bool overlapped);
   at::Tensor sharesOf(std::size_t first_slot, std::int64_t elements) const;
-  void startRest();
+  void startRest(double loss_scale);
+  void sendFactors(double loss_scale);
   bool agreeOnStep(bool takes_step);
   void waitForRuns();
   void endRuns();
+  void forgetStep();
   void drop(bool sent);
+  void mergeStep(double loss_scale);
   void replanRuns();
   void updateInverses();
   void invertRuns();

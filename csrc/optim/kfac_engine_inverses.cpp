@@ -178,18 +178,7 @@ void KfacEngine::invertRuns() {
 }
 
 void KfacEngine::updateInverses() {
-  const bool inverting = stats_.steps % options_.inverse_update_steps == 0;
-  if (exchange_) {
-    const Timed timed(stats_.exchange_wait_seconds);
-    startRest();
-    // Before anything leaves that a rank without this step would not receive.
-    if (agreeOnStep(/*takes_step=*/true)) {
-      waitForRuns();
-      endRuns();
-      startRest();
-    }
-  }
-  if (!inverting) {  // sent for nothing: exchange_always
+  if (stats_.steps % options_.inverse_update_steps != 0) {  // sent for nothing: exchange_always
     const Timed timed(stats_.exchange_wait_seconds);
     waitForRuns();
     endRuns();

@@ -4,6 +4,7 @@
 #include "core/check.h"
 #include "optim/kfac_engine.h"
 #include "optim/plain_mode.h"
+#include "optim/timed.h"
 
 namespace torchext {
 namespace {
@@ -17,19 +18,20 @@ enum Verdict : std::uint8_t { kLeavesStep, kTakesStep, kTakesStepAgain };
 }  // namespace
 
 bool KfacEngine::exchanging() const {
-  return exchange_ && (options_.exchange_always || stats_.steps % options_.inverse_update_steps == 0);
+  const int interval = options_.exchange_always ? options_.factor_update_steps : options_.inverse_update_steps;
+  return exchange_ && stats_.steps % interval == 0;
 }
 
-void KfacEngine::prepare(std::size_t slot, bool merged) {
+void KfacEngine::prepare(std::size_t slot, double loss_scale) {
   if (prepared_[slot]) {
     return;
   }
   prepared_[slot] = true;
   const FactorSlot& place = statistics_->slots()[slot];
-  if (merged) {
+  if (statistics_->calls(place.layer) == 0) {
     statistics_->slice(payload_, place).copy_(statistics_->slice(statistics_->running(), place));
   } else {
-    statistics_->preview(place, currentDecay(), 1.0, payload_);
+    statistics_->preview(place, currentDecay(), loss_scale, payload_);
   }
 }
 
@@ -71,15 +73,20 @@ at::Tensor KfacEngine::sharesOf(std::size_t first_slot, std::int64_t elements) c
 }
 
 // Sends what has not left yet.
-void KfacEngine::startRest() {
-  for (std::size_t slot = 0; slot < prepared_.size(); ++slot) {
-    prepare(slot, /*merged=*/true);
+void KfacEngine::startRest(double loss_scale) {
+  {
+    const Timed timed(stats_.factor_seconds);
+    for (std::size_t slot = 0; slot < prepared_.size(); ++slot) {
+      prepare(slot, loss_scale);
+    }
   }
+  const Timed timed(stats_.exchange_wait_seconds);
   startRuns(/*overlapped=*/false);
 }
 
-// All ranks take a step, or none does. If they differ, what has been sent comes to its end on all of them, and all
-// throw. Returns whether a rank has sent factors that are not those of the whole step, so that all must send again.
+// All ranks take a step, or none does. If they differ, what has been sent comes to its end on all of them, the step is
+// forgotten, and all throw. Returns whether a rank has sent factors that are not those of the whole step, so that all
+// must send again.
 bool KfacEngine::agreeOnStep(bool takes_step) {
   const Verdict own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
   verdicts_ = at::empty({ranks_}, at::kByte);
@@ -94,6 +101,7 @@ bool KfacEngine::agreeOnStep(bool takes_step) {
   }
   waitForRuns();
   endRuns();
+  forgetStep();
   const auto rank = static_cast<int>(other - verdicts);
   const bool ours = !takes_step;
   C10_THROW_ERROR(DistBackendError,
@@ -101,6 +109,24 @@ bool KfacEngine::agreeOnStep(bool takes_step) {
                            " (cleared its gradients without step()), rank ", ours ? rank : rank_,
                            " did not; step() is collective: take or leave it on all ranks alike, for example by an "
                            "all-reduce of the condition"));
+}
+
+// Sends a step's factors and returns once all ranks take the step, or throws on all. Nothing is changed before that,
+// and nothing leaves that a rank without this step would not receive.
+void KfacEngine::sendFactors(double loss_scale) {
+  startRest(loss_scale);
+  bool again = false;
+  {
+    const Timed timed(stats_.exchange_wait_seconds);
+    again = agreeOnStep(/*takes_step=*/true);
+    if (again) {
+      waitForRuns();
+      endRuns();
+    }
+  }
+  if (again) {
+    startRest(loss_scale);
+  }
 }
 
 void KfacEngine::waitForRuns() {
@@ -115,16 +141,20 @@ void KfacEngine::endRuns() {
   std::fill(prepared_.begin(), prepared_.end(), false);
 }
 
-// Ends a step without its sums. `sent`: a backward pass may have sent some of them. Every rank then sends all, for
-// nothing: a collective that one rank leaves out would be met by its next one.
-void KfacEngine::drop(bool sent) {
+void KfacEngine::forgetStep() {
   statistics_->discard();
   forgetDeferred();
   endPass();
+}
+
+// Ends a step without its sums. `sent`: a backward pass may have sent some of them. Every rank then sends all, for
+// nothing: a collective that one rank leaves out would be met by its next one.
+void KfacEngine::drop(bool sent) {
+  forgetStep();
   if (!exchanging() || !sent) {
     return;
   }
-  startRest();
+  startRest(/*loss_scale=*/1);
   agreeOnStep(/*takes_step=*/false);
   waitForRuns();
   endRuns();

@@ -95,7 +95,7 @@ std::int64_t KfacLayerSpec::inputs() const {
 at::Tensor sampleRows(const at::Tensor& tensor, at::ScalarType type, bool reduce, bool mean) {
   at::Tensor rows = tensor.to(type).contiguous();
   if (reduce && rows.dim() > 2) {
-    rows = rows.reshape({rows.size(0), -1, rows.size(-1)});
+    rows = rows.flatten(1, -2);
     rows = mean ? rows.mean(1) : rows.sum(1);
   }
   return rows;

@@ -136,6 +136,25 @@ def test_only_triangles_travel_and_only_when_inverses_are_made(queued: bool) -> 
     assert sent["d-kfac"] == 0
 
 
+def body_always(rank: Rank, queued: bool) -> int:
+    use_path(queued)
+    rank.init("gloo")
+    model = DistributedDataParallel(Net())
+    options = {**OPTIONS, "factor_update_steps": 2, "inverse_update_steps": 4}
+    optimizer = SPDKFAC(model, exchange_always=True, **options)
+    before = optimizer.stats()["all_reduce_bytes"]
+    train(model, optimizer, 4, rank=rank.rank, size=rank.size)
+    equal_everywhere(model.module)
+    sent: int = optimizer.stats()["all_reduce_bytes"] - before
+    assert optimizer.stats()["factor_updates"] == 2
+    return sent
+
+
+@both
+def test_factors_that_always_travel_do_so_when_they_are_updated(queued: bool) -> None:
+    assert run_ranks(body_always, 2, queued) == [2 * FACTOR_BYTES] * 2
+
+
 def body_overlap(rank: Rank, queued: bool) -> tuple[int, int]:
     use_path(queued)
     rank.init("gloo")

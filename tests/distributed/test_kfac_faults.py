@@ -113,6 +113,38 @@ def test_a_step_left_out_on_one_rank_is_an_error_on_all(queued: bool) -> None:
         assert steps == 8
 
 
+def body_left_out_early(rank: Rank, queued: bool) -> tuple[int, int, int]:
+    """The same before the runs are planned anew, by what all ranks have seen of three sending steps."""
+    use_path(queued)
+    rank.init("gloo", timeout=20)
+    model = DistributedDataParallel(Net())
+    options = {**OPTIONS, "inverse_update_steps": 1, "martens_decay": True}
+    optimizer = SPDKFAC(model, **options)
+    train(model, optimizer, 1, rank=rank.rank, size=rank.size)
+    image, token, target = (part.chunk(rank.size)[rank.rank] for part in whole_batch(1))
+    nn.functional.cross_entropy(model(image, token), target).backward()
+    before = flat(model.module)
+    end = optimizer.zero_grad if rank.rank == 1 else optimizer.step
+    with pytest.raises(dist.DistBackendError, match="rank 1 left out step 1"):
+        end()
+    assert torch.equal(flat(model.module), before)
+    train(model, optimizer, 6, first=2, rank=rank.rank, size=rank.size)
+    equal_everywhere(model.module)
+    # As if that batch had never been.
+    other = DistributedDataParallel(Net())
+    spared = SPDKFAC(other, **options)
+    for first, steps in ((0, 1), (2, 6)):
+        train(other, spared, steps, first=first, rank=rank.rank, size=rank.size)
+    torch.testing.assert_close(flat(model.module), flat(other.module), rtol=0, atol=1e-12)
+    stats = optimizer.stats()
+    return stats["steps"], stats["factor_updates"], stats["inverse_updates"]
+
+
+@both
+def test_a_step_left_out_on_one_rank_changes_nothing(queued: bool) -> None:
+    assert run_ranks(body_left_out_early, 3, queued) == [(7, 7, 7)] * 3
+
+
 def body_uneven(rank: Rank, queued: bool) -> list[bool]:
     use_path(queued)
     rank.init("gloo")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -78,6 +79,30 @@ def body_many(rank: Rank) -> bool:
 
 def test_groups_end_with_their_optimizers() -> None:
     assert run_ranks(body_many, 3) == [True] * 3
+
+
+def body_timeout(rank: Rank) -> list[float]:
+    """Rank 1 does not come to a step."""
+    rank.init("gloo", timeout=20)
+    beside = dist.new_group(timeout=timedelta(seconds=5))
+    timeouts, optimizers = [], []
+    for group in (None, beside):
+        others = set(dist.distributed_c10d._world.pg_map)
+        optimizers.append(SPDKFAC(nn.Linear(4, 2).double(), inverse_update_steps=1, process_group=group))
+        (own,) = set(dist.distributed_c10d._world.pg_map) - others
+        timeouts.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    store = dist.distributed_c10d._get_default_store()
+    if rank.rank == 1:
+        store.wait(["rank 0 has given up"], timedelta(seconds=30))
+    else:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
+            optimizers[1].step()
+        store.set("rank 0 has given up", "")
+    return timeouts
+
+
+def test_it_waits_as_long_as_the_group_beside_it() -> None:
+    assert run_ranks(body_timeout, 2) == [[20.0, 5.0]] * 2
 
 
 def body_under_way(rank: Rank) -> bool:

@@ -117,6 +117,22 @@ def test_sequences(shape: tuple[int, ...]) -> None:
     same(written(module), expected)
 
 
+@pytest.mark.parametrize("shape", [(0, 6, 5), (0, 2, 3, 5)])
+def test_an_empty_batch_of_sequences_says_nothing(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    modules = [nn.Linear(5, 3).double() for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    batch = rand(4, *shape[1:])()
+    for module, empty in zip(modules, (False, True), strict=True):
+        kfac = KFACPreconditioner(module, sequences="reduce", kl_clip=None, inverse_update_steps=1)
+        if empty:
+            module(torch.zeros(shape, dtype=torch.float64)).sum().backward()
+            module.zero_grad()
+        loss_of(module(batch)).backward()
+        assert kfac.step()
+    same(written(modules[1]), written(modules[0]), 1e-12)
+
+
 def test_a_linear_on_a_sequence_is_a_convolution_with_a_kernel_of_one() -> None:
     torch.manual_seed(0)
     linear, conv = nn.Linear(4, 3).double(), nn.Conv1d(4, 3, 1).double()

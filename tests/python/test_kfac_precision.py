@@ -75,6 +75,40 @@ def test_grad_scaler() -> None:
         same(result, results[0], 1e-4)
 
 
+def test_the_bias_of_a_weight_frozen_in_training_loses_the_scale() -> None:
+    """It is what is left of its layer: a gradient like those outside the layers."""
+    results = []
+    for scaled in (False, True):
+        model = mlp()
+        optimizer = KFAC(model, lr=0.1, inverse_update_steps=1, damping=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        for step in range(4):
+            optimizer.zero_grad()
+            inputs, targets = data(seed=step)
+            scaler.scale(nn.functional.cross_entropy(model(inputs), targets)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            model[0].weight.requires_grad_(False)
+            model[0].weight.grad = None
+        results.append(flat(model))
+    same(results[1], results[0], 1e-4)
+
+
+def test_the_bias_of_a_weight_frozen_in_training_is_checked() -> None:
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = KFAC(model, lr=0.1, inverse_update_steps=1)
+    train(model, optimizer, 1)
+    model[0].weight.requires_grad_(False)
+    optimizer.zero_grad()
+    model(data()[0]).sum().backward()
+    model[0].bias.grad[3] = float("nan")
+    before = flat(model)
+    optimizer.step()
+    assert torch.equal(flat(model), before)
+    assert optimizer.stats()["skipped"] == 1
+
+
 def test_grad_scaler_that_unscaled_must_be_given() -> None:
     model = mlp().float()
     optimizer, scaler = KFAC(model), torch.amp.GradScaler("cpu")

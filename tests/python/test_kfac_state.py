@@ -74,6 +74,9 @@ _DAMAGES: dict[str, tuple[Any, str]] = {
     "steps in words": (lambda s: s.update(steps="x"), "steps = 'x': allowed an int"),
     "a bool": (lambda s: s.update(factor_updates=True), "factor_updates = True: allowed an int"),
     "too large": (lambda s: s.update(steps=2**70), "steps = 1180591620717411303424: allowed an int"),
+    "no damping": (lambda s: s.update(damping=0.0), "damping = 0(.0)?: allowed above 0, finite"),
+    "damping in words": (lambda s: s.update(damping="x"), "damping = 'x': allowed"),
+    "a clip below 0": (lambda s: s.update(kl_clip=-1.0), "kl_clip = -1(.0)?: allowed above 0, finite; None for"),
     "layers": (lambda s: s.update(layers=[("0", [8, 6])]), r"layers = \[\('0', \[8, 6\]\)\]: allowed a list of"),
     "factors are none": (lambda s: s.update(factors=None), "factors is None: allowed a list of 4"),
     "too few": (lambda s: s["factors"].pop(), "the state has 3 factors, the model 4"),
@@ -162,6 +165,22 @@ def test_a_state_whose_momentum_does_not_fit_is_refused_and_nothing_is_loaded(wh
     assert after["param_groups"] == before["param_groups"] and after["state"].keys() == before["state"].keys()
     assert _unchanged(after, before)
     train(models[1], optimizer, 1)
+
+
+def test_what_was_changed_in_training_is_a_part_of_the_state() -> None:
+    models = [mlp(), mlp()]
+    optimizers = [SPDKFAC(model, damping=0.01, kl_clip=0.002) for model in models]
+    train(models[0], optimizers[0], 2)
+    optimizers[0].kfac.damping = 0.1
+    optimizers[0].kfac.kl_clip = None
+    state = copy.deepcopy(optimizers[0].state_dict())
+    optimizers[1].load_state_dict(state)
+    assert (optimizers[1].kfac.damping, optimizers[1].kfac.kl_clip) == (0.1, None)
+    # One that was saved before states said so.
+    of_old = SPDKFAC(mlp(), damping=0.01, kl_clip=0.002)
+    del state["kfac"]["damping"], state["kfac"]["kl_clip"]
+    of_old.load_state_dict(state)
+    assert (of_old.kfac.damping, of_old.kfac.kl_clip) == (0.01, 0.002)
 
 
 def test_a_state_of_another_precision_is_taken_as_torch_takes_it() -> None:

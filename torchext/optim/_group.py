@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import time
 import weakref
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,20 +24,28 @@ _ending: list[list[dist.ProcessGroup]] = []
 def own_group(model: nn.Module, group: dist.ProcessGroup | None, on_cuda: bool) -> dist.ProcessGroup | None:
     """A group for K-FAC alone over the same ranks, so that its collectives never mix with DDP's.
 
-    Gloo, and NCCL beside it for what lies on a GPU: what the host decides by need not wait for the device then.
+    Gloo, and NCCL beside it for what lies on a GPU: what the host decides by need not wait for the device then. It
+    waits for a rank as long as the group of the same ranks does.
     """
     if group is None and isinstance(model, DistributedDataParallel):
         group = model.process_group
     if not dist.is_available() or not dist.is_initialized():
         return None
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    beside = group if group is not None else dist.distributed_c10d._get_default_group()
+    ranks = dist.get_process_group_ranks(beside)
     if len(ranks) < 2:
         return None
     some = len(ranks) < dist.get_world_size()
     backend = "cpu:gloo,cuda:nccl" if on_cuda and dist.is_nccl_available() else "gloo"
-    own = dist.new_group(ranks, backend=backend, use_local_synchronization=some)
+    own = dist.new_group(ranks, timeout=_timeout_of(beside), backend=backend, use_local_synchronization=some)
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    backend = group._get_backend(group._device_types[0])
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    return backend.options._timeout
 
 
 def end_after(owner: object, group: dist.ProcessGroup | None) -> None:

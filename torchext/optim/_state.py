@@ -48,6 +48,12 @@ def check_state(
     theirs = state.get("factor_scaling", scaling)  # the first states did not say
     if theirs != scaling:
         raise KFACStateError(f'the state was made with factor_scaling="{theirs}", this one has "{scaling}"')
+    for key, allowed in (("damping", "above 0, finite"), ("kl_clip", "above 0, finite; None for no clip")):
+        value = state.get(key, 1.0)  # the first states did not say
+        if value is None and key == "kl_clip":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise KFACStateError(f"{key} = {value!r}: allowed {allowed}; pass what state_dict() gave")
     for key in ("steps", "factor_updates"):
         value = state[key]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:

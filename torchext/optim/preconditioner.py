@@ -242,6 +242,12 @@ class KFACPreconditioner:
                     rates[stands_for] = rate
                 elif gradient is not None:
                     others.append(gradient)
+        # Where only the weight is frozen in training, its bias is one of them.
+        others += [
+            layer.bias.grad
+            for layer in self._layers
+            if layer.weight.grad is None and layer.bias is not None and layer.bias.grad is not None
+        ]
         if self._unseen:
             self._look_for_unseen()
         of_layers = [rates.get(id(layer.weight), 0.0) if grouped else lr for layer in self._layers]
@@ -329,7 +335,7 @@ class KFACPreconditioner:
         return self._engine.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Factors (their mean over ranks) and inverses. Collective; the same on all ranks."""
+        """Factors (their mean over ranks), inverses, and the attributes. Collective; the same on all ranks."""
         stats = self.stats()
         factors = self._engine.state()
         return {
@@ -339,6 +345,8 @@ class KFACPreconditioner:
             "layers": self._described_layers(),
             "steps": stats["steps"],
             "factor_updates": stats["factor_updates"],
+            "damping": self.damping,
+            "kl_clip": self.kl_clip,
             "factors": factors,
         }
 
@@ -354,11 +362,15 @@ class KFACPreconditioner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what ``state_dict()`` gave at any world size and under any strategy.
 
+        ``damping`` and ``kl_clip`` are then what they were, as an optimizer's learning rate is.
+
         Raises:
             KFACStateError: it is none, or one of another model or method; nothing was loaded.
         """
         self.check_state(state)
         self._engine.load(state["factors"], state["steps"], state["factor_updates"])
+        self.damping = state.get("damping", self.damping)
+        self.kl_clip = state.get("kl_clip", self.kl_clip)
 
 
 # What can be passed to it by name.
