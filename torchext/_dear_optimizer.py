@@ -14,7 +14,7 @@ from torch import nn
 from torchext import _C
 from torchext._dear_parameter import SteppedParameter
 from torchext._dear_refusals import ELEMENTWISE, NOT_AVERAGED
-from torchext._dear_state import DearState, unhooked_step
+from torchext._dear_state import DearState, groups_of, unhooked_step
 from torchext._gradient_watch import GradientWatch
 
 __all__ = ["DearOptimizer"]
@@ -22,7 +22,7 @@ __all__ = ["DearOptimizer"]
 # Called with a wrapper of the optimizer as its self it passes by the optimizer's own.
 _ZERO_GRAD = inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
-# A step is cut into so many parts at most: each of them asks for every gradient.
+# A step is cut into so many parts at most: each of them goes through the param groups.
 _PARTS = 16
 _CLIP = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
 # A comprehension has code of its own before Python 3.12.
@@ -62,7 +62,6 @@ class DearOptimizer:
         self._stepping = self._agreed = self._begun = self._checked = False
         self._over = False  # the gradients that were gathered last are those of a step that is over
         self._early: set[int] = set()  # stepped while other gradients were on their way
-        self._only: set[int] | None = None  # what such a step is about
         # The optimizer's own code that asks for gradients in its step; None: it is not known to step part by part.
         in_parts = self.state.sharded and type(optimizer) in ELEMENTWISE
         self._asking = getattr(type(optimizer), "_init_group").__code__ if in_parts else None  # noqa: B009 - untyped
@@ -123,11 +122,7 @@ class DearOptimizer:
         if caller is not None and caller is self._asking and self._stepping and not self._begun:
             self._begun = True
             self._step_in_parts()
-        if (
-            position in self._dropped
-            or position in self._early
-            or (self._only is not None and position not in self._only)
-        ):
+        if position in self._dropped or position in self._early:
             return None
         if not self.state.sharded and not self.core.gathered:
             self.check_gradients()  # before they are replaced by the averaged ones
@@ -252,17 +247,18 @@ class DearOptimizer:
         all-gather. Called when the optimizer itself asks, so that what runs before its step has seen all gradients.
         """
         buckets = [(self.core.bucket_of(stepped.position), stepped.position) for stepped in self.stepped()]
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
         known, total = 0, self.core.bucket_count
         stride = max(1, -(-total // _PARTS))
         arrived = self.core.arrived_buckets(stride - 1)
         while arrived < total:
             part = {position for bucket, position in buckets if bucket is not None and known <= bucket < arrived}
             if part:
-                self._only = part
+                optimizer.param_groups = groups_of(groups, part)
                 try:
-                    unhooked_step(self._optimizer)(self._optimizer)
+                    unhooked_step(optimizer)(optimizer)
                 finally:
-                    self._only = None
+                    optimizer.param_groups = groups
                 self._early |= part
             known, arrived = arrived, self.core.arrived_buckets(arrived + stride - 1)
 

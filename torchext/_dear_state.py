@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,18 @@ from torchext._dear_refusals import ELEMENTWISE, refuse_checkpoint_functions
 from torchext._given_state import agreed_states
 from torchext._state_slices import StateSlices
 
-__all__ = ["DearState", "unhooked_step"]
+__all__ = ["DearState", "groups_of", "unhooked_step"]
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """The optimizer's ``step``, to call with it, behind the wrapper that runs its hooks."""
     step = type(optimizer).step
     return getattr(step, "__wrapped__", step)
+
+
+def groups_of(groups: Iterable[dict[str, Any]], chosen: Container[int]) -> list[dict[str, Any]]:
+    """Param groups for a step of the SteppedParameters at these positions alone."""
+    return [{**group, "params": [p for p in group["params"] if _position(p) in chosen]} for group in groups]
 
 
 class DearState:
@@ -204,6 +209,10 @@ class DearState:
             if isinstance(parameter, SteppedParameter) and parameter.position in states:
                 state[index] = states[parameter.position]
         return {**state_dict, "state": state}
+
+
+def _position(held: torch.Tensor) -> int:
+    return held.position if isinstance(held, SteppedParameter) else -1
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from torchext._dear_parameter import SteppedParameter
 from torchext._dear_refusals import ELEMENTWISE
-from torchext._dear_state import unhooked_step
+from torchext._dear_state import groups_of, unhooked_step
 from torchext._uncompiled import STEP_IS_EAGER, uncompiled
 
 __all__ = ["DeferredStep"]
@@ -94,10 +94,11 @@ class DeferredStep:
 
     @torch.no_grad()
     def _run(self, positions: set[int]) -> None:
-        stepped = {id(self._left.pop(position)) for position in positions}
+        for position in positions:
+            del self._left[position]
         optimizer = self._optimizer
         groups = optimizer.param_groups
-        chosen = [{**group, "params": [p for p in group["params"] if id(p) in stepped]} for group in self._groups]
+        chosen = groups_of(self._groups, positions)
         optimizer.param_groups = [group for group in chosen if group["params"]] if self._one_by_one else chosen
         attributes = optimizer.__dict__
         now = {name: attributes.pop(name) for name in _OF_SCALER if name in attributes}  # for the step after this one

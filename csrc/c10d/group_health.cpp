@@ -26,6 +26,7 @@ constexpr auto kLaggardLimit = std::chrono::milliseconds(400);
 constexpr const char* kWayOut =
     "; this group cannot be used any more: destroy_process_group() and initialize again, or let torchrun "
     "--max-restarts restart the job";
+constexpr const char* kShutDown = "the group was shut down (destroy_process_group)";
 
 std::exception_ptr makeError(std::string text) {
   return std::make_exception_ptr(
@@ -113,8 +114,8 @@ std::pair<int, std::string> GroupHealth::firstReason() const {
 }
 
 std::exception_ptr GroupHealth::failureOf(const OpInfo& op) const {
-  const auto text = firstReason().second;
-  return makeError(describe(op) + ": " + text + kWayOut);
+  const auto text = failed() ? firstReason().second + kWayOut : kShutDown;
+  return makeError(describe(op) + ": " + text);
 }
 
 void GroupHealth::checkProcess(const char* op) const {
@@ -134,7 +135,7 @@ void GroupHealth::checkUsable(const char* op) const {
   if (failed()) {
     std::rethrow_exception(failureOf({.name = op}));
   }
-  C10_THROW_ERROR(DistBackendError, label() + ": " + op + ": the group was shut down (destroy_process_group)");
+  C10_THROW_ERROR(DistBackendError, label() + ": " + op + ": " + kShutDown);
 }
 
 bool GroupHealth::setReason(int rank, const std::string& reason) {

@@ -123,7 +123,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   // Turns an error of an inner backend into the one to show: errors of connections name the rank that died (waiting up
   // to a second for the verdict) and poison the group; others keep their text.
   std::exception_ptr explain(const std::exception_ptr& error, const OpInfo& op);
-  // The error of an operation that a failure ended.
+  // The error of an operation that a failure has ended, or shutdown.
   std::exception_ptr failureOf(const OpInfo& op) const;
 
   // Operations under way. add() throws like checkUsable when the group is not usable.

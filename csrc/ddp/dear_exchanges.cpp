@@ -150,7 +150,7 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
   // Exchanges are run in the order posted: when the last bucket arrives, all have.
   FlightRecord record = bucket + 1 == buckets_->size() ? std::exchange(reduction_, {}) : FlightRecord();
   exchange_->post({ExchangeTask::Kind::kReduceScatter,
-                   transfers_->reduceScatter(buckets_->buffer(bucket), 1.0 / group_->getSize()),
+                   transfers_->reduceScatter(buckets_->buffer(bucket), buckets_->meanScale(bucket)),
                    [this, bucket, gradients = std::move(gradients)] { buckets_->packGradients(bucket, gradients); },
                    [this, bucket] { buckets_->readMarks(bucket); },
                    [this, bucket, record]() mutable {

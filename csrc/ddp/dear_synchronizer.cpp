@@ -80,7 +80,7 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
   } else {
     transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), channel);
   }
-  exchange_ = std::make_unique<ExchangeThread>(device, [this](const std::exception_ptr& error) { fail(error); });
+  exchange_ = std::make_shared<ExchangeThread>(device, [this](const std::exception_ptr& error) { fail(error); });
   rebuild();
   hooks_ = std::make_unique<GradientHooks>(parameters_, [this](std::size_t i) { gradientReady(i); });
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
@@ -117,9 +117,14 @@ at::Tensor DearSynchronizer::stepped(std::size_t parameter) const {
 }
 
 std::optional<at::Tensor> DearSynchronizer::ownGradient(std::size_t parameter) {
-  TORCH_CHECK(buckets_, "dear: this model trains as plain DDP at the moment; its gradients are the parameters' own");
+  TORCH_CHECK(!allreduce(),
+              "dear: this model trains as plain DDP at the moment; its gradients are the parameters' own");
   TORCH_CHECK(!gathered_, "dear: the gradients are whole already");
-  if (!complete_ || !buckets_->holds(parameter)) {
+  if (!complete_) {
+    return std::nullopt;
+  }
+  checkNotLeft();
+  if (!buckets_->holds(parameter)) {
     return std::nullopt;
   }
   const std::size_t bucket = buckets_->bucketOf(parameter);
@@ -128,6 +133,7 @@ std::optional<at::Tensor> DearSynchronizer::ownGradient(std::size_t parameter) {
     std::lock_guard<std::mutex> lock(mutex_);
     stats_.exposed_rs_ms += waited;
   }
+  checkNotLeft();
   return buckets_->hasGradient(parameter) ? std::optional(buckets_->gradient(parameter)) : std::nullopt;
 }
 
@@ -160,11 +166,11 @@ std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
     if (!complete_) {
       return std::nullopt;
     }
+    checkNotLeft();
     postGradientGathers();
   }
-  if (buckets_ && buckets_->holds(parameter)) {  // a new plan begins with everything gathered
-    const std::size_t bucket = buckets_->bucketOf(parameter);
-    const double waited = waitUntil("torchext::dear::wait", [&] { return gathering_[bucket] == 0; });
+  const double waited = waitUntil("torchext::dear::wait", [&] { return isGathered(parameter); });
+  {
     std::lock_guard<std::mutex> lock(mutex_);
     stats_.exposed_ag_ms += waited;
   }
@@ -242,28 +248,37 @@ void DearSynchronizer::afterStep() {
   if (replan) {
     waitAll();
     waitExchanges();
-    rebuild();
+    if (!detached_) {  // by a signal's handler
+      rebuild();
+    }
   }
 }
 
 // ---- Forward ----
 
-// Milliseconds waited. Ends: every wait of the exchanges has the group's timeout.
+// Milliseconds waited. Ends: every wait of the exchanges has the group's timeout. A signal's handler may end the group
+// in it, and with that the buckets.
 template <class Ready>
 double DearSynchronizer::waitUntil(const char* what, Ready ready) {
   group_->checkProcess("training");
   std::unique_lock<std::mutex> lock(mutex_);
   double waited = 0;
-  if (!ready() && !error_) {
+  const auto over = [&] { return error_ || ready(); };
+  if (!over()) {
     RECORD_FUNCTION(what, std::vector<c10::IValue>{});
     const auto start = Clock::now();
-    waitAttentively(changed_, lock, [&] { return ready() || error_; });
+    waitAttentively(changed_, lock, over);
     waited = millisecondsSince(start);
   }
   if (error_) {
     std::rethrow_exception(error_);
   }
   return waited;
+}
+
+// With mutex_ held. A new plan begins with everything gathered, and so does the time after the end.
+bool DearSynchronizer::isGathered(std::size_t parameter) const {
+  return !buckets_ || !buckets_->holds(parameter) || gathering_[buckets_->bucketOf(parameter)] == 0;
 }
 
 void DearSynchronizer::waitTensors(const std::vector<std::int64_t>& tensors) {
@@ -276,9 +291,8 @@ void DearSynchronizer::waitTensors(const std::vector<std::int64_t>& tensors) {
     return;
   }
   const double waited = waitUntil("torchext::dear::wait", [&] {
-    return std::all_of(tensors.begin(), tensors.end(), [&](std::int64_t tensor) {
-      return !buckets_->holds(core::index(tensor)) || gathering_[buckets_->bucketOf(core::index(tensor))] == 0;
-    });
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [this](std::int64_t tensor) { return isGathered(core::index(tensor)); });
   });
   std::lock_guard<std::mutex> lock(mutex_);
   stats_.exposed_ag_ms += waited;
@@ -301,7 +315,8 @@ void DearSynchronizer::synchronize() {
 
 void DearSynchronizer::waitExchanges() {
   // Each wait of an exchange has the group's timeout; one may just have begun, and the next behind it.
-  if (exchange_->waitIdle(2 * group_->timeout())) {
+  const std::shared_ptr<ExchangeThread> exchange = exchange_;
+  if (!exchange || exchange->waitIdle(2 * group_->timeout())) {
     return;
   }
   {
@@ -310,7 +325,7 @@ void DearSynchronizer::waitExchanges() {
       std::rethrow_exception(error_);
     }
   }
-  const std::string text = "exchanges did not end within twice the group's timeout";
+  const std::string text = "no exchange ended within twice the group's timeout";
   group_->poison(group_->getRank(), text);
   C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
 }
@@ -328,6 +343,21 @@ void DearSynchronizer::fail(std::exception_ptr error) {
   changed_.notify_all();
 }
 
+void DearSynchronizer::checkNotLeft() const {
+  if (!detached_) {
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+  }
+  C10_THROW_ERROR(DistBackendError,
+                  c10::str(group_->health()->label(), ": the averaged gradients ended with the ",
+                           "process group; call optimizer.step() before it is destroyed, or before ", "sync.detach()"));
+}
+
 void DearSynchronizer::detach() {
   if (detached_) {
     return;
@@ -343,17 +373,22 @@ void DearSynchronizer::leave(std::chrono::milliseconds limit) {
     return;
   }
   // What the others still wait for must be sent; what they have not asked for yet need not.
-  if (!failed_ && !exchange_->waitIdle(limit) && limit.count() > 0 && !failed_) {
+  if (!failed_ && !exchange_->waitIdleFor(limit) && limit.count() > 0 && !failed_) {
     LOG(WARNING) << "dear [rank " << group_->getRank() << "]: leaving while parameters are on their way";
     group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while parameters were on their way"));
   }
   detached_ = true;
+  armed_ = false;
   hooks_->remove();
   group_->removeShutdownCallback(shutdown_callback_);
   if (lane_) {
     group_->removeAbortCallback(abort_callback_);
   }
   exchange_->discard();
+  const auto posted = [](char flag) { return flag != 0; };
+  if (!failed_ && (std::any_of(reducing_.begin(), reducing_.end(), posted) || gathering_count_ > 0)) {
+    fail(group_->health()->failureOf({.name = "training"}));  // dropped: who waits for it is told
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   stats_.rs_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kReduceScatter);
   stats_.ag_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kAllGather);

@@ -136,6 +136,9 @@ class DearSynchronizer : public Synchronizer {
   void fail(std::exception_ptr error);
   // Until nothing is on its way; throws the error of what failed.
   void waitExchanges();
+  // After leave() throws: what failed, or that the group has ended.
+  void checkNotLeft() const;
+  bool isGathered(std::size_t parameter) const;
   template <class Ready>
   double waitUntil(const char* what, Ready ready);
 
@@ -148,7 +151,7 @@ class DearSynchronizer : public Synchronizer {
   DearPlanner planner_;
   c10::intrusive_ptr<ProcessGroupDear> lane_;
   std::unique_ptr<ShardTransport> transfers_;
-  std::unique_ptr<ShardBuckets> buckets_;
+  std::unique_ptr<ShardBuckets> buckets_;  // null under plain DDP, and after leave()
   std::vector<std::size_t> gather_order_;  // of buckets
 
   // A backward pass; autograd's thread, between them the training thread.
@@ -186,7 +189,9 @@ class DearSynchronizer : public Synchronizer {
   std::uint64_t shutdown_callback_ = 0;
   std::uint64_t abort_callback_ = 0;
   std::unique_ptr<GradientHooks> hooks_;
-  std::unique_ptr<ExchangeThread> exchange_;  // last: ends before what it uses
+  // Last: ends before what it uses. Null after leave(), which a signal's handler may call in any wait: who waits for it
+  // keeps a copy.
+  std::shared_ptr<ExchangeThread> exchange_;
 };
 
 }  // namespace torchext

@@ -6,6 +6,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/thread_name.h>
 
+#include "c10d/attentive_wait.h"
 #include "ddp/elapsed.h"
 
 namespace torchext {
@@ -32,9 +33,20 @@ void ExchangeThread::post(ExchangeTask task) {
   changed_.notify_all();
 }
 
-bool ExchangeThread::waitIdle(std::chrono::milliseconds limit) {
+bool ExchangeThread::waitIdle(std::chrono::milliseconds patience) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return changed_.wait_for(lock, limit, [this] { return failed_ || (queue_.empty() && !running_); }) && !failed_;
+  while (!idle()) {
+    const std::uint64_t before = ended_;
+    if (!waitAttentively(changed_, lock, Clock::now() + patience, [&] { return idle() || ended_ != before; })) {
+      return false;
+    }
+  }
+  return !failed_;
+}
+
+bool ExchangeThread::waitIdleFor(std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return changed_.wait_for(lock, limit, [this] { return idle(); }) && !failed_;
 }
 
 void ExchangeThread::discard() {
@@ -123,8 +135,12 @@ void ExchangeThread::run(ExchangeTask& task) {
   task.arrived();
   // What was sent before this exchange has most likely left by now.
   drainAll();
-  std::lock_guard<std::mutex> lock(mutex_);
-  busy_ms_[static_cast<int>(task.kind)] += millisecondsSince(start);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++ended_;
+    busy_ms_[static_cast<int>(task.kind)] += millisecondsSince(start);
+  }
+  changed_.notify_all();
 }
 
 // An exchange of the other kind may use buffers that are still being sent: no look ahead there.

@@ -43,8 +43,11 @@ class ExchangeThread {
   ExchangeThread& operator=(const ExchangeThread&) = delete;
 
   void post(ExchangeTask task);
-  // Blocks until nothing is queued, running or undrained, or the limit has passed; false then, or after an error.
-  bool waitIdle(std::chrono::milliseconds limit);
+  // Blocks until nothing is queued, running or undrained; false after an error, or when no exchange has ended for
+  // `patience`. Attentive to signals (c10d/attentive_wait.h).
+  bool waitIdle(std::chrono::milliseconds patience);
+  // The same for at most `limit` altogether, and without a look at signals: for the way out.
+  bool waitIdleFor(std::chrono::milliseconds limit);
   // Drops what has not begun, and ends the thread once what has begun is over.
   void discard();
 
@@ -59,6 +62,7 @@ class ExchangeThread {
   void begin(ExchangeTask& task);
   void beginNext(ExchangeTask::Kind current);
   void drainAll();
+  bool idle() const { return failed_ || (queue_.empty() && !running_); }  // with mutex_ held
 
   const SideStream stream_;
   const std::function<void(std::exception_ptr)> on_error_;
@@ -66,6 +70,7 @@ class ExchangeThread {
   std::condition_variable changed_;
   std::deque<std::unique_ptr<ExchangeTask>> queue_;
   bool running_ = false;
+  std::uint64_t ended_ = 0;  // exchanges
   bool closed_ = false;
   bool failed_ = false;
   double busy_ms_[2] = {0, 0};

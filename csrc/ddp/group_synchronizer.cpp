@@ -142,6 +142,7 @@ void GroupSynchronizer::catchUp() {
   const auto end = furthest[0].item<std::int64_t>();
   for (std::int64_t round = steps_ / period_; round < end / period_; ++round) {
     beforeStep();
+    checkAttached();
     postRound(round);
   }
   steps_ = end;
@@ -223,7 +224,7 @@ void GroupSynchronizer::fail(std::exception_ptr error) {
 KeptPromise GroupSynchronizer::beginOnThread(std::function<void()> task) {
   auto promise = std::make_shared<std::promise<void>>();
   KeptPromise kept = promise->get_future().share();
-  const bool posted = thread_->post([this, promise, task = std::move(task), state = at::ThreadLocalState()] {
+  const bool posted = thread_ && thread_->post([this, promise, task = std::move(task), state = at::ThreadLocalState()] {
     at::ThreadLocalStateGuard inherited(state);
     const c10::InferenceMode normal(false);  // of the caller: what is made here outlives it
     at::NoGradGuard no_grad;
@@ -270,6 +271,7 @@ void GroupSynchronizer::abandonMeeting() {
 void GroupSynchronizer::meet(const std::function<void()>& task) {
   group_->checkProcess("training");
   Promises::keepAll();
+  checkAttached();  // still: a signal's handler may end the group in any wait
   catchUp();
   beforeStep();
   meeting_ = true;

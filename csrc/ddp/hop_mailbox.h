@@ -75,7 +75,7 @@ class HopMailbox final : private HopLineOwner {
   // See "sessions". finally: no session will follow. Fails when no neighbour shows any progress for the group's
   // timeout; with a limit it gives up after that, returns false, and no session may follow.
   bool drain(bool finally, std::optional<std::chrono::milliseconds> limit = std::nullopt);
-  // Ends the lines at once. Safe twice.
+  // Ends the lines at once, and with an error a wait during which a signal's handler has called it. Safe twice.
   void stop();
 
   void checkUsable() const;  // rethrows what broke a line

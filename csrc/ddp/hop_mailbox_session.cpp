@@ -151,10 +151,7 @@ void HopMailbox::stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
-    slots_free_.notify_all();
-    for (auto& [peer, neighbour] : neighbours_) {
-      neighbour.to_send.notify_all();
-    }
+    fail(group_->health()->failureOf({.name = "training"}));
   }
   group_->removeAbortCallback(abort_callback_);
   for (auto& [peer, neighbour] : neighbours_) {

@@ -7,6 +7,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
+#include <c10/util/ScopeExit.h>
 
 #include "c10d/leaving.h"
 #include "c10d/promises.h"
@@ -67,7 +68,7 @@ HopSynchronizer::HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, cons
   addFields(fields, group_->hopOptions(), graph_);
   agreeOnAttach(*group_, fields);
   if (group_->getSize() > 1) {
-    mailbox_ = std::make_unique<HopMailbox>(group_, HopSetup{.graph = graph_,
+    mailbox_ = std::make_shared<HopMailbox>(group_, HopSetup{.graph = graph_,
                                                              .mode = mode_,
                                                              .model_bytes = model_.bytes(),
                                                              .digest = digestOf(tensors_.tensors()),
@@ -84,23 +85,25 @@ void HopSynchronizer::publish(bool send) {
   tensors_.check("hop");
   tensors_.note();
   exchange_ = group_->flights().begin("exchange", "all_reduce", wires_, wires_);
-  std::byte* block = mailbox_->ownBlock(tag_);
+  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
+  std::byte* block = mailbox->ownBlock(tag_);
   const auto start = Clock::now();
   model_.pack(block);
   stats_.copy_ms += millisecondsSince(start);
-  mailbox_->publish(tag_, send);
+  mailbox->publish(tag_, send);
   own_block_ = block;
 }
 
 void HopSynchronizer::average() {
-  const auto inputs = mailbox_->take();
+  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
+  const auto inputs = mailbox->take();
   {
     RECORD_FUNCTION("torchext::hop::average", std::vector<c10::IValue>{});
     const auto start = Clock::now();
     model_.assign(inputs, own_block_, tensors_.endRound());
     stats_.copy_ms += millisecondsSince(start);
   }
-  mailbox_->release();
+  mailbox->release();
   exchange_.done();
   own_block_ = nullptr;
 }
@@ -158,17 +161,18 @@ void HopSynchronizer::finishIteration() {
 
 // To the next iteration, over some others if this worker is late.
 void HopSynchronizer::moveOn() {
-  const int jump = mode_.skips() ? core::plannedJump(mode_, mailbox_->lag()) : 1;
+  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
+  const int jump = mode_.skips() ? core::plannedJump(mode_, mailbox->lag()) : 1;
   if (jump > 1) {
     RECORD_FUNCTION("torchext::hop::skip", std::vector<c10::IValue>{});
     tag_ += jump - 1;
     iteration_ += jump - 1;
     stats_.skipped += jump - 1;
-    mailbox_->enter(tag_);
+    mailbox->enter(tag_);
     publish(false);  // all who would receive it have passed
     average();
   }
-  mailbox_->enter(++tag_);
+  mailbox->enter(++tag_);
 }
 
 void HopSynchronizer::waitTensors(const std::vector<std::int64_t>& /*tensors*/) { waitAll(); }
@@ -184,31 +188,59 @@ void HopSynchronizer::waitAll() {
 
 // ---- Where all workers meet ----
 
-void HopSynchronizer::drainAll() {
+void HopSynchronizer::checkAttached() const {
   group_->checkProcess("training");
   TORCH_CHECK(!detached_, "hop: this synchronizer has been detached");
+}
+
+// What comes to an end in it, by what a signal's handler raises for one, leaves a mailbox that is half drained, and the
+// others waiting: the group ends with it.
+void HopSynchronizer::meet(const std::function<void()>& task) {
   Promises::keepAll();
-  waitAll();
-  if (mailbox_) {
-    mailbox_->drain(false);
+  meeting_ = true;
+  const auto over = c10::make_scope_exit([this] { meeting_ = false; });
+  try {
+    waitAll();
+    task();
+  } catch (...) {
+    if (!group_->health()->failed()) {
+      group_->abortWithReason(c10::str("rank ", group_->getRank(), " was interrupted while all workers were to meet"));
+    }
+    throw;
+  }
+}
+
+void HopSynchronizer::drain(bool finally) {
+  if (const std::shared_ptr<HopMailbox> mailbox = mailbox_) {
+    mailbox->drain(finally);
     exchange_.done();  // all have met: nobody averages with what was published last
   }
+}
+
+void HopSynchronizer::beginSession() {
+  drain(false);
   tag_ = 0;
   own_block_ = nullptr;
   averaged_ = false;
 }
 
 void HopSynchronizer::synchronize() {
+  checkAttached();
   const at::NoGradGuard no_grad;
-  drainAll();
-  stats_.consensus_distance = replica_average_.form();
+  meet([this] {
+    beginSession();
+    stats_.consensus_distance = replica_average_.form();
+  });
 }
 
 void HopSynchronizer::enterAverage() {
+  checkAttached();
   replica_average_.checkNotEntered();
   const at::NoGradGuard no_grad;
-  drainAll();
-  stats_.consensus_distance = replica_average_.enter();
+  meet([this] {
+    beginSession();
+    stats_.consensus_distance = replica_average_.enter();
+  });
 }
 
 void HopSynchronizer::leaveAverage() { replica_average_.leave(); }
@@ -220,12 +252,7 @@ void HopSynchronizer::detach() {
     return;
   }
   group_->checkProcess("training");
-  Promises::keepAll();
-  waitAll();
-  if (mailbox_) {
-    mailbox_->drain(true);
-    exchange_.done();
-  }
+  meet([this] { drain(true); });
   leave(std::chrono::milliseconds(0));
 }
 
@@ -242,7 +269,7 @@ void HopSynchronizer::leave(std::chrono::milliseconds limit) {
   if (orderly) {
     group_->announceLeaving();
     try {
-      if (mailbox_->drain(true, limit)) {
+      if (!meeting_ && mailbox_->drain(true, limit)) {  // in a meeting the others have had this rank's farewell
         exchange_.done();
       } else {
         LOG(WARNING) << "hop [rank " << group_->getRank() << "]: leaving while other workers still train; call "

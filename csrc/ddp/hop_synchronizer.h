@@ -22,6 +22,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -74,7 +75,10 @@ class HopSynchronizer : public AveragingSynchronizer {
   void average();
   void finishIteration();
   void moveOn();
-  void drainAll();
+  void checkAttached() const;
+  void meet(const std::function<void()>& task);
+  void drain(bool finally);
+  void beginSession();
 
   const c10::intrusive_ptr<ProcessGroupHop> group_;
   const core::CommunicationGraph graph_;
@@ -84,7 +88,9 @@ class HopSynchronizer : public AveragingSynchronizer {
   const std::vector<at::Tensor> wires_;  // of the model
   TensorsInPlace tensors_;
   ReplicaAverage replica_average_;
-  std::unique_ptr<HopMailbox> mailbox_;  // null in a group of one, and after leave()
+  // Null in a group of one, and after leave(), which a signal's handler may call in any wait: who waits in it keeps a
+  // copy, and the wait ends with an error.
+  std::shared_ptr<HopMailbox> mailbox_;
 
   std::int64_t iteration_ = 0;            // since attach
   std::int64_t tag_ = 0;                  // in this session
@@ -92,6 +98,7 @@ class HopSynchronizer : public AveragingSynchronizer {
   FlightRecord exchange_;                 // of what was published
   bool averaged_ = false;                 // parallel: the parameters are those of temp
   bool exchanging_ = false;               // serial: the average of this iteration is not formed
+  bool meeting_ = false;                  // with all others, in synchronize(), averaged() or detach()
   bool detached_ = false;
   HopStats stats_;       // what the mailbox does not count
   HopStats last_stats_;  // the mailbox's, when it is gone

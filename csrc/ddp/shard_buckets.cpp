@@ -9,6 +9,11 @@
 #include "ddp/slice_copier.h"
 
 namespace torchext {
+namespace {
+
+bool dividedFirst(const at::Tensor& buffer) { return buffer.scalar_type() == at::kHalf; }
+
+}  // namespace
 
 bool sameMemoryOrder(const at::Tensor& gradient, const at::Tensor& parameter) {
   return gradient.scalar_type() == parameter.scalar_type() &&
@@ -103,6 +108,13 @@ void ShardBuckets::packGradients(std::size_t bucket, const std::vector<at::Tenso
     }
   }
   copier.flush();
+  if (dividedFirst(chosen.buffer)) {
+    chosen.buffer.mul_(1.0 / world_size_);  // the marks as well, which are no zeros either way
+  }
+}
+
+double ShardBuckets::meanScale(std::size_t bucket) const {
+  return dividedFirst(buckets_[bucket].buffer) ? 1.0 : 1.0 / world_size_;
 }
 
 void ShardBuckets::readMarks(std::size_t bucket) {

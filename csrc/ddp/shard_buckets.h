@@ -41,7 +41,10 @@ class ShardBuckets {
   std::size_t stagingBytes() const;
 
   // Gradients of tensorsOf(bucket), dense. Undefined: this rank has none; zeros travel, and a mark that says so.
+  // float16: divided by the world size first, as DDP does: the ranks' sum is infinite where their mean is not.
   void packGradients(std::size_t bucket, const std::vector<at::Tensor>& gradients);
+  // The mean is the sum over the ranks of what was packed, times this.
+  double meanScale(std::size_t bucket) const;
   // Right after the reduce-scatter, on CUDA the one point that waits for the device.
   void readMarks(std::size_t bucket);
   // Then: whether any rank had a gradient; and the own slice of the sum, a view of the buffer.

@@ -13,23 +13,14 @@
 namespace torchext {
 namespace {
 
-// The folders of the packages that are passed over, with a slash behind; leaked, for a call may come while the process
-// exits.
-const std::vector<std::string>& passedOver() {
-  static const auto* const folders = new std::vector<std::string>([] {
-    std::vector<std::string> found;
-    for (const char* name : {"torch", "torchext"}) {
-      const auto file = py::module_::import(name).attr("__file__").cast<std::string>();
-      found.push_back(file.substr(0, file.rfind('/') + 1));
-    }
-    return found;
-  }());
-  return *folders;
-}
+// The folders of the packages that are passed over, with a slash behind. Filled once, by the binding: an import gives
+// up the interpreter's lock, so two threads' first calls could wait for each other. Leaked, for a call may come while
+// the process exits.
+auto& passed_over = *new std::vector<std::string>;
 
 bool isPassedOver(std::string_view file) {
   return file.starts_with("<frozen") ||  // Python's own: "<frozen runpy>"
-         std::ranges::any_of(passedOver(), [file](const std::string& folder) { return file.starts_with(folder); });
+         std::ranges::any_of(passed_over, [file](const std::string& folder) { return file.starts_with(folder); });
 }
 
 core::CallLine findLine() {
@@ -54,6 +45,12 @@ core::CallLine findLine() {
 
 }  // namespace
 
-void registerLineFinder() { setLineFinder(&findLine); }
+void registerLineFinder() {
+  for (const char* name : {"torch", "torchext"}) {
+    const auto file = py::module_::import(name).attr("__file__").cast<std::string>();
+    passed_over.push_back(file.substr(0, file.rfind('/') + 1));
+  }
+  setLineFinder(&findLine);
+}
 
 }  // namespace torchext

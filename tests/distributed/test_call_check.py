@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import re
 import threading
@@ -192,6 +193,36 @@ def body_lines_of_a_script(rank: Rank, backend: str) -> Any:
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_script_whose_lines_are_compared(backend: str) -> None:
     assert run_ranks(body_lines_of_a_script, 2, backend) == [[0, 1]] * 2
+
+
+def body_first_lines(rank: Rank) -> list[float]:
+    """The first calls of two threads, while whoever imports something lets the other have the interpreter."""
+    rank.init(pg_options=torchext.PragueOptions(call_check="lines"))
+    groups = [dist.group.WORLD, dist.new_group(backend="prague", pg_options=torchext.PragueOptions(call_check="lines"))]
+    tensors = [torch.ones(1) for _ in groups]
+    threads = [
+        threading.Thread(target=dist.all_reduce, args=(tensor,), kwargs={"group": group})
+        for tensor, group in zip(tensors, groups, strict=True)
+    ]
+    imported = builtins.__import__
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)
+        return imported(*args, **kwargs)
+
+    builtins.__import__ = slow
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        builtins.__import__ = imported
+    return [tensor.item() for tensor in tensors]
+
+
+def test_first_calls_of_two_threads_whose_lines_are_compared() -> None:
+    assert run_ranks(body_first_lines, 2, deadline=20) == [[2.0, 2.0]] * 2
 
 
 def body_skipped(rank: Rank) -> Any:

@@ -133,6 +133,49 @@ def test_detach_after_the_death_of_a_worker_frees_model_and_optimizer(form: str)
             assert outcome.ok and outcome.value, outcome.trace
 
 
+def body_end_after_a_death(rank: Rank) -> tuple[str, str, float]:
+    """A script that gives its group up after an error, and then uses the model that was trained in it."""
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), adamw).run(3)
+    rank.report("ready")
+    with pytest.raises(dist.DistBackendError, match="rank 2 died"):
+        pair.run(1_000_000)
+    dist.destroy_process_group()
+    return elapsed_error(lambda: pair.ddp(torch.ones(2, 16)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forward_pass_when_the_group_has_failed_and_ended(form: str) -> None:
+    with launch(in_form, 3, form, body_end_after_a_death) as ranks:
+        ranks.expect("ready")
+        ranks.kill(2)
+        for outcome in ranks.outcomes(deadline=40):
+            assert outcome.ok, outcome.trace or outcome
+            kind, message, seconds = outcome.value
+            assert kind == "DistBackendError" and "rank 2 died" in message, (kind, message)
+            assert seconds < 5
+
+
+def body_end_before_the_step(rank: Rank) -> list[tuple[str, str, float]]:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd).run(3)
+    pair.zero_grad()
+    pair.backward()
+    dist.destroy_process_group()
+    parameter = pair.optimizer.param_groups[0]["params"][0]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    return [elapsed_error(lambda: parameter.grad), elapsed_error(lambda: scaler.unscale_(pair.optimizer))]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_when_the_group_has_ended(form: str) -> None:
+    for errors in run_ranks(in_form, 2, form, body_end_before_the_step):
+        for kind, message, seconds in errors:
+            assert kind == "DistBackendError" and "call optimizer.step() before" in message, (kind, message)
+            assert seconds < 5
+
+
 def body_disagree(rank: Rank, what: str) -> tuple[str, str, float]:
     rank.init("dear")
     model = nn.Linear(4, 4 + (rank.rank if what == "shape" else 0))

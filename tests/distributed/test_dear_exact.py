@@ -23,6 +23,7 @@ from sharded import (
     mlp,
     sgd,
 )
+from torch import nn
 
 SIZES = [1, 2, 3, 4]
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "adagrad": adagrad}
@@ -65,6 +66,31 @@ def test_bfloat16(form: str, size: int) -> None:
     # 20 steps, each rounded to 8 bits: the order of additions shows, as it does with plain DDP.
     for away in run_ranks(in_form, size, form, body_bfloat16, deadline=90):
         assert all(dear <= max(2 * ddp, 0.02) for dear, ddp in away.values()), str(away)
+
+
+class Weights(nn.Module):
+    """Whose gradient is its input; one tensor is exchanged directly, one in a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.many = (nn.Parameter(torch.ones(count)) for count in (5, 100_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.few * x).float().sum() + (self.many * x).float().sum()
+
+
+def body_float16(rank: Rank) -> list[tuple[float, float]]:
+    rank.init("dear")
+    pair = Pair(rank, made(Weights, torch.float16), sgd)
+    pair.ddp(torch.tensor(40_000.0, dtype=torch.float16)).backward()
+    gradients = [parameter.grad for parameter in pair.optimizer.param_groups[0]["params"]]
+    return [(float(gradient.min()), float(gradient.max())) for gradient in gradients]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_float16_means_whose_sums_would_be_infinite(way: str) -> None:
+    for ranges in run_ranks(in_form, 3, way, body_float16):
+        assert ranges == [(40_000.0, 40_000.0)] * 2
 
 
 def body_all_optimizers(rank: Rank) -> dict[str, float]:

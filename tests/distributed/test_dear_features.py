@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 from typing import Any
 
 import pytest
@@ -45,6 +46,51 @@ def body_accumulation(rank: Rank) -> list[float]:
 def test_gradient_accumulation(form: str) -> None:
     for worst in run_ranks(in_form, 3, form, body_accumulation):
         assert max(worst) < EXACT, worst
+
+
+class Late(torch.autograd.Function):
+    """Its backward pass takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Slow(nn.Module):
+    """Layers whose gradients come one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+        self.seconds = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Late.apply(torch.tanh(layer(x)), self.seconds)
+        return x
+
+
+def body_slow(rank: Rank) -> float:
+    """One rank waits, in its next forward pass, for exchanges that the other posts at its leisure."""
+    rank.init("dear")
+    timeout = 2.5
+    pair = Pair(rank, made(Slow), sgd, timeout=timeout).run(4)
+    pair.zero_grad()
+    pair.module.seconds = 0.6 * timeout if rank.rank == 1 else 0.0
+    pair.losses()[0].backward()
+    pair.module.seconds = 0.0
+    pair.step()
+    return pair.done()
+
+
+def test_a_long_queue_of_exchanges_is_no_failure() -> None:
+    assert max(run_ranks(body_slow, 2)) < EXACT
 
 
 def body_groups_and_schedules(rank: Rank) -> float:

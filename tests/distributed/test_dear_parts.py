@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from harness import Rank, run_ranks
-from sharded import Pair, Residual, made
+from sharded import Pair, Residual, adamw, made
 
 from torchext._dear_refusals import ELEMENTWISE
 
@@ -49,6 +50,32 @@ def body_in_parts(rank: Rank) -> dict[str, tuple[int, int]]:
         for pair in pairs:
             assert pair.done() < 1e-2  # Rprop goes by signs
     return found
+
+
+def body_asked(rank: Rank) -> dict[int, int]:
+    """How often the optimizer asks for a gradient that is not there for it, by parameter."""
+    rank.init("gloo")
+    pair = Pair(rank, made(Residual), adamw).run(4)
+    held = pair.sync._held
+    held.core = SlowCore(held.core)
+    in_vain: Counter[int] = Counter()
+    gradient = held.gradient
+
+    def counted(position: int, caller: Any = None) -> torch.Tensor | None:
+        found = gradient(position, caller)
+        in_vain[position] += found is None and caller is held._asking
+        return found
+
+    held.gradient = counted  # type: ignore[method-assign]
+    pair.step()
+    assert pair.done() < 1e-5
+    return dict(in_vain)
+
+
+def test_a_part_asks_for_its_own_gradients_only() -> None:
+    for in_vain in run_ranks(body_asked, 2):
+        assert len(in_vain) == 10, in_vain
+        assert sorted(set(in_vain.values())) == [0, 1], in_vain  # when the whole step comes to one that was early
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

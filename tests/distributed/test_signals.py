@@ -5,6 +5,7 @@ Nobody else brings the handler to run: the peer comes to the call only when the 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, run_ranks
+from attached import OPTIONS
+from harness import Rank, launch, run_ranks
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,6 +36,11 @@ def handling(handler: Callable[..., None]) -> Iterator[None]:
     finally:
         timer.cancel()
         signal.signal(signal.SIGUSR1, before)
+
+
+def init(rank: Rank, backend: str, timeout: float = 30.0) -> None:
+    more = {"allreduce_fallback": False, "bucket_mb": 1.0} if backend == "dear" else {}  # no plain DDP, no other plans
+    rank.init(backend, timeout=timeout, pg_options=OPTIONS[backend](timeout=timeout, **more))
 
 
 class Training:
@@ -67,6 +74,10 @@ class Training:
             backend_of(None).partial_all_reduce(torch.ones(3), [0, 1]).wait()
         elif what == "training":
             self.steps()
+        elif what == "forward":  # in which dear waits for what it sends of the backward pass before
+            for _ in range(2):
+                self.ddp(torch.ones(2, 4)).sum().backward()
+            self.optimizer.step()
         elif what == "synchronize":
             self.sync.synchronize()
         else:
@@ -76,7 +87,7 @@ class Training:
 
 def body_flag(rank: Rank, backend: str, what: str) -> Any:
     """The handler sets a flag, as those that write a checkpoint before the job is stopped; the wait goes on."""
-    rank.init(backend)
+    init(rank, backend)
     training = Training(backend)
     store = FileStore(str(rank.folder / "flags"), 2)
     if rank.rank == 1:
@@ -98,7 +109,7 @@ WAITS = [
     *(("prague", what) for what in ("all_reduce", "wait with a limit", "partial_all_reduce", "training")),
     *(("prague", what) for what in ("synchronize", "detach")),
     *((backend, what) for backend in ("dssync", "hop") for what in ("training", "synchronize", "detach")),
-    ("dear", "all_reduce"),
+    *(("dear", what) for what in ("all_reduce", "training", "forward")),
 ]
 
 
@@ -112,7 +123,7 @@ class Stop(Exception):
 
 
 def body_raise(rank: Rank, backend: str, what: str) -> Any:
-    rank.init(backend)
+    init(rank, backend)
     training = Training(backend)
     store = FileStore(str(rank.folder / "flags"), 2)
     if rank.rank == 1:
@@ -133,7 +144,8 @@ def body_raise(rank: Rank, backend: str, what: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("backend", "what"), [("prague", "all_reduce"), ("prague", "synchronize"), ("dssync", "synchronize")]
+    ("backend", "what"),
+    [("prague", "all_reduce"), *((backend, "synchronize") for backend in ("prague", "dssync", "hop"))],
 )
 def test_what_a_handler_raises_ends_the_wait(backend: str, what: str) -> None:
     """As Ctrl-C does. The call itself goes on, so that the peer gets its answer; not where all were to meet."""
@@ -143,3 +155,50 @@ def test_what_a_handler_raises_ends_the_wait(backend: str, what: str) -> None:
         assert "rank 0 was interrupted" in second
     else:
         assert second == "went on"
+
+
+def body_end(rank: Rank, backend: str, what: str, together: bool) -> Any:
+    """The handler ends the group and returns, as one that leaves before the job is stopped; with the other or alone."""
+    init(rank, backend, timeout=8.0)  # what its end may have to wait for
+    training = Training(backend)
+    store = FileStore(str(rank.folder / "flags"), 2)
+    if rank.rank == 1:
+        store.wait(["handled"])
+        if together:
+            dist.destroy_process_group()
+        rank.pause()
+        return None
+    handled: list[bool] = []
+
+    def handler(*_: Any) -> None:
+        store.set("handled", "1")
+        dist.destroy_process_group()
+        handled.append(True)
+
+    error = ""
+    with handling(handler):
+        try:
+            training.wait(what)
+        except Exception as raised:  # judged by the test
+            error = f"{type(raised).__name__}: {raised}"
+    del training
+    gc.collect()
+    return handled, error
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "what"),
+    [
+        *((backend, what) for backend in ("prague", "dssync", "hop") for what in ("training", "synchronize", "detach")),
+        *(("dear", what) for what in ("training", "forward")),
+    ],
+)
+def test_a_handler_may_end_the_group(backend: str, what: str, together: bool) -> None:
+    with launch(body_end, 2, backend, what, together) as ranks:
+        outcome = ranks.outcomes([0])[0]
+    assert outcome.ok, outcome.trace or outcome
+    handled, error = outcome.value
+    assert handled == [True]
+    # Together both have had what they waited for, if the other has given it on its way out.
+    assert error.startswith("DistBackendError: ") or (together and not error), error
