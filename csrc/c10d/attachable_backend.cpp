@@ -66,12 +66,14 @@ void AttachableBackend::announceLeaving() {
     std::lock_guard<std::mutex> lock(mutex_);
     announcements.swap(announcements_);
   }
-  // Of a group that has failed it goes on, or its error says that it does not.
-  if (!health()->failed()) {
-    for (const auto& announce : announcements) {
-      announce();
-    }
+  for (const auto& announce : announcements) {
+    announce();
   }
+}
+
+void AttachableBackend::withdrawAnnouncements() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  announcements_.clear();
 }
 
 void AttachableBackend::keep(std::shared_ptr<void> synchronizer) {

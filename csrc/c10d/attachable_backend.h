@@ -42,10 +42,13 @@ class AttachableBackend : public DelegatingBackend {
 
   // Writes in `store` what becomes of this worker, under its number among those that train a model: "alive/<number>"
   // when the group fails, for it lives, whatever its training thread is doing (at once if it has failed already); and
-  // "gone/<number>" when it leaves the others in order, before they could miss it.
+  // "gone/<number>" when it leaves the others, before they could miss it. Also after a failure: they would wait for it
+  // in the group that they make then.
   void announceMember(const c10::intrusive_ptr<c10d::Store>& store, int number);
   // First thing when an attached model leaves with the group or the process.
   void announceLeaving();
+  // When this group has failed and its worker trains on: that it leaves this group is no news then.
+  void withdrawAnnouncements();
 
   // Keeps what serves an attached model, also when the model is forgotten: other workers count on it, and Python's
   // garbage collector runs at another moment on each of them. Until release() or the end of the group.

@@ -296,8 +296,11 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
     return;
   }
   const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
-  if (!detached_ && limit.count() > 0 && !failed_) {
+  const bool orderly = !detached_ && limit.count() > 0;
+  if (orderly) {
     group_->announceLeaving();
+  }
+  if (orderly && !failed_) {
     thread_->post([this] {
       at::NoGradGuard no_grad;
       const Leaving leaving;
