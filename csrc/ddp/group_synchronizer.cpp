@@ -292,7 +292,11 @@ void GroupSynchronizer::detach() {
 }
 
 void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
-  if (!thread_ || group_->health()->inForkedChild()) {
+  if (group_->health()->inForkedChild()) {
+    return;
+  }
+  group_->removeShutdownCallback(shutdown_callback_);  // first: another thread may be leaving with the group
+  if (!thread_) {
     return;
   }
   const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
@@ -322,7 +326,6 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
   detached_ = true;
   source_->stop("the synchronizer has been detached");
   group_->removeAbortCallback(abort_callback_);
-  group_->removeShutdownCallback(shutdown_callback_);
   Promises::remove(promises_);
   thread_->discard();
   thread_ = nullptr;
