@@ -104,10 +104,10 @@ class AveragingSynchronizer(Synchronizer):
         try:
             self._core.detach()
         except dist.DistBackendError:
-            # Nobody waits for this worker any more, and training is over.
+            # Training is over here. Those that train on learn that this worker does not.
             if self._membership is None:
                 raise
-            self._core.leave(timedelta(0))
+            self._core.leave(timedelta(seconds=2))
 
     def _wait_tensors(self, positions: list[int]) -> None:
         self._persist(lambda: self._core.wait_tensors(positions))

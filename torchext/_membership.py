@@ -168,7 +168,9 @@ class Membership:
 
     def _regroup(self, error: BaseException) -> range:
         """The ranks of newcomers in the new group."""
-        suspect, reason = backend_of(self._ddp.process_group).failure
+        backend = self._attachable()
+        suspect, reason = backend.failure
+        backend._withdraw_announcements()
         # Whom the reason is about, if it is known to be dead and not only silent.
         gone = (f"rank {suspect} died", " exits with an uncaught ", f"rank {suspect} left while others")
         dead = {self.members[suspect]} if any(text in reason for text in gone) else set()
@@ -337,6 +339,9 @@ class Membership:
         return Meeting(self._store, self._roll, attempt)
 
     def _announce(self) -> None:
+        self._attachable()._announce_member(self._meeting().store, self._me)
+
+    def _attachable(self) -> _C.AttachableBackend:
         backend = backend_of(self._ddp.process_group)
         assert isinstance(backend, _C.AttachableBackend)
-        backend._announce_member(self._meeting().store, self._me)
+        return backend

@@ -5,8 +5,9 @@ whose keys repeat would read them and wait for processes that are gone. So befor
 agree on a token that is new: rank 0 invents it and hands it to every rank that is alive now.
 
 A rank that waits says hello with a nonce of its own; rank 0 answers that nonce; the rank acknowledges the token, and
-when all have, rank 0 says that the group is complete. What dead ranks left behind is harmless: a hello of the dead is
-answered and never acknowledged, and the living one replaces it.
+when all have, rank 0 says that the group is complete. A hello stands only while its rank waits for the answer: of an
+earlier group on the same store there is none that rank 0 could take for one of now. What dead ranks left behind is
+harmless: a hello of the dead is answered and never acknowledged, and the living one replaces it.
 
 Where somebody is missing at the timeout, rank 0 says that instead, and every rank raises it. A rank that cannot join
 (``decline``) answers with its reason in the same places: rank 0 instead of the token, others instead of "1". Rank 0
@@ -98,7 +99,7 @@ class _Host:
         for rank in ranks:
             if self.store.check([f"hello/{rank}"]):
                 nonce = self.store.get(f"hello/{rank}")
-                if self.answered.get(rank) != nonce:
+                if nonce and self.answered.get(rank) != nonce:
                     self.store.set(f"welcome/{rank}/{nonce.decode()}", self.text)
                     self.answered[rank] = nonce
         time.sleep(self.pause)
@@ -162,8 +163,12 @@ def _hello(store: Store, rank: int, timeout: timedelta) -> str:
     nonce = uuid.uuid4().hex
     store.set(f"hello/{rank}", nonce)
     welcome = f"welcome/{rank}/{nonce}"
-    _wait(store, welcome, timeout, f"rank {rank}: rank 0 did not join the group")
-    return store.get(welcome).decode()
+    try:
+        _wait(store, welcome, timeout, f"rank {rank}: rank 0 did not join the group")
+        return store.get(welcome).decode()
+    finally:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the hello
+            store.set(f"hello/{rank}", "")  # not deleted: rank 0 gets what it has found
 
 
 def _wait(store: Store, key: str, timeout: timedelta, complaint: str) -> None:

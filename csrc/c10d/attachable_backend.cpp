@@ -39,8 +39,10 @@ std::uint64_t AttachableBackend::addShutdownCallback(std::function<void()> callb
 }
 
 void AttachableBackend::removeShutdownCallback(std::uint64_t id) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   shutdown_callbacks_.erase(id);
+  // What it captured goes with the caller.
+  callback_over_.wait(lock, [&] { return running_callback_ != id || shutdown_thread_ == std::this_thread::get_id(); });
 }
 
 void AttachableBackend::announceMember(const c10::intrusive_ptr<c10d::Store>& store, int number) {
@@ -66,12 +68,14 @@ void AttachableBackend::announceLeaving() {
     std::lock_guard<std::mutex> lock(mutex_);
     announcements.swap(announcements_);
   }
-  // Of a group that has failed it goes on, or its error says that it does not.
-  if (!health()->failed()) {
-    for (const auto& announce : announcements) {
-      announce();
-    }
+  for (const auto& announce : announcements) {
+    announce();
   }
+}
+
+void AttachableBackend::withdrawAnnouncements() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  announcements_.clear();
 }
 
 void AttachableBackend::keep(std::shared_ptr<void> synchronizer) {
@@ -87,15 +91,16 @@ std::shared_ptr<void> AttachableBackend::release(const void* synchronizer) {
 }
 
 void AttachableBackend::onShutdown() {
-  std::vector<std::function<void()>> callbacks;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [id, callback] : shutdown_callbacks_) {
-      callbacks.push_back(callback);
-    }
-  }
-  for (const auto& callback : callbacks) {
-    callback();
+  std::unique_lock<std::mutex> lock(mutex_);
+  shutdown_thread_ = std::this_thread::get_id();
+  while (!shutdown_callbacks_.empty()) {
+    const auto entry = shutdown_callbacks_.extract(shutdown_callbacks_.begin());
+    running_callback_ = entry.key();
+    lock.unlock();
+    entry.mapped()();
+    lock.lock();
+    running_callback_ = 0;
+    callback_over_.notify_all();
   }
 }
 

@@ -6,11 +6,13 @@
 // Threads: everything from any thread.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "c10d/delegating_backend.h"
@@ -38,14 +40,18 @@ class AttachableBackend : public DelegatingBackend {
 
   // Called first thing in shutdown(), so that an attached model can leave in order; until removed. Must not throw.
   std::uint64_t addShutdownCallback(std::function<void()> callback);
+  // Afterwards it does not run any more: waits for one that does, but not for itself.
   void removeShutdownCallback(std::uint64_t id);
 
   // Writes in `store` what becomes of this worker, under its number among those that train a model: "alive/<number>"
   // when the group fails, for it lives, whatever its training thread is doing (at once if it has failed already); and
-  // "gone/<number>" when it leaves the others in order, before they could miss it.
+  // "gone/<number>" when it leaves the others, before they could miss it. Also after a failure: they would wait for it
+  // in the group that they make then.
   void announceMember(const c10::intrusive_ptr<c10d::Store>& store, int number);
   // First thing when an attached model leaves with the group or the process.
   void announceLeaving();
+  // When this group has failed and its worker trains on: that it leaves this group is no news then.
+  void withdrawAnnouncements();
 
   // Keeps what serves an attached model, also when the model is forgotten: other workers count on it, and Python's
   // garbage collector runs at another moment on each of them. Until release() or the end of the group.
@@ -78,6 +84,9 @@ class AttachableBackend : public DelegatingBackend {
   std::map<const void*, std::shared_ptr<void>> kept_;
   std::vector<std::function<void()>> announcements_;  // of leaving
   std::uint64_t next_callback_ = 0;
+  std::uint64_t running_callback_ = 0;  // of shutdown; 0: none
+  std::thread::id shutdown_thread_;     // that runs it
+  std::condition_variable callback_over_;
 };
 
 }  // namespace torchext

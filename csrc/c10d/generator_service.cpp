@@ -97,12 +97,7 @@ void GeneratorService::serve() {
       handle(parseMessage(kBackend, core::parseGeneratorMessage, request_, control_.size()));
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (!stopped_) {
-        // As it is: whoever waits for a group has it explained, with the name of the peer that died.
-        stopped_ = true;
-        error_ = std::current_exception();
-        changed_.notify_all();
-      }
+      breakOff(std::current_exception());
       return;
     }
   }
@@ -118,9 +113,23 @@ void GeneratorService::watchDeadlines() {
     } else if (now() < *deadline) {
       changed_.wait_for(lock, std::chrono::duration<double>(*deadline - now()));
     } else {
-      deliver(generator_->tick(now()));
+      try {
+        deliver(generator_->tick(now()));
+        changed_.notify_all();
+      } catch (const std::exception&) {  // a member has died since it asked
+        breakOff(std::current_exception());
+      }
     }
   }
+}
+
+void GeneratorService::breakOff(std::exception_ptr error) {
+  if (stopped_) {
+    return;
+  }
+  stopped_ = true;
+  error_ = std::move(error);
+  changed_.notify_all();
 }
 
 void GeneratorService::handle(const GeneratorMessage& message) {

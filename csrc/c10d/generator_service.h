@@ -60,6 +60,7 @@ class GeneratorService {
 
   void serve();
   void watchDeadlines();
+  void breakOff(std::exception_ptr error);
   void handle(const GeneratorMessage& message);
   void deliver(const std::vector<core::Delivery>& deliveries);
   double now() const;

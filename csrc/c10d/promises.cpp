@@ -62,8 +62,8 @@ void Promises::wait(const std::vector<KeptPromise>& kept) {
     if (!promise.valid()) {
       continue;
     }
+    waitAttentively(promise);
     try {
-      waitAttentively(promise);
       promise.get();
     } catch (const std::future_error&) {  // its model was detached before it came to it
     } catch (...) {

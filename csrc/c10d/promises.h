@@ -38,7 +38,7 @@ class Promises {
   // Runs every callback but that of `except`. Their exceptions pass through. Nothing inside an InternalCollective.
   static std::vector<KeptPromise> beginAll(std::uint64_t except = 0);
   static bool ready(const KeptPromise& kept);
-  // Until all are ready; then throws the first exception among them.
+  // Until all are ready; then throws the first exception among them. What a signal's handler raises ends it at once.
   static void wait(const std::vector<KeptPromise>& kept);
   static void keepAll() { wait(beginAll()); }
 

@@ -369,7 +369,11 @@ void DearSynchronizer::detach() {
 }
 
 void DearSynchronizer::leave(std::chrono::milliseconds limit) {
-  if (!exchange_ || group_->health()->inForkedChild()) {
+  if (group_->health()->inForkedChild()) {
+    return;
+  }
+  group_->removeShutdownCallback(shutdown_callback_);  // first: another thread may be leaving with the group
+  if (!exchange_) {
     return;
   }
   // What the others still wait for must be sent; what they have not asked for yet need not.
@@ -380,7 +384,6 @@ void DearSynchronizer::leave(std::chrono::milliseconds limit) {
   detached_ = true;
   armed_ = false;
   hooks_->remove();
-  group_->removeShutdownCallback(shutdown_callback_);
   if (lane_) {
     group_->removeAbortCallback(abort_callback_);
   }

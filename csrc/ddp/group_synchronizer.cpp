@@ -294,12 +294,19 @@ void GroupSynchronizer::detach() {
 }
 
 void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
-  if (!thread_ || group_->health()->inForkedChild()) {
+  if (group_->health()->inForkedChild()) {
+    return;
+  }
+  group_->removeShutdownCallback(shutdown_callback_);  // first: another thread may be leaving with the group
+  if (!thread_) {
     return;
   }
   const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
-  if (!detached_ && limit.count() > 0 && !failed_) {
+  const bool orderly = !detached_ && limit.count() > 0;
+  if (orderly) {
     group_->announceLeaving();
+  }
+  if (orderly && !failed_) {
     thread_->post([this] {
       at::NoGradGuard no_grad;
       const Leaving leaving;
@@ -321,7 +328,6 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
   detached_ = true;
   source_->stop("the synchronizer has been detached");
   group_->removeAbortCallback(abort_callback_);
-  group_->removeShutdownCallback(shutdown_callback_);
   Promises::remove(promises_);
   thread_->discard();
   thread_ = nullptr;

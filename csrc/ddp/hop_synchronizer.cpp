@@ -260,8 +260,8 @@ void HopSynchronizer::leave(std::chrono::milliseconds limit) {
   if (group_->health()->inForkedChild()) {
     return;
   }
+  group_->removeShutdownCallback(shutdown_callback_);          // first: another thread may be leaving with the group
   const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
-  group_->removeShutdownCallback(std::exchange(shutdown_callback_, 0));
   const bool orderly = !std::exchange(detached_, true) && limit.count() > 0;
   if (!mailbox_) {
     return;

@@ -128,6 +128,8 @@ void bindC10d(py::module_& module) {
   // The systems derive from it.
   py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>>(module, "AttachableBackend")
       .def("_announce_member", &AttachableBackend::announceMember, py::arg("store"), py::arg("number"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("_withdraw_announcements", &AttachableBackend::withdrawAnnouncements,
            py::call_guard<py::gil_scoped_release>());
 
   module.def("keep_promises", &Promises::keepAll, py::call_guard<py::gil_scoped_release>());

@@ -5,6 +5,7 @@ Many checks share one world: each makes a group of its own inside it.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -77,6 +78,28 @@ def body_uneven(rank: Rank) -> bool:
 
 def test_different_numbers_of_steps() -> None:
     assert run_ranks(body_uneven, 4) == [True] * 4
+
+
+def body_at_the_deadline(rank: Rank) -> float:
+    rank.init()
+    trainer = Trainer(rank, generator="ready-set", order="atc", group_size=3)
+    time.sleep(0.1 * rank.rank)  # from which it takes that the next three would be there within 0.2 s
+    trainer.step()
+    trainer.sync.wait()
+    if rank.rank == 2:
+        time.sleep(5)
+    start = time.monotonic()
+    trainer.step()
+    if rank.rank < 2:
+        trainer.sync.wait()
+    seconds = time.monotonic() - start
+    trainer.sync.detach()
+    return seconds
+
+
+def test_who_has_come_by_the_deadline_is_a_group() -> None:
+    """On every rank, that of the generator too: nobody says a word to it meanwhile."""
+    assert max(run_ranks(body_at_the_deadline, 3)) < 3
 
 
 def body_alone(rank: Rank) -> dict[str, Any]:

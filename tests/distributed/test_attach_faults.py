@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import OPTIONS
+from attached import OPTIONS, Trainer, mlp, prague
 from harness import Rank, elapsed_error, launch
 from interpreters import run_script
 from torch import nn
@@ -95,6 +95,47 @@ def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any],
         assert time.monotonic() - start < DEATH_LIMIT
     for rank, process in enumerate(ranks.processes):
         assert process.exitcode == (-signal.SIGKILL if rank == victim else 0), (rank, process.exitcode)
+
+
+class SlowStore(dist.Store):
+    """Holds what a failure sets off."""
+
+    def set(self, key: str, value: bytes) -> None:
+        time.sleep(5)
+
+
+def body_deadline(rank: Rank) -> Any:
+    """Rank 2 dies between its question and the deadline at which the generator answers it."""
+    mlp()(torch.ones(1, 8)).sum().backward()  # the first takes its time
+    rank.init()
+    group = prague(generator="ready-set", order="atc", group_size=4)
+    store = SlowStore()
+    if rank.rank == 0:
+        torchext.backend_of(group)._announce_member(store, 0)  # so that the generator is told late
+    trainer = Trainer(rank, group=group)
+    time.sleep(0.2 * rank.rank)  # from which it takes that four are there within a second
+    trainer.step()
+    trainer.sync.wait()
+    rank.report("ready")
+    rank.pause()
+    if rank.rank in (0, 3):
+        time.sleep(6)
+    else:
+        trainer.step()
+        rank.report("asked")
+    return elapsed_error(lambda: trainer.run(1_000_000))
+
+
+def test_sigkill_before_the_generator_answers() -> None:
+    with launch(body_deadline, 4) as ranks:
+        ranks.expect("ready")
+        ranks.proceed()
+        ranks.expect("asked", [1, 2])
+        ranks.kill(2)
+        for outcome in ranks.outcomes(deadline=20):
+            assert outcome.ok, outcome
+            kind, text, _ = outcome.value
+            assert kind == "DistBackendError" and "rank 2 died" in text, (outcome.rank, text)
 
 
 @pytest.mark.parametrize(

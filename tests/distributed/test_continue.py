@@ -151,6 +151,59 @@ def test_the_others_train_on_when_a_script_ends(tmp_path: Path, backend: str, ho
         assert ends[rank].out.strip() == "2 [1]", ends[rank]
 
 
+LEAVES_AFTERWARDS = """
+    import os, signal, sys, time
+    import torch, torch.distributed as dist, torchext
+    from torch.nn.parallel import DistributedDataParallel
+
+    backend, how, path = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=3)
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    sync = torchext.attach(ddp, optimizer, on_peer_failure="continue")
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            ddp(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    train(10)
+    sync.synchronize()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not torchext.backend_of().failure[1]:
+        time.sleep(0.01)
+    if rank == 1:  # it has trained all it wanted
+        time.sleep(0.5)
+        if how == "raise":
+            dist.all_reduce(torch.ones(1))
+        if how == "detach":
+            sync.detach()
+        sys.exit()
+    time.sleep(5)  # a long step
+    start = time.monotonic()
+    train(20)
+    sync.synchronize()
+    print(sync.stats()["workers"], sync.stats()["lost_ranks"], time.monotonic() - start < 15)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [
+        *(("prague", "exit"), ("dssync", "exit"), ("hop", "exit")),
+        *(("prague", "raise"), ("hop", "raise"), ("prague", "detach"), ("hop", "detach")),
+    ],
+)
+def test_who_leaves_after_a_death_is_not_waited_for(tmp_path: Path, backend: str, how: str) -> None:
+    """It lived when the group failed, and said so."""
+    ends = run_script(tmp_path, LEAVES_AFTERWARDS, 3, backend, how, str(tmp_path / "store"))
+    assert [ended.code for ended in ends] == [-9, int(how == "raise"), 0], ends
+    assert ends[2].out.strip() == "1 [0, 1] True", ends[2]
+
+
 class Branches(nn.Module):
     """Uses one of two layers, whichever the step says."""
 

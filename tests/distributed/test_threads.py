@@ -159,3 +159,26 @@ def body_unused(rank: Rank) -> int:
 
 def test_workers_look_for_unused_parameters_by_themselves() -> None:
     assert run_ranks(body_unused, 3) == [27, 9, 27]
+
+
+def body_leaves_twice(rank: Rank, backend: str) -> bool:
+    """The script ends on one thread while another destroys the groups, for which it waits for the other rank."""
+    rank.init(backend, timeout=20)
+    trainer = Trainer(rank, backend=backend)
+    trainer.run(3)
+
+    def end() -> None:
+        time.sleep(0.3)
+        trainer.sync._leave_at_exit()
+
+    if rank.rank == 0:
+        together(dist.destroy_process_group, end)
+    else:
+        time.sleep(4)
+        dist.destroy_process_group()
+    return not dist.is_initialized()
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+def test_the_script_ends_while_its_groups_are_destroyed(backend: str) -> None:
+    assert run_ranks(body_leaves_twice, 2, backend) == [True, True]
