@@ -35,16 +35,13 @@ void addTriangle(const T* full, std::size_t stride, std::size_t d, T scale, T* p
   }
 }
 
-// Writes both halves of full. In blocks, because a column of a large matrix lies in as many cache lines as it has rows.
+// The upper triangle of full into its lower one. In blocks, because a column of a large matrix lies in as many cache
+// lines as it has rows.
 template <class T>
-void unpackTriangle(const T* packed, std::size_t d, T* full, std::size_t stride) {
+void mirrorTriangle(T* full, std::size_t stride, std::size_t d) {
   constexpr std::size_t kBlock = 32;
   for (std::size_t top = 0; top < d; top += kBlock) {
     const std::size_t bottom = std::min(top + kBlock, d);
-    for (std::size_t i = top; i < bottom; ++i) {
-      const T* row = packed + packedRow(i, d) - i;
-      std::copy(row + i, row + d, full + i * stride + i);
-    }
     for (std::size_t left = top; left < d; left += kBlock) {
       const std::size_t right = std::min(left + kBlock, d);
       for (std::size_t j = left; j < right; ++j) {
@@ -54,6 +51,16 @@ void unpackTriangle(const T* packed, std::size_t d, T* full, std::size_t stride)
       }
     }
   }
+}
+
+// Writes both halves of full.
+template <class T>
+void unpackTriangle(const T* packed, std::size_t d, T* full, std::size_t stride) {
+  for (std::size_t i = 0; i < d; ++i) {
+    std::copy(packed, packed + (d - i), full + i * stride + i);
+    packed += d - i;
+  }
+  mirrorTriangle(full, stride, d);
 }
 
 // Sum of the diagonal. Finite if and only if the whole matrix is, where the matrix is X^T X: no element is larger than

@@ -26,16 +26,40 @@ class CpuDirections final : public KfacDirections {
 
  private:
   static constexpr at::ScalarType kType = c10::CppTypeToScalarType<T>::value;
-  void collectLayer(int layer, T scale);
+  // What a step reads of a layer: .grad itself where it is of this type, dense and not to be scaled, else its copy in
+  // the flat buffer, the bias behind the weight. Held from collect() to the end of the step.
+  struct Source {
+    at::Tensor weight;  // undefined: the copy
+    at::Tensor bias;
+    const T* weight_data = nullptr;
+    const T* bias_data = nullptr;
+  };
+  // Columns of a part, which lie as a matrix of those of the weight and, behind it, that of the bias.
+  struct Columns {
+    std::int64_t begin = 0;
+    std::int64_t of_weight = 0;
+    bool bias = false;
+  };
+  bool collectLayer(int layer, T scale);
+  void preconditionEmbedding(int layer, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
+                             T lambda);
   double product(int layer) const;
   void writeLayer(int layer, T factor);
+  void forgetSources() { sources_.assign(layers().size(), Source()); }
   const KfacLayerSpec& spec(int layer) const { return layers()[static_cast<std::size_t>(layer)]; }
+  const Source& source(int layer) const { return sources_[static_cast<std::size_t>(layer)]; }
   int count() const { return static_cast<int>(layers().size()); }
-  const T* gradient(int layer) const { return gradients().template const_data_ptr<T>() + offset(layer); }
+  std::int64_t inputs(int layer) const { return width(layer) - (spec(layer).bias ? 1 : 0); }
+  Columns columns(int layer, int part) const {
+    const std::int64_t begin = column(layer, part);
+    const std::int64_t end = column(layer, part + 1);
+    return {begin, std::min(end, inputs(layer)) - begin, end > inputs(layer)};
+  }
   const T* direction(int layer, int part) const {
     return directions().template const_data_ptr<T>() + place(layer, part);
   }
 
+  std::vector<Source> sources_;  // [layer]
   Scratch work_;
   double clip_ = 1;
 };
@@ -43,122 +67,161 @@ class CpuDirections final : public KfacDirections {
 template <class T>
 bool CpuDirections<T>::collect(double scale, const std::vector<at::Tensor>& others) {
   findActive();
-  for (int layer = 0; layer < count(); ++layer) {
-    collectLayer(layer, static_cast<T>(scale));
+  forgetSources();
+  bool finite = true;
+  for (int layer = 0; layer < count() && finite; ++layer) {
+    finite = collectLayer(layer, static_cast<T>(scale));
   }
-  return allFinite(gradients().template const_data_ptr<T>(), gradients().numel()) &&
-         std::all_of(others.begin(), others.end(), isFinite);
+  finite = finite && std::all_of(others.begin(), others.end(), isFinite);
+  if (!finite) {
+    forgetSources();
+  }
+  return finite;
 }
 
 template <class T>
-void CpuDirections<T>::collectLayer(int layer, T scale) {
-  T* to = gradients().template mutable_data_ptr<T>() + offset(layer);
-  const std::int64_t elements = size(layer);
-  if (!active(layer)) {
-    std::fill(to, to + elements, T(0));
-    return;
-  }
-  const at::Tensor weight = spec(layer).weight.grad().to(kType).contiguous();
-  const T* from = weight.const_data_ptr<T>();
-  if (!spec(layer).bias) {
+bool CpuDirections<T>::collectLayer(int layer, T scale) {
+  Source& from = sources_[static_cast<std::size_t>(layer)];
+  T* copy = gradients().template mutable_data_ptr<T>() + offset(layer);
+  const std::int64_t of_weight = rows(layer) * inputs(layer);
+  const auto take = [&](const at::Tensor& gradient, std::int64_t elements, T* to, at::Tensor& held) -> const T* {
+    if (!gradient.defined()) {
+      std::fill(to, to + elements, T(0));
+      return to;
+    }
+    const at::Tensor dense = gradient.to(kType).contiguous();
+    const T* data = dense.const_data_ptr<T>();
+    if (scale == T(1) && dense.is_same(gradient)) {
+      held = gradient;
+      return data;
+    }
     for (std::int64_t i = 0; i < elements; ++i) {
-      to[i] = scale * from[i];
+      to[i] = scale * data[i];
     }
-    return;
+    return to;
+  };
+  from.weight_data = take(spec(layer).weight.grad(), of_weight, copy, from.weight);
+  bool finite = allFinite(from.weight_data, of_weight);
+  if (spec(layer).bias) {
+    from.bias_data = take(active(layer) ? biasGradient(layer) : at::Tensor(), rows(layer), copy + of_weight, from.bias);
+    finite = finite && allFinite(from.bias_data, rows(layer));
   }
-  at::Tensor bias = biasGradient(layer);
-  if (bias.defined()) {
-    bias = bias.to(kType).contiguous();
-  }
-  const T* last = bias.defined() ? bias.const_data_ptr<T>() : nullptr;
-  const std::int64_t inputs = spec(layer).inputs();
-  for (std::int64_t row = 0; row < rows(layer); ++row, from += inputs, to += inputs + 1) {
-    for (std::int64_t i = 0; i < inputs; ++i) {
-      to[i] = scale * from[i];
-    }
-    to[inputs] = last != nullptr ? scale * last[row] : T(0);
-  }
+  return finite;
 }
 
 template <class T>
-void CpuDirections<T>::precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
-                                    InverseForm form, double damping) {
-  const std::int64_t out = spec(layer).outputs();
-  const std::int64_t in = spec(layer).inputDim();
-  const T* grad = gradient(layer);
+void CpuDirections<T>::precondition(int layer, int part, const FactorInverse& inverse_of_inputs,
+                                    const FactorInverse& inverse_of_outputs, InverseForm form, double damping) {
+  const std::int64_t in = inputs(layer);
+  const Columns columns = this->columns(layer, part);
+  const T* grad = source(layer).weight_data;
+  const T* bias = source(layer).bias_data;
   T* to = directions().template mutable_data_ptr<T>() + place(layer, part);
-  const std::int64_t begin = column(layer, part);
-  const std::int64_t columns = column(layer, part + 1) - begin;
-  if (!active(layer) || !inputs.defined() || !outputs.defined()) {
+  T* to_bias = to + rows(layer) * columns.of_weight;
+  if (!active(layer) || !inverse_of_inputs.defined() || !inverse_of_outputs.defined()) {
     for (std::int64_t row = 0; row < rows(layer); ++row) {
-      const T* from = grad + row * width(layer) + begin;
-      std::copy(from, from + columns, to + row * columns);
+      to = std::copy_n(grad + row * in + columns.begin, columns.of_weight, to);
+    }
+    if (columns.bias) {
+      std::copy_n(bias, rows(layer), to_bias);
     }
     return;
   }
-  const auto lambda = static_cast<T>(damping);
-  T* work = work_.get<T>(2 * out * in);
-  T* second = work + out * in;
-  const T* g = outputs.matrix.const_data_ptr<T>();
-  const T* a = inputs.matrix.const_data_ptr<T>();
-  if (spec(layer).kind == Kind::kEmbedding) {  // stored as [tokens, width], and A is diagonal
-    if (form == InverseForm::kInverse) {
-      multiply(false, false, in, out, out, grad, out, g, out, T(0), to, out);
-      for (std::int64_t token = 0; token < in; ++token) {
-        for (std::int64_t i = 0; i < out; ++i) {
-          to[token * out + i] *= a[token];
-        }
-      }
-      return;
-    }
-    const T* values = outputs.values.const_data_ptr<T>();
-    multiply(false, false, in, out, out, grad, out, g, out, T(0), work, out);
-    for (std::int64_t token = 0; token < in; ++token) {
+  if (spec(layer).kind == Kind::kEmbedding) {
+    preconditionEmbedding(layer, inverse_of_inputs, inverse_of_outputs, form, static_cast<T>(damping));
+    return;
+  }
+  const std::int64_t out = spec(layer).outputs();
+  const std::int64_t dim = spec(layer).inputDim();
+  const std::int64_t count = columns.of_weight + (columns.bias ? 1 : 0);
+  T* work = work_.get<T>(2 * out * dim);  // transposed: [columns, out], that of the bias last
+  T* second = work + out * dim;
+  const T* g = inverse_of_outputs.matrix.template const_data_ptr<T>();
+  const T* a = inverse_of_inputs.matrix.template const_data_ptr<T>();
+  const T with_bias = bias != nullptr ? T(1) : T(0);
+  // What the product of the matrix is then added to: an outer product with the bias' gradient.
+  const auto addBias = [&](const T* of_a, std::int64_t stride, std::int64_t rows_of_a) {
+    for (std::int64_t row = 0; row < rows_of_a && bias != nullptr; ++row) {
       for (std::int64_t i = 0; i < out; ++i) {
-        work[token * out + i] /= a[token] * values[i] + lambda;
+        work[row * out + i] = of_a[row * stride] * bias[i];
       }
     }
-    multiply(false, true, in, out, out, work, out, g, out, T(0), to, out);
-    return;
-  }
+  };
   for (std::int64_t group = 0; group < spec(layer).groups; ++group) {
     if (form == InverseForm::kInverse) {
-      multiply(false, false, out, columns, in, grad, in, a + begin, in, T(0), work, columns);
-      multiply(false, false, out, columns, out, g, out, work, columns, T(0), to, columns);
+      // A^-1 is symmetric, so its rows are its columns; the last element of each meets the bias.
+      const T* part_of_a = a + columns.begin * dim;
+      addBias(part_of_a + in, dim, count);
+      multiply(false, true, count, out, in, part_of_a, dim, grad, in, with_bias, work, out);
     } else {
-      const T* g_values = outputs.values.const_data_ptr<T>() + group * out;
-      const T* a_values = inputs.values.const_data_ptr<T>() + group * in;
-      multiply(true, false, out, in, out, g, out, grad, in, T(0), work, in);
-      multiply(false, false, out, in, in, work, in, a, in, T(0), second, in);
-      for (std::int64_t i = 0; i < out; ++i) {
-        for (std::int64_t j = 0; j < in; ++j) {
-          second[i * in + j] /= g_values[i] * a_values[j] + lambda;
+      const T* g_values = inverse_of_outputs.values.template const_data_ptr<T>() + group * out;
+      const T* a_values = inverse_of_inputs.values.template const_data_ptr<T>() + group * dim;
+      addBias(a + in * dim, 1, dim);
+      multiply(true, true, dim, out, in, a, dim, grad, in, with_bias, work, out);
+      multiply(false, false, dim, out, out, work, out, g, out, T(0), second, out);
+      for (std::int64_t j = 0; j < dim; ++j) {
+        for (std::int64_t i = 0; i < out; ++i) {
+          second[j * out + i] /= g_values[i] * a_values[j] + static_cast<T>(damping);
         }
       }
-      multiply(false, true, out, in, in, second, in, a, in, T(0), work, in);
-      multiply(false, false, out, in, out, g, out, work, in, T(0), to, in);
+      multiply(false, false, dim, out, dim, a, dim, second, out, T(0), work, out);
     }
+    multiply(false, true, out, columns.of_weight, out, g, out, work, out, T(0), to, columns.of_weight);
+    if (columns.bias) {
+      multiply(false, true, out, 1, out, g, out, work + columns.of_weight * out, out, T(0), to_bias, 1);
+      to_bias += out;
+    }
+    bias += bias != nullptr ? out : 0;
     grad += out * in;
-    to += out * in;
+    to += out * columns.of_weight;
     g += out * out;
-    a += in * in;
+    a += dim * dim;
   }
+}
+template <class T>
+void CpuDirections<T>::preconditionEmbedding(int layer, const FactorInverse& inputs, const FactorInverse& outputs,
+                                             InverseForm form, T lambda) {
+  const std::int64_t out = spec(layer).outputs();
+  const std::int64_t tokens = spec(layer).inputs();
+  const T* grad = source(layer).weight_data;  // stored as [tokens, width]
+  const T* g = outputs.matrix.const_data_ptr<T>();
+  const T* a = inputs.matrix.const_data_ptr<T>();  // diagonal
+  T* to = directions().template mutable_data_ptr<T>() + place(layer, 0);
+  if (form == InverseForm::kInverse) {
+    multiply(false, false, tokens, out, out, grad, out, g, out, T(0), to, out);
+    for (std::int64_t token = 0; token < tokens; ++token) {
+      for (std::int64_t i = 0; i < out; ++i) {
+        to[token * out + i] *= a[token];
+      }
+    }
+    return;
+  }
+  T* work = work_.get<T>(tokens * out);
+  const T* values = outputs.values.const_data_ptr<T>();
+  multiply(false, false, tokens, out, out, grad, out, g, out, T(0), work, out);
+  for (std::int64_t token = 0; token < tokens; ++token) {
+    for (std::int64_t i = 0; i < out; ++i) {
+      work[token * out + i] /= a[token] * values[i] + lambda;
+    }
+  }
+  multiply(false, true, tokens, out, out, work, out, g, out, T(0), to, out);
 }
 
 template <class T>
 double CpuDirections<T>::product(int layer) const {
   double sum = 0;
   for (int part = 0; part < parts(layer); ++part) {
-    const std::int64_t begin = column(layer, part);
-    const std::int64_t columns = column(layer, part + 1) - begin;
-    const T* grad = gradient(layer) + begin;
+    const Columns of = columns(layer, part);
+    const T* grad = source(layer).weight_data + of.begin;
     const T* found = direction(layer, part);
-    if (columns == width(layer)) {
-      sum += dotProduct(grad, found, size(layer));
-      continue;
+    const bool whole = of.of_weight == inputs(layer);
+    const std::int64_t runs = whole ? 1 : rows(layer);
+    const std::int64_t length = whole ? rows(layer) * of.of_weight : of.of_weight;
+    for (std::int64_t run = 0; run < runs; ++run, grad += inputs(layer), found += length) {
+      sum += dotProduct(grad, found, length);
     }
-    for (std::int64_t row = 0; row < rows(layer); ++row, grad += width(layer), found += columns) {
-      sum += dotProduct(grad, found, columns);
+    if (of.bias) {
+      sum += dotProduct(source(layer).bias_data, found, rows(layer));
     }
   }
   return sum;
@@ -180,12 +243,12 @@ void CpuDirections<T>::write(const std::vector<double>& rates, std::optional<dou
       writeLayer(layer, static_cast<T>(clip_));
     }
   }
+  forgetSources();
 }
 
 template <class T>
 void CpuDirections<T>::writeLayer(int layer, T factor) {
   const KfacLayerSpec& of = spec(layer);
-  const std::int64_t inputs = width(layer) - (of.bias ? 1 : 0);
   // A gradient of another memory layout or type takes its values through one that is as the buffers are.
   const auto plain = [](const at::Tensor& tensor) {
     return tensor.is_contiguous() && tensor.scalar_type() == kType ? tensor : at::empty(tensor.sizes(), kType);
@@ -194,17 +257,18 @@ void CpuDirections<T>::writeLayer(int layer, T factor) {
   const at::Tensor bias_gradient = biasGradient(layer);
   const at::Tensor bias = bias_gradient.defined() ? plain(bias_gradient) : at::Tensor();
   for (int part = 0; part < parts(layer); ++part) {
+    const Columns columns = this->columns(layer, part);
     const T* from = direction(layer, part);
-    const std::int64_t begin = column(layer, part);
-    const std::int64_t columns = column(layer, part + 1) - begin;
-    const std::int64_t of_weight = std::min(columns, inputs - begin);
-    T* to = weight.mutable_data_ptr<T>() + begin;
-    for (std::int64_t row = 0; row < rows(layer); ++row, to += inputs, from += columns) {
-      for (std::int64_t i = 0; i < of_weight; ++i) {
+    T* to = weight.mutable_data_ptr<T>() + columns.begin;
+    for (std::int64_t row = 0; row < rows(layer); ++row, to += inputs(layer), from += columns.of_weight) {
+      for (std::int64_t i = 0; i < columns.of_weight; ++i) {
         to[i] = factor * from[i];
       }
-      if (of_weight < columns && bias.defined()) {
-        bias.mutable_data_ptr<T>()[row] = factor * from[of_weight];
+    }
+    if (columns.bias && bias.defined()) {
+      T* to_bias = bias.mutable_data_ptr<T>();
+      for (std::int64_t row = 0; row < rows(layer); ++row) {
+        to_bias[row] = factor * from[row];
       }
     }
   }
