@@ -153,7 +153,8 @@ void DelegatingBackend::shutdown() {
 void DelegatingBackend::abort() { abortWithReason(c10::str("rank ", rank_, " called abort()")); }
 
 void DelegatingBackend::abortBecauseOf(int rank, const std::string& reason) {
-  if (health_->inForkedChild() || shutDown_) {
+  // Not before the group is closed: those who leave in onShutdown() end it so where the others do not come along.
+  if (health_->inForkedChild() || health_->closed()) {
     return;
   }
   withoutInterpreterLock([&] { health_->poison(rank, reason); });

@@ -7,6 +7,7 @@
 #include "core/check.h"
 #include "optim/factor_batch.h"
 #include "optim/kfac_engine.h"
+#include "optim/matrix_product.h"
 #include "optim/timed.h"
 
 namespace torchext {
@@ -29,6 +30,14 @@ at::ScalarType typeOf(const std::vector<KfacLayerSpec>& layers) {
   const bool doubles = std::any_of(layers.begin(), layers.end(),
                                    [](const auto& layer) { return layer.weight.scalar_type() == at::kDouble; });
   return doubles ? at::kDouble : at::kFloat;
+}
+
+// As directions are made (kfac_directions_cpu.cpp).
+template <class T>
+void multiplySquares(const at::Tensor& square, at::Tensor& result) {
+  const std::int64_t size = square.size(0);
+  const T* data = square.const_data_ptr<T>();
+  multiply(false, true, size, size, size, data, size, data, size, T(0), result.mutable_data_ptr<T>(), size);
 }
 
 at::Device deviceOf(const std::vector<KfacLayerSpec>& layers) {
@@ -159,8 +168,18 @@ double KfacEngine::secondsOfProduct() {
   constexpr std::int64_t kSize = 192;
   constexpr double kWindow = 0.03;  // seconds
   const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
-  at::Tensor result = at::mm(square, square);
-  waitForDevice(device_);
+  at::Tensor result = at::empty_like(square);
+  const auto multiplyOnce = [&] {
+    if (queued_) {
+      at::mm_out(result, square, square);
+    } else if (statistics_->type() == at::kDouble) {
+      multiplySquares<double>(square, result);
+    } else {
+      multiplySquares<float>(square, result);
+    }
+    waitForDevice(device_);
+  };
+  multiplyOnce();
   if (exchange_) {
     exchange_->mean(0);  // all begin together
   }
@@ -168,8 +187,7 @@ double KfacEngine::secondsOfProduct() {
   double seconds = 0;
   int products = 0;
   while (seconds < kWindow) {
-    at::mm_out(result, square, square);
-    waitForDevice(device_);
+    multiplyOnce();
     ++products;
     seconds = monotonicSeconds() - start;
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -38,11 +39,12 @@ at::Tensor stored(const T* data, bool transpose, std::int64_t rows, std::int64_t
 }
 
 // MKL keeps to AVX2 on AMD's processors; oneDNN's product of a linear layer, a b^T, has twice its speed there if they
-// have AVX-512. The choice depends on the machine and the sizes alone: equal ranks round alike.
+// have AVX-512. The choice depends on processor, sizes and torch's settings of oneDNN: ranks that have these alike
+// round alike.
 bool prefersLinear(std::int64_t m, std::int64_t n, std::int64_t k) {
 #if defined(__x86_64__)
-  constexpr std::int64_t kSmallest = std::int64_t{1}
-                                     << 21;  // below it, what a call costs besides is more than is saved
+  // Below it, what a call costs besides is more than is saved.
+  constexpr std::int64_t kSmallest = std::int64_t{1} << 21;
   static const bool wanted = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f");
   if (!wanted || m * n * k < kSmallest || !at::globalContext().userEnabledMkldnn()) {
     return false;
@@ -54,19 +56,29 @@ bool prefersLinear(std::int64_t m, std::int64_t n, std::int64_t k) {
 #endif
 }
 
+// Torch's own operator of a linear layer on oneDNN.
 using Linear = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::string_view,
                           c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
+
+// None where torch was built without oneDNN, or has changed the operator.
+std::optional<c10::TypedOperatorHandle<Linear>> findLinear() {
+  const auto schema = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
+  try {
+    return schema ? std::optional(schema->typed<Linear>()) : std::nullopt;
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+}
 
 // c = a b^T + beta c. b without gaps: oneDNN falls back to plain loops otherwise. False: it is not there.
 bool multiplyLinear(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t stride_a,
                     const float* b, float beta, float* c, std::int64_t stride_c) {
-  static const auto schema = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
-  if (!schema) {
+  static const auto linear = findLinear();
+  if (!linear) {
     return false;
   }
-  static const auto linear = schema->typed<Linear>();
-  const at::Tensor product = linear.call(stored(a, false, m, k, stride_a), stored(b, false, n, k, k), std::nullopt,
-                                         "none", c10::List<std::optional<at::Scalar>>(), std::string_view());
+  const at::Tensor product = linear->call(stored(a, false, m, k, stride_a), stored(b, false, n, k, k), std::nullopt,
+                                          "none", c10::List<std::optional<at::Scalar>>(), std::string_view());
   const float* from = product.const_data_ptr<float>();
   for (std::int64_t row = 0; row < m; ++row, from += n, c += stride_c) {
     if (beta == 0) {  // which may hold anything
