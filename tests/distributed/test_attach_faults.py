@@ -119,7 +119,7 @@ def body_destroyed_early(rank: Rank, backend: str, options: dict[str, Any]) -> A
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
-        ("prague", {"group_size": 2, "generator": "static"}),
+        ("prague", {"generator": "static"}),
         ("prague", {"group_size": 2, "order": "atc"}),
         ("dssync", {}),
         ("hop", {}),
