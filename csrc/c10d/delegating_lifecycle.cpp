@@ -153,8 +153,7 @@ void DelegatingBackend::shutdown() {
 void DelegatingBackend::abort() { abortWithReason(c10::str("rank ", rank_, " called abort()")); }
 
 void DelegatingBackend::abortBecauseOf(int rank, const std::string& reason) {
-  // Not before the group is closed: those who leave in onShutdown() end it so where the others do not come along.
-  if (health_->inForkedChild() || health_->closed()) {
+  if (health_->inForkedChild() || shutDown_) {
     return;
   }
   withoutInterpreterLock([&] { health_->poison(rank, reason); });

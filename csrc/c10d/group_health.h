@@ -99,7 +99,6 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   std::string describe(const OpInfo& op) const;
 
   bool usable() const noexcept { return !failed_.load(std::memory_order_acquire) && !closed_ && !inForkedChild(); }
-  bool closed() const noexcept { return closed_; }
   bool failed() const noexcept { return failed_.load(std::memory_order_acquire); }
   bool inForkedChild() const noexcept;
   // The first reason and the rank it is about (-1: none); empty while the group is well.

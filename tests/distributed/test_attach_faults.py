@@ -97,51 +97,6 @@ def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any],
         assert process.exitcode == (-signal.SIGKILL if rank == victim else 0), (rank, process.exitcode)
 
 
-def body_destroyed_early(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
-    rank.init(timeout=60)
-    trainer = Trainer(rank, backend=backend, **options)
-    trainer.run(3)
-    dist.barrier()
-    if rank.rank == 1:  # lives, and does not come to the next step
-        rank.report("ready")
-        rank.pause()
-        return elapsed_error(lambda: trainer.run(3))
-    if backend == "dear":
-        trainer.loss().backward()
-    else:
-        trainer.step()  # an average with rank 1 is on its way
-    rank.report("ready")
-    start = time.monotonic()
-    dist.destroy_process_group()
-    return time.monotonic() - start
-
-
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    [
-        ("prague", {"generator": "static"}),
-        ("prague", {"group_size": 2, "order": "atc"}),
-        ("dssync", {}),
-        ("hop", {}),
-        ("dear", {"allreduce_fallback": False}),
-    ],
-    ids=str,
-)
-def test_destroying_a_group_does_not_wait_for_who_does_not_come(backend: str, options: dict[str, Any]) -> None:
-    with launch(body_destroyed_early, 2, backend, options) as ranks:
-        ranks.expect("ready")
-        first = ranks.outcomes([0], deadline=50)[0]
-        assert first.ok, first.trace
-        assert first.value < 10  # some 2 s, of a timeout of 30
-        ranks.proceed([1])
-        other = ranks.outcomes([1], deadline=50)[0]
-    assert other.ok, other.trace
-    kind, text, seconds = other.value
-    assert kind == "DistBackendError", text
-    assert "rank 0 " in text and re.search("left|shut the group down", text), text
-    assert seconds < 10
-
-
 class SlowStore(dist.Store):
     """Holds what a failure sets off."""
 
