@@ -194,6 +194,7 @@ void KfacEngine::distributeDirections() {
   auto works = exchange_->start(messages);
   if (through_memory) {
     std::vector<at::Tensor> shares;
+    shares.reserve(core::index(ranks_));
     for (int rank = 0; rank < ranks_; ++rank) {
       shares.push_back(directions_->splitSlice(rank));
     }
