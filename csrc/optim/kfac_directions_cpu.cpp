@@ -140,7 +140,7 @@ void CpuDirections<T>::precondition(int layer, int part, const FactorInverse& in
   const T* a = inverse_of_inputs.matrix.template const_data_ptr<T>();
   const T with_bias = bias != nullptr ? T(1) : T(0);
   // What the product of the matrix is then added to: an outer product with the bias' gradient.
-  const auto addBias = [&](const T* of_a, std::int64_t stride, std::int64_t rows_of_a) {
+  const auto add_bias = [&](const T* of_a, std::int64_t stride, std::int64_t rows_of_a) {
     for (std::int64_t row = 0; row < rows_of_a && bias != nullptr; ++row) {
       for (std::int64_t i = 0; i < out; ++i) {
         work[row * out + i] = of_a[row * stride] * bias[i];
@@ -151,12 +151,12 @@ void CpuDirections<T>::precondition(int layer, int part, const FactorInverse& in
     if (form == InverseForm::kInverse) {
       // A^-1 is symmetric, so its rows are its columns; the last element of each meets the bias.
       const T* part_of_a = a + columns.begin * dim;
-      addBias(part_of_a + in, dim, count);
+      add_bias(part_of_a + in, dim, count);
       multiply(false, true, count, out, in, part_of_a, dim, grad, in, with_bias, work, out);
     } else {
       const T* g_values = inverse_of_outputs.values.template const_data_ptr<T>() + group * out;
       const T* a_values = inverse_of_inputs.values.template const_data_ptr<T>() + group * dim;
-      addBias(a + in * dim, 1, dim);
+      add_bias(a + in * dim, 1, dim);
       multiply(true, true, dim, out, in, a, dim, grad, in, with_bias, work, out);
       multiply(false, false, dim, out, out, work, out, g, out, T(0), second, out);
       for (std::int64_t j = 0; j < dim; ++j) {

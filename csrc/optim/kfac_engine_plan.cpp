@@ -169,7 +169,7 @@ double KfacEngine::secondsOfProduct() {
   constexpr double kWindow = 0.03;  // seconds
   const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
   at::Tensor result = at::empty_like(square);
-  const auto multiplyOnce = [&] {
+  const auto multiply_once = [&] {
     if (queued_) {
       at::mm_out(result, square, square);
     } else if (statistics_->type() == at::kDouble) {
@@ -179,7 +179,7 @@ double KfacEngine::secondsOfProduct() {
     }
     waitForDevice(device_);
   };
-  multiplyOnce();
+  multiply_once();
   if (exchange_) {
     exchange_->mean(0);  // all begin together
   }
@@ -187,7 +187,7 @@ double KfacEngine::secondsOfProduct() {
   double seconds = 0;
   int products = 0;
   while (seconds < kWindow) {
-    multiplyOnce();
+    multiply_once();
     ++products;
     seconds = monotonicSeconds() - start;
   }

@@ -26,9 +26,11 @@ double fastestSeconds(at::Device device, int repeats, const Call& call) {
   return best;
 }
 
+// How long a look for what is no work blocks.
+constexpr std::chrono::milliseconds kLook{20};
+
 // Over a Gloo group, whose works wait and fail by themselves. What is no work waits as long as they would.
 PointToPoint transportOver(const c10::intrusive_ptr<c10d::Backend>& backend) {
-  constexpr std::chrono::milliseconds kLook{20};
   const auto wait = [](const PointToPoint::WorkPtr& work, int /*peer*/, const char* /*what*/) { work->wait(); };
   const auto wait_until = [limit = backend->getBackendOptions()->timeout](const PointToPoint::Look& look, int peer,
                                                                           const char* what) {

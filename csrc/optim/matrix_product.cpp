@@ -79,7 +79,7 @@ bool multiplyLinear(std::int64_t m, std::int64_t n, std::int64_t k, const float*
   }
   const at::Tensor product = linear->call(stored(a, false, m, k, stride_a), stored(b, false, n, k, k), std::nullopt,
                                           "none", c10::List<std::optional<at::Scalar>>(), std::string_view());
-  const float* from = product.const_data_ptr<float>();
+  const auto* from = product.const_data_ptr<float>();
   for (std::int64_t row = 0; row < m; ++row, from += n, c += stride_c) {
     if (beta == 0) {  // which may hold anything
       std::copy_n(from, n, c);
