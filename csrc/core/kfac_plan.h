@@ -52,10 +52,10 @@ struct FactorTask {
 struct KfacCosts {
   AlphaBeta all_reduce;
   AlphaBeta broadcast;  // also of a reduce
+  InversionCost inversion;
   // Of results of a step that ranks of one host bring each other through its memory, by the bytes of all; none: they
   // travel as messages, each as long as a broadcast.
-  std::optional<AlphaBeta> sharing;
-  InversionCost inversion;
+  std::optional<AlphaBeta> sharing = {};
   double inverseSeconds(const FactorTask& task) const;
 };
 
