@@ -104,8 +104,8 @@ def test_an_average_is_formed_without_the_dead(backend: str) -> None:
             assert outcome.value == 3
 
 
-SCRIPT = """
-    import os, sys, time
+ATTACHES = """
+    import os, signal, sys, time
     import torch, torch.distributed as dist, torchext
     from torch.nn.parallel import DistributedDataParallel
 
@@ -115,6 +115,11 @@ SCRIPT = """
     ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
     sync = torchext.attach(ddp, optimizer, on_peer_failure="continue")
+"""
+
+SCRIPT = (
+    ATTACHES
+    + """
     steps = 0
     while sync.stats()["workers"] == 3 or steps < 50:
         if rank == 1 and steps == 20:
@@ -133,6 +138,7 @@ SCRIPT = """
     sync.synchronize()
     print(sync.stats()["workers"], sync.stats()["lost_ranks"])
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -151,17 +157,9 @@ def test_the_others_train_on_when_a_script_ends(tmp_path: Path, backend: str, ho
         assert ends[rank].out.strip() == "2 [1]", ends[rank]
 
 
-LEAVES_AFTERWARDS = """
-    import os, signal, sys, time
-    import torch, torch.distributed as dist, torchext
-    from torch.nn.parallel import DistributedDataParallel
-
-    backend, how, path = sys.argv[1:]
-    rank = int(os.environ["RANK"])
-    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=3)
-    ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
-    sync = torchext.attach(ddp, optimizer, on_peer_failure="continue")
+LEAVES_AFTERWARDS = (
+    ATTACHES
+    + """
 
     def train(steps):
         for _ in range(steps):
@@ -188,6 +186,7 @@ LEAVES_AFTERWARDS = """
     sync.synchronize()
     print(sync.stats()["workers"], sync.stats()["lost_ranks"], time.monotonic() - start < 15)
 """
+)
 
 
 @pytest.mark.parametrize(
