@@ -139,7 +139,13 @@ class Meeting:
     def read(self) -> GoingOn:
         """The list, once it is written down."""
         self.store.wait(["decision"], PATIENCE)
-        return GoingOn(**json.loads(self.store.get("decision")))
+        decided = self.listed()
+        assert decided is not None  # what stands there stays
+        return decided
+
+    def listed(self) -> GoingOn | None:
+        """The list, if it is written down."""
+        return GoingOn(**json.loads(self.store.get("decision"))) if self.store.check(["decision"]) else None
 
     def outcome(self, me: int, decided: GoingOn) -> str:
         """Of those that are connected here; RuntimeError if it was not to be had in time."""

@@ -182,6 +182,11 @@ class Membership:
                     f"torchext: cannot train on, as the store where the workers would agree on who is left does not"
                     f" answer ({lost}); the group had failed: {reason}"
                 ) from error
+            except dist.DistBackendError:  # nobody goes on
+                raise
+            except BaseException as interrupt:
+                self._break_off(attempt, interrupt)
+                raise
             if self._me not in decided.survivors:
                 raise dist.DistBackendError(
                     f"torchext: the others train on without rank {self._me}, which did not answer in time when the"
@@ -214,6 +219,11 @@ class Membership:
             reason=reason,
         )
 
+    def _break_off(self, attempt: int, interrupt: BaseException) -> None:
+        """This worker was interrupted (Ctrl-C, say) among those that go on, and may live: they need not wait for it."""
+        self._meeting().give_up(self._me)
+        self._meeting(attempt).conclude(f"rank {self._me} was interrupted by a {type(interrupt).__name__}")
+
     # ---- The new group ----
 
     def _form(self, decided: GoingOn, attempt: int) -> None:
@@ -228,6 +238,9 @@ class Membership:
             outcome = meeting.outcome(self._me, decided)
         except RuntimeError as error:
             outcome = meeting.conclude(f"rank {self._me} did not come into it: {error}")
+        except BaseException as interrupt:
+            self._break_off(attempt, interrupt)
+            raise
         if outcome != FORMED:
             if group is not None:
                 dist.destroy_process_group(group)
@@ -245,7 +258,9 @@ class Membership:
         # All are there before anything of the old group is given up. In a meeting, and when a group did not come about,
         # they are at nothing else.
         patience = decided.connecting if attempt > 0 or decided.newcomers else _meeting.PATIENCE
-        store = attempt_store(PrefixStore("group", self._meeting(attempt).store), rank, len(members), patience)
+        meeting = self._meeting(attempt)
+        group = PrefixStore("group", meeting.store)
+        store = attempt_store(group, rank, len(members), patience, called_off=lambda: meeting.concluded)
         return new_world(self._backend, store, rank, len(members), options)
 
     def _enroll(self, decided: GoingOn, reason: str) -> None:

@@ -20,7 +20,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -31,13 +31,18 @@ __all__ = ["attempt_store", "decline"]
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.02
 _MARGIN = timedelta(seconds=1)
+_CALLED_OFF = "there will be no group, as another rank cannot come to it"
 _JOINED = "1"
 _REFUSAL = "!"  # before a reason, in place of a token
 _DECLINE_PATIENCE = timedelta(seconds=5)
 _LONGEST_REASON = 300
 
+CalledOff = Callable[[], bool]
 
-def attempt_store(store: Store, rank: int, size: int, timeout: timedelta) -> PrefixStore:
+
+def attempt_store(
+    store: Store, rank: int, size: int, timeout: timedelta, called_off: CalledOff | None = None
+) -> PrefixStore:
     """Returns ``store`` under a prefix that is the same on every rank and was never used before.
 
     Collective over the ``size`` ranks of the group.
@@ -47,17 +52,19 @@ def attempt_store(store: Store, rank: int, size: int, timeout: timedelta) -> Pre
         rank: This process' rank in the group.
         size: Number of ranks.
         timeout: How long to wait for the others.
+        called_off: Looked at while waiting: whether there will be no group.
 
     Raises:
-        DistStoreError: Some ranks did not come in time, or one has declined; named on every rank that waits.
+        DistStoreError: Some ranks did not come in time, or one has declined; named on every rank that waits. Or it was
+            called off.
     """
     meeting = _meeting(store)
     if size == 1:
         token = uuid.uuid4().hex
     elif rank == 0:
-        token = _host(meeting, size, timeout)
+        token = _host(meeting, size, timeout, called_off)
     else:
-        token = _guest(meeting, rank, timeout)
+        token = _guest(meeting, rank, timeout, called_off)
     return PrefixStore(f"generation_{token}", meeting)
 
 
@@ -70,7 +77,7 @@ def decline(store: Store, rank: int, size: int, error: Exception) -> None:
         if rank == 0:
             _Host(meeting, size, "").refuse(reason)
         else:
-            token = _hello(meeting, rank, _DECLINE_PATIENCE)
+            token = _hello(meeting, rank, _DECLINE_PATIENCE, None)
             if not token.startswith(_REFUSAL):
                 meeting.set(f"seen/{token}/{rank}", reason)
                 # Not to come back, if the caller tries again, before rank 0 has read it.
@@ -116,7 +123,7 @@ class _Host:
             self.answer(sorted(late))
 
 
-def _host(store: Store, size: int, timeout: timedelta) -> str:
+def _host(store: Store, size: int, timeout: timedelta, called_off: CalledOff | None) -> str:
     token = uuid.uuid4().hex
     host, deadline = _Host(store, size, token), _deadline(timeout)
     missing = set(range(1, size))
@@ -134,6 +141,8 @@ def _host(store: Store, size: int, timeout: timedelta) -> str:
                 f"ranks {sorted(missing)} did not join the group within {timeout.total_seconds():g} s; check that they"
                 " run and reach the same store"
             )
+        if missing and not reason and called_off and called_off():
+            reason = _CALLED_OFF
         if missing and not reason:
             host.answer(sorted(missing))
     store.set(f"complete/{token}", reason or _JOINED)
@@ -145,34 +154,49 @@ def _host(store: Store, size: int, timeout: timedelta) -> str:
     return token
 
 
-def _guest(store: Store, rank: int, timeout: timedelta) -> str:
-    token = _hello(store, rank, timeout)
+def _guest(store: Store, rank: int, timeout: timedelta, called_off: CalledOff | None) -> str:
+    token = _hello(store, rank, timeout, called_off)
     if token.startswith(_REFUSAL):
         raise DistStoreError(f"rank {rank}: {token.removeprefix(_REFUSAL)}")
     store.set(f"seen/{token}/{rank}", _JOINED)
     # Rank 0 names those that are missing; the margin lets it speak first.
-    _wait(store, f"complete/{token}", timeout + _MARGIN, f"rank {rank}: rank 0 has gone, or some ranks did not come,")
+    complaint = f"rank {rank}: rank 0 has gone, or some ranks did not come,"
+    _wait(store, f"complete/{token}", timeout + _MARGIN, complaint, called_off)
     said = store.get(f"complete/{token}").decode()
     if said != _JOINED:
         raise DistStoreError(f"rank {rank}: {said}")
     return token
 
 
-def _hello(store: Store, rank: int, timeout: timedelta) -> str:
+def _hello(store: Store, rank: int, timeout: timedelta, called_off: CalledOff | None) -> str:
     """What rank 0 answers."""
     nonce = uuid.uuid4().hex
     store.set(f"hello/{rank}", nonce)
     welcome = f"welcome/{rank}/{nonce}"
     try:
-        _wait(store, welcome, timeout, f"rank {rank}: rank 0 did not join the group")
+        _wait(store, welcome, timeout, f"rank {rank}: rank 0 did not join the group", called_off)
         return store.get(welcome).decode()
     finally:
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it the hello
             store.set(f"hello/{rank}", "")  # not deleted: rank 0 gets what it has found
 
 
-def _wait(store: Store, key: str, timeout: timedelta, complaint: str) -> None:
+def _wait(store: Store, key: str, timeout: timedelta, complaint: str, called_off: CalledOff | None) -> None:
     try:
-        store.wait([key], timeout)
+        if called_off is None:
+            store.wait([key], timeout)
+        else:
+            _look(store, key, timeout, called_off)
     except RuntimeError as error:  # DistStoreError, or what a FileStore raises
         raise DistStoreError(f"{complaint} within {timeout.total_seconds():g} s ({error})") from error
+
+
+def _look(store: Store, key: str, timeout: timedelta, called_off: CalledOff) -> None:
+    deadline, pause = _deadline(timeout), _FIRST_PAUSE
+    while not store.check([key]):
+        if called_off():
+            raise DistStoreError(_CALLED_OFF)
+        if time.monotonic() > deadline:
+            raise DistStoreError("timed out")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -8,6 +8,7 @@
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/attentive_wait.h"
 #include "c10d/leaving.h"
 #include "c10d/promises.h"
 
@@ -43,6 +44,24 @@ void AttachableBackend::removeShutdownCallback(std::uint64_t id) {
   shutdown_callbacks_.erase(id);
   // What it captured goes with the caller.
   callback_over_.wait(lock, [&] { return running_callback_ != id || shutdown_thread_ == std::this_thread::get_id(); });
+}
+
+bool AttachableBackend::outwaitTraining(const std::function<bool(std::chrono::milliseconds)>& left) noexcept {
+  if (!inShutdown()) {
+    return false;
+  }
+  LOG(WARNING) << health()->label() << ": destroy_process_group() waits for workers that still train with this one, as "
+               << "sync.detach() does; each wait has the group's timeout, " << timeout().count() << " ms";
+  try {
+    while (!left(kAttention)) {
+      attendToSignals();
+    }
+  } catch (...) {
+    raiseAfterShutdown(std::current_exception());
+    const Leaving leaving;
+    poison(getRank(), c10::str("rank ", getRank(), " was interrupted while it waited for those that still trained"));
+  }
+  return true;
 }
 
 void AttachableBackend::announceMember(const c10::intrusive_ptr<c10d::Store>& store, int number) {

@@ -25,11 +25,13 @@
 
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -92,7 +94,8 @@ class DelegatingBackend : public CompatBackend {
     health_->waitPointToPoint(work, timeout, op);
   }
 
-  // In order: says goodbye to the peers, gives pending calls a second, ends what is left. At most 2 s; safe twice.
+  // In order: says goodbye to the peers, gives pending calls a second, ends what is left. At most 2 s, unless other
+  // workers still train with an attached model (AttachableBackend::outwaitTraining); safe twice.
   void shutdown() override;
   // At once: every pending call on every rank raises; safe twice, from any thread.
   void abort() override;
@@ -175,6 +178,9 @@ class DelegatingBackend : public CompatBackend {
                                                         c10::intrusive_ptr<Options> options);
   // Called once, first thing in shutdown(): end threads of your own. Must not throw.
   virtual void onShutdown() {}
+  // Whether shutdown() has begun, and what it throws once it is over: for onShutdown().
+  bool inShutdown() const { return shutDown_; }
+  void raiseAfterShutdown(std::exception_ptr error) { interruption_ = std::move(error); }
 
   // Called on the caller's thread before every collective, message and split: what a subclass has promised to peers on
   // the side must be kept first, or a peer would wait for this rank, and this rank in the call for that peer.
@@ -213,6 +219,7 @@ class DelegatingBackend : public CompatBackend {
   InnerFactory innerFactory_;         // until shutdown()
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> shutDown_{false};
+  std::exception_ptr interruption_;  // of shutdown(), on its thread
 
   // Between startCoalescing() and endCoalescing(), on the calling thread.
   bool coalescing_ = false;

@@ -118,7 +118,11 @@ DelegatingBackend::~DelegatingBackend() {
     std::lock_guard lock(liveBackends().mutex);
     std::erase(liveBackends().backends, this);
   }
-  DelegatingBackend::shutdown();
+  try {
+    DelegatingBackend::shutdown();
+  } catch (const std::exception& error) {  // of a signal's handler; nobody is left to take it
+    LOG(WARNING) << health_->label() << ": interrupted at its end: " << error.what();
+  }
   withoutInterpreterLock([this] { dropInner(kDropLimit); });
 }
 
@@ -148,6 +152,9 @@ void DelegatingBackend::shutdown() {
     inner_.control.reset();
   });
   innerFactory_ = nullptr;  // the last moment at which it surely finds the interpreter that it may belong to
+  if (auto interruption = std::exchange(interruption_, nullptr)) {
+    std::rethrow_exception(interruption);
+  }
 }
 
 void DelegatingBackend::abort() { abortWithReason(c10::str("rank ", rank_, " called abort()")); }

@@ -377,7 +377,8 @@ void DearSynchronizer::leave(std::chrono::milliseconds limit) {
     return;
   }
   // What the others still wait for must be sent; what they have not asked for yet need not.
-  if (!failed_ && !exchange_->waitIdleFor(limit) && limit.count() > 0 && !failed_) {
+  const auto sent = [this](std::chrono::milliseconds within) { return failed_ || exchange_->waitIdleFor(within); };
+  if (!sent(limit) && limit.count() > 0 && !group_->outwaitTraining(sent)) {
     LOG(WARNING) << "dear [rank " << group_->getRank() << "]: leaving while parameters are on their way";
     group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while parameters were on their way"));
   }

@@ -318,7 +318,8 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
         LOG(INFO) << group_->health()->label() << ": left without the others: " << error.what();
       }
     });
-    if (!thread_->finish(limit)) {
+    const auto finished = [this](std::chrono::milliseconds within) { return thread_->finish(within); };
+    if (!finished(limit) && !group_->outwaitTraining(finished)) {
       LOG(WARNING) << group_->health()->label() << ": leaving while other workers still train; call "
                    << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
       const Leaving leaving;

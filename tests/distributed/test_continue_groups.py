@@ -67,3 +67,45 @@ def test_who_comes_too_late_to_a_new_group_comes_to_the_next() -> None:
         ranks.expect("ready")
         ranks.kill(1)
         assert [outcome.value for outcome in ranks.outcomes(deadline=60)] == [([1], 4)] * 4
+
+
+def body_interrupted(rank: Rank, owner: Any, name: str) -> Any:
+    training = GoingOn(rank, "prague", {})
+    training.train(3)
+    if rank.rank == 2:
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        setattr(owner, name, interrupt)
+    rank.report("ready")
+    interrupted = False
+    try:
+        while training.workers() == 5:
+            training.train(1)
+    except KeyboardInterrupt:
+        interrupted = True
+        rank.report("interrupted")
+        rank.pause()  # it lives, and whatever connections it has
+        return interrupted, None, None
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    stats = training.sync.stats()
+    return interrupted, sorted(stats["lost_ranks"]), stats["recovery_ms"] < 10_000
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(_meeting.Meeting, "read"), (_membership.Membership, "_made")],
+    ids=["when it is decided", "when it connects"],
+)
+def test_who_is_interrupted_among_those_that_go_on_is_not_waited_for(owner: Any, name: str) -> None:
+    """By Ctrl-C, say, when it is on the list already, or in the middle of connecting."""
+    with launch(body_interrupted, 5, owner, name) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1)
+        ranks.expect("interrupted", [2], deadline=30)
+        others = ranks.outcomes([0, 3, 4], deadline=40)
+        ranks.proceed()
+        assert ranks.outcomes([2])[0].value == (True, None, None)
+    assert [outcome.value for outcome in others] == [(False, [1, 2], True)] * 3, others

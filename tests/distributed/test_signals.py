@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
-from harness import Rank, launch, run_ranks
+from harness import Rank, elapsed_error, launch, run_ranks
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,10 +26,10 @@ from torchext.backends import backend_of
 
 
 @contextmanager
-def handling(handler: Callable[..., None]) -> Iterator[None]:
+def handling(handler: Callable[..., None], seconds: float = 0.5) -> Iterator[None]:
     """A signal that comes in half a second, when this rank waits."""
     before = signal.signal(signal.SIGUSR1, handler)
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
     timer.start()
     try:
         yield
@@ -80,6 +80,8 @@ class Training:
             self.optimizer.step()
         elif what == "synchronize":
             self.sync.synchronize()
+        elif what == "destroy":
+            dist.destroy_process_group()
         else:
             assert what == "detach", what
             self.sync.detach()
@@ -107,9 +109,10 @@ def body_flag(rank: Rank, backend: str, what: str) -> Any:
 
 WAITS = [
     *(("prague", what) for what in ("all_reduce", "wait with a limit", "partial_all_reduce", "training")),
-    *(("prague", what) for what in ("synchronize", "detach")),
+    *(("prague", what) for what in ("synchronize", "detach", "destroy")),
     *((backend, what) for backend in ("dssync", "hop") for what in ("training", "synchronize", "detach")),
     *(("dear", what) for what in ("all_reduce", "training", "forward")),
+    ("dssync", "destroy"),
 ]
 
 
@@ -155,6 +158,32 @@ def test_what_a_handler_raises_ends_the_wait(backend: str, what: str) -> None:
         assert "rank 0 was interrupted" in second
     else:
         assert second == "went on"
+
+
+def body_raise_at_the_end(rank: Rank, backend: str) -> Any:
+    """Rank 0 leaves, and is interrupted while it waits for rank 1, which takes its time over the next step."""
+    init(rank, backend)
+    training = Training(backend)
+    store = FileStore(str(rank.folder / "flags"), 2)
+    if rank.rank == 1:
+        store.wait(["raised"])
+        return elapsed_error(lambda: dist.all_reduce(torch.ones(3)))[:2]
+
+    def handler(*_: Any) -> None:
+        raise Stop
+
+    with handling(handler, seconds=3), pytest.raises(Stop):  # by then it waits for rank 1
+        dist.destroy_process_group()
+    store.set("raised", "1")
+    dist.destroy_process_group()  # once more: torch forgets the group
+    return dist.is_initialized()
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync"])
+def test_what_a_handler_raises_ends_the_wait_for_those_that_still_train(backend: str) -> None:
+    initialized, (kind, text) = run_ranks(body_raise_at_the_end, 2, backend)
+    assert not initialized
+    assert kind == "DistBackendError" and "rank 0 was interrupted while it waited for those that still tr" in text
 
 
 def body_end(rank: Rank, backend: str, what: str, together: bool) -> Any:

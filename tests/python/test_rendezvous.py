@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,3 +83,20 @@ def test_who_comes_again_after_a_timeout_to_a_group_that_is_declined(connect: Ca
     time.sleep(LATE)
     assert_told(ranks.join(1), decliner=0)
     declined.result(timeout=10)
+
+
+@pytest.mark.parametrize("waiting", [[1], [0], [0, 1]], ids=["for rank 0", "for a guest", "for the last guest"])
+def test_a_group_that_is_called_off_is_not_waited_for(connect: Callable[[], Store], waiting: list[int]) -> None:
+    stores = [connect() for _ in range(3)]
+    called_off = threading.Event()
+    pool = ThreadPoolExecutor(2)
+    joining = [
+        pool.submit(attempt_store, stores[rank], rank, 3, timedelta(seconds=30), called_off.is_set) for rank in waiting
+    ]
+    time.sleep(LATE)
+    called_off.set()
+    start = time.monotonic()
+    for joined in joining:
+        with pytest.raises(DistStoreError, match="another rank cannot come to it"):
+            joined.result(timeout=10)
+    assert time.monotonic() - start < 2
