@@ -286,7 +286,10 @@ std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const O
     if (timed_out) {
       timedOut(op, text);
     } else if (!waitForVerdict(kVerdictLimit)) {
-      poison(rank_, c10::str("rank ", rank_, " lost its connections in ", nameOf(op), ": ", text), kRemoteGrace);
+      poison(rank_,
+             c10::str("rank ", rank_, " lost its connections in ", nameOf(op), ": ", text,
+                      op.peer >= 0 ? c10::str("; has rank ", op.peer, " left, or taken fewer steps?") : ""),
+             kRemoteGrace);
     }
     const auto reason = firstReason().second;
     return makeError(c10::str(describe(op), ": ", reason, contains(reason, text) ? "" : "; seen here as: ",

@@ -312,8 +312,10 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
       const Leaving leaving;
       try {
         pause();
-        const InternalCollective internal;
-        group_->barrier(c10d::BarrierOptions())->wait();
+        if (!source_->scheduled()) {  // there, who trains on waits for this one's next round
+          const InternalCollective internal;
+          group_->barrier(c10d::BarrierOptions())->wait();
+        }
       } catch (const std::exception& error) {
         LOG(INFO) << group_->health()->label() << ": left without the others: " << error.what();
       }

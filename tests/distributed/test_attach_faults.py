@@ -179,6 +179,7 @@ def test_sigstop_in_training_honours_the_timeout(backend: str, options: dict[str
 SCRIPT = """
     import os
     import sys
+    import time
     import torch
     import torch.distributed as dist
     import torchext
@@ -209,9 +210,12 @@ SCRIPT = """
             print(float(module.weight.detach().sum()))
     if mode == "dropped":
         del sync, ddp, optimizer
+    if mode == "early" and rank == 1:
+        dist.destroy_process_group()
+        time.sleep(10)
     if mode == "exception" and rank == 1:
         raise ValueError("on purpose")
-    if mode == "exception":
+    if mode in ("exception", "early") and dist.is_initialized():
         while True:
             optimizer.zero_grad()
             ddp(torch.randn(8, 16)).square().mean().backward()
@@ -248,3 +252,14 @@ def test_an_exception_in_training_reaches_the_others(tmp_path: Path, backend: st
         assert "terminate called" not in ended.err, ended
         assert ("ValueError: on purpose" if rank == 1 else "rank 1") in ended.err, ended
         assert rank == 1 or "DistBackendError" in ended.err, ended
+
+
+@pytest.mark.parametrize(("backend", "order"), [("dssync", "cta"), ("dssync", "atc"), ("dear", "sharded")])
+def test_who_ends_early_ends_the_others(tmp_path: Path, backend: str, order: str) -> None:
+    """As with DDP, they need it in their next step: an error at once, and no wait for the group's timeout."""
+    start = time.monotonic()
+    results = run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), "early", backend, order)
+    assert [ended.code for ended in results] == [1, 0, 1], results
+    for rank in (0, 2):
+        assert "DistBackendError" in results[rank].err and "rank 1" in results[rank].err, results[rank]
+    assert time.monotonic() - start < 40

@@ -112,7 +112,6 @@ WAITS = [
     *(("prague", what) for what in ("synchronize", "detach", "destroy")),
     *((backend, what) for backend in ("dssync", "hop") for what in ("training", "synchronize", "detach")),
     *(("dear", what) for what in ("all_reduce", "training", "forward")),
-    ("dssync", "destroy"),
 ]
 
 
@@ -172,6 +171,8 @@ def body_raise_at_the_end(rank: Rank, backend: str) -> Any:
     def handler(*_: Any) -> None:
         raise Stop
 
+    if backend == "dssync":
+        training.step()  # rank 1 does not come to its average
     with handling(handler, seconds=3), pytest.raises(Stop):  # by then it waits for rank 1
         dist.destroy_process_group()
     store.set("raised", "1")
