@@ -39,15 +39,19 @@ WindowGather::~WindowGather() {
   }
 }
 
-// Each piece is read in the turn in which it was written, and a slot written again some turns later: nobody waits for
-// one who waits for him.
-void WindowGather::run(const std::vector<Part>& parts) {
-  TORCH_INTERNAL_ASSERT(parts.size() == next_.size());
+void WindowGather::begin() {
   if (broken_) {
     C10_THROW_ERROR(DistBackendError, c10::str(what_, ": an earlier exchange was interrupted, so that ranks no longer ",
                                                "know what the others have sent; start the job again"));
   }
   broken_ = true;
+}
+
+// Each piece is read in the turn in which it was written, and a slot written again some turns later: nobody waits for
+// one who waits for him.
+void WindowGather::run(const std::vector<Part>& parts) {
+  TORCH_INTERNAL_ASSERT(parts.size() == next_.size());
+  begin();
   const int self = transport_.rank();
   PieceCount turns = 0;
   for (const Part& part : parts) {
@@ -70,6 +74,58 @@ void WindowGather::run(const std::vector<Part>& parts) {
   broken_ = false;
 }
 
+void WindowGather::sum(const Part& own, const Reduction& math, const std::vector<core::Span>& spans) {
+  begin();
+  const int self = transport_.rank();
+  const std::size_t width = math.element_bytes;
+  // Of two terms either may come first, so that one's own stays where it is.
+  const bool pair = transport_.size() == 2;
+  for (PieceCount turn = 0; turn < piecesOf(own); ++turn) {
+    write(own, turn);
+    const std::size_t first = offsetOf(turn) / width;
+    const std::size_t last = first + bytesOf(own, turn) / width;
+    for (int rank = 0; rank < transport_.size(); ++rank) {
+      if (pair && rank == self) {
+        continue;
+      }
+      const std::byte* term = rank == self ? windows_->own().slot(next_[core::index(self)] + turn) : piece(turn, rank);
+      for (const core::Span& span : spans) {
+        const std::size_t from = std::max(first, span.begin);
+        const std::size_t to = std::min(last, span.begin + span.count);
+        if (from >= to) {
+          continue;
+        }
+        std::byte* result = own.data + from * width;
+        const std::byte* source = term + (from - first) * width;
+        if (rank == 0 && !pair) {
+          std::memcpy(result, source, (to - from) * width);
+        } else {
+          math.add(result, source, to - from);
+        }
+      }
+      if (rank != self) {
+        taken(turn, rank);
+      }
+    }
+  }
+  for (PieceCount& next : next_) {
+    next += piecesOf(own);
+  }
+  broken_ = false;
+}
+
+// Of another rank, once it is there.
+const std::byte* WindowGather::piece(PieceCount index, int rank) const {
+  const SharedWindow& window = windows_->of(rank);
+  const PieceCount number = next_[core::index(rank)] + index;
+  await(window.written(), number + 1, rank);
+  return window.slot(number);
+}
+
+void WindowGather::taken(PieceCount index, int rank) {
+  SharedWindow::advance(windows_->own().taken(rank), next_[core::index(rank)] + index + 1);
+}
+
 void WindowGather::write(const Part& own, PieceCount index) {
   SharedWindow& window = windows_->own();
   const int self = transport_.rank();
@@ -84,11 +140,8 @@ void WindowGather::write(const Part& own, PieceCount index) {
 }
 
 void WindowGather::read(const Part& part, PieceCount index, int rank) {
-  const SharedWindow& window = windows_->of(rank);
-  const PieceCount piece = next_[core::index(rank)] + index;
-  await(window.written(), piece + 1, rank);
-  std::memcpy(part.data + offsetOf(index), window.slot(piece), bytesOf(part, index));
-  SharedWindow::advance(windows_->own().taken(rank), piece + 1);
+  std::memcpy(part.data + offsetOf(index), piece(index, rank), bytesOf(part, index));
+  taken(index, rank);
 }
 
 void WindowGather::await(const SharedWindow::Counter& counter, PieceCount count, int rank) const {

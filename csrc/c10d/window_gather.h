@@ -1,4 +1,5 @@
-// WindowGather: every rank's part to every other, through memory that they share (shared_windows.h).
+// WindowGather: every rank's part to every other, or the sum of all parts, through memory that they share
+// (shared_windows.h).
 //
 // A part goes in pieces of a window's slot: its owner copies a piece into its window and says so, the others copy it
 // out of there. With parts of a few hundred kilobytes that takes tens of microseconds, where sockets take as long to
@@ -17,7 +18,9 @@
 #include <vector>
 
 #include "c10d/point_to_point.h"
+#include "c10d/reduction.h"
 #include "c10d/shared_windows.h"
+#include "core/subset_plan.h"
 
 namespace torchext {
 
@@ -36,8 +39,15 @@ class WindowGather {
 
   // parts[rank]: this rank's is read, the others are written; of 0 bytes: that rank has none.
   void run(const std::vector<Part>& parts);
+  // own: this rank's, of the same bytes on all ranks. Afterwards `spans` of it (elements, ascending, each rank's own
+  // choice) hold the sum over ranks, the rest what it held. Terms are added in the order of ranks: the same bits
+  // everywhere.
+  void sum(const Part& own, const Reduction& math, const std::vector<core::Span>& spans);
 
  private:
+  void begin();
+  const std::byte* piece(core::PieceCount index, int rank) const;
+  void taken(core::PieceCount index, int rank);
   void write(const Part& own, core::PieceCount index);
   void read(const Part& part, core::PieceCount index, int rank);
   void await(const core::SharedWindow::Counter& counter, core::PieceCount count, int rank) const;

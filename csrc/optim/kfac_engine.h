@@ -20,6 +20,8 @@
 // to be sent again. A layer whose factors have come is inverted while later runs travel, and its inverse
 // leaves at once, point to point. Only d-kfac, the plain algorithm, waits for all first. Directions that only some
 // ranks compute are started all together and waited for all together.
+// Ranks that share a host's memory send nothing early: there all factors are summed in one pass of step(), which takes
+// less time than the threads of sockets would from the backward pass, and inverses go together once all are made.
 //
 // A step that is left out. Gradients may be cleared without step(), on all ranks alike. In a step that sends, that is
 // collective, and each rank says there whether it takes the step: if they differ, all throw, and as nothing is merged
@@ -131,6 +133,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void forgetDeferred();
   double currentDecay() const;
   bool exchanging() const;
+  bool throughMemory() const { return exchange_ && exchange_->sharesMemory(); }
   bool invertsHere(std::size_t slot) const;
   bool worksOn(int layer) const;
   void prepare(std::size_t slot, double loss_scale);
@@ -139,6 +142,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void startRest(double loss_scale);
   void sendFactors(double loss_scale);
   bool agreeOnStep(bool takes_step);
+  void sumThroughMemory();
   void waitForRuns();
   void endRuns();
   void forgetStep();
@@ -161,6 +165,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool comesHere(std::size_t slot) const;
   at::Tensor inverseBuffer(std::size_t slot) const;
   void exchangeInverses();
+  void gatherInverses();
   void receiveInverses();
   void sendInverse(std::size_t slot);
   void takeInverses();

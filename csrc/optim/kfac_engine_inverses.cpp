@@ -190,7 +190,11 @@ void KfacEngine::updateInverses() {
       own.push_back(statistics_->traces(statistics_->slice(statistics_->running(), slot), slot));
     }
     traces_ = at::cat(own);
-    traces_sum_ = exchange_->allReduce(traces_);
+    if (throughMemory()) {
+      exchange_->sumParts(traces_, {{0, static_cast<std::size_t>(traces_.numel())}});
+    } else {
+      traces_sum_ = exchange_->allReduce(traces_);
+    }
   }
   if (queued_) {
     invertQueued();

@@ -87,7 +87,7 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
         {"shared_memory", options_.shared_memory},
         {"the type of the device", c10::DeviceTypeName(device_.type(), /*lower_case=*/true)},
     });
-    if (options_.shared_memory && device_.is_cpu()) {
+    if (options_.shared_memory && !queued_) {
       exchange_->shareMemory();
     }
   }
@@ -137,14 +137,19 @@ void KfacEngine::measureCosts() {
   }
   if (exchange_) {
     seconds = exchange_->fromRankZero(seconds);
-    std::vector<core::CommSample> all_reduce;
-    std::vector<core::CommSample> broadcast;
-    const auto width = c10::elementSize(statistics_->type());
-    exchange_->measure(device_, static_cast<std::size_t>(statistics_->elements()) * width, all_reduce, broadcast);
-    input_.costs.all_reduce = core::fitAlphaBeta(all_reduce);
-    input_.costs.broadcast = core::fitAlphaBeta(broadcast);
     if (exchange_->sharesMemory()) {
-      input_.costs.sharing = core::fitAlphaBeta(exchange_->measureSharing());
+      // What everybody writes, everybody reads.
+      const core::AlphaBeta sharing = core::fitAlphaBeta(exchange_->measureSharing());
+      input_.costs.sharing = sharing;
+      input_.costs.broadcast = sharing;
+      input_.costs.all_reduce = {sharing.alpha, ranks_ * sharing.beta};
+    } else {
+      std::vector<core::CommSample> all_reduce;
+      std::vector<core::CommSample> broadcast;
+      const auto width = c10::elementSize(statistics_->type());
+      exchange_->measure(device_, static_cast<std::size_t>(statistics_->elements()) * width, all_reduce, broadcast);
+      input_.costs.all_reduce = core::fitAlphaBeta(all_reduce);
+      input_.costs.broadcast = core::fitAlphaBeta(broadcast);
     }
   }
   for (std::size_t i = 0; i < samples.size(); ++i) {
@@ -250,10 +255,11 @@ void KfacEngine::makePlan() {
     payload_ = at::empty({statistics_->elements()}, statistics_->options());
   }
   share_place_.assign(slots.size(), -1);
+  const bool added_here = device_.is_cpu() && !throughMemory();
   std::int64_t owned = 0;
   for (std::size_t i = 0; i < slots.size(); ++i) {
     const core::FactorPlan& factor = plan_.factors[i];
-    if (factor.exchange == core::FactorExchange::kReduceToOwner && factor.owner == rank_ && device_.is_cpu()) {
+    if (added_here && factor.exchange == core::FactorExchange::kReduceToOwner && factor.owner == rank_) {
       share_place_[i] = owned;
       owned += slots[i].size;
     }

@@ -1,5 +1,5 @@
-// How KfacEngine's results reach the ranks that need them: inverses, and directions that only some ranks compute.
-// Directions, which every step waits for, go through memory where all ranks share a host's.
+// How KfacEngine's results reach the ranks that need them: inverses, and directions that only some ranks compute; by
+// messages, or through memory where all ranks share a host's.
 #include <cmath>
 #include <limits>
 
@@ -77,6 +77,9 @@ void KfacEngine::sendInverse(std::size_t slot) {
   }
   const Timed timed(stats_.distribute_seconds);
   packInverse(slot);
+  if (throughMemory()) {
+    return;
+  }
   const FactorSlot& place = statistics_->slots()[slot];
   const at::Tensor from = inverseBuffer(slot);
   const int workers = plan_.workers[core::index(place.layer)];
@@ -87,6 +90,9 @@ void KfacEngine::sendInverse(std::size_t slot) {
 }
 
 void KfacEngine::receiveInverses() {
+  if (throughMemory()) {
+    return;
+  }
   const auto& slots = statistics_->slots();
   for (std::size_t i = 0; i < slots.size(); ++i) {
     if (comesHere(i)) {
@@ -98,14 +104,40 @@ void KfacEngine::receiveInverses() {
 
 void KfacEngine::takeInverses() {
   const Timed timed(stats_.distribute_seconds);
-  for (const auto& [slot, work] : inverses_coming_) {
-    work->wait();
+  const auto take = [this](std::size_t slot) {
     if (!std::isnan(inverseBuffer(slot).select(0, 0).item<double>())) {
       unpackInverse(slot);
     }
+  };
+  if (throughMemory()) {
+    gatherInverses();
+    for (std::size_t slot = 0; slot < inverses_.size(); ++slot) {
+      if (comesHere(slot)) {
+        take(slot);
+      }
+    }
+    return;
+  }
+  for (const auto& [slot, work] : inverses_coming_) {
+    work->wait();
+    take(slot);
   }
   inverses_coming_.clear();
   KfacExchange::wait(inverses_sent_);
+}
+
+// Those that travel, all at once; they lie together by owner.
+void KfacEngine::gatherInverses() {
+  std::vector<at::Tensor> parts(core::index(ranks_));
+  for (std::size_t slot = 0; slot < inverse_place_.size(); ++slot) {
+    if (inverse_place_[slot] < 0) {
+      continue;
+    }
+    at::Tensor& part = parts[core::index(plan_.factors[slot].owner)];
+    const std::int64_t begin = part.defined() ? part.storage_offset() : inverse_place_[slot];
+    part = inverse_buffer_.narrow(0, begin, inverse_place_[slot] + inverseBuffer(slot).numel() - begin);
+  }
+  exchange_->gatherParts(parts);
 }
 
 // The same in one go, with one question whether each was ever made.
@@ -166,7 +198,7 @@ void KfacEngine::distributeDirections() {
     return;
   }
   const Timed timed(stats_.distribute_seconds);
-  const bool through_memory = exchange_->sharesMemory();
+  const bool through_memory = throughMemory();
   std::vector<KfacExchange::Message> messages;
   std::vector<at::Tensor> owned(core::index(ranks_));  // that all others have from one rank
   for (int owner = 0; owner < ranks_; ++owner) {

@@ -36,6 +36,9 @@ void KfacEngine::prepare(std::size_t slot, double loss_scale) {
 }
 
 void KfacEngine::startRuns(bool overlapped) {
+  if (throughMemory()) {
+    return;
+  }
   const auto& ends = plan_.fusion_ends;
   while (started_ < ends.size()) {
     const std::size_t begin = started_ == 0 ? 0 : core::index(ends[started_ - 1]);
@@ -91,8 +94,17 @@ bool KfacEngine::agreeOnStep(bool takes_step) {
   const Verdict own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
   verdicts_ = at::empty({ranks_}, at::kByte);
   verdicts_.fill_(static_cast<std::int64_t>(own));
-  auto works = exchange_->gather(verdicts_, kVerdictTag);
-  KfacExchange::wait(works);
+  if (throughMemory()) {
+    std::vector<at::Tensor> parts;
+    parts.reserve(core::index(ranks_));
+    for (int rank = 0; rank < ranks_; ++rank) {
+      parts.push_back(verdicts_.narrow(0, rank, 1));
+    }
+    exchange_->gatherParts(parts);
+  } else {
+    auto works = exchange_->gather(verdicts_, kVerdictTag);
+    KfacExchange::wait(works);
+  }
   const auto* verdicts = verdicts_.const_data_ptr<std::uint8_t>();
   const auto* end = verdicts + ranks_;
   const auto* other = std::find_if(verdicts, end, [&](auto verdict) { return (verdict != kLeavesStep) != takes_step; });
@@ -123,9 +135,30 @@ void KfacEngine::sendFactors(double loss_scale) {
       waitForRuns();
       endRuns();
     }
+    if (throughMemory()) {
+      sumThroughMemory();
+    }
   }
   if (again) {
     startRest(loss_scale);
+  }
+}
+
+// All factors at once: of each only what this rank needs the sum of.
+void KfacEngine::sumThroughMemory() {
+  const auto& slots = statistics_->slots();
+  bool summed = false;
+  std::vector<core::Span> spans;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const core::FactorPlan& factor = plan_.factors[i];
+    summed = summed || factor.exchange != core::FactorExchange::kOwnersOwn;
+    if (factor.exchange == core::FactorExchange::kAllReduce ||
+        (factor.exchange == core::FactorExchange::kReduceToOwner && factor.owner == rank_)) {
+      spans.push_back({static_cast<std::size_t>(slots[i].offset), static_cast<std::size_t>(slots[i].size)});
+    }
+  }
+  if (summed) {
+    exchange_->sumParts(payload_, spans);
   }
 }
 

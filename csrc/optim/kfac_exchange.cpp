@@ -164,7 +164,7 @@ void KfacExchange::shareMemory() {
   std::vector<int> everybody(static_cast<std::size_t>(size()));
   std::iota(everybody.begin(), everybody.end(), 0);
   if (windows && windows->cover(everybody)) {
-    gather_ = std::make_unique<WindowGather>(std::move(windows), transport, "torchext.optim: directions");
+    gather_ = std::make_unique<WindowGather>(std::move(windows), transport, "torchext.optim: K-FAC's exchange");
   }
 }
 
@@ -178,6 +178,12 @@ void KfacExchange::gatherParts(const std::vector<at::Tensor>& parts) {
   }
   bytes_.shared += static_cast<std::int64_t>(all[static_cast<std::size_t>(rank())].bytes);
   gather_->run(all);
+}
+
+void KfacExchange::sumParts(const at::Tensor& data, const std::vector<core::Span>& spans) {
+  TORCH_INTERNAL_ASSERT(data.is_contiguous() && data.is_cpu());
+  bytes_.shared += bytesOf(data);
+  gather_->sum({static_cast<std::byte*>(data.data_ptr()), data.nbytes()}, reductionFor(data.scalar_type()), spans);
 }
 
 std::vector<core::CommSample> KfacExchange::measureSharing() {

@@ -3,9 +3,8 @@
 // The group belongs to K-FAC alone, so that its collectives never come between those of DDP; every rank must start them
 // in the same order. Tensors may be on an accelerator (then Work::wait() holds up its current stream, not the host),
 // where the group needs a backend for it beside one for the CPU: what the host decides by goes as CPU tensors, past
-// what is queued. Nothing here waits but wait(), agree(), fromRankZero(), gatherParts() and the
-// measurements. A group of one rank
-// needs no object of this class. Threads: the caller's lock; the calls come without the GIL.
+// what is queued. Nothing here waits but wait(), agree(), fromRankZero(), gatherParts(), sumParts() and the
+// measurements. A group of one rank needs no object of this class. Threads: the caller's lock; the calls come without the GIL.
 #pragma once
 
 #include <cstddef>
@@ -74,13 +73,16 @@ class KfacExchange {
   std::vector<Work> gather(const at::Tensor& all, int tag);
   static void wait(std::vector<Work>& works);
 
-  // Collective, once: from now on gatherParts() may be called, if all ranks are on one host and can map each other's
+  // Collective, once: from now on gatherParts() and sumParts() may be called, if all ranks are on one host and can map each other's
   // memory. The same answer on all ranks, as sharesMemory().
   void shareMemory();
   bool sharesMemory() const { return gather_ != nullptr; }
   // Every rank's part to every other through that memory; blocks. parts[rank]: contiguous CPU tensors of the same sizes
   // on all ranks, undefined or empty: it has none.
   void gatherParts(const std::vector<at::Tensor>& parts);
+  // Sums over ranks through it; blocks. data: contiguous, on the CPU, of one size everywhere. Afterwards its `spans`
+  // (elements, ascending; each rank's own choice) hold the sums, bit for bit the same on all ranks.
+  void sumParts(const at::Tensor& data, const std::vector<core::Span>& spans);
   // Collective: as measure(), of parts of 1 KiB to 256 KiB a rank; bytes are those of all ranks.
   std::vector<core::CommSample> measureSharing();
 

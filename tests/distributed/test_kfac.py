@@ -17,17 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext.optim import KFAC, PADKFAC, SPDKFAC, KFACPreconditioner
 
 
-def body_strategies(rank: Rank, methods: tuple[str, ...], queued: bool) -> dict[str, float]:
+def body_strategies(rank: Rank, methods: tuple[str, ...], queued: bool, shared: bool) -> dict[str, float]:
     rank.init("gloo")
     use_path(queued)
     worst = {}
+    options = OPTIONS | {"shared_memory": shared}
     for method in methods:
         for always in (False, True):
             steps = 8
             expected = None
             for strategy in EXACT:
                 model = DistributedDataParallel(Net())
-                optimizer = KFAC(model, strategy=strategy, method=method, exchange_always=always, **OPTIONS)
+                optimizer = KFAC(model, strategy=strategy, method=method, exchange_always=always, **options)
                 train(model, optimizer, steps, rank=rank.rank, size=rank.size)
                 equal_everywhere(model.module)
                 if expected is None:
@@ -61,9 +62,12 @@ def test_directions_split_by_columns_are_the_same(size: int, queued: bool) -> No
     assert sum(sent for _, sent in outcomes) >= (size - 1) * 6 * 8 * (4 * 10 + 9 * 23 + 3 * 9)
 
 
-@pytest.mark.parametrize(("size", "queued"), [(1, False), (2, False), (3, False), (4, False), (2, True), (3, True)])
-def test_every_exact_strategy_is_one_process_with_the_whole_batch(size: int, queued: bool) -> None:
-    for worst in run_ranks(body_strategies, size, ("inverse", "eigen"), queued):
+@pytest.mark.parametrize(
+    ("size", "path"),
+    [*((size, path) for size in (1, 2, 3, 4) for path in ("memory", "messages")), (2, "queued"), (3, "queued")],
+)
+def test_every_exact_strategy_is_one_process_with_the_whole_batch(size: int, path: str) -> None:
+    for worst in run_ranks(body_strategies, size, ("inverse", "eigen"), path == "queued", path == "memory"):
         assert max(worst.values()) < 1e-5, worst
 
 
@@ -141,7 +145,7 @@ def body_always(rank: Rank, queued: bool) -> int:
     rank.init("gloo")
     model = DistributedDataParallel(Net())
     options = {**OPTIONS, "factor_update_steps": 2, "inverse_update_steps": 4}
-    optimizer = SPDKFAC(model, exchange_always=True, **options)
+    optimizer = SPDKFAC(model, exchange_always=True, shared_memory=False, **options)
     before = optimizer.stats()["all_reduce_bytes"]
     train(model, optimizer, 4, rank=rank.rank, size=rank.size)
     equal_everywhere(model.module)
@@ -159,7 +163,7 @@ def body_overlap(rank: Rank, queued: bool) -> tuple[int, int]:
     use_path(queued)
     rank.init("gloo")
     model = DistributedDataParallel(Net())
-    optimizer = SPDKFAC(model, lr=0.1, damping=0.01, inverse_update_steps=1)
+    optimizer = SPDKFAC(model, lr=0.1, damping=0.01, inverse_update_steps=1, shared_memory=False)
     train(model, optimizer, 10, rank=rank.rank, size=rank.size)
     stats = optimizer.stats()
     return stats["runs"], stats["runs_overlapped"]
