@@ -71,6 +71,46 @@ double gatherSeconds(const SharedDirections& shared, const KfacPlanInput& input)
   return input.ranks * input.costs.broadcast.alpha + input.costs.broadcast.beta * static_cast<double>(shared.bytes);
 }
 
+// Bytes by (owner, workers).
+using Routes = std::map<std::pair<int, int>, std::size_t>;
+
+// As messages a broadcast for each; through memory all together.
+double routedSeconds(const Routes& routes, const KfacCosts& costs) {
+  double seconds = 0;
+  std::size_t all = 0;
+  for (const auto& [route, bytes] : routes) {
+    all += bytes;
+    seconds += costs.broadcast.seconds(bytes);
+  }
+  if (!costs.sharing) {
+    return seconds;
+  }
+  return all > 0 ? costs.sharing->seconds(all) : 0;
+}
+
+// Run by run; through memory all together, those of one owner as the others'.
+double factorSeconds(const KfacPlan& plan, const KfacPlanInput& input) {
+  double seconds = 0;
+  std::size_t all = 0;
+  std::size_t next = 0;
+  for (const int end : plan.fusion_ends) {
+    const FactorExchange exchange = plan.factors.at(next).exchange;
+    std::size_t bytes = 0;
+    for (; next < index(end); ++next) {
+      bytes += input.tasks[next].factor_bytes;
+    }
+    if (exchange != FactorExchange::kOwnersOwn) {
+      all += bytes;
+      seconds +=
+          (exchange == FactorExchange::kAllReduce ? input.costs.all_reduce : input.costs.broadcast).seconds(bytes);
+    }
+  }
+  if (!input.costs.sharing) {
+    return seconds;
+  }
+  return all > 0 ? input.costs.all_reduce.seconds(all) : 0;
+}
+
 bool splittingPays(const KfacPlan& plan, const KfacPlanInput& input) {
   // Every step then waits for its slowest rank once more. On two ranks that shared a machine this made the exchange of
   // a small model five times as long as in the measurement at start (benchmarks/kfac_iteration.py): start-up counts so,
@@ -159,24 +199,11 @@ KfacPlan makeKfacPlan(KfacStrategy strategy, const KfacPlanInput& input) {
 KfacPrediction predictKfac(const KfacPlan& plan, const KfacPlanInput& input) {
   checkInput(input);
   KfacPrediction result;
-  if (plan.ranks > 1) {
-    std::size_t next = 0;
-    for (const int end : plan.fusion_ends) {
-      const FactorExchange exchange = plan.factors.at(next).exchange;
-      std::size_t bytes = 0;
-      for (; next < index(end); ++next) {
-        bytes += input.tasks[next].factor_bytes;
-      }
-      if (exchange != FactorExchange::kOwnersOwn) {
-        result.exchange +=
-            (exchange == FactorExchange::kAllReduce ? input.costs.all_reduce : input.costs.broadcast).seconds(bytes);
-      }
-    }
-  }
+  result.exchange = plan.ranks > 1 ? factorSeconds(plan, input) : 0;
   std::vector<double> load(index(plan.ranks), 0.0);
   // What travels by (owner, workers): inverses an update, gradients a step. Messages of one pair leave together.
-  std::map<std::pair<int, int>, std::size_t> inverses;
-  std::map<std::pair<int, int>, std::size_t> gradients;
+  Routes inverses;
+  Routes gradients;
   for (std::size_t i = 0; i < input.tasks.size(); ++i) {
     const FactorPlan& factor = plan.factors.at(i);
     const double seconds = input.costs.inverseSeconds(input.tasks[i]);
@@ -207,18 +234,8 @@ KfacPrediction predictKfac(const KfacPlan& plan, const KfacPlanInput& input) {
   }
   result.precondition = *std::max_element(directions.begin(), directions.end());
   result.gradients = plan.split_directions ? gatherSeconds(shared, input) : 0;
-  for (const auto& [route, bytes] : inverses) {
-    result.distribute += input.costs.broadcast.seconds(bytes);
-  }
-  std::size_t through_memory = 0;
-  for (const auto& [route, bytes] : gradients) {
-    if (input.costs.sharing && route.second == 1) {
-      through_memory += bytes;
-    } else {
-      result.gradients += input.costs.broadcast.seconds(bytes);
-    }
-  }
-  result.gradients += through_memory > 0 ? input.costs.sharing->seconds(through_memory) : 0;
+  result.distribute = routedSeconds(inverses, input.costs);
+  result.gradients += routedSeconds(gradients, input.costs);
   return result;
 }
 

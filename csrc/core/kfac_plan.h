@@ -53,8 +53,8 @@ struct KfacCosts {
   AlphaBeta all_reduce;
   AlphaBeta broadcast;  // also of a reduce
   InversionCost inversion;
-  // Of results of a step that ranks of one host bring each other through its memory, by the bytes of all; none: they
-  // travel as messages, each as long as a broadcast.
+  // Of what ranks of one host bring each other through its memory, by the bytes of all, in one go; all_reduce and
+  // broadcast are made of it then. None: things travel as messages.
   std::optional<AlphaBeta> sharing = {};
   double inverseSeconds(const FactorTask& task) const;
 };

@@ -214,7 +214,7 @@ void KfacEngine::distributeDirections() {
                                : slice.as_strided({own.storage_offset() + own.numel() - slice.storage_offset()}, {1},
                                                   slice.storage_offset());
     }
-    if (slice.defined() && through_memory && workers == 1) {
+    if (slice.defined() && through_memory) {  // other workers have the same already
       owned[core::index(owner)] = slice;
     } else if (slice.defined()) {
       sendDirections(slice, owner, workers, messages);

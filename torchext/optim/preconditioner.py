@@ -83,8 +83,8 @@ class KFACPreconditioner:
         split_directions: each rank computes a share of every direction's columns, and sends it to the others, where
             all would compute everything (never with ``"mem-opt"`` and ``"dp"``); ``"inverse"`` only. None: where that
             costs less. Same result.
-        shared_memory: directions that one rank computes for others go through memory where all ranks are on one host
-            and can map each other's; the same on all ranks. On the CPU.
+        shared_memory: what ranks exchange goes through memory where all are on one host and can map each other's; the
+            same on all ranks. On the CPU.
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
 
     Raises:

@@ -175,6 +175,18 @@ TEST(KfacPlan, RanksThatShareMemorySplitSmallDirections) {
   // Directions of one rank alone go the same way, all together.
   const KfacPlan alone = makeKfacPlan(KfacStrategy::kMemOpt, in);
   EXPECT_DOUBLE_EQ(predictKfac(alone, in).gradients, 3e-5 + 1e-10 * 2 * 360000);
+  // And so do factors, whatever runs messages would leave in, and inverses.
+  std::size_t factor_bytes = 0;
+  std::size_t inverse_bytes = 0;
+  for (const FactorTask& task : in.tasks) {
+    factor_bytes += task.factor_bytes;
+    inverse_bytes += task.inverse_bytes;
+  }
+  EXPECT_DOUBLE_EQ(predictKfac(alone, in).exchange, in.costs.all_reduce.seconds(factor_bytes));
+  EXPECT_EQ(predictKfac(alone, in).distribute, 0);
+  const KfacPlan everyone = makeKfacPlan(KfacStrategy::kCommOpt, in);
+  EXPECT_DOUBLE_EQ(predictKfac(everyone, in).distribute, 3e-5 + 1e-10 * static_cast<double>(inverse_bytes));
+  EXPECT_EQ(predictKfac(makeKfacPlan(KfacStrategy::kDp, in), in).exchange, 0);
 }
 
 TEST(KfacPlan, BadArguments) {
