@@ -89,7 +89,8 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
       ready_.mark(slot);
     }
     stale_ = stale_ || prepared_[slot];
-    if (exchanging() && !throughMemory() && calls.stable && !scaled_loss_ && statistics_->calls(layer) == calls.expected) {
+    if (exchanging() && !throughMemory() && calls.stable && !scaled_loss_ &&
+        statistics_->calls(layer) == calls.expected) {
       prepare(slot, /*loss_scale=*/1);
     }
   }

@@ -4,7 +4,8 @@
 // in the same order. Tensors may be on an accelerator (then Work::wait() holds up its current stream, not the host),
 // where the group needs a backend for it beside one for the CPU: what the host decides by goes as CPU tensors, past
 // what is queued. Nothing here waits but wait(), agree(), fromRankZero(), gatherParts(), sumParts() and the
-// measurements. A group of one rank needs no object of this class. Threads: the caller's lock; the calls come without the GIL.
+// measurements. A group of one rank needs no object of this class. Threads: the caller's lock; the calls come without
+// the GIL.
 #pragma once
 
 #include <cstddef>
@@ -73,8 +74,8 @@ class KfacExchange {
   std::vector<Work> gather(const at::Tensor& all, int tag);
   static void wait(std::vector<Work>& works);
 
-  // Collective, once: from now on gatherParts() and sumParts() may be called, if all ranks are on one host and can map each other's
-  // memory. The same answer on all ranks, as sharesMemory().
+  // Collective, once: from now on gatherParts() and sumParts() may be called, if all ranks are on one host and can map
+  // each other's memory. The same answer on all ranks, as sharesMemory().
   void shareMemory();
   bool sharesMemory() const { return gather_ != nullptr; }
   // Every rank's part to every other through that memory; blocks. parts[rank]: contiguous CPU tensors of the same sizes
