@@ -25,7 +25,7 @@ preload="$(g++ -print-file-name=$library) $(g++ -print-file-name=libstdc++.so.6)
 # Threads that a process leaves behind are no fault: tests of faults end without destroying their groups.
 status=0
 env LD_PRELOAD="$preload" PYTHONPATH="$copy" \
-  TSAN_OPTIONS="ignore_noninstrumented_modules=1 report_thread_leaks=0 exitcode=66 suppressions=$copy/tools/tsan.supp log_path=$reports/tsan second_deadlock_stack=1" \
+  TSAN_OPTIONS="ignore_noninstrumented_modules=1 report_thread_leaks=0 die_after_fork=0 exitcode=66 suppressions=$copy/tools/tsan.supp log_path=$reports/tsan second_deadlock_stack=1" \
   ASAN_OPTIONS="detect_leaks=0 log_path=$reports/asan" UBSAN_OPTIONS="print_stacktrace=1 log_path=$reports/ubsan" \
   "$python" -m pytest -q -p no:cacheprovider "$@" </dev/null || status=$?
 found=$(find "$reports" -type f | wc -l)

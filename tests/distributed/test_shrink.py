@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import Rank, elapsed_error, launch, run_ranks
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
@@ -19,6 +20,7 @@ SHRINK_ABORT = 1
 
 def body_shrink(rank: Rank, backend: str) -> Any:
     rank.init(backend)
+    done = FileStore(str(rank.folder / "done"), -1)
     dist.all_reduce(torch.ones(3))
     rank.report("ready")
     error = elapsed_error(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1_000_000)])
@@ -35,6 +37,9 @@ def body_shrink(rank: Rank, backend: str) -> Any:
         dist.all_gather_object(gathered, rank.rank)
         sizes.append((dist.get_rank(), dist.get_world_size(), gathered, tensor.unique().tolist()))
         DistributedDataParallel(nn.Linear(2, 1))(torch.ones(1, 2)).sum().backward()
+        # Who is done aborts the group, which gives another no more than a moment for what it is still at.
+        done.set(f"{len(gathered)}/{rank.rank}", "")
+        done.wait([f"{len(gathered)}/{other}" for other in gathered])
     dist.destroy_process_group()
     return error, sizes
 
