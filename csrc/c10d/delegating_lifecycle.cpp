@@ -168,16 +168,26 @@ void DelegatingBackend::abortBecauseOf(int rank, const std::string& reason) {
 
 void DelegatingBackend::leaveAll(const std::string& reason) {
   std::lock_guard lock(liveBackends().mutex);
+  std::string why = reason;
+  std::exception_ptr interruption;
   for (auto* backend : liveBackends().backends) {
     if (backend->health_->inForkedChild()) {
       continue;
     }
-    if (!reason.empty() && !backend->shutDown_) {
+    if (!why.empty() && !backend->shutDown_) {
       const Leaving leaving;
-      backend->health_->poison(backend->rank_, reason);
+      backend->health_->poison(backend->rank_, why);
     }
-    backend->shutdown();
+    try {
+      backend->shutdown();
+    } catch (const std::exception&) {  // of a signal's handler: the other groups end too, without a wait
+      interruption = std::current_exception();
+      why = c10::str("rank ", backend->rank_, " was interrupted as its process ended");
+    }
     backend->dropInner(kExitLimit);
+  }
+  if (interruption) {
+    std::rethrow_exception(interruption);
   }
 }
 

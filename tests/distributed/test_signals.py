@@ -46,14 +46,14 @@ def init(rank: Rank, backend: str, timeout: float = 30.0) -> None:
 class Training:
     """A model, and the ways in which its worker waits for the other."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, group: dist.ProcessGroup | None = None) -> None:
         torch.manual_seed(0)
-        self.ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
+        self.ddp = DistributedDataParallel(torch.nn.Linear(4, 1), process_group=group)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
         self.sync = torchext.attach(self.ddp, self.optimizer)
         for _ in range(8):  # past what a backend measures first
             self.step()
-        dist.barrier()  # in which a worker that is ahead still averages with the other
+        dist.barrier(group)  # in which a worker that is ahead still averages with the other
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -173,6 +173,8 @@ def body_raise_at_the_end(rank: Rank, backend: str) -> Any:
 
     if backend == "dssync":
         training.step()  # rank 1 does not come to its average
+    elif backend == "dear":
+        training.ddp(torch.ones(2, 4)).sum().backward()  # nor to its reduce-scatter
     with handling(handler, seconds=3), pytest.raises(Stop):  # by then it waits for rank 1
         dist.destroy_process_group()
     store.set("raised", "1")
@@ -180,11 +182,39 @@ def body_raise_at_the_end(rank: Rank, backend: str) -> Any:
     return dist.is_initialized()
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync"])
+@pytest.mark.parametrize("backend", ["prague", "dssync", "dear"])
 def test_what_a_handler_raises_ends_the_wait_for_those_that_still_train(backend: str) -> None:
     initialized, (kind, text) = run_ranks(body_raise_at_the_end, 2, backend)
     assert not initialized
     assert kind == "DistBackendError" and "rank 0 was interrupted while it waited for those that still tr" in text
+
+
+def body_raise_at_exit(rank: Rank) -> Any:
+    """As when a process ends that has not destroyed its groups: in two of three rank 1 still trains with this one."""
+    init(rank, "prague")
+    groups = [dist.group.WORLD, *(dist.new_group(pg_options=OPTIONS["prague"](timeout=30.0)) for _ in range(2))]
+    trainings = [Training("prague", group) for group in groups[:2]]
+    store = FileStore(str(rank.folder / "flags"), 2)
+    if rank.rank == 1:
+        store.wait(["raised"])
+        return [elapsed_error(lambda: dist.all_reduce(torch.ones(3), group=group))[:2] for group in groups]
+
+    def handler(*_: Any) -> None:
+        raise Stop
+
+    with handling(handler, seconds=3), pytest.raises(Stop):
+        torchext._C.leave_all("")
+    store.set("raised", "1")
+    errors = [elapsed_error(lambda: dist.all_reduce(torch.ones(3), group=group))[:2] for group in groups]
+    del trainings
+    return errors
+
+
+def test_what_a_handler_raises_at_exit_ends_every_group() -> None:
+    left, met = run_ranks(body_raise_at_exit, 2)
+    assert [kind for kind, _ in left] == ["DistBackendError"] * 3, left
+    assert [kind for kind, _ in met] == ["DistBackendError"] * 3, met
+    assert all("rank 0" in text and "interrupted" in text for _, text in met), met
 
 
 def body_end(rank: Rank, backend: str, what: str, together: bool) -> Any:
