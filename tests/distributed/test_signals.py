@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -197,7 +198,7 @@ def body_raise_at_exit(rank: Rank) -> Any:
     store = FileStore(str(rank.folder / "flags"), 2)
     if rank.rank == 1:
         store.wait(["raised"])
-        return [elapsed_error(lambda: dist.all_reduce(torch.ones(3), group=group))[:2] for group in groups]
+        return [elapsed_error(partial(dist.all_reduce, torch.ones(3), group=group))[:2] for group in groups]
 
     def handler(*_: Any) -> None:
         raise Stop
@@ -205,7 +206,7 @@ def body_raise_at_exit(rank: Rank) -> Any:
     with handling(handler, seconds=3), pytest.raises(Stop):
         torchext._C.leave_all("")
     store.set("raised", "1")
-    errors = [elapsed_error(lambda: dist.all_reduce(torch.ones(3), group=group))[:2] for group in groups]
+    errors = [elapsed_error(partial(dist.all_reduce, torch.ones(3), group=group))[:2] for group in groups]
     del trainings
     return errors
 
