@@ -21,7 +21,7 @@ from torchext.nn._arguments import (
 )
 from torchext.nn._ops import _ops
 
-__all__ = ["ChunkStorage", "replace_values"]
+__all__ = ["ChunkStorage", "replace_values", "with_rows"]
 
 
 def _bit(rows: Tensor) -> Tensor:
@@ -34,6 +34,15 @@ def _memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     made = torch.empty(size, dtype=dtype, device=device)
     if device.type == "cpu":
         _ops.adaptive_table_advise_huge_pages(made)
+    return made
+
+
+def with_rows(values: Tensor, count: int) -> Tensor:
+    """The first ``count`` rows of values, in memory of their own; rows that they do not have are zero."""
+    made = _memory((count, *values.shape[1:]), values.dtype, values.device)
+    kept = min(count, len(values))
+    made[:kept] = values[:kept]
+    made[kept:] = 0
     return made
 
 
@@ -302,11 +311,11 @@ class ChunkStorage(nn.Module):
         """
         if slots != self.budget_chunks:
             self.budget_chunks = slots
-            replace_values(self.pool, self.pool.new_empty(slots, self.chunk_dim))
+            replace_values(self.pool, _memory((slots, self.chunk_dim), self.pool.dtype, self.pool.device))
             self.state = self._empty_state(slots)
         if index != len(self.index):
-            self.index = self.index.new_empty(index)
+            self.index = _memory((index,), self.index.dtype, self.index.device)
         if utility != len(self.utility):
-            self.utility = self.utility.new_empty(utility)
+            self.utility = _memory((utility,), self.utility.dtype, self.utility.device)
         if sketch != len(self.sketch):
             self.sketch = self.sketch.new_empty(sketch)

@@ -17,7 +17,7 @@ from torchext.nn._learning_rate import follow
 from torchext.nn._lineage import Copied, Origin, Prunings
 from torchext.nn._ops import BagSpec, Table, _ops, written
 from torchext.nn._optimizer_state import expect_other_size, moving_state
-from torchext.nn._storage import ChunkStorage, replace_values
+from torchext.nn._storage import ChunkStorage, replace_values, with_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -209,11 +209,9 @@ class AdaptiveTable(ChunkStorage):
         self, moves: Tensor, admitted: Tensor, capacity: int, state: dict[str, Any], moving: Iterable[str]
     ) -> None:
         def carried(values: Tensor) -> Tensor:
-            if capacity > len(values):
-                values = torch.cat([values, values.new_zeros(capacity - len(values), *values.shape[1:])])
-            values = values.contiguous()
+            values = with_rows(values, capacity) if capacity > len(values) else values.contiguous()
             _ops.adaptive_table_carry_(values, moves, admitted)
-            return values[:capacity].clone() if capacity < len(values) else values
+            return with_rows(values, capacity) if capacity < len(values) else values
 
         replace_values(self.pool, carried(self.pool.data))
         self.state = [carried(own) for own in self.state]
