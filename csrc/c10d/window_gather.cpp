@@ -7,6 +7,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "core/mix_bits.h"
+
 namespace torchext {
 namespace {
 
@@ -23,6 +25,10 @@ std::size_t bytesOf(const WindowGather::Part& part, PieceCount index) {
   return std::min(SharedWindows::kSlotBytes, part.bytes - offsetOf(index));
 }
 
+// What a rank's counter of reduced pieces says here, where nothing is reduced.
+constexpr PieceCount kLeft = 1;
+constexpr PieceCount kInterrupted = 2;
+
 }  // namespace
 
 WindowGather::WindowGather(std::unique_ptr<SharedWindows> windows, PointToPoint transport, const char* what)
@@ -32,31 +38,40 @@ WindowGather::WindowGather(std::unique_ptr<SharedWindows> windows, PointToPoint 
       next_(core::index(transport_.size())),
       process_(getpid()) {}
 
-// Nothing is reduced here, so that counter is free to say that this rank has left.
 WindowGather::~WindowGather() {
-  if (getpid() == process_) {
-    SharedWindow::advance(windows_->own().reduced(), 1);
+  if (getpid() == process_ && !broken_) {
+    SharedWindow::advance(windows_->own().reduced(), kLeft);
   }
 }
 
-void WindowGather::begin() {
-  if (broken_) {
-    C10_THROW_ERROR(DistBackendError, c10::str(what_, ": an earlier exchange was interrupted, so that ranks no longer ",
-                                               "know what the others have sent; start the job again"));
+WindowGather::Call::Call(WindowGather& gather, std::uint64_t stamp) : gather_(gather) {
+  if (gather_.broken_) {
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str(gather_.what_, ": an earlier exchange was interrupted, so that ranks no longer ",
+                             "know what the others have sent; start the job again"));
   }
-  broken_ = true;
+  gather_.stamp_ = core::mixBits(stamp + ++gather_.calls_);
+}
+
+WindowGather::Call::~Call() {
+  if (!done_) {
+    gather_.broken_ = true;
+    SharedWindow::advance(gather_.windows_->own().reduced(), kInterrupted);
+  }
 }
 
 // Each piece is read in the turn in which it was written, and a slot written again some turns later: nobody waits for
 // one who waits for him.
 void WindowGather::run(const std::vector<Part>& parts) {
   TORCH_INTERNAL_ASSERT(parts.size() == next_.size());
-  begin();
-  const int self = transport_.rank();
   PieceCount turns = 0;
+  std::uint64_t sizes = 0;
   for (const Part& part : parts) {
     turns = std::max(turns, piecesOf(part));
+    sizes = core::mixBits(sizes + part.bytes);
   }
+  Call call(*this, sizes);
+  const int self = transport_.rank();
   for (PieceCount turn = 0; turn < turns; ++turn) {
     if (turn < piecesOf(parts[core::index(self)])) {
       write(parts[core::index(self)], turn);
@@ -71,11 +86,11 @@ void WindowGather::run(const std::vector<Part>& parts) {
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
     next_[rank] += piecesOf(parts[rank]);
   }
-  broken_ = false;
+  call.done();
 }
 
 void WindowGather::sum(const Part& own, const Reduction& math, const std::vector<core::Span>& spans) {
-  begin();
+  Call call(*this, ~core::mixBits(own.bytes));
   const int self = transport_.rank();
   const std::size_t width = math.element_bytes;
   // Of two terms either may come first, so that one's own stays where it is.
@@ -111,7 +126,7 @@ void WindowGather::sum(const Part& own, const Reduction& math, const std::vector
   for (PieceCount& next : next_) {
     next += piecesOf(own);
   }
-  broken_ = false;
+  call.done();
 }
 
 // Of another rank, once it is there.
@@ -119,6 +134,11 @@ const std::byte* WindowGather::piece(PieceCount index, int rank) const {
   const SharedWindow& window = windows_->of(rank);
   const PieceCount number = next_[core::index(rank)] + index;
   await(window.written(), number + 1, rank);
+  if (window.stamp(number) != stamp_) {
+    C10_THROW_ERROR(DistBackendError, c10::str(what_, ": ranks ", std::min(rank, transport_.rank()), " and ",
+                                               std::max(rank, transport_.rank()), " make different exchanges #", calls_,
+                                               "; do all ranks take the same steps, and load the same state?"));
+  }
   return window.slot(number);
 }
 
@@ -136,6 +156,7 @@ void WindowGather::write(const Part& own, PieceCount index) {
     }
   }
   std::memcpy(window.slot(piece), own.data + offsetOf(index), bytesOf(own, index));
+  window.stamp(piece) = stamp_;
   SharedWindow::advance(window.written(), piece + 1);
 }
 
@@ -154,15 +175,19 @@ void WindowGather::await(const SharedWindow::Counter& counter, PieceCount count,
     }
     const SharedWindow& window = windows_->of(rank);
     const bool ended = window.ownerEnded();
-    if (!ended && !SharedWindow::reached(window.reduced(), 1)) {
+    if (!ended && !SharedWindow::reached(window.reduced(), kLeft)) {
       return false;
     }
     // What it wrote before it went is there.
     if (SharedWindow::reached(counter, count)) {
       return true;
     }
-    C10_THROW_ERROR(DistBackendError, c10::str(what_, ": rank ", rank, ended ? " died" : " has left", " while rank ",
-                                               transport_.rank(), " waited for it"));
+    const bool interrupted = SharedWindow::reached(window.reduced(), kInterrupted);
+    C10_THROW_ERROR(DistBackendError, c10::str(what_, ": rank ", rank,
+                                               ended         ? " died"
+                                               : interrupted ? " was interrupted"
+                                                             : " has left",
+                                               " while rank ", transport_.rank(), " waited for it"));
   };
   transport_.waitUntil(look, rank, what_);
 }

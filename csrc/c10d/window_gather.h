@@ -6,13 +6,15 @@
 // wake anybody. For ranks that are all on one host.
 //
 // Who ends in the middle is named at once: by its process, or, where that lives on, by the mark that a WindowGather
-// leaves behind when it goes. After a call that threw the ranks' counts differ, and every further call throws.
+// leaves behind when it goes or a call of it throws. After such a call the ranks' counts differ, and every further call
+// throws. Pieces carry a stamp of their call, its number, kind and sizes: of another call nothing is read.
 //
 // Threads: one call at a time, the same calls with the same sizes on all ranks. Never holds the GIL. Every wait is the
 // transport's.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -45,7 +47,20 @@ class WindowGather {
   void sum(const Part& own, const Reduction& math, const std::vector<core::Span>& spans);
 
  private:
-  void begin();
+  // Stands for a call: one that is left by an exception breaks this object, and says so to the other ranks.
+  class Call {
+   public:
+    Call(WindowGather& gather, std::uint64_t stamp);
+    ~Call();
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+    void done() { done_ = true; }
+
+   private:
+    WindowGather& gather_;
+    bool done_ = false;
+  };
+
   const std::byte* piece(core::PieceCount index, int rank) const;
   void taken(core::PieceCount index, int rank);
   void write(const Part& own, core::PieceCount index);
@@ -56,6 +71,8 @@ class WindowGather {
   PointToPoint transport_;
   const char* what_;
   std::vector<core::PieceCount> next_;  // [rank] the number of its next piece
+  std::uint64_t calls_ = 0;
+  std::uint64_t stamp_ = 0;  // of the call that is under way
   bool broken_ = false;
   const int process_;  // a forked child has no part in this
 };

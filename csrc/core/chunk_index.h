@@ -17,17 +17,11 @@
 #include <cstdint>
 #include <span>
 
+#include "mix_bits.h"
+
 namespace torchext::core {
 
-// Well mixed bits of x (the finaliser of splitmix64). constexpr, here and below, lets device code call it.
-constexpr std::uint64_t mixBits(std::uint64_t x) {
-  x += 0x9E3779B97F4A7C15ULL;
-  x = (x ^ (x >> 30U)) * 0xBF58476D1CE4E5B9ULL;
-  x = (x ^ (x >> 27U)) * 0x94D049BB133111EBULL;
-  return x ^ (x >> 31U);
-}
-
-// Maps mixed bits onto 0..count-1, count < 2^32.
+// constexpr lets device code call it. Maps mixed bits onto 0..count-1, count < 2^32.
 constexpr std::size_t scaleBits(std::uint64_t bits, std::size_t count) { return ((bits >> 32U) * count) >> 32U; }
 
 class ChunkIndex {

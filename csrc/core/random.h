@@ -14,17 +14,16 @@
 #include <utility>
 #include <vector>
 
+#include "mix_bits.h"
+
 namespace torchext::core {
 
 class Random {
  public:
   explicit Random(std::uint64_t seed) {
     for (auto& word : state_) {
+      word = mixBits(seed);
       seed += 0x9E3779B97F4A7C15ULL;
-      std::uint64_t z = seed;
-      z = (z ^ (z >> 30U)) * 0xBF58476D1CE4E5B9ULL;
-      z = (z ^ (z >> 27U)) * 0x94D049BB133111EBULL;
-      word = z ^ (z >> 31U);
     }
   }
 

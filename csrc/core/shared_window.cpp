@@ -13,10 +13,10 @@
 #include <climits>
 #include <cstring>
 #include <ctime>
-#include <fstream>
 #include <functional>
 #include <new>
 #include <string>
+#include <string_view>
 #include <system_error>
 
 #include "core/check.h"
@@ -33,7 +33,8 @@ constexpr std::size_t kPage = 4096;
 
 std::size_t slotsBegin(const WindowShape& shape) {
   const std::size_t counters = 64 + (2 + index(shape.ranks)) * sizeof(SharedWindow::Counter);
-  return (counters + kPage - 1) / kPage * kPage;
+  const std::size_t stamps = index(shape.slots) * sizeof(std::uint64_t);
+  return (counters + stamps + kPage - 1) / kPage * kPage;
 }
 
 std::size_t bytesOf(const WindowShape& shape) {
@@ -159,14 +160,21 @@ void SharedWindow::closeAddress() {
 }
 
 // A process that nobody has waited for yet is a zombie: its entry is there, and says so behind the name in brackets.
+// Where nothing can be found out, for want of a descriptor say, it has not ended.
 bool SharedWindow::ownerEnded() const {
-  std::ifstream entry(concat("/proc/", owner_, "/stat"));
-  std::string line;
-  if (!std::getline(entry, line)) {
-    return true;
+  const auto none = [] { return errno == ENOENT || errno == ESRCH; };
+  const int entry = ::open(concat("/proc/", owner_, "/stat").c_str(), O_RDONLY | O_CLOEXEC);
+  if (entry < 0) {
+    return none();
   }
-  const std::size_t state = line.rfind(')') + 2;
-  return state < line.size() && (line[state] == 'Z' || line[state] == 'X');
+  std::array<char, 128> line{};  // number, name (of 64 bytes at most), state
+  const ssize_t length = ::read(entry, line.data(), line.size());
+  const bool gone = length < 0 && none();
+  close(entry);
+  const std::string_view text(line.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
+  const std::size_t name_end = text.rfind(')');
+  const std::size_t state = name_end == std::string_view::npos ? text.size() : name_end + 2;
+  return gone || (state < text.size() && (text[state] == 'Z' || text[state] == 'X'));
 }
 
 std::size_t SharedWindow::slotOffset(PieceCount piece) const {

@@ -8,6 +8,8 @@
 //   reduced    pieces of which the owner's part is a finished result
 //   taken[r]   pieces of rank r's window that the owner of this one needs no more
 //
+// Beside each slot is a stamp, with which an owner can say what its piece is.
+//
 // The memory is an unnamed file (memfd_create) of fixed size: it is gone with its last user, however that ends, counts
 // as the owner's memory and takes none before it is touched. Peers open it through /proc, which takes the same user.
 //
@@ -72,11 +74,15 @@ class SharedWindow {
   // The owner's, until closeAddress(): once all peers have mapped it nobody needs the file's descriptor.
   WindowAddress address() const;
   void closeAddress();
-  // Of a peer's window: whether the owner's process has ended, so that its counters stand still for good.
+  // Of a peer's window: whether the owner's process is known to have ended, so that its counters stand still for good.
   bool ownerEnded() const;
 
   std::byte* slot(PieceCount piece) { return memory_ + slotOffset(piece); }
   const std::byte* slot(PieceCount piece) const { return memory_ + slotOffset(piece); }
+
+  // Written and read as the slot is.
+  std::uint64_t& stamp(PieceCount piece) { return stamps()[piece % static_cast<PieceCount>(shape_.slots)]; }
+  std::uint64_t stamp(PieceCount piece) const { return stamps()[piece % static_cast<PieceCount>(shape_.slots)]; }
 
   Counter& written() { return counters()[0]; }
   const Counter& written() const { return counters()[0]; }
@@ -98,10 +104,14 @@ class SharedWindow {
 
   Counter* counters() { return reinterpret_cast<Counter*>(memory_ + 64); }
   const Counter* counters() const { return reinterpret_cast<const Counter*>(memory_ + 64); }
+  std::uint64_t* stamps() const {
+    return reinterpret_cast<std::uint64_t*>(memory_ + 64 +
+                                            (2 + static_cast<std::size_t>(shape_.ranks)) * sizeof(Counter));
+  }
   std::size_t slotOffset(PieceCount piece) const;
 
   const WindowShape shape_;
-  std::byte* const memory_;   // nonce, counters, slots from a page's start on
+  std::byte* const memory_;   // nonce, counters, stamps, slots from a page's start on
   int descriptor_;            // the owner's; -1: closed, or a peer's
   const std::int64_t owner_;  // its process
 };

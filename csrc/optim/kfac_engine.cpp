@@ -32,6 +32,12 @@ bool reaches(const at::Tensor& weight) {
 
 }  // namespace
 
+KfacEngine::Turn::Turn(KfacEngine& engine, const char* call) : engine_(engine), lock_(engine.mutex_) {
+  TORCH_CHECK(engine_.inside_ == nullptr, "torchext.optim: ", call, "() was called by a signal's handler while ",
+              engine_.inside_, "() waits for another rank; set a flag in the handler, and do it after the step");
+  engine_.inside_ = call;
+}
+
 void KfacEngine::setDamping(double damping) {
   KfacOptions changed = options_;
   changed.damping = damping;
@@ -70,7 +76,7 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
     return;
   }
   const PlainMode plain;
-  const Lock lock(mutex_);
+  const Turn turn(*this, "backward");
   const Timed timed(stats_.factor_seconds);
   seen_backward_ = true;
   if (defer(layer, input, gradient.detach(), pass)) {
@@ -125,7 +131,7 @@ bool KfacEngine::defer(int layer, const at::Tensor& input, const at::Tensor& gra
     torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
       if (const auto engine = weak.lock()) {
         const PlainMode plain;
-        const Lock lock(engine->mutex_);
+        const Turn turn(*engine, "backward");
         engine->addDeferred();
       }
     });
@@ -156,7 +162,7 @@ double KfacEngine::currentDecay() const {
 bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Tensor>& others, double loss_scale,
                       double gradient_scale, bool found_inf) {
   const PlainMode plain;
-  const Lock lock(mutex_);
+  const Turn turn(*this, "step");
   TORCH_CHECK_VALUE(rates.size() == layers_.size(), "rates: ", rates.size(), " for ", layers_.size(), " layers");
   if (loss_scale != 1) {  // what has left already was taken for that of a plain loss
     stale_ = stale_ || std::any_of(prepared_.begin(), prepared_.end(), [](bool done) { return done; });

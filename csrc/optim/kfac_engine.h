@@ -40,7 +40,8 @@
 // the step's sums, and the caller must not step. Sums that overflow on one rank while gradients are finite are left out
 // there. Both are counted.
 //
-// Threads: hooks run in autograd's thread, everything else where the caller is; one lock. No call needs the GIL.
+// Threads: hooks run in autograd's thread, everything else where the caller is; one lock. No call needs the GIL, and
+// none may be made with it: a wait that holds the lock takes it to run signal handlers.
 // Errors: std::invalid_argument for an option; c10::ValueError for layers on several devices; c10::DistBackendError if
 // ranks disagree, at construction; errors of the group as they come.
 #pragma once
@@ -123,7 +124,21 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates);
 
  private:
-  using Lock = std::lock_guard<std::mutex>;
+  // A wait runs Python's signal handlers on the thread that holds the lock; one may read stats() or set an option
+  // there.
+  using Lock = std::lock_guard<std::recursive_mutex>;
+  // The lock of what a handler must not call there: it throws c10::Error then.
+  class Turn {
+   public:
+    Turn(KfacEngine& engine, const char* call);
+    ~Turn() { engine_.inside_ = nullptr; }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    KfacEngine& engine_;
+    Lock lock_;
+  };
   void makePlan();
   void measureCosts();
   double secondsOfProduct();
@@ -226,7 +241,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool stale_ = false;          // a factor was packed before all of its step was known
   bool discarded_ = false;
   KfacStats stats_;
-  mutable std::mutex mutex_;
+  mutable std::recursive_mutex mutex_;
+  const char* inside_ = nullptr;  // the call whose turn it is
 };
 
 }  // namespace torchext

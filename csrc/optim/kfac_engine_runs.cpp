@@ -135,12 +135,13 @@ void KfacEngine::sendFactors(double loss_scale) {
       waitForRuns();
       endRuns();
     }
-    if (throughMemory()) {
-      sumThroughMemory();
-    }
   }
   if (again) {
     startRest(loss_scale);
+  }
+  if (throughMemory()) {
+    const Timed timed(stats_.exchange_wait_seconds);
+    sumThroughMemory();
   }
 }
 
@@ -195,7 +196,7 @@ void KfacEngine::drop(bool sent) {
 
 void KfacEngine::discard() {
   const PlainMode plain;
-  const Lock lock(mutex_);
+  const Turn turn(*this, "discard");
   drop(seen_backward_);
 }
 

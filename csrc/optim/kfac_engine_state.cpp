@@ -8,7 +8,7 @@ using core::FactorExchange;
 
 std::vector<FactorState> KfacEngine::state() {
   const PlainMode plain;
-  const Lock lock(mutex_);
+  const Turn turn(*this, "state_dict");
   const auto& slots = statistics_->slots();
   at::Tensor mean = statistics_->running().clone();
   if (exchange_) {
@@ -57,7 +57,7 @@ std::vector<FactorState> KfacEngine::state() {
 
 void KfacEngine::load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates) {
   const PlainMode plain;
-  const Lock lock(mutex_);
+  const Turn turn(*this, "load_state_dict");
   drop(seen_backward_);
   const auto& slots = statistics_->slots();
   TORCH_CHECK_VALUE(state.size() == slots.size(), "the state has ", state.size(), " factors, the model ", slots.size());

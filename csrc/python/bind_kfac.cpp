@@ -166,9 +166,11 @@ void bindKfac(py::module_& module) {
            py::arg("gradient_scale"), py::arg("found_inf"), NoGil())
       .def("discard", &KfacEngine::discard, NoGil())
       .def_property(
-          "damping", [](const KfacEngine& self) { return self.options().damping; }, &KfacEngine::setDamping)
+          "damping", [](const KfacEngine& self) { return self.options().damping; },
+          py::cpp_function(&KfacEngine::setDamping, py::is_method(py::none()), NoGil()))
       .def_property(
-          "kl_clip", [](const KfacEngine& self) { return self.options().kl_clip; }, &KfacEngine::setKlClip)
+          "kl_clip", [](const KfacEngine& self) { return self.options().kl_clip; },
+          py::cpp_function(&KfacEngine::setKlClip, py::is_method(py::none()), NoGil()))
       .def("plan", &planDict)
       .def("stats",
            [](const KfacEngine& self) {

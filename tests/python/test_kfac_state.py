@@ -183,6 +183,20 @@ def test_what_was_changed_in_training_is_a_part_of_the_state() -> None:
     assert (of_old.kfac.damping, of_old.kfac.kl_clip) == (0.01, 0.002)
 
 
+def test_a_state_is_loaded_as_often_as_one_likes() -> None:
+    """torch adds to an optimizer's defaults when it loads a state."""
+    model = mlp()
+    optimizer = SPDKFAC(model, lr=0.1)
+    train(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    for _ in range(3):
+        train(model, optimizer, 1)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        assert _unchanged(optimizer.state_dict(), copy.deepcopy(state))
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.5})
+    assert optimizer.param_groups[1]["lr"] == 0.5 and optimizer.param_groups[1]["momentum"] == 0.9
+
+
 def test_a_state_of_another_precision_is_taken_as_torch_takes_it() -> None:
     model = mlp()
     optimizer = SPDKFAC(model)

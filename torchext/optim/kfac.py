@@ -72,7 +72,7 @@ class KFAC(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's own values are checked."""
-        _check(**{name: param_group.get(name, value) for name, value in self.defaults.items()})
+        _check(**{name: param_group.get(name, self.defaults[name]) for name in _OPTIONS})
         super().add_param_group(param_group)
 
     @overload
@@ -176,11 +176,13 @@ class KFAC(torch.optim.Optimizer):
                 '"param_groups" only (torch.distributed.checkpoint.state_dict); save optimizer.state_dict() itself'
             )
         self.kfac.check_state(kfac)
-        check_sgd(state, self.param_groups, self.defaults, _check)
+        check_sgd(state, self.param_groups, _OPTIONS, _check)
         super().load_state_dict(state)
         self.kfac.load_state_dict(kfac)
 
 
+# Of a group. Not Optimizer.defaults, which torch adds to when a state is loaded.
+_OPTIONS = ("lr", "momentum", "weight_decay", "nesterov")
 # What KFAC passes on to its preconditioner as it is; one that stands for itself needs no optimizer.
 _PASSED_ON = [name for name in KEYWORDS if name != "strategy"]
 _GIVEN = "strategy="  # no name that a caller can have passed by

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -71,6 +72,10 @@ TEST(SharedWindow, APeerKnowsWhetherTheOwnersProcessLives) {
   const auto peer = SharedWindow::open(address, kShape);
   ASSERT_NE(peer, nullptr);
   EXPECT_FALSE(peer->ownerEnded());
+  EXPECT_TRUE(inAnotherProcess([&] {
+    rlimit none{};
+    return setrlimit(RLIMIT_NOFILE, &none) == 0 && open("/dev/null", O_RDONLY) < 0 && !peer->ownerEnded();
+  })) << "without descriptors nothing is known of it";
   ASSERT_EQ(write(to_child[1], "x", 1), 1);
   siginfo_t info;
   ASSERT_EQ(waitid(P_PID, static_cast<id_t>(owner), &info, WEXITED | WNOWAIT), 0);
@@ -254,6 +259,24 @@ TEST(HostIdentity, IsTheSameInAnotherProcessOfThisHost) {
   const std::string space = processSpace();
   EXPECT_EQ(space.substr(0, host.size()), host);
   EXPECT_TRUE(inAnotherProcess([&] { return hostIdentity() == host && processSpace() == space; }));
+}
+
+TEST(SharedWindow, EachSlotHasAStampOfItsOwn) {
+  const auto own = SharedWindow::create(kShape);
+  const auto peer = SharedWindow::open(own->address(), kShape);
+  ASSERT_NE(peer, nullptr);
+  for (PieceCount piece = 0; piece < 2; ++piece) {
+    fill(own->slot(piece), piece);
+    own->stamp(piece) = 0x1234567812345678ULL + piece;
+  }
+  SharedWindow::advance(own->written(), 2);
+  SharedWindow::advance(own->taken(2), 7);  // the last counter, before the stamps
+  for (PieceCount piece = 0; piece < 2; ++piece) {
+    EXPECT_EQ(peer->stamp(piece), 0x1234567812345678ULL + piece);
+    EXPECT_EQ(peer->stamp(piece + 2), peer->stamp(piece)) << "of the slot";
+    EXPECT_TRUE(holds(peer->slot(piece), piece));
+  }
+  EXPECT_TRUE(SharedWindow::reached(peer->taken(2), 7));
 }
 
 }  // namespace
