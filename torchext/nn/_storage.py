@@ -19,7 +19,7 @@ from torchext.nn._arguments import (
     learning_rate,
     refuse,
 )
-from torchext.nn._ops import _ops
+from torchext.nn._ops import _ops, written
 
 __all__ = ["ChunkStorage", "replace_values", "with_rows"]
 
@@ -68,6 +68,7 @@ class ChunkStorage(nn.Module):
     # and go to all ranks once (forward under DDP) and whenever utilities are merged (ChunkPruner).
     pool: nn.Parameter
     trigger: nn.Parameter | None
+    index: Tensor
 
     _PLAIN = ("index", "utility", "sketch", "seen", "clock", "lr")
     _ON_HOST = ("clock", "lr")  # read in every step, so that none waits for a device
@@ -146,6 +147,8 @@ class ChunkStorage(nn.Module):
     def _make_plain(self) -> None:
         rows, total, slots = self.num_embeddings, self.num_embeddings * self.chunks, self.budget_chunks
         device = self.pool.device
+        if "index" in self.__dict__:
+            written(self.index)  # before another takes its place, as in _resize
         self.clock = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
         self.seen = torch.zeros(0 if self.layout == "identity" else (rows + 7) // 8, dtype=torch.uint8, device=device)
         cells = self._sketch_cells(slots) if self.layout == "sketch" else 0
@@ -309,6 +312,7 @@ class ChunkStorage(nn.Module):
 
         What has another size then has nothing in it.
         """
+        written(self.index)  # before another takes its place: passes that have looked it up must notice
         if slots != self.budget_chunks:
             self.budget_chunks = slots
             replace_values(self.pool, _memory((slots, self.chunk_dim), self.pool.dtype, self.pool.device))

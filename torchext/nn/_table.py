@@ -110,6 +110,8 @@ class AdaptiveTable(ChunkStorage):
     ) -> dict[str, int]:
         """Lets the most useful chunks in and the least useful out (section 3.2); between steps, never inside one.
 
+        The backward pass of what was looked up before raises RuntimeError, and writes nothing.
+
         Admitted chunks start with zeros and without optimizer state; those of rows that never had a chunk with normal
         values.
 
@@ -167,6 +169,7 @@ class AdaptiveTable(ChunkStorage):
         if capacity != slots and self._ddp is not None and self.optimizer_trains:
             raise refuse("capacity", capacity, f"{slots} inside DistributedDataParallel, whose buckets keep their size")
         state = self._moving_state(optimizer)
+        written(self.index)  # before another takes its place, as in _resize
         if capacity > slots:
             self._grow_index(capacity)
         moves, admitted, dropped = _ops.adaptive_table_prune_(
@@ -257,6 +260,7 @@ class AdaptiveTable(ChunkStorage):
             torch.distributed.broadcast(sent, group_src=0, group=ddp.process_group)
             if sent is not tensor:
                 tensor.copy_(sent)
+        written(self.index)
         self._ddp = ddp.process_group
         self._origin = None
 
