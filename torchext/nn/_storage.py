@@ -117,6 +117,11 @@ class ChunkStorage(nn.Module):
         self.reset_parameters()
 
     @property
+    def extent(self) -> Tensor:
+        """Rows, and chunks of each: what other sizes do not always tell. On the CPU."""
+        return torch.tensor([self.num_embeddings, self.chunks], device="cpu")
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         """Attributes that hold the fused optimizer's state, as state_dict calls them, too."""
         return () if self.trigger is None else ("state0", "state1")[: OPTIMIZERS[self.optimizer_name]]
