@@ -11,6 +11,7 @@ import torch.distributed as dist
 from adaptive import DIM, ROWS, STEPS, batch, loss
 from harness import Rank, run_ranks
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
@@ -317,6 +318,32 @@ def test_dears_state_moves_with_the_chunks_or_is_refused() -> None:
         expected = run_ranks(prune_with_dear, 2, "", momentum)[0]
         for weight in run_ranks(prune_with_dear, 2, form, momentum):
             torch.testing.assert_close(weight, expected)
+
+
+def prune_with_zero(rank: Rank, zero: bool) -> tuple[Tensor, int]:
+    rank.init("gloo")
+    model = DistributedDataParallel(Two())
+    optimizer: torch.optim.Optimizer
+    if zero:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    pruner = ChunkPruner(model, optimizer=optimizer, first=2, growth=1.0, interval=2, max_swap_share=0.3)
+    swapped = 0
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model(batch(rank.rank, step))).backward()
+        optimizer.step()
+        done = pruner.step()
+        swapped += done["dropped"] + done["moved"] if done else 0
+    return torch.stack([model.module.first.weight, model.module.second.weight]), swapped
+
+
+def test_the_state_that_zero_keeps_on_the_rank_that_steps_moves_with_the_chunks() -> None:
+    expected, swapped = run_ranks(prune_with_zero, 2, False)[0]
+    assert swapped > 0
+    for weight, _ in run_ranks(prune_with_zero, 2, True):
+        torch.testing.assert_close(weight, expected)
 
 
 def diverged(rank: Rank) -> str:

@@ -46,6 +46,65 @@ def test_an_optimizer_keeps_its_state_with_the_chunks() -> None:
     assert len(held) > 10
 
 
+def test_the_state_of_a_frozen_table_moves_with_its_chunks() -> None:
+    torch.manual_seed(0)
+    table = AdaptiveEmbeddingBag(64, 16, chunk_dim=4, budget=64, mode="sum", init_std=0.0)
+    optimizer = torch.optim.Adam(table.parameters())
+    pruner = ChunkPruner(table, optimizer=optimizer, max_swap_share=0.3, hysteresis=0.0)
+
+    def moments() -> dict[int, Tensor]:
+        moment = optimizer.state[table.pool]["exp_avg"]
+        return {int(key): moment[slot].clone() for key, slot in zip(*table._resident(), strict=True)}
+
+    moved = 0
+    for _ in range(8):
+        optimizer.zero_grad()
+        table(torch.randint(0, 64, (8, 4))).sub(1).square().sum().backward()
+        optimizer.step()
+        held = moments()
+        table.requires_grad_(False)
+        done = pruner.prune()
+        table.requires_grad_(True)
+        moved += done["moved"] + done["dropped"]
+        for key, moment in moments().items():
+            assert torch.equal(moment, held.get(key, torch.zeros(4))), key
+    assert moved > 20
+
+
+def test_state_of_a_frozen_table_of_another_size_is_named_when_it_is_thawed() -> None:
+    table = AdaptiveEmbedding.from_pretrained(torch.randn(50, 16), freeze=False, budget=30, chunk_dim=4, layout="hash")
+    other = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam([table.pool, other], lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (table(torch.arange(50)).sum() + other.sum()).backward()
+        optimizer.step()
+
+    step()
+    table.requires_grad_(False)
+    table.prune(capacity=20)  # without the optimizer
+    step()
+    table.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"state 'exp_avg' is of 30 slots, the table has a pool of 20 since"):
+        step()
+
+
+def test_a_table_that_is_thawed_after_its_pruner_was_made_needs_an_optimizer() -> None:
+    table = AdaptiveEmbedding(30, 16, budget=0.3, chunk_dim=4).requires_grad_(False)
+    pruners = [ChunkPruner(table), ChunkPruner(table, optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(2))]))]
+    assert pruners[0].prune()["admitted"] == 0
+    assert pruners[1].prune()["admitted"] == 0
+    table.requires_grad_(True)
+    table(torch.arange(30)).sum().backward()
+    before = copy.deepcopy(table.state_dict())
+    for pruner, text in zip(pruners, ("an optimizer trains the pools", "a pool is not among its"), strict=True):
+        with pytest.raises(ValueError, match=text):
+            pruner.prune()
+    assert all(torch.equal(value, before[name]) for name, value in table.state_dict().items())
+    assert ChunkPruner(table, optimizer=torch.optim.SGD(table.parameters())).prune()["admitted"] == 36
+
+
 def test_an_optimizer_whose_state_cannot_move_is_refused() -> None:
     table = AdaptiveEmbedding(30, 16, budget=0.3, chunk_dim=4)
     other = nn.Parameter(torch.zeros(2))

@@ -172,7 +172,7 @@ def load_table(
     if problems or missing:
         return
     with torch.no_grad():
-        if len(saved[prefix + "pool"]) != table.budget_chunks and table.optimizer_trains:
+        if len(saved[prefix + "pool"]) != table.budget_chunks and table.trigger is None:
             expect_other_size(table)
         table._resize(*(len(saved[prefix + name]) for name in ("pool", "index", "utility", "sketch")))
         table.pool.copy_(saved[prefix + "pool"])

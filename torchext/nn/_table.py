@@ -168,7 +168,7 @@ class AdaptiveTable(ChunkStorage):
             return {"admitted": 0, "dropped": 0, "moved": 0}
         if capacity != slots and self._ddp is not None and self.optimizer_trains:
             raise refuse("capacity", capacity, f"{slots} inside DistributedDataParallel, whose buckets keep their size")
-        state = self._moving_state(optimizer)
+        state = moving_state(optimizer, self)
         written(self.index)  # before another takes its place, as in _resize
         if capacity > slots:
             self._grow_index(capacity)
@@ -189,7 +189,7 @@ class AdaptiveTable(ChunkStorage):
         self._prunings.count += 1
         self._origin = None
         self.budget_chunks = capacity
-        if capacity != slots and self.optimizer_trains:
+        if capacity != slots and self.trigger is None:
             expect_other_size(self)
         return {"admitted": len(admitted), "dropped": len(dropped), "moved": len(moves)}
 
@@ -203,10 +203,6 @@ class AdaptiveTable(ChunkStorage):
             keys, slots = self._resident()
             self.index = self._empty_index(capacity)
             self._fill_index(keys, slots, capacity)
-
-    def _moving_state(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], list[str]]:
-        """State that moves with the pool, and its names."""
-        return moving_state(optimizer, self.pool) if optimizer is not None and self.optimizer_trains else ({}, [])
 
     def _carry(
         self, moves: Tensor, admitted: Tensor, capacity: int, state: dict[str, Any], moving: Iterable[str]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext.nn._arguments import check_int, check_number, refuse
 from torchext.nn._attached import averaging, check_prunable, group_of
 from torchext.nn._ops import _ops
-from torchext.nn._optimizer_state import find_pool
+from torchext.nn._optimizer_state import check_optimizer, moving_state
 from torchext.nn._table import AdaptiveTable
 
 __all__ = ["ChunkPruner"]
@@ -56,7 +56,8 @@ class ChunkPruner:
 
     Args:
         modules: A model, or several modules; every AdaptiveEmbedding(Bag) in them is pruned.
-        optimizer: Whose state of a pool moves with the chunks. Needed when an optimizer trains the pools.
+        optimizer: Whose state of a pool moves with the chunks, also while the pool is frozen. Needed when an optimizer
+            trains the pools; looked at again in each pruning, as pools may be thawed.
         first: Steps until the first pruning, 1 or more.
         growth: Factor by which the interval grows, 1 or more.
         interval: Longest interval in steps, ``first`` or more.
@@ -130,13 +131,7 @@ class ChunkPruner:
         self.max_swap_share, self.hysteresis = max_swap_share, hysteresis
         self._steps, self._next, self._wait = 0, first, float(first)
         for table in self.tables:
-            if not table.optimizer_trains:
-                continue
-            if self.optimizer is None:
-                raise ValueError(
-                    "optimizer: an optimizer trains the pools; pass it, so that its state moves with the chunks"
-                )
-            find_pool(self.optimizer, table.pool)
+            check_optimizer(self.optimizer, table)
 
     def _refuse_ddp(self, tables: Iterable[AdaptiveTable]) -> None:
         if any(table.optimizer_trains for table in tables):
@@ -160,8 +155,9 @@ class ChunkPruner:
         check_prunable(self.tables, self.process_group)  # a model may be attached after its pruner was made
         if self.shared_budget is not None:
             self._refuse_ddp(table for table in self.tables if table._ddp is not None or averaging([table]))
-        for table in self.tables:
-            table._moving_state(self.optimizer)  # or none of them is pruned
+        for table in self.tables:  # or none of them is pruned
+            check_optimizer(self.optimizer, table)  # it may have been frozen until now
+            moving_state(self.optimizer, table)
         # An average under way has chunks where they were before. All are finished then, and none begins until the next
         # step.
         for synchronizer in averaging(self.tables):
