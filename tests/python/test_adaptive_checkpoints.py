@@ -242,6 +242,47 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
     assert bag.budget_chunks == other.budget_chunks
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("budget", [1.0, 60])
+def test_a_table_that_an_optimizer_trained_goes_on_fused_where_not_everything_is_asked_for(
+    budget: float, optimizer: str
+) -> None:
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"chunk_dim": 4, "mode": "sum"} | ({} if budget == 1.0 else {"layout": "hash"})
+    dense = AdaptiveEmbeddingBag(50, 8, budget=budget, **options)
+    fused = AdaptiveEmbeddingBag(
+        50, 8, budget=1.0 if budget == 1.0 else 30, training="fused", optimizer=optimizer, **options
+    )
+    for bag in (dense, fused):
+        for _ in range(2):
+            bag(torch.randint(0, 50, (10, 4))).square().sum().backward()
+            bag.prune(optimizer=None if bag is fused else torch.optim.SGD(bag.parameters()))
+    with pytest.raises(RuntimeError, match=r"Missing key.*trigger"):
+        fused.load_state_dict(dense.state_dict())
+    found = nn.Sequential(fused).load_state_dict(nn.Sequential(dense).state_dict(), strict=False)
+    assert set(found.missing_keys) == {"0.trigger", *(f"0.{name}" for name in fused.state_names)}
+    assert not found.unexpected_keys
+    assert torch.equal(fused.weight, dense.weight)
+    assert not any(state.any() for state in fused.state)
+    fresh = AdaptiveEmbeddingBag(50, 8, budget=budget, training="fused", optimizer=optimizer, **options)
+    fresh.load_state_dict(dense.state_dict(), strict=False)
+    for bag in (fused, fresh):
+        bag(torch.arange(50).view(10, 5)).square().sum().backward()
+    assert torch.equal(fused.weight, fresh.weight)
+
+
+@pytest.mark.parametrize("lacks", ["index", "pool", "clock"])
+def test_keys_that_were_not_loaded_are_all_missing(lacks: str) -> None:
+    bag, other = trained(), trained()
+    other(torch.arange(50).view(10, 5)).sum().backward()
+    before = copy.deepcopy(bag.state_dict())
+    state = {name: value for name, value in other.state_dict().items() if name not in (lacks, "state0")}
+    found = bag.load_state_dict(state, strict=False)
+    assert set(found.missing_keys) == set(before) - {"extent"}
+    assert set(found.missing_keys[:2]) == {lacks, "state0"}
+    assert all(torch.equal(value, before[name]) for name, value in bag.state_dict().items())
+
+
 @pytest.mark.parametrize("old", [False, True], ids=["", "version 2"])
 @pytest.mark.parametrize(("rows", "dim"), [(1000, 32), (1000, 128), (993, 64), (2000, 32), (500, 128)])
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch", "whole"])

@@ -145,6 +145,10 @@ def load_table(
 ) -> None:
     """Checks everything, then takes everything: a table is never half of one checkpoint and half of another.
 
+    The fused optimizer's state begins anew where it is missing, as in checkpoints of tables that an optimizer trained.
+    Where anything else is missing nothing is taken. Either way all keys that were not taken are missing: torch says
+    that it is strict whether it is or not, and raises afterwards.
+
     The arguments are those of ``nn.Module._load_from_state_dict``; what is wrong is appended to the lists.
     """
     if prefix + "weight" in saved and prefix + "pool" not in saved:  # of nn.EmbeddingBag
@@ -165,11 +169,16 @@ def load_table(
             f"1..{VERSION}",
         )
     missing = [key for key in own if key not in saved and key[len(prefix) :] not in _NEWER]
+    state = [prefix + name for name in table.state_names]
+    takes = not problems and set(missing) <= {prefix + "trigger", *state}
+    if missing:  # those first
+        left = state if takes and set(missing) & set(state) else () if takes else own
+        missing += [key for key in left if key not in missing and key[len(prefix) :] not in _NEWER]
     missing_keys.extend(missing)
     error_msgs.extend(problems)
     if strict:
         unexpected_keys.extend(key for key in saved if key.startswith(prefix) and key not in own)
-    if problems or missing:
+    if not takes:
         return
     with torch.no_grad():
         if len(saved[prefix + "pool"]) != table.budget_chunks and table.trigger is None:
@@ -177,6 +186,9 @@ def load_table(
         table._resize(*(len(saved[prefix + name]) for name in ("pool", "index", "utility", "sketch")))
         table.pool.copy_(saved[prefix + "pool"])
         for name, tensor in unregistered_tensors(table):
-            tensor.copy_(saved.get(prefix + name, tensor))
+            if prefix + name in missing:
+                tensor.zero_()
+            else:
+                tensor.copy_(saved.get(prefix + name, tensor))
         if version == 1 and table.utility.dtype == torch.uint8:
             table.clock[1] *= 2.0**16  # true utility is stored over the factor
