@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from adaptive_tables import trained
 from torch import Tensor, nn
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
+from torchext.nn._seeds import mixed_seed
 
 
 def test_the_schedule_is_early_and_often_then_rare() -> None:
@@ -120,6 +122,57 @@ def test_an_optimizer_whose_state_cannot_move_is_refused() -> None:
     assert all(torch.equal(value, before[name]) for name, value in table.state_dict().items())
     del optimizer.state[table.pool]["rows"]
     assert pruner.prune()["admitted"] == 36
+
+
+def test_tables_of_one_seed_that_are_pruned_together_begin_with_other_values() -> None:
+    tables = [AdaptiveEmbeddingBag(64, 16, chunk_dim=4, budget=200, mode="sum", training="fused") for _ in range(3)]
+    ids = torch.arange(64).view(-1, 1)
+    for table in tables:
+        table(ids).sum().backward()
+    ChunkPruner(nn.ModuleList(tables)).prune()
+    for table in tables[1:]:
+        assert table.stats()["resident_chunks"] == tables[0].stats()["resident_chunks"] == 200
+        assert not (table.pool == tables[0].pool).any()
+        assert torch.nn.functional.cosine_similarity(table.pool, tables[0].pool).mean().abs() < 0.15
+
+
+def test_a_table_that_is_pruned_twice_in_a_step_begins_with_other_values_each_time() -> None:
+    table = AdaptiveEmbeddingBag(64, 4, chunk_dim=4, budget=20, mode="sum", training="fused")
+    table(torch.arange(64).view(-1, 1)).sum().backward()
+    table.prune()
+    table.prune(capacity=40)
+    assert len(table.pool.unique()) == 160
+
+
+def test_seeds_are_well_mixed() -> None:
+    assert mixed_seed(0) == 0xE220A8397B1DCDAF  # splitmix64's first
+    seeds = {mixed_seed(*numbers) % 2**32 for numbers in itertools.product(range(8), repeat=4)}
+    assert len(seeds) == 8**4
+    assert len({mixed_seed(2**63 - 1, -1), mixed_seed(2**63 - 1, 1), mixed_seed(-1, 2**63 - 1)}) == 3
+
+
+def test_a_resumed_run_admits_the_same_values() -> None:
+    def made() -> tuple[nn.ModuleList, ChunkPruner]:
+        tables = nn.ModuleList(
+            AdaptiveEmbeddingBag(64, 16, chunk_dim=4, budget=0.2, mode="sum", training="fused") for _ in range(2)
+        )
+        return tables, ChunkPruner(tables, first=2, growth=1.0, interval=2)
+
+    def train(tables: nn.ModuleList, pruner: ChunkPruner, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for table in tables:
+                table(torch.randint(0, 8 + 4 * step, (8, 4), generator=generator)).sub(1).square().sum().backward()
+            pruner.step()
+
+    straight, resumed, other = made(), made(), made()
+    train(*straight, range(12))
+    train(*resumed, range(6))
+    for part, state in zip(other, resumed, strict=True):
+        part.load_state_dict(copy.deepcopy(state.state_dict()))
+    train(*other, range(6, 12))
+    for name, value in straight[0].state_dict().items():
+        assert torch.equal(other[0].state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])

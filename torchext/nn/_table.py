@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext._uncompiled import uncompiled
-from torchext.nn._arguments import MODES, SEEDS, TableOptions, refuse
+from torchext.nn._arguments import MODES, TableOptions, refuse
 from torchext.nn._attached import averaging
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
 from torchext.nn._lineage import Copied, Origin, Prunings
 from torchext.nn._ops import BagSpec, Table, _ops, written
 from torchext.nn._optimizer_state import expect_other_size, moving_state
+from torchext.nn._seeds import mixed_seed
 from torchext.nn._storage import ChunkStorage, replace_values, with_rows
 
 if TYPE_CHECKING:
@@ -153,7 +154,12 @@ class AdaptiveTable(ChunkStorage):
         max_swaps: int | None,
         hysteresis: float,
         capacity: int | None,
+        position: int = 0,
     ) -> dict[str, int]:
+        """As prune(), whatever replicas there are; ``position`` among the tables that are pruned together.
+
+        Tables of one seed get other initial values in each, and replicas the same.
+        """
         total, slots = self.num_embeddings * self.chunks, self.budget_chunks
         capacity = slots if capacity is None else capacity
         if max_swaps is not None and max_swaps < 0:
@@ -185,7 +191,7 @@ class AdaptiveTable(ChunkStorage):
         )
         if capacity < slots and self.layout == "sketch":
             self.utility = torch.cat([self.utility[:capacity], self.utility[slots:]])
-        self._carry(moves, admitted, capacity, *state)
+        self._carry(moves, admitted, capacity, position, *state)
         self._prunings.count += 1
         self._origin = None
         self.budget_chunks = capacity
@@ -205,7 +211,13 @@ class AdaptiveTable(ChunkStorage):
             self._fill_index(keys, slots, capacity)
 
     def _carry(
-        self, moves: Tensor, admitted: Tensor, capacity: int, state: dict[str, Any], moving: Iterable[str]
+        self,
+        moves: Tensor,
+        admitted: Tensor,
+        capacity: int,
+        position: int,
+        state: dict[str, Any],
+        moving: Iterable[str],
     ) -> None:
         def carried(values: Tensor) -> Tensor:
             values = with_rows(values, capacity) if capacity > len(values) else values.contiguous()
@@ -219,8 +231,11 @@ class AdaptiveTable(ChunkStorage):
         self.pool.grad = None  # its slots may be others' now
         fresh = _ops.adaptive_table_meet_(self.seen, admitted, self.chunks)
         if len(fresh) and self.init_std > 0:
+            rank = 0 if self.shard is None else int(self.shard[0])
+            # What is admitted, too: a table can be pruned twice in a step.
+            chosen = (int(self.clock[0]), int(admitted[:, 0].sum()))
+            seed = mixed_seed(self.seed, rank, position, self.num_embeddings, self.embedding_dim, *chosen)
             # On the CPU, so that a row begins with the same values on every device.
-            seed = (self.seed * 1_000_003 + int(self.clock[0])) % SEEDS
             generator = torch.Generator("cpu").manual_seed(seed)
             values = torch.randn(len(fresh), self.chunk_dim, generator=generator, device="cpu") * self.init_std
             self.pool.data[fresh] = values.to(self.pool)

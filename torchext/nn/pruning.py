@@ -92,8 +92,11 @@ class ChunkPruner:
         process_group: Any = None,
     ) -> None:
         found = _modules(modules)
-        tables = [table for module in found for table in module.modules() if isinstance(table, AdaptiveTable)]
-        self.tables = [table for table in dict.fromkeys(tables) if table.layout != "identity"]
+        modules_within = [part for module in found for part in module.modules()]
+        tables = list(dict.fromkeys(part for part in modules_within if isinstance(part, AdaptiveTable)))
+        self.tables = [table for table in tables if table.layout != "identity"]
+        # Among all of them, or a shard that is wholly resident on some rank would move the replicas behind it there.
+        self._positions = [at for at, table in enumerate(tables) if table.layout != "identity"]
         # Of a budget below 1.0 a rank's few rows may all be resident, while those of others are pruned.
         if not self.tables and not any(table.training_mode == "sharded" for table in tables):
             raise ValueError(
@@ -167,12 +170,13 @@ class ChunkPruner:
                 self._merge(table)
         sizes = self._shares() if self.shared_budget is not None else [table.budget_chunks for table in self.tables]
         done = {"admitted": 0, "dropped": 0, "moved": 0}
-        for table, size in zip(self.tables, sizes, strict=True):
+        for table, position, size in zip(self.tables, self._positions, sizes, strict=True):
             result = table._prune(
                 optimizer=self.optimizer,
                 max_swaps=max(1, round(self.max_swap_share * size)),
                 hysteresis=self.hysteresis,
                 capacity=size,
+                position=position,
             )
             done = {key: value + result[key] for key, value in done.items()}
         return done
