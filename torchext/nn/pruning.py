@@ -1,4 +1,4 @@
-"""When tables are pruned, by what they know together, and how several of them share one budget."""
+"""When tables are pruned, and by what they know together."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.nn._arguments import check_int, check_number, refuse
 from torchext.nn._attached import averaging, check_prunable, group_of
-from torchext.nn._ops import _ops
 from torchext.nn._optimizer_state import check_optimizer, moving_state
+from torchext.nn._shared_budget import part_of_rank, shares
 from torchext.nn._table import AdaptiveTable
 
 __all__ = ["ChunkPruner"]
@@ -64,9 +64,10 @@ class ChunkPruner:
         max_swap_share: Chunks exchanged at once, as a share of the pool, 0 < share <= 1; free slots are filled besides.
         hysteresis: A resident chunk counts (1 + hysteresis) times its utility, 0 or more.
         shared_budget: Chunks that all tables have together, or None: each its own. Pools then grow and shrink;
-            utilities count relative to the 95th percentile of their table. All tables need one chunk_dim. Not for
-            tables with ``training="dense"`` or ``"sparse"`` inside DistributedDataParallel, whose buckets keep their
-            size.
+            utilities count relative to the 95th percentile of their table. All tables need one chunk_dim. Of shards
+            the whole tables' chunks: each rank has a part by its rows, and at least a chunk of each table. Not for
+            shards and replicas together, nor for tables with ``training="dense"`` or ``"sparse"`` inside
+            DistributedDataParallel, whose buckets keep their size.
         process_group: Of the replicas; None: that of an attached model whose replicas are averaged, else that of the
             DistributedDataParallel around a table, else the default group, if there is one. Not for shards alone.
 
@@ -119,13 +120,7 @@ class ChunkPruner:
         check_number("max_swap_share", max_swap_share, lambda value: 0 < value <= 1, "0 < share <= 1")
         check_number("hysteresis", hysteresis, lambda value: 0 <= value < float("inf"), "0 or more, finite")
         if shared_budget is not None:
-            most = sum(table.num_embeddings * table.chunks for table in self.tables)
-            check_int("shared_budget", shared_budget, f"{len(self.tables)}..{most} chunks, or None")
-            if not len(self.tables) <= shared_budget <= most:
-                raise ValueError(f"shared_budget = {shared_budget}: allowed {len(self.tables)}..{most} chunks")
-            widths = {table.chunk_dim for table in self.tables}
-            if len(widths) > 1:
-                raise ValueError(f"shared_budget needs tables with one chunk_dim, found {sorted(widths)}")
+            self._budget = part_of_rank(self.tables, shared_budget)
             if any(isinstance(part, DistributedDataParallel) for module in found for part in module.modules()):
                 self._refuse_ddp(self.tables)
         check_prunable(self.tables, process_group)
@@ -168,7 +163,9 @@ class ChunkPruner:
         for table in self.tables:
             if table.training_mode != "sharded":
                 self._merge(table)
-        sizes = self._shares() if self.shared_budget is not None else [table.budget_chunks for table in self.tables]
+        sizes = [table.budget_chunks for table in self.tables]
+        if self.shared_budget is not None:
+            sizes = shares(self.tables, self._budget)
         done = {"admitted": 0, "dropped": 0, "moved": 0}
         for table, position, size in zip(self.tables, self._positions, sizes, strict=True):
             result = table._prune(
@@ -180,28 +177,6 @@ class ChunkPruner:
             )
             done = {key: value + result[key] for key, value in done.items()}
         return done
-
-    def _shares(self) -> list[int]:
-        """Slots of each table: the most useful chunks of all, each relative to its table's 95th percentile."""
-        assert self.shared_budget is not None
-        scaled: list[Tensor] = []
-        for table in self.tables:
-            _, _, utilities = _ops.adaptive_table_candidates(
-                table.index, table.utility, table.sketch, table.budget_chunks, table.num_embeddings, table.chunks
-            )
-            used = utilities[utilities > 0]
-            high = used.sort().values[int(0.95 * (len(used) - 1))] if len(used) else utilities.new_ones(())
-            scaled.append((used / high).cpu())
-        owner = torch.cat([torch.full((len(part),), at, device="cpu") for at, part in enumerate(scaled)])
-        chosen = torch.cat(scaled).sort(descending=True, stable=True).indices[: self.shared_budget]
-        counts = torch.bincount(owner[chosen], minlength=len(self.tables)).clamp(min=1)
-        most = torch.tensor([table.num_embeddings * table.chunks for table in self.tables], device="cpu")
-        spare = self.shared_budget - int(counts.sum())
-        for at in torch.argsort(most - counts, descending=True, stable=True).tolist():
-            given = max(-int(counts[at]) + 1, min(spare, int(most[at] - counts[at])))
-            counts[at] += given
-            spare -= given
-        return [int(count) for count in counts]
 
     def _merge(self, table: AdaptiveTable) -> None:
         """Makes utilities what all replicas have observed together, and sure that they hold the same chunks."""
