@@ -233,6 +233,7 @@ def test_pools_that_an_optimizer_trains_share_a_budget_in_an_ordinary_loop(spars
         ({"interval": "x"}, TypeError, "interval = 'x' is a str"),
         ({"max_swap_share": 0.0}, ValueError, "max_swap_share = 0.0"),
         ({"hysteresis": -1.0}, ValueError, "hysteresis = -1.0"),
+        ({"hysteresis": 1e39}, ValueError, "hysteresis = 1e+39"),
         ({"hysteresis": math.nan}, ValueError, "hysteresis = nan"),
         ({"shared_budget": 10**6}, ValueError, "shared_budget = 1000000: allowed 1..100 chunks"),
         (
@@ -282,3 +283,31 @@ def test_pruners_need_something_to_prune() -> None:
         trained().prune(max_swaps=-1)
     with pytest.raises(ValueError, match=r"capacity = 101: allowed 0\.\.100"):
         trained().prune(capacity=101)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"max_swaps": -1}, ValueError, "max_swaps = -1: allowed 0 or more, or None"),
+        ({"max_swaps": 1.5}, TypeError, "max_swaps = 1.5 is a float; it must be an int, 0 or more, or None"),
+        ({"hysteresis": math.inf}, ValueError, "hysteresis = inf: allowed 0 or more, finite in float32"),
+        ({"hysteresis": 1e39}, ValueError, "hysteresis = 1e+39"),
+        ({"hysteresis": math.nan}, ValueError, "hysteresis = nan"),
+        ({"hysteresis": "x"}, TypeError, "hysteresis = 'x' is a str"),
+        ({"capacity": 60.5}, TypeError, "capacity = 60.5 is a float; it must be an int, 0..100, or None"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_a_pruning_that_is_refused_leaves_the_table_as_it_was(
+    layout: str, options: dict[str, Any], kind: type[BaseException], text: str
+) -> None:
+    table = trained(layout)
+    before = copy.deepcopy(table.state_dict())
+    with pytest.raises(kind) as caught:
+        table.prune(**{"capacity": 60, **options})
+    assert text in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in table.state_dict().items())
+    table(torch.arange(50).view(10, 5)).sum().backward()
+    table.prune(capacity=60, max_swaps=2**70)
+    assert table.budget_chunks == 60

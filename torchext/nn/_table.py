@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext._uncompiled import uncompiled
-from torchext.nn._arguments import MODES, TableOptions, refuse
+from torchext.nn._arguments import MODES, TableOptions, check_hysteresis, check_int, refuse
 from torchext.nn._attached import averaging
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
@@ -131,6 +131,7 @@ class AdaptiveTable(ChunkStorage):
         Raises:
             ValueError: An argument out of its range, or an optimizer that trains something else or whose state cannot
                 move with the chunks. Nothing is changed.
+            TypeError: An argument of a wrong type. Nothing is changed.
             RuntimeError: Replicas of the table are averaged (``torchext.attach``), or their gradients are
                 (DistributedDataParallel). Nothing is changed.
         """
@@ -162,10 +163,13 @@ class AdaptiveTable(ChunkStorage):
         """
         total, slots = self.num_embeddings * self.chunks, self.budget_chunks
         capacity = slots if capacity is None else capacity
-        if max_swaps is not None and max_swaps < 0:
+        # Everything, before anything grows.
+        max_swaps = total if max_swaps is None else max_swaps
+        check_int("max_swaps", max_swaps, "0 or more, or None")
+        if max_swaps < 0:
             raise refuse("max_swaps", max_swaps, "0 or more, or None")
-        if not hysteresis >= 0:
-            raise refuse("hysteresis", hysteresis, "0 or more")
+        check_hysteresis(hysteresis)
+        check_int("capacity", capacity, f"0..{total}, or None")
         if not 0 <= capacity <= total:
             raise refuse("capacity", capacity, f"0..{total}")
         if self.layout == "identity":
@@ -186,7 +190,7 @@ class AdaptiveTable(ChunkStorage):
             self.num_embeddings,
             self.chunks,
             capacity,
-            total if max_swaps is None else max_swaps,
+            min(max_swaps, total),
             hysteresis,
         )
         if capacity < slots and self.layout == "sketch":

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext.nn._arguments import check_int, check_number, refuse
+from torchext.nn._arguments import check_hysteresis, check_int, check_number, refuse
 from torchext.nn._attached import averaging, check_prunable, group_of
 from torchext.nn._optimizer_state import check_optimizer, moving_state
 from torchext.nn._shared_budget import part_of_rank, shares
@@ -118,7 +118,7 @@ class ChunkPruner:
         check_number("growth", growth, lambda value: 1 <= value < float("inf"), "1 or more, finite")
         _check_count("interval", interval, first, f"first = {first} or more")
         check_number("max_swap_share", max_swap_share, lambda value: 0 < value <= 1, "0 < share <= 1")
-        check_number("hysteresis", hysteresis, lambda value: 0 <= value < float("inf"), "0 or more, finite")
+        check_hysteresis(hysteresis)
         if shared_budget is not None:
             self._budget = part_of_rank(self.tables, shared_budget)
             if any(isinstance(part, DistributedDataParallel) for module in found for part in module.modules()):
