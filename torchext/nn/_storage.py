@@ -20,6 +20,7 @@ from torchext.nn._arguments import (
     refuse,
 )
 from torchext.nn._ops import _ops, written
+from torchext.nn._trigger import drop_gradients
 
 __all__ = ["ChunkStorage", "replace_values", "with_rows"]
 
@@ -109,6 +110,8 @@ class ChunkStorage(nn.Module):
         pool = _memory((self.budget_chunks, self.chunk_dim), dtype, device)
         # Autograd runs a backward pass only towards something that requires grad.
         trigger = None if trained else nn.Parameter(torch.empty(0, dtype=dtype, device=device))
+        if trigger is not None:
+            drop_gradients(trigger)
         if self.training_mode == "sharded":  # not registered: DDP would give every rank the shard of rank 0
             self.__dict__.update(pool=nn.Parameter(pool, requires_grad=False), trigger=trigger)
         else:

@@ -19,6 +19,7 @@ from torchext.nn._ops import BagSpec, Table, _ops, written
 from torchext.nn._optimizer_state import expect_other_size, moving_state
 from torchext.nn._seeds import mixed_seed
 from torchext.nn._storage import ChunkStorage, replace_values, with_rows
+from torchext.nn._trigger import drop_gradients
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -299,6 +300,8 @@ class AdaptiveTable(ChunkStorage):
             self._prunings, self._origin = Prunings(), Origin.of(self, copied)
         if self._grouped:
             follow(self)
+        if self.trigger is not None:  # hooks are not copied
+            drop_gradients(self.trigger)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
