@@ -108,6 +108,34 @@ def test_ddp_begins_with_the_table_of_rank_0(compiled: str) -> None:
     assert torch.equal(first, second)
 
 
+def loaded_by_rank_0(rank: Rank, compiled: str) -> tuple[Tensor, Tensor, Tensor]:
+    rank.init("gloo")
+    module, ids = table("hash", sparse=False), torch.arange(ROWS).unsqueeze(1)
+    first = in_ddp(module, compiled)
+    before = first(ids)
+    before.sum().backward()
+    if rank.rank == 0:
+        other = table("hash", sparse=False)
+        other._take(torch.randn(ROWS, DIM))
+        module.load_state_dict(other.state_dict())
+    again = in_ddp(module, compiled)
+    outputs = [again(ids) for _ in range(2)]
+    assert torch.equal(*outputs)
+    outputs[1].sum().backward()
+    return before.detach(), outputs[0].detach(), module.index
+
+
+@COMPILED
+def test_a_table_that_rank_0_has_loaded_is_sent_when_it_is_wrapped_again(compiled: str) -> None:
+    if compiled and torch.__version__.startswith("2.11"):
+        pytest.skip("torch 2.11 takes what was compiled elsewhere (README)")
+    (before, first, index), (_, second, other) = run_ranks(loaded_by_rank_0, 2, compiled)
+    assert not before.any()
+    assert first.any()
+    assert torch.equal(first, second)
+    assert torch.equal(index, other)
+
+
 def compiled_whole_in_ddp(rank: Rank) -> tuple[str, bool]:
     rank.init("gloo")
     module = table(sparse=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,13 @@ class AdaptiveTable(ChunkStorage):
     _version = VERSION
     _origin: Origin | None  # of a copy, as long as its values may come from there
     _grouped = False  # whether an optimizer may have its group
+    _met: weakref.ref[DistributedDataParallel] | None = None  # the last DDP that has met the table
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, options: TableOptions, *, device: Any, dtype: Any
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, options, device=device, dtype=dtype)
-        self._ddp: Any = None  # the process group of the DDP that has met the table
+        self._ddp: Any = None  # the process group of that
         self._prunings, self._origin = Prunings(), None
 
     @property
@@ -253,7 +255,8 @@ class AdaptiveTable(ChunkStorage):
     def _strange_to_ddp(self) -> bool:
         """Whether this forward pass runs inside a DDP that has not met the table; torch.compile guards the answer."""
         ddp = DistributedDataParallel._active_ddp_module
-        return ddp is not None and self.training_mode != "sharded" and self._ddp is not ddp.process_group
+        # Not the group: what is wrapped again may have been loaded since, by rank 0 alone.
+        return ddp is not None and self.training_mode != "sharded" and (self._met is None or self._met() is not ddp)
 
     @uncompiled(
         "a table meets DDP once and uncompiled; with fullgraph=True run one forward pass in DDP before compiling"
@@ -268,6 +271,7 @@ class AdaptiveTable(ChunkStorage):
                 "own gradients, and the replicas would differ from then on without an error. Use training='sparse' "
                 "with an optimizer (DDP on Gloo averages it), or training='sharded', which exchanges rows."
             )
+        before = self.index.clone()
         # A whole table is its parameters, and DDP has sent those: nothing may wait here for a rank that does not use
         # the table in this pass.
         for name in () if self.layout == "identity" else self._PLAIN:
@@ -276,8 +280,9 @@ class AdaptiveTable(ChunkStorage):
             torch.distributed.broadcast(sent, group_src=0, group=ddp.process_group)
             if sent is not tensor:
                 tensor.copy_(sent)
-        written(self.index)
-        self._ddp = ddp.process_group
+        if not torch.equal(self.index, before):
+            written(self.index)
+        self._ddp, self._met = ddp.process_group, weakref.ref(ddp)
         self._origin = None
 
     def reset_parameters(self) -> None:
@@ -290,7 +295,7 @@ class AdaptiveTable(ChunkStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles know no process group."""
-        return {**self.__dict__, "_ddp": None, "_origin": None}
+        return {**self.__dict__, "_ddp": None, "_met": None, "_origin": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Where the table's group may be in an optimizer, the copy's may be in a copy of that."""

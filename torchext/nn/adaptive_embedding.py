@@ -29,7 +29,7 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
     differ.
 
     Inside DistributedDataParallel the first forward pass of a table with a budget below 1 is collective, as rank 0
-    sends its chunks: all ranks make it in the same iteration, or all wait.
+    sends its chunks: all ranks make it in the same iteration, or all wait. So is the first one inside another wrapper.
 
     Ways to train, ``training=``:
         ``"dense"``: a dense gradient of :attr:`pool` for any optimizer; the default, as nn.EmbeddingBag's.
