@@ -11,21 +11,35 @@
 namespace torchext::core {
 namespace {
 
+// A hash and a sketch store keys, which may be another table's; utilities and marks are only as many as this one has.
+void checkKey(const ChunkIndex& index, std::int64_t key) {
+  if (key < 0 || key >= index.keys()) {
+    throw std::out_of_range(concat("chunk prune: a stored key is ", key, ": allowed 0..", index.keys() - 1,
+                                   "; index or sketch are another table's"));
+  }
+}
+
 // Calls visit(key, slot, utility) for every resident chunk, and for the absent ones that have collected utility.
 template <class Visit>
 void forEachCandidate(const ChunkIndex& index, const ChunkUtility& utility, Visit&& visit) {
-  const auto resident = [&](std::int64_t key, std::int32_t slot) { visit(key, slot, utility.get(key, slot)); };
+  const auto resident = [&](std::int64_t key, std::int32_t slot) {
+    checkKey(index, key);
+    visit(key, slot, utility.get(key, slot));
+  };
   if (utility.layout() == ChunkUtility::Layout::kSketch) {
     index.forEach(resident);
-    utility.forEachCell([&](std::int64_t key, float value) { visit(key, ChunkIndex::kAbsent, value); });
+    utility.forEachCell([&](std::int64_t key, float value) {
+      checkKey(index, key);
+      visit(key, ChunkIndex::kAbsent, value);
+    });
     return;
   }
   if (index.layout() == ChunkIndex::Layout::kHashed) {
     // A bit a chunk costs less than a look-up each.
     std::vector<bool> held(static_cast<std::size_t>(index.keys()));
     index.forEach([&](std::int64_t key, std::int32_t slot) {
-      held[static_cast<std::size_t>(key)] = true;
       resident(key, slot);
+      held[static_cast<std::size_t>(key)] = true;
     });
     for (std::int64_t key = 0; key < index.keys(); ++key) {
       const float value = utility.get(key, ChunkIndex::kAbsent);

@@ -36,6 +36,8 @@ struct ChunkPrune {
 };
 
 // Every chunk that a selection chooses from: all residents, and the absent ones that have collected utility.
+// std::out_of_range where a hash or a sketch holds a key that the table does not have; so does pruneChunks, with
+// nothing changed.
 std::vector<ChunkCandidate> chunkCandidates(const ChunkIndex& index, const ChunkUtility& utility);
 
 // std::invalid_argument for wrong limits or the identity layout, with nothing changed. limits.capacity is the number of

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from adaptive import DIM, ROWS, STEPS, batch, loss
 from harness import Rank, run_ranks
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
@@ -105,6 +106,34 @@ def test_ddp_begins_with_the_table_of_rank_0(compiled: str) -> None:
     first, second = run_ranks(start_from_rank_0, 2, compiled)
     assert first.any()
     assert torch.equal(first, second)
+
+
+def loaded_by_rank_0(rank: Rank, compiled: str) -> tuple[Tensor, Tensor, Tensor]:
+    rank.init("gloo")
+    module, ids = table("hash", sparse=False), torch.arange(ROWS).unsqueeze(1)
+    first = in_ddp(module, compiled)
+    before = first(ids)
+    before.sum().backward()
+    if rank.rank == 0:
+        other = table("hash", sparse=False)
+        other._take(torch.randn(ROWS, DIM))
+        module.load_state_dict(other.state_dict())
+    again = in_ddp(module, compiled)
+    outputs = [again(ids) for _ in range(2)]
+    assert torch.equal(*outputs)
+    outputs[1].sum().backward()
+    return before.detach(), outputs[0].detach(), module.index
+
+
+@COMPILED
+def test_a_table_that_rank_0_has_loaded_is_sent_when_it_is_wrapped_again(compiled: str) -> None:
+    if compiled and torch.__version__.startswith("2.11"):
+        pytest.skip("torch 2.11 takes what was compiled elsewhere (README)")
+    (before, first, index), (_, second, other) = run_ranks(loaded_by_rank_0, 2, compiled)
+    assert not before.any()
+    assert first.any()
+    assert torch.equal(first, second)
+    assert torch.equal(index, other)
 
 
 def compiled_whole_in_ddp(rank: Rank) -> tuple[str, bool]:
@@ -317,6 +346,32 @@ def test_dears_state_moves_with_the_chunks_or_is_refused() -> None:
         expected = run_ranks(prune_with_dear, 2, "", momentum)[0]
         for weight in run_ranks(prune_with_dear, 2, form, momentum):
             torch.testing.assert_close(weight, expected)
+
+
+def prune_with_zero(rank: Rank, zero: bool) -> tuple[Tensor, int]:
+    rank.init("gloo")
+    model = DistributedDataParallel(Two())
+    optimizer: torch.optim.Optimizer
+    if zero:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    pruner = ChunkPruner(model, optimizer=optimizer, first=2, growth=1.0, interval=2, max_swap_share=0.3)
+    swapped = 0
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model(batch(rank.rank, step))).backward()
+        optimizer.step()
+        done = pruner.step()
+        swapped += done["dropped"] + done["moved"] if done else 0
+    return torch.stack([model.module.first.weight, model.module.second.weight]), swapped
+
+
+def test_the_state_that_zero_keeps_on_the_rank_that_steps_moves_with_the_chunks() -> None:
+    expected, swapped = run_ranks(prune_with_zero, 2, False)[0]
+    assert swapped > 0
+    for weight, _ in run_ranks(prune_with_zero, 2, True):
+        torch.testing.assert_close(weight, expected)
 
 
 def diverged(rank: Rank) -> str:

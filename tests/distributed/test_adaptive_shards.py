@@ -290,3 +290,64 @@ def test_shards_prune_their_own_rows() -> None:
         assert 0 < resident <= budget <= 10
         assert torch.equal(everything, results[0][2])
         assert everything.any()
+
+
+def shards_beside_a_replica(rank: Rank) -> tuple[Tensor, Tensor, Tensor, str]:
+    rank.init("gloo")
+    # All of rank 1's only row is resident, of rank 0's rows not.
+    few = AdaptiveEmbeddingBag(3, 16, mode="sum", training="sharded", budget=0.9, chunk_dim=4)
+    options: dict[str, Any] = {"mode": "sum", "training": "sharded", "budget": 0.8, "chunk_dim": 4}
+    first, second = (AdaptiveEmbeddingBag(64, 16, **options) for _ in range(2))
+    replica = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", budget=0.4, chunk_dim=4)
+    ddp = DistributedDataParallel(replica)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    few(torch.arange(3).view(-1, 1)).sum().backward()
+    for bag in (first, second):
+        bag(torch.arange(64).view(-1, 1)).sum().backward()
+    loss(ddp(batch(rank.rank, 0))).backward()
+    ChunkPruner([few, ddp, first, second], optimizer=optimizer).prune()
+    return first.weight, second.weight, replica.weight, few.layout
+
+
+def test_rows_that_are_admitted_begin_with_other_values_in_each_shard_and_table() -> None:
+    (first, second, replica, few), (other_first, other_second, other_replica, other_few) = run_ranks(
+        shards_beside_a_replica, 2
+    )
+    assert few != other_few == "identity"
+    assert torch.equal(replica, other_replica)
+    assert replica.any()
+    made = [first, second, other_first, other_second]
+    for at, one in enumerate(made):
+        assert (one != 0).sum() > 400
+        for other in made[:at]:
+            assert not (one == other).logical_and(one != 0).any()
+
+
+def shards_with_a_shared_budget(rank: Rank) -> tuple[list[int], int, list[str]]:
+    rank.init("gloo")
+    options: dict[str, Any] = {"mode": "sum", "training": "sharded", "budget": 0.3, "chunk_dim": 4}
+    tables = [AdaptiveEmbeddingBag(rows, DIM, **options) for rows in (ROWS, 20)]
+    refused = []
+    for modules, budget in ((tables, 5), (tables, 115), ([*tables, AdaptiveEmbeddingBag(9, DIM, budget=0.5)], 60)):
+        try:
+            ChunkPruner(modules, shared_budget=budget)
+        except ValueError as error:
+            refused.append(str(error))
+    pruner = ChunkPruner(tables, first=1, growth=1.0, interval=1, shared_budget=61, max_swap_share=1.0)
+    sizes = []
+    for step in range(8):
+        tables[0](batch(rank.rank, step)).sub(1).square().sum().backward()
+        tables[1](batch(rank.rank, step) % 3).sub(1).square().sum().backward()
+        pruner.step()
+        sizes.append(sum(table.budget_chunks for table in tables))
+    return sizes, tables[1].stats()["resident_chunks"], refused
+
+
+def test_a_shared_budget_of_shards_is_that_of_all_ranks() -> None:
+    results = run_ranks(shards_with_a_shared_budget, 3)
+    for (sizes, of_few, refused), part in zip(results, (21, 20, 19), strict=True):  # of 61, by 20, 19 and 18 rows
+        assert set(sizes) == {part}
+        assert of_few == 2  # all that it uses
+        assert refused[0] == "shared_budget = 5: allowed 6..114 chunks"
+        assert refused[1] == "shared_budget = 115: allowed 6..114 chunks"
+        assert "for shards or for replicas, and these are both" in refused[2]

@@ -318,3 +318,23 @@ def test_half_and_double_convert() -> None:
         output = bag(torch.randint(0, 20, (6, 3)))
         assert output.dtype == dtype
         output.sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_gradients_beside_a_fused_table_are_clipped_by_any_norm(norm_type: float, compiled: bool) -> None:
+    torch.manual_seed(0)
+    made = AdaptiveEmbeddingBag(6, 8, mode="sum", training="fused", optimizer="sgd")
+    frozen = AdaptiveEmbeddingBag.from_pretrained(torch.randn(6, 8), mode="sum", training="fused", optimizer="sgd")
+    thawed = copy.deepcopy(frozen).requires_grad_()
+    for table in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made)), thawed, made.double().float()):
+        model = nn.Sequential(table, nn.Linear(8, 1))
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        before = table.weight.clone()
+        for foreach in (None, False, True):
+            model[1].zero_grad()  # the table's parameters alone have nothing to be cleared
+            run(torch.tensor([[0, 1], [2, 2]])).sum().backward()
+            assert [parameter.grad for parameter in table.parameters()] == [None, None]
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type, foreach=foreach)
+            assert norm > 0.1
+        assert not torch.equal(table.weight, before)

@@ -230,12 +230,94 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
     refused({**state, "surplus": state["clock"]}, "Unexpected key.*surplus")
     refused({"weight": torch.zeros(49, 8)}, r"embeddings have shape \(49, 8\); the table is \(50, 8\)")
     newer = bag.state_dict()
-    newer._metadata[""]["version"] = 3  # type: ignore[attr-defined]
-    refused(newer, r"saved as version 3, this is version 2, which takes 1\.\.2")
+    newer._metadata[""]["version"] = 4  # type: ignore[attr-defined]
+    refused(newer, r"saved as version 4, this is version 3, which takes 1\.\.3")
+    for cell, slot in ((state["index"] != -1).nonzero()[0], 30), ((state["index"] == -1).nonzero()[0], 0):
+        index = state["index"].clone()
+        index[cell] = 100 << 32 | slot
+        refused({**state, "index": index}, r"index: holds (chunk 100, allowed 0\.\.99|31 chunks, allowed 30)")
     # Another number of slots is another share of a common budget: taken over.
     bag.load_state_dict(other.state_dict())
     assert torch.equal(bag.weight, other.weight)
     assert bag.budget_chunks == other.budget_chunks
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("budget", [1.0, 60])
+def test_a_table_that_an_optimizer_trained_goes_on_fused_where_not_everything_is_asked_for(
+    budget: float, optimizer: str
+) -> None:
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"chunk_dim": 4, "mode": "sum"} | ({} if budget == 1.0 else {"layout": "hash"})
+    dense = AdaptiveEmbeddingBag(50, 8, budget=budget, **options)
+    fused = AdaptiveEmbeddingBag(
+        50, 8, budget=1.0 if budget == 1.0 else 30, training="fused", optimizer=optimizer, **options
+    )
+    for bag in (dense, fused):
+        for _ in range(2):
+            bag(torch.randint(0, 50, (10, 4))).square().sum().backward()
+            bag.prune(optimizer=None if bag is fused else torch.optim.SGD(bag.parameters()))
+    with pytest.raises(RuntimeError, match=r"Missing key.*trigger"):
+        fused.load_state_dict(dense.state_dict())
+    found = nn.Sequential(fused).load_state_dict(nn.Sequential(dense).state_dict(), strict=False)
+    assert set(found.missing_keys) == {"0.trigger", *(f"0.{name}" for name in fused.state_names)}
+    assert not found.unexpected_keys
+    assert torch.equal(fused.weight, dense.weight)
+    assert not any(state.any() for state in fused.state)
+    fresh = AdaptiveEmbeddingBag(50, 8, budget=budget, training="fused", optimizer=optimizer, **options)
+    fresh.load_state_dict(dense.state_dict(), strict=False)
+    for bag in (fused, fresh):
+        bag(torch.arange(50).view(10, 5)).square().sum().backward()
+    assert torch.equal(fused.weight, fresh.weight)
+
+
+@pytest.mark.parametrize("lacks", ["index", "pool", "clock"])
+def test_keys_that_were_not_loaded_are_all_missing(lacks: str) -> None:
+    bag, other = trained(), trained()
+    other(torch.arange(50).view(10, 5)).sum().backward()
+    before = copy.deepcopy(bag.state_dict())
+    state = {name: value for name, value in other.state_dict().items() if name not in (lacks, "state0")}
+    found = bag.load_state_dict(state, strict=False)
+    assert set(found.missing_keys) == set(before) - {"extent"}
+    assert set(found.missing_keys[:2]) == {lacks, "state0"}
+    assert all(torch.equal(value, before[name]) for name, value in bag.state_dict().items())
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["", "version 2"])
+@pytest.mark.parametrize(("rows", "dim"), [(1000, 32), (1000, 128), (993, 64), (2000, 32), (500, 128)])
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch", "whole"])
+def test_a_checkpoint_of_a_table_of_another_extent_is_refused(layout: str, rows: int, dim: int, old: bool) -> None:
+    torch.manual_seed(3)
+    budget: dict[str, Any] = {"budget": 1.0} if layout == "whole" else {"budget": 100, "layout": layout}
+    saved, other = (
+        AdaptiveEmbeddingBag(*size, chunk_dim=16, training="fused", mode="sum", **budget)
+        for size in ((1000, 64), (rows, dim))
+    )
+    for _ in range(2):
+        saved(torch.arange(900, 1000).view(-1, 1)).sum().backward()
+        saved.prune()
+    state, before = saved.state_dict(), copy.deepcopy(other.state_dict())
+    text = rf"extent: saved of a table of 1000 rows with 4 chunks each, this one has {rows} with {dim // 16}"
+    if old:
+        del state["extent"]
+        state._metadata[""]["version"] = 2  # type: ignore[attr-defined]
+        if (layout == "whole" and rows * dim == 64000) or (layout == "sketch" and (rows, dim) == (1000, 128)):
+            return  # nothing in it tells
+        text = r"saved with shape|index: holds chunk 3999, allowed 0\.\."
+    with pytest.raises(RuntimeError, match=text):
+        other.load_state_dict(state)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_a_checkpoint_of_the_second_version_goes_on(layout: str) -> None:
+    bag = trained(layout)
+    state = bag.state_dict()
+    del state["extent"]
+    state._metadata[""]["version"] = 2  # type: ignore[attr-defined]
+    twin = AdaptiveEmbeddingBag(50, 8, budget=0.3, chunk_dim=4, layout=layout, training="fused", optimizer="adam")
+    twin.load_state_dict(state)
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in bag.state_dict().items())
 
 
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])

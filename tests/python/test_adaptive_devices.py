@@ -82,7 +82,7 @@ def test_moving_takes_all_but_what_every_step_reads(layout: str, monkeypatch: py
     bag.to("meta")
     moved = {name for name, value in bag.state_dict().items() if value.device.type == "meta"}
     assert moved == {"pool", "trigger", "index", "utility", "sketch", "seen", "state0", "state1"}
-    assert set(bag.state_dict()) - moved == {"clock", "lr"}
+    assert set(bag.state_dict()) - moved == {"clock", "lr", "extent"}
 
 
 def test_devices_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

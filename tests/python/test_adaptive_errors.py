@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, _storage
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner, _storage
 
 
 def problem(bag: AdaptiveEmbeddingBag, *args: Any) -> tuple[type[BaseException], str]:
@@ -186,6 +186,81 @@ def test_weights_of_a_table_that_was_clipped_meanwhile_are_refused() -> None:
     bag(torch.tensor([[4]]))
     with pytest.raises(RuntimeError, match="by an optimizer, or by max_norm"):
         output.sum().backward()
+
+
+def change_slots(bag: AdaptiveEmbeddingBag, how: str, optimizer: torch.optim.Optimizer | None) -> None:
+    if how == "prune":
+        bag.prune(optimizer=optimizer)
+    elif how == "grow":
+        bag.prune(optimizer=optimizer, capacity=2000)
+    elif how == "shrink":
+        bag.prune(optimizer=optimizer, capacity=10)
+    elif how == "there and back":
+        bag.prune(optimizer=optimizer, capacity=2000)
+        bag.prune(optimizer=optimizer, capacity=40)
+    elif how == "reset":
+        bag.reset_parameters()
+    elif how == "share":
+        ChunkPruner(bag, optimizer=optimizer, shared_budget=2000).prune()
+    else:
+        budget = 2000 if how == "load a larger one" else 40
+        other = AdaptiveEmbeddingBag(900, 16, budget=budget, chunk_dim=4, layout=bag.layout, training=bag.training_mode)
+        other(torch.arange(900).view(-1, 4)).sum().backward()
+        other.prune(optimizer=None if other.trigger is not None else torch.optim.SGD(other.parameters()))
+        bag.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize(
+    "how", ["prune", "grow", "shrink", "there and back", "reset", "share", "load", "load a larger one"]
+)
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+@pytest.mark.parametrize("training", ["dense", "sparse", "fused"])
+def test_chunks_that_changed_their_slots_since_the_forward_pass_are_refused(
+    training: str, layout: str, how: str
+) -> None:
+    bag = AdaptiveEmbeddingBag(900, 16, mode="sum", budget=40, chunk_dim=4, layout=layout, training=training)
+    optimizer = None if training == "fused" else torch.optim.SGD(bag.parameters(), lr=0.1)
+    ids = torch.arange(900).view(-1, 4)
+    weights = torch.ones(ids.shape, requires_grad=True)
+    bag(ids).sum().backward()
+    outputs = bag(ids), bag(ids, None, weights)
+    change_slots(bag, how, optimizer)
+    bag.pool.grad = None
+    before = copy.deepcopy(bag.state_dict())
+    for output in outputs:
+        with pytest.raises(RuntimeError, match=r"changed their slots since the forward.*before the next forward pass"):
+            output.sum().backward()
+    assert bag.pool.grad is weights.grad is None
+    assert all(torch.equal(value, before[name]) for name, value in bag.state_dict().items())
+    bag(ids, None, weights).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["prune", "grow", "shrink", "there and back", "reset", "load", "load a larger one"])
+@pytest.mark.parametrize("training", ["dense", "fused"])
+def test_chunks_that_changed_their_slots_in_a_compiled_step_are_refused(training: str, how: str) -> None:
+    torch.compiler.reset()
+    bag = AdaptiveEmbeddingBag(900, 16, mode="sum", budget=40, chunk_dim=4, layout="direct", training=training)
+    optimizer = None if training == "fused" else torch.optim.SGD(bag.parameters(), lr=0.1)
+    run = torch.compile(bag, backend="aot_eager", fullgraph=True)
+    ids = torch.arange(900).view(-1, 4)
+    run(ids).sum().backward()
+    output = run(ids)
+    change_slots(bag, how, optimizer)
+    before = copy.deepcopy(bag.state_dict())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    assert all(torch.equal(value, before[name]) for name, value in bag.state_dict().items())
+    run(ids).sum().backward()
+
+
+def test_a_whole_table_has_no_slots_to_change() -> None:
+    bag = AdaptiveEmbeddingBag(9, 8, mode="sum", training="fused", optimizer="sgd", lr=1.0)
+    output = bag(torch.arange(9).view(3, 3))
+    bag.load_state_dict({"weight": torch.zeros(9, 8)})
+    bag.load_state_dict(bag.state_dict())
+    bag.prune()
+    output.sum().backward()
+    assert torch.equal(bag.weight, torch.full((9, 8), -1.0))
 
 
 @pytest.mark.parametrize("training", ["dense", "fused"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from adaptive_tables import trained
 from torch import Tensor, nn
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
+from torchext.nn._seeds import mixed_seed
 
 
 def test_the_schedule_is_early_and_often_then_rare() -> None:
@@ -46,6 +48,65 @@ def test_an_optimizer_keeps_its_state_with_the_chunks() -> None:
     assert len(held) > 10
 
 
+def test_the_state_of_a_frozen_table_moves_with_its_chunks() -> None:
+    torch.manual_seed(0)
+    table = AdaptiveEmbeddingBag(64, 16, chunk_dim=4, budget=64, mode="sum", init_std=0.0)
+    optimizer = torch.optim.Adam(table.parameters())
+    pruner = ChunkPruner(table, optimizer=optimizer, max_swap_share=0.3, hysteresis=0.0)
+
+    def moments() -> dict[int, Tensor]:
+        moment = optimizer.state[table.pool]["exp_avg"]
+        return {int(key): moment[slot].clone() for key, slot in zip(*table._resident(), strict=True)}
+
+    moved = 0
+    for _ in range(8):
+        optimizer.zero_grad()
+        table(torch.randint(0, 64, (8, 4))).sub(1).square().sum().backward()
+        optimizer.step()
+        held = moments()
+        table.requires_grad_(False)
+        done = pruner.prune()
+        table.requires_grad_(True)
+        moved += done["moved"] + done["dropped"]
+        for key, moment in moments().items():
+            assert torch.equal(moment, held.get(key, torch.zeros(4))), key
+    assert moved > 20
+
+
+def test_state_of_a_frozen_table_of_another_size_is_named_when_it_is_thawed() -> None:
+    table = AdaptiveEmbedding.from_pretrained(torch.randn(50, 16), freeze=False, budget=30, chunk_dim=4, layout="hash")
+    other = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam([table.pool, other], lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (table(torch.arange(50)).sum() + other.sum()).backward()
+        optimizer.step()
+
+    step()
+    table.requires_grad_(False)
+    table.prune(capacity=20)  # without the optimizer
+    step()
+    table.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"state 'exp_avg' is of 30 slots, the table has a pool of 20 since"):
+        step()
+
+
+def test_a_table_that_is_thawed_after_its_pruner_was_made_needs_an_optimizer() -> None:
+    table = AdaptiveEmbedding(30, 16, budget=0.3, chunk_dim=4).requires_grad_(False)
+    pruners = [ChunkPruner(table), ChunkPruner(table, optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(2))]))]
+    assert pruners[0].prune()["admitted"] == 0
+    assert pruners[1].prune()["admitted"] == 0
+    table.requires_grad_(True)
+    table(torch.arange(30)).sum().backward()
+    before = copy.deepcopy(table.state_dict())
+    for pruner, text in zip(pruners, ("an optimizer trains the pools", "a pool is not among its"), strict=True):
+        with pytest.raises(ValueError, match=text):
+            pruner.prune()
+    assert all(torch.equal(value, before[name]) for name, value in table.state_dict().items())
+    assert ChunkPruner(table, optimizer=torch.optim.SGD(table.parameters())).prune()["admitted"] == 36
+
+
 def test_an_optimizer_whose_state_cannot_move_is_refused() -> None:
     table = AdaptiveEmbedding(30, 16, budget=0.3, chunk_dim=4)
     other = nn.Parameter(torch.zeros(2))
@@ -61,6 +122,57 @@ def test_an_optimizer_whose_state_cannot_move_is_refused() -> None:
     assert all(torch.equal(value, before[name]) for name, value in table.state_dict().items())
     del optimizer.state[table.pool]["rows"]
     assert pruner.prune()["admitted"] == 36
+
+
+def test_tables_of_one_seed_that_are_pruned_together_begin_with_other_values() -> None:
+    tables = [AdaptiveEmbeddingBag(64, 16, chunk_dim=4, budget=200, mode="sum", training="fused") for _ in range(3)]
+    ids = torch.arange(64).view(-1, 1)
+    for table in tables:
+        table(ids).sum().backward()
+    ChunkPruner(nn.ModuleList(tables)).prune()
+    for table in tables[1:]:
+        assert table.stats()["resident_chunks"] == tables[0].stats()["resident_chunks"] == 200
+        assert not (table.pool == tables[0].pool).any()
+        assert torch.nn.functional.cosine_similarity(table.pool, tables[0].pool).mean().abs() < 0.15
+
+
+def test_a_table_that_is_pruned_twice_in_a_step_begins_with_other_values_each_time() -> None:
+    table = AdaptiveEmbeddingBag(64, 4, chunk_dim=4, budget=20, mode="sum", training="fused")
+    table(torch.arange(64).view(-1, 1)).sum().backward()
+    table.prune()
+    table.prune(capacity=40)
+    assert len(table.pool.unique()) == 160
+
+
+def test_seeds_are_well_mixed() -> None:
+    assert mixed_seed(0) == 0xE220A8397B1DCDAF  # splitmix64's first
+    seeds = {mixed_seed(*numbers) % 2**32 for numbers in itertools.product(range(8), repeat=4)}
+    assert len(seeds) == 8**4
+    assert len({mixed_seed(2**63 - 1, -1), mixed_seed(2**63 - 1, 1), mixed_seed(-1, 2**63 - 1)}) == 3
+
+
+def test_a_resumed_run_admits_the_same_values() -> None:
+    def made() -> tuple[nn.ModuleList, ChunkPruner]:
+        tables = nn.ModuleList(
+            AdaptiveEmbeddingBag(64, 16, chunk_dim=4, budget=0.2, mode="sum", training="fused") for _ in range(2)
+        )
+        return tables, ChunkPruner(tables, first=2, growth=1.0, interval=2)
+
+    def train(tables: nn.ModuleList, pruner: ChunkPruner, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for table in tables:
+                table(torch.randint(0, 8 + 4 * step, (8, 4), generator=generator)).sub(1).square().sum().backward()
+            pruner.step()
+
+    straight, resumed, other = made(), made(), made()
+    train(*straight, range(12))
+    train(*resumed, range(6))
+    for part, state in zip(other, resumed, strict=True):
+        part.load_state_dict(copy.deepcopy(state.state_dict()))
+    train(*other, range(6, 12))
+    for name, value in straight[0].state_dict().items():
+        assert torch.equal(other[0].state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
@@ -121,6 +233,7 @@ def test_pools_that_an_optimizer_trains_share_a_budget_in_an_ordinary_loop(spars
         ({"interval": "x"}, TypeError, "interval = 'x' is a str"),
         ({"max_swap_share": 0.0}, ValueError, "max_swap_share = 0.0"),
         ({"hysteresis": -1.0}, ValueError, "hysteresis = -1.0"),
+        ({"hysteresis": 1e39}, ValueError, "hysteresis = 1e+39"),
         ({"hysteresis": math.nan}, ValueError, "hysteresis = nan"),
         ({"shared_budget": 10**6}, ValueError, "shared_budget = 1000000: allowed 1..100 chunks"),
         (
@@ -170,3 +283,31 @@ def test_pruners_need_something_to_prune() -> None:
         trained().prune(max_swaps=-1)
     with pytest.raises(ValueError, match=r"capacity = 101: allowed 0\.\.100"):
         trained().prune(capacity=101)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"max_swaps": -1}, ValueError, "max_swaps = -1: allowed 0 or more, or None"),
+        ({"max_swaps": 1.5}, TypeError, "max_swaps = 1.5 is a float; it must be an int, 0 or more, or None"),
+        ({"hysteresis": math.inf}, ValueError, "hysteresis = inf: allowed 0 or more, finite in float32"),
+        ({"hysteresis": 1e39}, ValueError, "hysteresis = 1e+39"),
+        ({"hysteresis": math.nan}, ValueError, "hysteresis = nan"),
+        ({"hysteresis": "x"}, TypeError, "hysteresis = 'x' is a str"),
+        ({"capacity": 60.5}, TypeError, "capacity = 60.5 is a float; it must be an int, 0..100, or None"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_a_pruning_that_is_refused_leaves_the_table_as_it_was(
+    layout: str, options: dict[str, Any], kind: type[BaseException], text: str
+) -> None:
+    table = trained(layout)
+    before = copy.deepcopy(table.state_dict())
+    with pytest.raises(kind) as caught:
+        table.prune(**{"capacity": 60, **options})
+    assert text in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in table.state_dict().items())
+    table(torch.arange(50).view(10, 5)).sum().backward()
+    table.prune(capacity=60, max_swaps=2**70)
+    assert table.budget_chunks == 60

@@ -44,6 +44,12 @@ def check_int(name: str, value: Any, allowed: str) -> None:
         raise TypeError(f"{name} = {value!r} is a {type(value).__name__}; it must be an int, {allowed}")
 
 
+def check_hysteresis(value: Any) -> None:
+    """Refuses what utilities cannot be multiplied by; they are float32."""
+    most = torch.finfo(torch.float32).max
+    check_number("hysteresis", value, lambda hysteresis: 0 <= hysteresis <= most, "0 or more, finite in float32")
+
+
 def learning_rate(value: Any) -> float:
     """Of the fused update, from a number or a tensor of one."""
     if isinstance(value, Tensor):

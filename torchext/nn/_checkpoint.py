@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 # 1: state of the fused optimizer as "state.0" and so on, utilities in bytes 2^16 times as large (chunk_utility.h), no
 #    "shard".
-VERSION = 2
+# 2: no "extent".
+VERSION = 3
+_NEWER = ("shard", "extent")  # what earlier versions lack, and loading does not need
 
 
 def unregistered_tensors(table: AdaptiveTable) -> Iterable[tuple[str, Tensor]]:
@@ -24,6 +26,7 @@ def unregistered_tensors(table: AdaptiveTable) -> Iterable[tuple[str, Tensor]]:
         yield "pool", table.pool.detach()
     if table.shard is not None:
         yield "shard", table.shard
+    yield "extent", table.extent
     yield from table.plain_tensors()
     yield from zip(table.state_names, table.state, strict=True)
 
@@ -58,6 +61,33 @@ def _lengths(table: AdaptiveTable, name: str, slots: int, cells: int) -> tuple[i
     return None
 
 
+def _strangers(table: AdaptiveTable, saved: Mapping[str, Any], prefix: str) -> list[str]:
+    """Of a checkpoint's index and sketch, what this table cannot hold; the operators rely on it."""
+    chunks = table.num_embeddings * table.chunks
+    slots = saved.get(prefix + "pool", table.pool).numel() // table.chunk_dim
+    problems = []
+
+    def check(name: str, what: str, values: Tensor, count: int) -> None:
+        if not len(values):
+            return
+        worst = int(values.min() if values.min() < 0 else values.max())
+        if not 0 <= worst < count:
+            problems.append(f"{prefix}{name}: holds {what} {worst}, allowed 0..{count - 1}; it is another table's")
+
+    index, sketch = (saved.get(prefix + name) for name in ("index", "sketch"))
+    if index is not None:
+        held = index[index != -1]
+        if index.dtype == torch.int64:
+            check("index", "chunk", held >> 32, chunks)
+            held = held & 0x7FFFFFFF
+        check("index", "slot", held, slots)
+        if len(held) > slots:  # a hash without an empty cell would be searched for ever
+            problems.append(f"{prefix}index: holds {len(held)} chunks, allowed {slots}, the slots of its pool")
+    if sketch is not None:
+        check("sketch", "chunk", sketch[sketch != -1], chunks)
+    return problems
+
+
 def _problems(table: AdaptiveTable, own: Mapping[str, Tensor], saved: Mapping[str, Any], prefix: str) -> list[str]:
     """Of tensors that were saved, those that cannot be this table's."""
     slots = saved.get(prefix + "pool", table.pool).numel() // table.chunk_dim
@@ -82,13 +112,19 @@ def _problems(table: AdaptiveTable, own: Mapping[str, Tensor], saved: Mapping[st
             problems.append(f"{key}: saved with shape {tuple(given.shape)}, allowed {allowed}")
         elif given.dtype != tensor.dtype and key != prefix + "pool":
             problems.append(f"{key}: saved as {given.dtype}, the table has {tensor.dtype}")
+        elif key == prefix + "extent" and given.tolist() != tensor.tolist():
+            (rows, chunks), (own_rows, own_chunks) = given.tolist(), tensor.tolist()
+            problems.append(
+                f"{key}: saved of a table of {rows} rows with {chunks} chunks each, this one has {own_rows} with "
+                f"{own_chunks}"
+            )
         elif tensor is table.shard and given.tolist() != tensor.tolist():
             (rank, world, rows), (own_rank, own_world, own_rows) = given.tolist(), tensor.tolist()
             problems.append(
                 f"{key}: saved by rank {rank} of {world}, of a table of {rows} rows; this is rank {own_rank} of "
                 f"{own_world}, of {own_rows}. Every rank loads what it has saved itself"
             )
-    return problems
+    return problems or _strangers(table, saved, prefix)
 
 
 def _renamed(saved: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
@@ -109,6 +145,10 @@ def load_table(
 ) -> None:
     """Checks everything, then takes everything: a table is never half of one checkpoint and half of another.
 
+    The fused optimizer's state begins anew where it is missing, as in checkpoints of tables that an optimizer trained.
+    Where anything else is missing nothing is taken. Either way all keys that were not taken are missing: torch says
+    that it is strict whether it is or not, and raises afterwards.
+
     The arguments are those of ``nn.Module._load_from_state_dict``; what is wrong is appended to the lists.
     """
     if prefix + "weight" in saved and prefix + "pool" not in saved:  # of nn.EmbeddingBag
@@ -128,19 +168,27 @@ def load_table(
             f"{prefix[:-1] or 'table'}: saved as version {version}, this is version {VERSION}, which takes "
             f"1..{VERSION}",
         )
-    missing = [key for key, tensor in own.items() if key not in saved and tensor is not table.shard]
+    missing = [key for key in own if key not in saved and key[len(prefix) :] not in _NEWER]
+    state = [prefix + name for name in table.state_names]
+    takes = not problems and set(missing) <= {prefix + "trigger", *state}
+    if missing:  # those first
+        left = state if takes and set(missing) & set(state) else () if takes else own
+        missing += [key for key in left if key not in missing and key[len(prefix) :] not in _NEWER]
     missing_keys.extend(missing)
     error_msgs.extend(problems)
     if strict:
         unexpected_keys.extend(key for key in saved if key.startswith(prefix) and key not in own)
-    if problems or missing:
+    if not takes:
         return
     with torch.no_grad():
-        if len(saved[prefix + "pool"]) != table.budget_chunks and table.optimizer_trains:
+        if len(saved[prefix + "pool"]) != table.budget_chunks and table.trigger is None:
             expect_other_size(table)
         table._resize(*(len(saved[prefix + name]) for name in ("pool", "index", "utility", "sketch")))
         table.pool.copy_(saved[prefix + "pool"])
         for name, tensor in unregistered_tensors(table):
-            tensor.copy_(saved.get(prefix + name, tensor))
+            if prefix + name in missing:
+                tensor.zero_()
+            else:
+                tensor.copy_(saved.get(prefix + name, tensor))
         if version == 1 and table.utility.dtype == torch.uint8:
             table.clock[1] *= 2.0**16  # true utility is stored over the factor

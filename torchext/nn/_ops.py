@@ -167,10 +167,21 @@ def adaptive_bag(
     return output  # type: ignore[no-any-return]
 
 
-def written(pool: Tensor) -> None:
-    """Tells autograd that an operator has written to a pool; compiled graphs find out by themselves."""
+def written(tensor: Tensor) -> None:
+    """Tells autograd that an operator has written to a pool or an index; compiled graphs find out by themselves."""
     if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(pool)
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _arrangement(index: Tensor) -> int | None:
+    """Says, compared with what it was, whether chunks have changed their slots; None: they never do, or nobody counts.
+
+    Neither pass writes an index. Who does, or puts another in its place, counts its version up.
+    """
+    # In a compiled graph autograd itself compares the versions of what is saved.
+    if torch.compiler.is_compiling() or index.numel() == 0 or index.is_inference():
+        return None
+    return index._version
 
 
 class _TrainBag(torch.autograd.Function):
@@ -212,8 +223,8 @@ class _TrainBag(torch.autograd.Function):
         ctx.table = (pool.detach(), index, utility, sketch, clock, lr, state)
         ctx.save_for_backward(ids, offsets, weights, argmax)
         ctx.spec, ctx.bag_size = spec, bag_size
-        # In a compiled graph autograd itself compares the versions of what is saved.
         ctx.version = None if torch.compiler.is_compiling() else pool._version
+        ctx.arrangement = _arrangement(index)
         return output  # type: ignore[no-any-return]
 
     @staticmethod
@@ -227,6 +238,13 @@ class _TrainBag(torch.autograd.Function):
         layout = (*layout, spec.num_embeddings, spec.chunks, spec.mode, spec.frozen_idx)  # type: ignore[assignment]
         observed = (index, utility, sketch, clock)
         weight_gradient = pool_gradient = trigger_gradient = None
+        if ctx.arrangement is not None and ctx.arrangement != _arrangement(index):
+            # The index may name slots that the pool looked up has not, and another pool may be in its place.
+            raise RuntimeError(
+                "backward pass of a table whose chunks have changed their slots since the forward pass: it has been "
+                "pruned, reset, or has taken a checkpoint, and the gradient belongs to a table that is no more. Prune "
+                "and load after backward() and before the next forward pass; look the ids up again"
+            )
         if ctx.needs_input_grad[2]:  # before the update changes what it is made of
             if ctx.version is not None and ctx.version != pool._version:
                 raise RuntimeError(

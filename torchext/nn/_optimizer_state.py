@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,39 +16,64 @@ from torchext._dear_parameter import SteppedParameter, stood_for
 if TYPE_CHECKING:
     from torchext.nn._table import AdaptiveTable
 
-__all__ = ["expect_other_size", "find_pool", "moving_state"]
+__all__ = ["check_optimizer", "expect_other_size", "moving_state"]
 
 _resized: weakref.WeakSet[AdaptiveTable] = weakref.WeakSet()  # at any time
 _unchecked: weakref.WeakSet[AdaptiveTable] = weakref.WeakSet()  # and since then nothing has stepped them
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def find_pool(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> nn.Parameter:
-    """The pool among the optimizer's parameters, or what "dear" steps in its place.
-
-    Raises:
-        ValueError: The optimizer does not train the pool.
-    """
+def _held(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> nn.Parameter | None:
+    """The pool among the optimizer's parameters, or what "dear" steps in its place."""
     for group in optimizer.param_groups:
         for held in group["params"]:
             if stood_for(held) is pool:
                 return held  # type: ignore[no-any-return]
-    raise ValueError(
-        f"optimizer = {type(optimizer).__name__}: a pool is not among its parameters; pass the optimizer that trains "
-        "the pools (where several do, make a ChunkPruner for each), so that its state moves with the chunks"
-    )
+    return None
 
 
-def moving_state(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> tuple[dict[str, Any], list[str]]:
+def _state_of(optimizer: torch.optim.Optimizer, held: nn.Parameter) -> dict[str, Any]:
+    """What the optimizer keeps for one of its parameters."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        optimizer = optimizer.optim  # keeps it on the rank that steps the parameter; the others have none to move
+    return optimizer.state.get(held, {})  # type: ignore[no-any-return]
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, table: AdaptiveTable) -> None:
+    """Whether the state of a table that an optimizer trains can move with its chunks at all.
+
+    Raises:
+        ValueError: There is no optimizer, or one that does not train the pool.
+    """
+    if not table.optimizer_trains:
+        return
+    if optimizer is None:
+        raise ValueError("optimizer: an optimizer trains the pools; pass it, so that its state moves with the chunks")
+    if _held(optimizer, table.pool) is None:
+        raise ValueError(
+            f"optimizer = {type(optimizer).__name__}: a pool is not among its parameters; pass the optimizer that "
+            "trains the pools (where several do, make a ChunkPruner for each), so that its state moves with the chunks"
+        )
+
+
+def moving_state(optimizer: torch.optim.Optimizer | None, table: AdaptiveTable) -> tuple[dict[str, Any], list[str]]:
     """The optimizer's state of a pool, and which of it has an element for each of the pool's.
+
+    A pool that is frozen now has the state of when it was trained.
 
     Raises:
         ValueError: The optimizer does not train the pool, or has state that cannot move with its chunks.
     """
-    held = find_pool(optimizer, pool)
+    if optimizer is None:
+        return {}, []
+    check_optimizer(optimizer, table)
+    pool, held = table.pool, _held(optimizer, table.pool)
+    if held is None:
+        return {}, []
     if isinstance(held, SteppedParameter):
         held.held_by.wait()  # for the last step, or it would be done with other chunks
-    state: dict[str, Any] = optimizer.state.get(held, {})
+    state = _state_of(optimizer, held)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
     moving = [name for name, value in tensors.items() if value.shape == pool.shape]
     for name, value in tensors.items():
@@ -74,10 +100,10 @@ def _watch_steps() -> None:  # of all optimizers; only where there is something 
 
 def _check_size(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for table in list(_unchecked):
-        if not _trains(optimizer, table):
-            continue
+        if not table.pool.requires_grad or not _trains(optimizer, table):
+            continue  # frozen: is not stepped, and may be thawed
         _watch_loads(optimizer)
-        for name, value in optimizer.state.get(table.pool, {}).items():
+        for name, value in _state_of(optimizer, table.pool).items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1 and len(value) != len(table.pool):
                 raise ValueError(
                     f"optimizer: state {name!r} is of {len(value)} slots, the table has a pool of {len(table.pool)} "

@@ -19,7 +19,8 @@ from torchext.nn._arguments import (
     learning_rate,
     refuse,
 )
-from torchext.nn._ops import _ops
+from torchext.nn._ops import _ops, written
+from torchext.nn._trigger import drop_gradients
 
 __all__ = ["ChunkStorage", "replace_values", "with_rows"]
 
@@ -68,6 +69,7 @@ class ChunkStorage(nn.Module):
     # and go to all ranks once (forward under DDP) and whenever utilities are merged (ChunkPruner).
     pool: nn.Parameter
     trigger: nn.Parameter | None
+    index: Tensor
 
     _PLAIN = ("index", "utility", "sketch", "seen", "clock", "lr")
     _ON_HOST = ("clock", "lr")  # read in every step, so that none waits for a device
@@ -108,12 +110,19 @@ class ChunkStorage(nn.Module):
         pool = _memory((self.budget_chunks, self.chunk_dim), dtype, device)
         # Autograd runs a backward pass only towards something that requires grad.
         trigger = None if trained else nn.Parameter(torch.empty(0, dtype=dtype, device=device))
+        if trigger is not None:
+            drop_gradients(trigger)
         if self.training_mode == "sharded":  # not registered: DDP would give every rank the shard of rank 0
             self.__dict__.update(pool=nn.Parameter(pool, requires_grad=False), trigger=trigger)
         else:
             self.pool, self.trigger = nn.Parameter(pool, requires_grad=trained), trigger
         self._lr = torch.tensor(learning_rate(options.lr), dtype=torch.float64, device="cpu")
         self.reset_parameters()
+
+    @property
+    def extent(self) -> Tensor:
+        """Rows, and chunks of each: what other sizes do not always tell. On the CPU."""
+        return torch.tensor([self.num_embeddings, self.chunks], device="cpu")
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -146,6 +155,8 @@ class ChunkStorage(nn.Module):
     def _make_plain(self) -> None:
         rows, total, slots = self.num_embeddings, self.num_embeddings * self.chunks, self.budget_chunks
         device = self.pool.device
+        if "index" in self.__dict__:
+            written(self.index)  # before another takes its place, as in _resize
         self.clock = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
         self.seen = torch.zeros(0 if self.layout == "identity" else (rows + 7) // 8, dtype=torch.uint8, device=device)
         cells = self._sketch_cells(slots) if self.layout == "sketch" else 0
@@ -309,6 +320,7 @@ class ChunkStorage(nn.Module):
 
         What has another size then has nothing in it.
         """
+        written(self.index)  # before another takes its place: passes that have looked it up must notice
         if slots != self.budget_chunks:
             self.budget_chunks = slots
             replace_values(self.pool, _memory((slots, self.chunk_dim), self.pool.dtype, self.pool.device))

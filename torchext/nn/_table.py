@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +11,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext._uncompiled import uncompiled
-from torchext.nn._arguments import MODES, SEEDS, TableOptions, refuse
+from torchext.nn._arguments import MODES, TableOptions, check_hysteresis, check_int, refuse
 from torchext.nn._attached import averaging
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
 from torchext.nn._learning_rate import follow
 from torchext.nn._lineage import Copied, Origin, Prunings
 from torchext.nn._ops import BagSpec, Table, _ops, written
 from torchext.nn._optimizer_state import expect_other_size, moving_state
+from torchext.nn._seeds import mixed_seed
 from torchext.nn._storage import ChunkStorage, replace_values, with_rows
+from torchext.nn._trigger import drop_gradients
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,12 +44,13 @@ class AdaptiveTable(ChunkStorage):
     _version = VERSION
     _origin: Origin | None  # of a copy, as long as its values may come from there
     _grouped = False  # whether an optimizer may have its group
+    _met: weakref.ref[DistributedDataParallel] | None = None  # the last DDP that has met the table
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, options: TableOptions, *, device: Any, dtype: Any
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, options, device=device, dtype=dtype)
-        self._ddp: Any = None  # the process group of the DDP that has met the table
+        self._ddp: Any = None  # the process group of that
         self._prunings, self._origin = Prunings(), None
 
     @property
@@ -110,6 +114,8 @@ class AdaptiveTable(ChunkStorage):
     ) -> dict[str, int]:
         """Lets the most useful chunks in and the least useful out (section 3.2); between steps, never inside one.
 
+        The backward pass of what was looked up before raises RuntimeError, and writes nothing.
+
         Admitted chunks start with zeros and without optimizer state; those of rows that never had a chunk with normal
         values.
 
@@ -128,6 +134,7 @@ class AdaptiveTable(ChunkStorage):
         Raises:
             ValueError: An argument out of its range, or an optimizer that trains something else or whose state cannot
                 move with the chunks. Nothing is changed.
+            TypeError: An argument of a wrong type. Nothing is changed.
             RuntimeError: Replicas of the table are averaged (``torchext.attach``), or their gradients are
                 (DistributedDataParallel). Nothing is changed.
         """
@@ -151,13 +158,21 @@ class AdaptiveTable(ChunkStorage):
         max_swaps: int | None,
         hysteresis: float,
         capacity: int | None,
+        position: int = 0,
     ) -> dict[str, int]:
+        """As prune(), whatever replicas there are; ``position`` among the tables that are pruned together.
+
+        Tables of one seed get other initial values in each, and replicas the same.
+        """
         total, slots = self.num_embeddings * self.chunks, self.budget_chunks
         capacity = slots if capacity is None else capacity
-        if max_swaps is not None and max_swaps < 0:
+        # Everything, before anything grows.
+        max_swaps = total if max_swaps is None else max_swaps
+        check_int("max_swaps", max_swaps, "0 or more, or None")
+        if max_swaps < 0:
             raise refuse("max_swaps", max_swaps, "0 or more, or None")
-        if not hysteresis >= 0:
-            raise refuse("hysteresis", hysteresis, "0 or more")
+        check_hysteresis(hysteresis)
+        check_int("capacity", capacity, f"0..{total}, or None")
         if not 0 <= capacity <= total:
             raise refuse("capacity", capacity, f"0..{total}")
         if self.layout == "identity":
@@ -166,7 +181,8 @@ class AdaptiveTable(ChunkStorage):
             return {"admitted": 0, "dropped": 0, "moved": 0}
         if capacity != slots and self._ddp is not None and self.optimizer_trains:
             raise refuse("capacity", capacity, f"{slots} inside DistributedDataParallel, whose buckets keep their size")
-        state = self._moving_state(optimizer)
+        state = moving_state(optimizer, self)
+        written(self.index)  # before another takes its place, as in _resize
         if capacity > slots:
             self._grow_index(capacity)
         moves, admitted, dropped = _ops.adaptive_table_prune_(
@@ -177,16 +193,16 @@ class AdaptiveTable(ChunkStorage):
             self.num_embeddings,
             self.chunks,
             capacity,
-            total if max_swaps is None else max_swaps,
+            min(max_swaps, total),
             hysteresis,
         )
         if capacity < slots and self.layout == "sketch":
             self.utility = torch.cat([self.utility[:capacity], self.utility[slots:]])
-        self._carry(moves, admitted, capacity, *state)
+        self._carry(moves, admitted, capacity, position, *state)
         self._prunings.count += 1
         self._origin = None
         self.budget_chunks = capacity
-        if capacity != slots and self.optimizer_trains:
+        if capacity != slots and self.trigger is None:
             expect_other_size(self)
         return {"admitted": len(admitted), "dropped": len(dropped), "moved": len(moves)}
 
@@ -201,12 +217,14 @@ class AdaptiveTable(ChunkStorage):
             self.index = self._empty_index(capacity)
             self._fill_index(keys, slots, capacity)
 
-    def _moving_state(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], list[str]]:
-        """State that moves with the pool, and its names."""
-        return moving_state(optimizer, self.pool) if optimizer is not None and self.optimizer_trains else ({}, [])
-
     def _carry(
-        self, moves: Tensor, admitted: Tensor, capacity: int, state: dict[str, Any], moving: Iterable[str]
+        self,
+        moves: Tensor,
+        admitted: Tensor,
+        capacity: int,
+        position: int,
+        state: dict[str, Any],
+        moving: Iterable[str],
     ) -> None:
         def carried(values: Tensor) -> Tensor:
             values = with_rows(values, capacity) if capacity > len(values) else values.contiguous()
@@ -220,8 +238,11 @@ class AdaptiveTable(ChunkStorage):
         self.pool.grad = None  # its slots may be others' now
         fresh = _ops.adaptive_table_meet_(self.seen, admitted, self.chunks)
         if len(fresh) and self.init_std > 0:
+            rank = 0 if self.shard is None else int(self.shard[0])
+            # What is admitted, too: a table can be pruned twice in a step.
+            chosen = (int(self.clock[0]), int(admitted[:, 0].sum()))
+            seed = mixed_seed(self.seed, rank, position, self.num_embeddings, self.embedding_dim, *chosen)
             # On the CPU, so that a row begins with the same values on every device.
-            seed = (self.seed * 1_000_003 + int(self.clock[0])) % SEEDS
             generator = torch.Generator("cpu").manual_seed(seed)
             values = torch.randn(len(fresh), self.chunk_dim, generator=generator, device="cpu") * self.init_std
             self.pool.data[fresh] = values.to(self.pool)
@@ -234,7 +255,8 @@ class AdaptiveTable(ChunkStorage):
     def _strange_to_ddp(self) -> bool:
         """Whether this forward pass runs inside a DDP that has not met the table; torch.compile guards the answer."""
         ddp = DistributedDataParallel._active_ddp_module
-        return ddp is not None and self.training_mode != "sharded" and self._ddp is not ddp.process_group
+        # Not the group: what is wrapped again may have been loaded since, by rank 0 alone.
+        return ddp is not None and self.training_mode != "sharded" and (self._met is None or self._met() is not ddp)
 
     @uncompiled(
         "a table meets DDP once and uncompiled; with fullgraph=True run one forward pass in DDP before compiling"
@@ -249,6 +271,7 @@ class AdaptiveTable(ChunkStorage):
                 "own gradients, and the replicas would differ from then on without an error. Use training='sparse' "
                 "with an optimizer (DDP on Gloo averages it), or training='sharded', which exchanges rows."
             )
+        before = self.index.clone()
         # A whole table is its parameters, and DDP has sent those: nothing may wait here for a rank that does not use
         # the table in this pass.
         for name in () if self.layout == "identity" else self._PLAIN:
@@ -257,7 +280,9 @@ class AdaptiveTable(ChunkStorage):
             torch.distributed.broadcast(sent, group_src=0, group=ddp.process_group)
             if sent is not tensor:
                 tensor.copy_(sent)
-        self._ddp = ddp.process_group
+        if not torch.equal(self.index, before):
+            written(self.index)
+        self._ddp, self._met = ddp.process_group, weakref.ref(ddp)
         self._origin = None
 
     def reset_parameters(self) -> None:
@@ -270,7 +295,7 @@ class AdaptiveTable(ChunkStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles know no process group."""
-        return {**self.__dict__, "_ddp": None, "_origin": None}
+        return {**self.__dict__, "_ddp": None, "_met": None, "_origin": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Where the table's group may be in an optimizer, the copy's may be in a copy of that."""
@@ -280,6 +305,8 @@ class AdaptiveTable(ChunkStorage):
             self._prunings, self._origin = Prunings(), Origin.of(self, copied)
         if self._grouped:
             follow(self)
+        if self.trigger is not None:  # hooks are not copied
+            drop_gradients(self.trigger)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

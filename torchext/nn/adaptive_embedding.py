@@ -29,7 +29,7 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
     differ.
 
     Inside DistributedDataParallel the first forward pass of a table with a budget below 1 is collective, as rank 0
-    sends its chunks: all ranks make it in the same iteration, or all wait.
+    sends its chunks: all ranks make it in the same iteration, or all wait. So is the first one inside another wrapper.
 
     Ways to train, ``training=``:
         ``"dense"``: a dense gradient of :attr:`pool` for any optimizer; the default, as nn.EmbeddingBag's.
@@ -83,7 +83,9 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
         gamma: Decay of utility in a step, 0.5 <= gamma < 1. What is remembered is about 1 / (1 - gamma) steps: of ids
             that come more rarely it is chance whose chunks stay.
         init_std: Standard deviation of initial values, 0 or more.
-        seed: Of the values of rows that are admitted for the first time, 0..2^63 - 1; the same on all ranks.
+        seed: Of the values of rows that are admitted for the first time, 0..2^63 - 1; the same on all ranks. Tables of
+            one ChunkPruner get other values each, in the order of its modules; give equally large ones that are pruned
+            by themselves seeds of their own.
         process_group: Of the shards; None: the default group.
         device: The CPU, or CUDA: there every forward pass waits for the check of its ids, CUDA graphs cannot record
             it, and shards need a group that exchanges such tensors (NCCL).

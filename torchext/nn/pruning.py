@@ -1,4 +1,4 @@
-"""When tables are pruned, by what they know together, and how several of them share one budget."""
+"""When tables are pruned, and by what they know together."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext.nn._arguments import check_int, check_number, refuse
+from torchext.nn._arguments import check_hysteresis, check_int, check_number, refuse
 from torchext.nn._attached import averaging, check_prunable, group_of
-from torchext.nn._ops import _ops
-from torchext.nn._optimizer_state import find_pool
+from torchext.nn._optimizer_state import check_optimizer, moving_state
+from torchext.nn._shared_budget import part_of_rank, shares
 from torchext.nn._table import AdaptiveTable
 
 __all__ = ["ChunkPruner"]
@@ -56,16 +56,18 @@ class ChunkPruner:
 
     Args:
         modules: A model, or several modules; every AdaptiveEmbedding(Bag) in them is pruned.
-        optimizer: Whose state of a pool moves with the chunks. Needed when an optimizer trains the pools.
+        optimizer: Whose state of a pool moves with the chunks, also while the pool is frozen. Needed when an optimizer
+            trains the pools; looked at again in each pruning, as pools may be thawed.
         first: Steps until the first pruning, 1 or more.
         growth: Factor by which the interval grows, 1 or more.
         interval: Longest interval in steps, ``first`` or more.
         max_swap_share: Chunks exchanged at once, as a share of the pool, 0 < share <= 1; free slots are filled besides.
         hysteresis: A resident chunk counts (1 + hysteresis) times its utility, 0 or more.
         shared_budget: Chunks that all tables have together, or None: each its own. Pools then grow and shrink;
-            utilities count relative to the 95th percentile of their table. All tables need one chunk_dim. Not for
-            tables with ``training="dense"`` or ``"sparse"`` inside DistributedDataParallel, whose buckets keep their
-            size.
+            utilities count relative to the 95th percentile of their table. All tables need one chunk_dim. Of shards
+            the whole tables' chunks: each rank has a part by its rows, and at least a chunk of each table. Not for
+            shards and replicas together, nor for tables with ``training="dense"`` or ``"sparse"`` inside
+            DistributedDataParallel, whose buckets keep their size.
         process_group: Of the replicas; None: that of an attached model whose replicas are averaged, else that of the
             DistributedDataParallel around a table, else the default group, if there is one. Not for shards alone.
 
@@ -91,8 +93,11 @@ class ChunkPruner:
         process_group: Any = None,
     ) -> None:
         found = _modules(modules)
-        tables = [table for module in found for table in module.modules() if isinstance(table, AdaptiveTable)]
-        self.tables = [table for table in dict.fromkeys(tables) if table.layout != "identity"]
+        modules_within = [part for module in found for part in module.modules()]
+        tables = list(dict.fromkeys(part for part in modules_within if isinstance(part, AdaptiveTable)))
+        self.tables = [table for table in tables if table.layout != "identity"]
+        # Among all of them, or a shard that is wholly resident on some rank would move the replicas behind it there.
+        self._positions = [at for at, table in enumerate(tables) if table.layout != "identity"]
         # Of a budget below 1.0 a rank's few rows may all be resident, while those of others are pruned.
         if not self.tables and not any(table.training_mode == "sharded" for table in tables):
             raise ValueError(
@@ -113,15 +118,9 @@ class ChunkPruner:
         check_number("growth", growth, lambda value: 1 <= value < float("inf"), "1 or more, finite")
         _check_count("interval", interval, first, f"first = {first} or more")
         check_number("max_swap_share", max_swap_share, lambda value: 0 < value <= 1, "0 < share <= 1")
-        check_number("hysteresis", hysteresis, lambda value: 0 <= value < float("inf"), "0 or more, finite")
+        check_hysteresis(hysteresis)
         if shared_budget is not None:
-            most = sum(table.num_embeddings * table.chunks for table in self.tables)
-            check_int("shared_budget", shared_budget, f"{len(self.tables)}..{most} chunks, or None")
-            if not len(self.tables) <= shared_budget <= most:
-                raise ValueError(f"shared_budget = {shared_budget}: allowed {len(self.tables)}..{most} chunks")
-            widths = {table.chunk_dim for table in self.tables}
-            if len(widths) > 1:
-                raise ValueError(f"shared_budget needs tables with one chunk_dim, found {sorted(widths)}")
+            self._budget = part_of_rank(self.tables, shared_budget)
             if any(isinstance(part, DistributedDataParallel) for module in found for part in module.modules()):
                 self._refuse_ddp(self.tables)
         check_prunable(self.tables, process_group)
@@ -130,13 +129,7 @@ class ChunkPruner:
         self.max_swap_share, self.hysteresis = max_swap_share, hysteresis
         self._steps, self._next, self._wait = 0, first, float(first)
         for table in self.tables:
-            if not table.optimizer_trains:
-                continue
-            if self.optimizer is None:
-                raise ValueError(
-                    "optimizer: an optimizer trains the pools; pass it, so that its state moves with the chunks"
-                )
-            find_pool(self.optimizer, table.pool)
+            check_optimizer(self.optimizer, table)
 
     def _refuse_ddp(self, tables: Iterable[AdaptiveTable]) -> None:
         if any(table.optimizer_trains for table in tables):
@@ -160,8 +153,9 @@ class ChunkPruner:
         check_prunable(self.tables, self.process_group)  # a model may be attached after its pruner was made
         if self.shared_budget is not None:
             self._refuse_ddp(table for table in self.tables if table._ddp is not None or averaging([table]))
-        for table in self.tables:
-            table._moving_state(self.optimizer)  # or none of them is pruned
+        for table in self.tables:  # or none of them is pruned
+            check_optimizer(self.optimizer, table)  # it may have been frozen until now
+            moving_state(self.optimizer, table)
         # An average under way has chunks where they were before. All are finished then, and none begins until the next
         # step.
         for synchronizer in averaging(self.tables):
@@ -169,39 +163,20 @@ class ChunkPruner:
         for table in self.tables:
             if table.training_mode != "sharded":
                 self._merge(table)
-        sizes = self._shares() if self.shared_budget is not None else [table.budget_chunks for table in self.tables]
+        sizes = [table.budget_chunks for table in self.tables]
+        if self.shared_budget is not None:
+            sizes = shares(self.tables, self._budget)
         done = {"admitted": 0, "dropped": 0, "moved": 0}
-        for table, size in zip(self.tables, sizes, strict=True):
+        for table, position, size in zip(self.tables, self._positions, sizes, strict=True):
             result = table._prune(
                 optimizer=self.optimizer,
                 max_swaps=max(1, round(self.max_swap_share * size)),
                 hysteresis=self.hysteresis,
                 capacity=size,
+                position=position,
             )
             done = {key: value + result[key] for key, value in done.items()}
         return done
-
-    def _shares(self) -> list[int]:
-        """Slots of each table: the most useful chunks of all, each relative to its table's 95th percentile."""
-        assert self.shared_budget is not None
-        scaled: list[Tensor] = []
-        for table in self.tables:
-            _, _, utilities = _ops.adaptive_table_candidates(
-                table.index, table.utility, table.sketch, table.budget_chunks, table.num_embeddings, table.chunks
-            )
-            used = utilities[utilities > 0]
-            high = used.sort().values[int(0.95 * (len(used) - 1))] if len(used) else utilities.new_ones(())
-            scaled.append((used / high).cpu())
-        owner = torch.cat([torch.full((len(part),), at, device="cpu") for at, part in enumerate(scaled)])
-        chosen = torch.cat(scaled).sort(descending=True, stable=True).indices[: self.shared_budget]
-        counts = torch.bincount(owner[chosen], minlength=len(self.tables)).clamp(min=1)
-        most = torch.tensor([table.num_embeddings * table.chunks for table in self.tables], device="cpu")
-        spare = self.shared_budget - int(counts.sum())
-        for at in torch.argsort(most - counts, descending=True, stable=True).tolist():
-            given = max(-int(counts[at]) + 1, min(spare, int(most[at] - counts[at])))
-            counts[at] += given
-            spare -= given
-        return [int(count) for count in counts]
 
     def _merge(self, table: AdaptiveTable) -> None:
         """Makes utilities what all replicas have observed together, and sure that they hold the same chunks."""

@@ -291,6 +291,26 @@ TEST(ChunkPruneFuzz, HashWithASketch) {
   fuzz(ChunkIndex::hashed(cells, 50, 8), utility, 50, 3);
 }
 
+TEST(ChunkPrune, KeysOfAnotherTableAreRefused) {
+  std::vector<std::int64_t> cells(ChunkIndex::cellsFor(4), ChunkIndex::kEmpty);
+  ChunkIndex::hashed(cells, 10, 2).insert(19, 3);
+  const std::vector<std::int64_t> before = cells;
+  ChunkIndex index = ChunkIndex::hashed(cells, 9, 2);
+  std::vector<std::uint8_t> codes(18);
+  ChunkUtility bytes = ChunkUtility::bytes(codes);
+  EXPECT_THROW_MESSAGE(pruneChunks(index, bytes, {.capacity = 4}), std::out_of_range, "key is 19: allowed 0..17");
+  EXPECT_THROW_MESSAGE(chunkCandidates(index, ChunkUtility::none()), std::out_of_range, "key is 19: allowed 0..17");
+  EXPECT_EQ(cells, before);
+
+  std::vector<std::int64_t> none(ChunkIndex::cellsFor(4), ChunkIndex::kEmpty);
+  std::vector<std::int32_t> keys(2, -1);
+  std::vector<std::uint8_t> more(4 + 2, 1);
+  keys[1] = 18;
+  ChunkIndex empty = ChunkIndex::hashed(none, 9, 2);
+  ChunkUtility sketch = ChunkUtility::sketch(more, keys);
+  EXPECT_THROW_MESSAGE(pruneChunks(empty, sketch, {.capacity = 4}), std::out_of_range, "key is 18: allowed 0..17");
+}
+
 TEST(ChunkPrune, TheIdentityHasNothingToChoose) {
   ChunkIndex index = ChunkIndex::identity(2, 2);
   ChunkUtility utility = ChunkUtility::none();
