@@ -140,3 +140,11 @@ def test_links_without_a_limit() -> None:
     with netlab.NetLab(2, rate=None) as lab:
         assert lab.measure_rate(seconds=0.3, skip_s=0.1) > 1e8
         assert lab.describe()["rate"] is None
+
+
+@needs_namespaces
+def test_tcp_is_the_same_on_every_machine() -> None:
+    with netlab.NetLab(2) as lab:
+        for host in range(2):
+            said = lab.run(host, ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"], capture_output=True, text=True)
+            assert said.stdout.strip() == lab.describe()["congestion_control"] == "reno"
