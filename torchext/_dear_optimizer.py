@@ -157,8 +157,12 @@ class DearOptimizer:
         return position in self._dropped
 
     def expect_backward(self) -> None:
-        """A forward pass has begun whose backward pass averages gradients: all of them, whatever was dropped before."""
+        """A forward pass has begun whose backward pass averages gradients: all of them, whatever was dropped before.
+
+        What ranks agreed on was the last ones: a scaler may skip their step, and the model clear them.
+        """
         self._dropped.clear()
+        self._agreed = self._checked = False
 
     def check_gradients(self) -> None:
         """Raises RuntimeError if a parameter's own gradient was changed, replaced or dropped after the backward pass.
