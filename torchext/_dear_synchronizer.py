@@ -94,7 +94,12 @@ class DearSynchronizer(Synchronizer):
         self._deferred: DeferredStep | None = None
         self._synced = True  # the last forward pass was not inside no_sync()
         self._static_recorded = False
+        self._unsent = False  # the optimizer's step is over, and what it has made stays here so far
+        stepped = optimizer.register_step_post_hook(self._stepped)
+        # In front of hooks that were there before.
+        optimizer._optimizer_step_post_hooks.move_to_end(stepped.id, last=False)  # type: ignore[attr-defined]
         self._handles += [
+            stepped,
             UncompiledStep(optimizer),
             ddp.register_forward_pre_hook(_Hook(self._enter_forward)),
             ddp.register_forward_hook(_OutputHook(self._leave_forward), always_call=True),
@@ -108,6 +113,7 @@ class DearSynchronizer(Synchronizer):
         self._follow()
 
     def wait(self) -> None:  # inherited
+        self._send()
         self._core.wait_all()
         if self._deferred is not None:
             self._deferred.finish()
@@ -247,18 +253,30 @@ class DearSynchronizer(Synchronizer):
                 self._deferred.finish()  # with parameters that this forward pass did not use
 
     def _before_step(self, *_: Any) -> None:
+        self._send()  # after a hook that raised
         if self._deferred is not None:
             self._deferred.finish()
         super()._before_step()
         self._held.before_step()
 
+    def _stepped(self, *_: Any) -> None:
+        self._unsent = True
+
     def _after_step(self, *_: Any) -> None:
+        self._send()
+
+    def _send(self) -> None:
+        """Ends a step that is over: behind all hooks that may write what is sent, or when the first of them reads."""
+        if not self._unsent:
+            return
+        self._unsent = False
         self._held.check_gradients()  # of a closure
         super()._after_step()
         self._held.after_step()
         self._follow()
 
     def _wait_tensors(self, positions: list[int]) -> None:
+        self._send()
         self._core.wait_tensors(positions)
         if self._deferred is not None:
             self._deferred.apply(positions)
