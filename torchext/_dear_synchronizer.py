@@ -271,9 +271,10 @@ class DearSynchronizer(Synchronizer):
             return
         self._unsent = False
         self._held.check_gradients()  # of a closure
-        super()._after_step()
-        self._held.after_step()
-        self._follow()
+        with torch.inference_mode(False):  # of who reads: state may be made anew
+            super()._after_step()
+            self._held.after_step()
+            self._follow()
 
     def _wait_tensors(self, positions: list[int]) -> None:
         self._send()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import FORMS, Pair, in_form, made, mlp, sgd
+from sharded import FORMS, Pair, batch, in_form, made, mlp, sgd
 from torch import nn
 
 EXACT = 1e-5
@@ -63,3 +63,26 @@ def body_writing(rank: Rank, fallback: bool) -> float:
 @pytest.mark.parametrize("fallback", [False, True])
 def test_what_a_hook_writes_is_gathered(fallback: bool) -> None:
     assert max(run_ranks(body_writing, 2, fallback)) < EXACT
+
+
+def body_evaluating(rank: Rank) -> tuple[str, float]:
+    rank.init("dear")
+
+    def evaluate(module: nn.Module, _: torch.optim.Optimizer) -> None:
+        with torch.inference_mode():
+            module(batch(1000, 1)[0])
+
+    pair = Hooked(rank, evaluate, fallback=True)
+    modes = ""
+    for _ in range(60):
+        pair.step()
+        modes += str(pair.sync.stats()["mode"])[0]
+    return modes, pair.done()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hook_that_evaluates_while_plans_change(form: str) -> None:
+    """State is cut and put together again in the hook, in inference mode; later steps change it."""
+    for modes, worst in run_ranks(in_form, 2, form, body_evaluating):
+        assert "ad" in modes
+        assert worst < EXACT
