@@ -94,6 +94,7 @@ class DearSynchronizer(Synchronizer):
         self._deferred: DeferredStep | None = None
         self._synced = True  # the last forward pass was not inside no_sync()
         self._static_recorded = False
+        self._reduced = True  # DDP's reducer has averaged gradients so far
         self._unsent = False  # the optimizer's step is over, and what it has made stays here so far
         stepped = optimizer.register_step_post_hook(self._stepped)
         # In front of hooks that were there before.
@@ -240,10 +241,13 @@ class DearSynchronizer(Synchronizer):
             ddp.require_backward_grad_sync = False
             # With a static graph DDP would record the first backward pass, which it does not see.
             self._static_recorded, ddp._static_graph_delay_allreduce_enqueued = _static_recorded(ddp), True
+        elif ddp.gradient_as_bucket_view:
+            self._watch.enter_forward()
 
     def _leave_forward(self, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        self._watch.leave_forward()
         self._watch.follow(output, self._synced)
         if not self._core.allreduce:
             self._ddp.require_backward_grad_sync = self._synced
@@ -288,6 +292,10 @@ class DearSynchronizer(Synchronizer):
         if allreduce:
             self.wait()
             self._step_at_once()
+        elif self._reduced:
+            # After a forward pass without a backward pass it is awake, and would take part in the next one.
+            self._ddp.reducer._reset_state()
+        self._reduced = allreduce
         self._held.hold()
         if self._core.replicated and not allreduce and self._deferred is None:
             self._deferred = DeferredStep(self._optimizer, self._held.has_gradients)

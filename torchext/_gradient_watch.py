@@ -44,9 +44,24 @@ class GradientWatch:
         self._left: dict[nn.Parameter, _Mark] = {}  # what each was left with, and must have until forgotten
         self._known: dict[nn.Parameter, _Mark] = {}  # the same, until there is something else
         self._before: dict[nn.Parameter, _Mark] | None = None  # what each had in front of passes inside no_sync()
+        self._in_front: dict[nn.Parameter, torch.Tensor] = {}  # of the forward pass under way: the gradients
         self._averages = True  # the last forward pass was outside no_sync()
         self._new = False  # there was a backward pass since the last step
         self._apart = False  # and the last that reached a parameter was inside no_sync()
+
+    def enter_forward(self) -> None:
+        """A forward pass begins, in which DDP may move gradients to other buckets; :meth:`leave_forward` ends it."""
+        self._in_front = {p: p.grad for p in self._names if p.grad is not None}
+
+    def leave_forward(self) -> None:
+        """What has been noted of gradients that DDP has moved is true of where they are now."""
+        moved = {p: before for p, before in self._in_front.items() if p.grad is not None and p.grad is not before}
+        self._in_front = {}
+        if not moved:
+            return
+        now = self._marks()
+        for marks in (self._left, self._known, self._before or {}):
+            marks.update((p, now[p]) for p, before in moved.items() if p in marks and _is(before, marks[p]))
 
     @uncompiled("dear looks at the outputs of forward passes")
     def follow(self, output: Any, averages: bool) -> None:
