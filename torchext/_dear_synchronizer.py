@@ -142,8 +142,9 @@ class DearSynchronizer(Synchronizer):
         dist.all_reduce(norm, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self._ddp.process_group)
         norm = norm if infinite else norm ** (1.0 / norm_type)
         scale = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for gradient in gradients:
-            gradient.mul_(scale)
+        if scale != 1 or max_norm != float("inf"):  # else it is measured only, and may be in any pass
+            for gradient in gradients:
+                gradient.mul_(scale)
         return norm
 
     def optimizer_state_dict(self) -> dict[str, Any]:

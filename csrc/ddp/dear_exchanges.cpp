@@ -61,7 +61,10 @@ void DearSynchronizer::queueEnd() {
   });
 }
 
-void DearSynchronizer::beginBackward() {
+void DearSynchronizer::beginBackward(std::size_t first) {
+  if (buckets_ && complete_ && !gathered_) {
+    checkUnchanged(first);
+  }
   started_ = true;
   complete_ = gathered_ = stepping_ = false;
   whole_.assign(parameters_.size(), at::Tensor());
@@ -73,6 +76,31 @@ void DearSynchronizer::beginBackward() {
     missing_[b] = buckets_->tensorsOf(b).size();
   }
   queueEnd();
+}
+
+// A second pass sends what the parameters' own gradients have become: what was done to the averaged ones in between, in
+// the staging buffers, would be lost. Where the own ones are not kept, they were to count no more.
+void DearSynchronizer::checkUnchanged(std::size_t first) {
+  for (std::size_t b = 0; b < buckets_->size(); ++b) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (buckets_->buffer(b)._version() == arrived_[b]) {
+        continue;
+      }
+    }
+    for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
+      const std::size_t parameter = core::index(tensor);
+      const at::Tensor& gradient = parameters_[parameter].grad();
+      const auto& [memory, version] = versions_[parameter];
+      // Autograd has just added to the first one; views of one bucket of DDP's have a version together.
+      const int added = gradient.defined() && gradient.is_alias_of(parameters_[first].grad()) ? 1 : 0;
+      if (gradient.defined() && gradient.data_ptr() == memory && gradient._version() == version + added) {
+        throwRefused(c10::str("the averaged gradient of ", names_[parameter],
+                              " was changed between two backward passes that both average, so the change would be "
+                              "lost; have passes before the last one inside no_sync(), and clip after the last one"));
+      }
+    }
+  }
 }
 
 // A parameter's own, or none.
@@ -89,7 +117,7 @@ void DearSynchronizer::gradientReady(std::size_t parameter) {
   }
   const at::Tensor gradient = denseGradient(parameter);
   if (!started_) {
-    beginBackward();
+    beginBackward(parameter);
   }
   gradient_order_.push_back(static_cast<std::int64_t>(parameter));
   if (!buckets_) {
@@ -125,6 +153,10 @@ void DearSynchronizer::backwardEnds() {
   }
   postReady();
   complete_ = true;
+  noteVersions();
+}
+
+void DearSynchronizer::noteVersions() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& gradient = parameters_[i].grad();
     versions_[i] = {gradient.defined() ? gradient.data_ptr() : nullptr, gradient.defined() ? gradient._version() : 0};
@@ -158,6 +190,7 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
                      {
                        std::lock_guard<std::mutex> lock(mutex_);
                        reducing_[bucket] = 0;
+                       arrived_[bucket] = buckets_->buffer(bucket)._version();
                      }
                      changed_.notify_all();
                    }});

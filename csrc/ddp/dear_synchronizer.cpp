@@ -105,6 +105,7 @@ void DearSynchronizer::rebuild() {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   reducing_.assign(count, 0);
+  arrived_.assign(count, 0);
   gathering_.assign(count, 0);
   missing_.assign(count, 0);
 }
@@ -188,9 +189,12 @@ void DearSynchronizer::throwMissing() {
       missing += (missing.empty() ? "" : ", ") + names_[core::index(tensor)];
     }
   }
-  const std::string text =
-      c10::str("no gradient for ", missing, " in this backward pass; every rank must use every parameter, or wrap the ",
-               "model with DistributedDataParallel(..., find_unused_parameters=True)");
+  throwRefused(c10::str("no gradient for ", missing,
+                        " in this backward pass; every rank must use every parameter, or wrap the ",
+                        "model with DistributedDataParallel(..., find_unused_parameters=True)"));
+}
+
+void DearSynchronizer::throwRefused(const std::string& text) {
   group_->poison(group_->getRank(), text);  // the others wait for these gradients
   C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
 }

@@ -120,9 +120,13 @@ class DearSynchronizer : public Synchronizer {
   void gradientReady(std::size_t parameter);
   at::Tensor denseGradient(std::size_t parameter) const;
   void queueEnd();
-  void beginBackward();
+  void beginBackward(std::size_t first);  // the parameter whose gradient has come
+  void checkUnchanged(std::size_t first);
   void backwardEnds();
+  void noteVersions();
   [[noreturn]] void throwMissing();
+  // In a backward pass: all ranks hear of it.
+  [[noreturn]] void throwRefused(const std::string& text);
   void checkVersions() const;
   void checkAddresses() const;
   void postReady();
@@ -178,9 +182,10 @@ class DearSynchronizer : public Synchronizer {
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::vector<char> reducing_;   // [bucket] a reduce-scatter is posted and has not arrived
-  std::vector<char> gathering_;  // [bucket] the same of an all-gather
-  FlightRecord gather_record_;   // of all of them
+  std::vector<char> reducing_;         // [bucket] a reduce-scatter is posted and has not arrived
+  std::vector<std::int64_t> arrived_;  // [bucket] the version of its buffer when the last one had
+  std::vector<char> gathering_;        // [bucket] the same of an all-gather
+  FlightRecord gather_record_;         // of all of them
   std::exception_ptr error_;
   DearStats stats_;
   std::atomic<int> gathering_count_{0};  // lets a module's pre-hook pass without the lock
