@@ -266,6 +266,7 @@ class DearSynchronizer(Synchronizer):
 
     def _stepped(self, *_: Any) -> None:
         self._unsent = True
+        self._held.step_ends()
 
     def _after_step(self, *_: Any) -> None:
         self._send()
@@ -299,7 +300,7 @@ class DearSynchronizer(Synchronizer):
         self._reduced = allreduce
         self._held.hold()
         if self._core.replicated and not allreduce and self._deferred is None:
-            self._deferred = DeferredStep(self._optimizer, self._held.has_gradients)
+            self._deferred = DeferredStep(self._optimizer, self._held.has_gradients, self._held.deferred)
 
     def _step_at_once(self) -> None:
         if self._deferred is not None:

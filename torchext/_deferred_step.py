@@ -34,10 +34,16 @@ class DeferredStep:
     Args:
         optimizer: Holds SteppedParameters.
         has_gradients: Asked when the step is called, and its closure has run; False: they are all None.
+        inside: Entered while the step is done, or a part of it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, has_gradients: Callable[[], bool]) -> None:
-        self._optimizer, self._has_gradients = optimizer, has_gradients
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        has_gradients: Callable[[], bool],
+        inside: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._optimizer, self._has_gradients, self._inside = optimizer, has_gradients, inside
         self._groups: list[dict[str, Any]] = []  # as they were, for the step under way
         self._left: dict[int, SteppedParameter] = {}  # by position: not stepped yet
         self._one_by_one = type(optimizer) in _ONE_BY_ONE
@@ -104,7 +110,8 @@ class DeferredStep:
         now = {name: attributes.pop(name) for name in _OF_SCALER if name in attributes}  # for the step after this one
         attributes.update(self._scaler)
         try:
-            self._step(optimizer)
+            with self._inside():
+                self._step(optimizer)
         finally:
             optimizer.param_groups = groups
             for name in self._scaler:

@@ -249,7 +249,8 @@ void DearSynchronizer::takeWhole(std::size_t bucket, const std::vector<at::Tenso
     if (buckets_->hasGradient(parameter)) {
       const at::Tensor& like = parameters_[parameter];
       const bool usable = locals[i].defined() && sameMemoryOrder(locals[i], like);
-      targets[i] = whole_[parameter] = usable ? locals[i] : at::empty_like(like);
+      // With a version of its own: it tells what a script does to the parameter's gradient.
+      targets[i] = whole_[parameter] = usable ? locals[i].variable_data() : at::empty_like(like);
     }
   }
   buckets_->unpackGradients(bucket, targets);

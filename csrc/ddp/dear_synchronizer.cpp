@@ -175,6 +175,7 @@ std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
     std::lock_guard<std::mutex> lock(mutex_);
     stats_.exposed_ag_ms += waited;
   }
+  checkStepping(parameter);
   const at::Tensor& whole = whole_[parameter];
   if (whole.defined() && !whole.device().is_cpu()) {  // may be of the exchange thread's stream, and is used on this one
     whole.record_stream(c10::impl::VirtualGuardImpl(whole.device().type()).getStream(whole.device()));
@@ -224,6 +225,17 @@ void DearSynchronizer::checkVersions() const {
   }
 }
 
+// The gathered gradient is in the memory of the parameter's own, where there is one.
+void DearSynchronizer::checkStepping(std::size_t parameter) const {
+  const at::Tensor& gradient = parameters_[parameter].grad();
+  const auto& [memory, version] = versions_[parameter];
+  TORCH_CHECK(!stepping_ || !gradient.defined() || memory != gradient.data_ptr() || version == gradient._version(),
+              "dear: the gradient of ", names_[parameter],
+              " was changed between optimizer.step() and the next forward ",
+              "pass, in which the replicated form does that step; clear gradients with optimizer.zero_grad(), or call ",
+              "sync.wait() before they are changed");
+}
+
 void DearSynchronizer::checkAddresses() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TORCH_CHECK(parameters_[i].data_ptr() == addresses_[i], "dear: parameter ", names_[i],
@@ -247,6 +259,9 @@ void DearSynchronizer::afterStep() {
       postGradientGathers();
     }
     stepping_ = replicated_;
+    if (stepping_) {
+      noteVersions();
+    }
     std::fill(waited_.begin(), waited_.end(), 0);
   }
   if (replan) {

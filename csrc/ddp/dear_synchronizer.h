@@ -128,6 +128,7 @@ class DearSynchronizer : public Synchronizer {
   // In a backward pass: all ranks hear of it.
   [[noreturn]] void throwRefused(const std::string& text);
   void checkVersions() const;
+  void checkStepping(std::size_t parameter) const;
   void checkAddresses() const;
   void postReady();
   void postReduceScatter(std::size_t bucket);
@@ -175,8 +176,9 @@ class DearSynchronizer : public Synchronizer {
   std::size_t next_bucket_ = 0;       // the first that has not been posted
   std::vector<std::int64_t> gradient_order_;
   std::vector<std::int64_t> forward_order_;
-  std::vector<char> waited_;                                    // [parameter] since the all-gathers were posted
-  std::vector<std::pair<const void*, std::int64_t>> versions_;  // [parameter] of .grad after the backward pass
+  std::vector<char> waited_;  // [parameter] since the all-gathers were posted
+  std::vector<std::pair<const void*, std::int64_t>>
+      versions_;  // [parameter] of .grad after the backward pass; replicated, then after the step
   std::int64_t steps_ = 0;
   bool detached_ = false;
 
