@@ -249,9 +249,8 @@ void DearSynchronizer::afterStep() {
   ++steps_;
   const bool stepped = std::exchange(complete_, false);
   started_ = false;
-  const bool replan = planner_.afterStep(gradient_order_, forward_order_);
-  forward_order_.clear();
   unstepped_ = unstepped_ && !stepped;
+  // Before the planner, which may wait for rank 0: that may be waiting for gradients that it looks at.
   if (stepped && buckets_) {
     if (!replicated_) {
       postParameterGathers();
@@ -264,6 +263,8 @@ void DearSynchronizer::afterStep() {
     }
     std::fill(waited_.begin(), waited_.end(), 0);
   }
+  const bool replan = planner_.afterStep(gradient_order_, forward_order_);
+  forward_order_.clear();
   if (replan) {
     waitAll();
     waitExchanges();

@@ -88,3 +88,21 @@ def test_a_forward_pass_alone_before_the_plan_changes(form: str) -> None:
         for option, (modes, worst) in found.items():
             assert "ad" in modes, (option, modes)
             assert worst < 1e-5, option
+
+
+def body_one_looks(rank: Rank) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd, bucket_mb="auto", form="replicated", timeout=8)
+    for _ in range(40):
+        pair.zero_grad()
+        pair.backward()
+        if rank.rank == 0:
+            for group in pair.optimizer.param_groups:
+                assert all(parameter.grad is not None for parameter in group["params"])
+        pair.update()
+    return pair.done()
+
+
+def test_gradients_that_one_rank_looks_at_while_plans_are_made() -> None:
+    """In the replicated form it waits for the others', which gather theirs in their steps."""
+    assert max(run_ranks(body_one_looks, 2)) < 1e-5
