@@ -16,7 +16,7 @@ from torchext import _C
 from torchext._dear_parameter import SteppedParameter
 from torchext._dear_refusals import ELEMENTWISE, NOT_AVERAGED
 from torchext._dear_state import DearState, groups_of, unhooked_step
-from torchext._gradient_watch import GradientWatch
+from torchext._gradient_watch import GradientWatch, Mark, is_marked
 
 __all__ = ["DearOptimizer"]
 
@@ -62,6 +62,7 @@ class DearOptimizer:
         self._held = False
         self._stepping = self._agreed = self._begun = self._checked = False
         self._over = False  # the gradients that were gathered last are those of a step that is over
+        self._replaced: dict[nn.Parameter, Mark] = {}  # what these took the place of, unless that was in a step
         self._ended = False  # the step has just done so, and the C++ side has not heard of it
         self._deferring = False  # what is left of a step is being done
         self._early: set[int] = set()  # stepped while other gradients were on their way
@@ -136,7 +137,7 @@ class DearOptimizer:
         if not self.state.sharded and not self.core.gathered:
             self.check_gradients()  # before they are replaced by the averaged ones
             self._watch.forget()
-            self._over = False
+            self._over, self._replaced = False, self._watch.marks()
         if caller is _UNSCALE and self.state.sharded and not self._stepping and not self._agreed:
             self._agreed = True
             self._agree_on_overflow()
@@ -177,8 +178,25 @@ class DearOptimizer:
 
         What ranks agreed on was the last ones: a scaler may skip their step, and the model clear them.
         """
+        if self.core.gathered and not self._over and not self.core.allreduce:
+            self._add_to_gathered()
         self._dropped.clear()
         self._agreed = self._checked = False
+
+    def _add_to_gathered(self) -> None:
+        """The coming pass adds to the averaged gradients, as on the ranks where these are the parameters' own.
+
+        A rank that had none of a parameter, or one in another memory order, has the averaged one elsewhere.
+        """
+        own = {parameter: parameter.grad for parameter in self._replaced}
+        kept = {parameter for parameter, gradient in own.items() if is_marked(gradient, self._replaced[parameter])}
+        if all(own[parameter] is None for parameter in kept):
+            return  # they have been cleared
+        for position, parameter in enumerate(self._parameters):
+            if parameter in kept and position not in self._dropped:
+                gradient, before = self.core.gradient(position), own[parameter]
+                if gradient is not None and (before is None or before.data_ptr() != gradient.data_ptr()):
+                    parameter.grad = gradient
 
     def check_gradients(self) -> None:
         """Raises RuntimeError if a parameter's own gradient was changed, replaced or dropped after the backward pass.

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from harness import Rank, elapsed_error, run_ranks
-from sharded import FORMS, Pair, in_form, made, mlp, sgd
+from sharded import FORMS, Branches, Pair, batch, in_form, made, mlp, sgd
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 EXACT = 1e-5
 
@@ -140,4 +141,75 @@ def body_skipped(rank: Rank) -> dict[str, float]:
 @pytest.mark.parametrize("form", FORMS)
 def test_clipped_gradients_of_a_step_that_is_skipped(form: str) -> None:
     for worst in run_ranks(in_form, 2, form, body_skipped):
+        assert max(worst.values()) < EXACT, str(worst)
+
+
+def nothing(_: Pair) -> None:
+    pass
+
+
+def read(pair: Pair) -> None:
+    for group in pair.optimizer.param_groups:
+        for parameter in group["params"]:
+            assert parameter.grad is None or parameter.grad.isfinite().all()
+
+
+def scale_what_is_used(pair: Pair) -> None:
+    for optimizer in (pair.optimizer, pair.plain):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.01)
+
+
+def read_and_clear(pair: Pair) -> None:
+    read(pair)
+    pair.zero_grad()
+
+
+def read_and_clear_by_the_model(pair: Pair) -> None:
+    read(pair)
+    pair.ddp.zero_grad()
+    pair.twin.zero_grad()
+
+
+def read_and_drop_one(pair: Pair) -> None:
+    """One that only some ranks have a gradient of."""
+    read(pair)
+    for optimizer in (pair.optimizer, pair.plain):
+        optimizer.param_groups[0]["params"][0].grad = None
+
+
+BETWEEN = (nothing, read, scale_what_is_used, read_and_clear, read_and_clear_by_the_model, read_and_drop_one)
+
+
+def body_branches(rank: Rank) -> dict[str, float]:
+    """Ranks use different branches: each lacks the gradients of one."""
+    rank.init("dear")
+    worst = {}
+    for between in BETWEEN:
+        pair = Pair(rank, made(Branches), sgd, find_unused_parameters=True)
+
+        def backward(pair: Pair = pair) -> None:
+            pair.module.choice = rank.rank
+            pair.losses()[0].backward()
+            inputs, targets = batch(pair.steps, rank.size)
+            for part in range(rank.size):
+                pair.twin.choice = part
+                rows = slice(part, None, rank.size)
+                (cross_entropy(pair.twin(inputs[rows]), targets[rows]) / rank.size).backward()
+
+        for _ in range(5):
+            pair.zero_grad()
+            backward()
+            between(pair)
+            pair.steps += 1
+            backward()
+            pair.update()
+        worst[between.__name__] = pair.done()
+    return worst
+
+
+def test_gradients_that_some_ranks_lack_in_the_replicated_form() -> None:
+    for worst in run_ranks(in_form, 3, "replicated", body_branches):
         assert max(worst.values()) < EXACT, str(worst)
