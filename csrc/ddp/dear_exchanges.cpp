@@ -38,6 +38,9 @@ void DearSynchronizer::expectBackward(bool exchanges) {
     // taken for that of this pass.
     waitExchanges();
     unstepped_ = false;
+    if (complete_ && !gathered_) {
+      takeZeros();
+    }
   }
   started_ = started_ && !armed_;
   // A forward pass may have no backward pass: then the next has its record.
@@ -78,23 +81,49 @@ void DearSynchronizer::beginBackward(std::size_t first) {
   queueEnd();
 }
 
+// Since its reduce-scatter, by a script: it holds the averaged gradients.
+bool DearSynchronizer::isChanged(std::size_t bucket) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return buckets_->buffer(bucket)._version() != arrived_[bucket];
+}
+
+// Whether a parameter's own gradient is what was sent, but for `added` changes.
+bool DearSynchronizer::isKept(std::size_t parameter, std::int64_t added) const {
+  const at::Tensor& gradient = parameters_[parameter].grad();
+  const auto& [memory, version] = versions_[parameter];
+  return gradient.defined() && gradient.data_ptr() == memory && gradient._version() == version + added;
+}
+
+// Averaged gradients that have been set to zero by hand, as after a step that was skipped: so must the own ones be, to
+// which the coming pass adds.
+void DearSynchronizer::takeZeros() {
+  for (std::size_t b = 0; b < buckets_->size(); ++b) {
+    if (!isChanged(b)) {
+      continue;
+    }
+    for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
+      const std::size_t parameter = core::index(tensor);
+      if (isKept(parameter) && buckets_->hasGradient(parameter) && !buckets_->gradient(parameter).any().item<bool>()) {
+        parameters_[parameter].grad().variable_data().zero_();
+        versions_[parameter] = {nullptr, 0};
+      }
+    }
+  }
+}
+
 // A second pass sends what the parameters' own gradients have become: what was done to the averaged ones in between, in
 // the staging buffers, would be lost. Where the own ones are not kept, they were to count no more.
 void DearSynchronizer::checkUnchanged(std::size_t first) {
   for (std::size_t b = 0; b < buckets_->size(); ++b) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (buckets_->buffer(b)._version() == arrived_[b]) {
-        continue;
-      }
+    if (!isChanged(b)) {
+      continue;
     }
     for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
       const std::size_t parameter = core::index(tensor);
       const at::Tensor& gradient = parameters_[parameter].grad();
-      const auto& [memory, version] = versions_[parameter];
       // Autograd has just added to the first one; views of one bucket of DDP's have a version together.
-      const int added = gradient.defined() && gradient.is_alias_of(parameters_[first].grad()) ? 1 : 0;
-      if (gradient.defined() && gradient.data_ptr() == memory && gradient._version() == version + added) {
+      const bool added = gradient.defined() && gradient.is_alias_of(parameters_[first].grad());
+      if (isKept(parameter, added ? 1 : 0)) {
         throwRefused(c10::str("the averaged gradient of ", names_[parameter],
                               " was changed between two backward passes that both average, so the change would be "
                               "lost; have passes before the last one inside no_sync(), and clip after the last one"));

@@ -121,6 +121,9 @@ class DearSynchronizer : public Synchronizer {
   at::Tensor denseGradient(std::size_t parameter) const;
   void queueEnd();
   void beginBackward(std::size_t first);  // the parameter whose gradient has come
+  bool isChanged(std::size_t bucket) const;
+  bool isKept(std::size_t parameter, std::int64_t added = 0) const;
+  void takeZeros();
   void checkUnchanged(std::size_t first);
   void backwardEnds();
   void noteVersions();

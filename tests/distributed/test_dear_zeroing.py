@@ -67,7 +67,26 @@ def after_others_have(pair: Pair) -> None:
     at_the_start(pair)
 
 
-STEPS = [at_the_start, at_the_end, behind_the_forward_pass, before_two_batches, after_others_have]
+def after_a_batch_that_is_left_out(pair: Pair) -> None:
+    pair.backward()
+    pair.steps += 1
+    at_the_start(pair)
+
+
+def before_a_forward_pass_alone(pair: Pair) -> None:
+    """The step is with zeros, and moves what has momentum."""
+    at_the_end(pair)
+    pair.backward()
+    zero_by_hand(pair.optimizer)
+    zero_by_hand(pair.plain)
+    pair.losses()
+    pair.update()
+
+
+STEPS = [
+    *(at_the_start, at_the_end, behind_the_forward_pass, before_two_batches, after_others_have),
+    *(after_a_batch_that_is_left_out, before_a_forward_pass_alone),
+]
 
 
 def body_by_hand(rank: Rank) -> dict[str, float]:
@@ -86,6 +105,39 @@ def body_by_hand(rank: Rank) -> dict[str, float]:
 def test_through_the_optimizer(form: str) -> None:
     for worst in run_ranks(in_form, 2, form, body_by_hand):
         assert max(worst.values()) < EXACT, str(worst)
+
+
+def body_skipped(rank: Rank, at_the_end: bool) -> tuple[list[float], float]:
+    """Gradients are those of a step that a scaler has skipped: they have been averaged, and are not stepped with."""
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
+    scales = []
+    for step in range(8):
+        factor = float("inf") if step in (0, 3, 4) else 1.0
+        optimizers = (pair.optimizer, pair.plain)
+        if not at_the_end:
+            for optimizer in optimizers:
+                zero_by_hand(optimizer)
+        for scaler, optimizer, loss in zip(scalers, optimizers, pair.losses(), strict=True):
+            scaler.scale(factor * loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        if at_the_end:
+            for optimizer in optimizers:
+                zero_by_hand(optimizer)
+        pair.steps += 1
+        scales.append(scalers[0].get_scale())
+    return scales, pair.done()
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_after_a_step_that_a_scaler_skips(form: str, at_the_end: bool) -> None:
+    for scales, worst in run_ranks(in_form, 2, form, body_skipped, at_the_end):
+        assert scales == [2.0**9] * 3 + [2.0**8] + [2.0**7] * 4
+        assert worst < EXACT
 
 
 def body_in_a_hook(rank: Rank, clear: Callable[[torch.optim.Optimizer], None], before: bool) -> float:
