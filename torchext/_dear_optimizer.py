@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from torchext import _C
 from torchext._dear_parameter import SteppedParameter
 from torchext._dear_refusals import ELEMENTWISE, NOT_AVERAGED
 from torchext._dear_state import DearState, groups_of, unhooked_step
-from torchext._gradient_watch import GradientWatch
+from torchext._gradient_watch import GradientWatch, Mark, is_marked
 
 __all__ = ["DearOptimizer"]
 
@@ -61,6 +62,9 @@ class DearOptimizer:
         self._held = False
         self._stepping = self._agreed = self._begun = self._checked = False
         self._over = False  # the gradients that were gathered last are those of a step that is over
+        self._replaced: dict[nn.Parameter, Mark] = {}  # what these took the place of, unless that was in a step
+        self._ended = False  # the step has just done so, and the C++ side has not heard of it
+        self._deferring = False  # what is left of a step is being done
         self._early: set[int] = set()  # stepped while other gradients were on their way
         # The optimizer's own code that asks for gradients in its step; None: it is not known to step part by part.
         in_parts = self.state.sharded and type(optimizer) in ELEMENTWISE
@@ -105,7 +109,11 @@ class DearOptimizer:
         return self._parameters[stepped.position]
 
     def gradient(self, position: int, caller: Any = None) -> torch.Tensor | None:
-        """The averaged gradient of what is stepped of a parameter; waits for it."""
+        """The averaged gradient of what is stepped of a parameter, waited for.
+
+        Else the parameter's own, for who would set it to zero: no step is under way or begins, and there is none to
+        step with any more.
+        """
         if self._clearing or caller is _ZERO_GRAD:
             return self._parameters[position].grad
         if caller in _CLIPS and self.state.sharded:
@@ -124,10 +132,12 @@ class DearOptimizer:
             self._step_in_parts()
         if position in self._dropped or position in self._early:
             return None
+        if not (for_step or self._deferring or self._averaged(position)):
+            return self._unaveraged(position)
         if not self.state.sharded and not self.core.gathered:
             self.check_gradients()  # before they are replaced by the averaged ones
             self._watch.forget()
-            self._over = False
+            self._over, self._replaced = False, self._watch.marks()
         if caller is _UNSCALE and self.state.sharded and not self._stepping and not self._agreed:
             self._agreed = True
             self._agree_on_overflow()
@@ -145,6 +155,13 @@ class DearOptimizer:
         own = self._parameters[position].grad
         return None if own is None else own.data  # whose changes are not counted as the parameter's
 
+    def _unaveraged(self, position: int) -> torch.Tensor | None:
+        """The parameter's own gradient where that is no averaged one."""
+        if not self.state.sharded:
+            self.wait()  # it is in the memory of that which the last step needs
+        own = self._parameters[position].grad
+        return None if own is None else own.data  # as in _reduced()
+
     def drop(self, position: int) -> None:
         """As if no rank had a gradient for this parameter, until there is a new one."""
         if not self.core.allreduce and self._averaged(position):
@@ -157,8 +174,29 @@ class DearOptimizer:
         return position in self._dropped
 
     def expect_backward(self) -> None:
-        """A forward pass has begun whose backward pass averages gradients: all of them, whatever was dropped before."""
+        """A forward pass has begun whose backward pass averages gradients: all of them, whatever was dropped before.
+
+        What ranks agreed on was the last ones: a scaler may skip their step, and the model clear them.
+        """
+        if self.core.gathered and not self._over and not self.core.allreduce:
+            self._add_to_gathered()
         self._dropped.clear()
+        self._agreed = self._checked = False
+
+    def _add_to_gathered(self) -> None:
+        """The coming pass adds to the averaged gradients, as on the ranks where these are the parameters' own.
+
+        A rank that had none of a parameter, or one in another memory order, has the averaged one elsewhere.
+        """
+        own = {parameter: parameter.grad for parameter in self._replaced}
+        kept = {parameter for parameter, gradient in own.items() if is_marked(gradient, self._replaced[parameter])}
+        if all(own[parameter] is None for parameter in kept):
+            return  # they have been cleared
+        for position, parameter in enumerate(self._parameters):
+            if parameter in kept and position not in self._dropped:
+                gradient, before = self.core.gradient(position), own[parameter]
+                if gradient is not None and (before is None or before.data_ptr() != gradient.data_ptr()):
+                    parameter.grad = gradient
 
     def check_gradients(self) -> None:
         """Raises RuntimeError if a parameter's own gradient was changed, replaced or dropped after the backward pass.
@@ -194,9 +232,22 @@ class DearOptimizer:
         self._dropped.update(range(len(self._parameters)))
         return False
 
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, what is left of a step is done: it takes the gradients of that."""
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+
+    def step_ends(self) -> None:
+        """The optimizer's step is over, and hooks on it are called before :meth:`after_step` is."""
+        self._stepping, self._ended = False, True
+
     def after_step(self) -> None:
         """The optimizer's step is over."""
-        self._over = True
+        self._over, self._ended = True, False
         self._forget()
         self._watch.used()
 
@@ -211,6 +262,8 @@ class DearOptimizer:
             yield from (parameter for parameter in group["params"] if isinstance(parameter, SteppedParameter))
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
+        if self._ended:
+            self.wait()  # the C++ side must hear first that there was a step
         self.core.clear_gradients()
         self._forget()
         for parameter in self._parameters:
@@ -236,6 +289,8 @@ class DearOptimizer:
 
     def _averaged(self, position: int) -> bool:
         """Whether there is an averaged gradient to step with; waits for it."""
+        if self._ended:
+            return False
         if self.core.gathered:
             return not self._over
         return self.core.own_gradient(position) is not None

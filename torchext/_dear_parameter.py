@@ -60,7 +60,10 @@ class SteppedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The averaged gradient; None where no rank has one."""
+        """The averaged gradient; None where no rank has one.
+
+        Once that has been stepped with, the parameter's own, which has the shape of that: to be set to zero by hand.
+        """
         return self.held_by.gradient(self.position, caller=sys._getframe(1).f_code)
 
     @grad.setter

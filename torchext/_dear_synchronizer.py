@@ -94,7 +94,13 @@ class DearSynchronizer(Synchronizer):
         self._deferred: DeferredStep | None = None
         self._synced = True  # the last forward pass was not inside no_sync()
         self._static_recorded = False
+        self._reduced = True  # DDP's reducer has averaged gradients so far
+        self._unsent = False  # the optimizer's step is over, and what it has made stays here so far
+        stepped = optimizer.register_step_post_hook(self._stepped)
+        # In front of hooks that were there before.
+        optimizer._optimizer_step_post_hooks.move_to_end(stepped.id, last=False)  # type: ignore[attr-defined]
         self._handles += [
+            stepped,
             UncompiledStep(optimizer),
             ddp.register_forward_pre_hook(_Hook(self._enter_forward)),
             ddp.register_forward_hook(_OutputHook(self._leave_forward), always_call=True),
@@ -108,6 +114,7 @@ class DearSynchronizer(Synchronizer):
         self._follow()
 
     def wait(self) -> None:  # inherited
+        self._send()
         self._core.wait_all()
         if self._deferred is not None:
             self._deferred.finish()
@@ -135,8 +142,9 @@ class DearSynchronizer(Synchronizer):
         dist.all_reduce(norm, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self._ddp.process_group)
         norm = norm if infinite else norm ** (1.0 / norm_type)
         scale = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for gradient in gradients:
-            gradient.mul_(scale)
+        if scale != 1 or max_norm != float("inf"):  # else it is measured only, and may be in any pass
+            for gradient in gradients:
+                gradient.mul_(scale)
         return norm
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -234,10 +242,13 @@ class DearSynchronizer(Synchronizer):
             ddp.require_backward_grad_sync = False
             # With a static graph DDP would record the first backward pass, which it does not see.
             self._static_recorded, ddp._static_graph_delay_allreduce_enqueued = _static_recorded(ddp), True
+        elif ddp.gradient_as_bucket_view:
+            self._watch.enter_forward()
 
     def _leave_forward(self, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        self._watch.leave_forward()
         self._watch.follow(output, self._synced)
         if not self._core.allreduce:
             self._ddp.require_backward_grad_sync = self._synced
@@ -247,18 +258,32 @@ class DearSynchronizer(Synchronizer):
                 self._deferred.finish()  # with parameters that this forward pass did not use
 
     def _before_step(self, *_: Any) -> None:
+        self._send()  # after a hook that raised
         if self._deferred is not None:
             self._deferred.finish()
         super()._before_step()
         self._held.before_step()
 
+    def _stepped(self, *_: Any) -> None:
+        self._unsent = True
+        self._held.step_ends()
+
     def _after_step(self, *_: Any) -> None:
+        self._send()
+
+    def _send(self) -> None:
+        """Ends a step that is over: behind all hooks that may write what is sent, or when the first of them reads."""
+        if not self._unsent:
+            return
+        self._unsent = False
         self._held.check_gradients()  # of a closure
-        super()._after_step()
-        self._held.after_step()
-        self._follow()
+        with torch.inference_mode(False):  # of who reads: state may be made anew
+            super()._after_step()
+            self._held.after_step()
+            self._follow()
 
     def _wait_tensors(self, positions: list[int]) -> None:
+        self._send()
         self._core.wait_tensors(positions)
         if self._deferred is not None:
             self._deferred.apply(positions)
@@ -269,9 +294,13 @@ class DearSynchronizer(Synchronizer):
         if allreduce:
             self.wait()
             self._step_at_once()
+        elif self._reduced:
+            # After a forward pass without a backward pass it is awake, and would take part in the next one.
+            self._ddp.reducer._reset_state()
+        self._reduced = allreduce
         self._held.hold()
         if self._core.replicated and not allreduce and self._deferred is None:
-            self._deferred = DeferredStep(self._optimizer, self._held.has_gradients)
+            self._deferred = DeferredStep(self._optimizer, self._held.has_gradients, self._held.deferred)
 
     def _step_at_once(self) -> None:
         if self._deferred is not None:

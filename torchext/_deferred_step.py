@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,16 +34,22 @@ class DeferredStep:
     Args:
         optimizer: Holds SteppedParameters.
         has_gradients: Asked when the step is called, and its closure has run; False: they are all None.
+        inside: Entered while the step is done, or a part of it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, has_gradients: Callable[[], bool]) -> None:
-        self._optimizer, self._has_gradients = optimizer, has_gradients
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        has_gradients: Callable[[], bool],
+        inside: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._optimizer, self._has_gradients, self._inside = optimizer, has_gradients, inside
         self._groups: list[dict[str, Any]] = []  # as they were, for the step under way
         self._left: dict[int, SteppedParameter] = {}  # by position: not stepped yet
         self._one_by_one = type(optimizer) in _ONE_BY_ONE
         self._scaler: dict[str, torch.Tensor | None] = {}  # what a GradScaler has told a fused optimizer, for that step
         # Hooks have run; a compiled forward pass that comes here must not compile the step with it.
-        self._step = torch.compiler.disable(unhooked_step(optimizer))  # type: ignore[no-untyped-call]
+        self._step = torch.compiler.disable(_in_no_mode(unhooked_step(optimizer)))  # type: ignore[no-untyped-call]
         self._before = optimizer.__dict__.get("step")
         remember = uncompiled(STEP_IS_EAGER)(torch.optim.Optimizer.profile_hook_step(_Remember(self)))
         optimizer.step = types.MethodType(remember, optimizer)  # type: ignore[method-assign]
@@ -92,7 +99,6 @@ class DeferredStep:
             self.finish()
         return loss
 
-    @torch.no_grad()
     def _run(self, positions: set[int]) -> None:
         for position in positions:
             del self._left[position]
@@ -104,7 +110,8 @@ class DeferredStep:
         now = {name: attributes.pop(name) for name in _OF_SCALER if name in attributes}  # for the step after this one
         attributes.update(self._scaler)
         try:
-            self._step(optimizer)
+            with self._inside():
+                self._step(optimizer)
         finally:
             optimizer.param_groups = groups
             for name in self._scaler:
@@ -126,6 +133,21 @@ class _Remember:
 
     def __call__(self, _: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         return self._deferred.remember(closure)
+
+
+def _in_no_mode(step: Callable[..., Any]) -> Callable[[torch.optim.Optimizer], None]:
+    """The step, out of the modes that a forward pass may be in; without gradients, as all steps."""
+
+    def alone(optimizer: torch.optim.Optimizer) -> None:
+        devices = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(False))  # first: it turns gradients on
+            modes.enter_context(torch.no_grad())
+            for device in devices:
+                modes.enter_context(torch.autocast(device, enabled=False))
+            step(optimizer)
+
+    return alone
 
 
 def _kept(value: Any) -> Any:

@@ -15,11 +15,11 @@ from torch.utils.weak import TensorWeakRef
 from torchext._dear_refusals import NOT_AVERAGED
 from torchext._uncompiled import uncompiled
 
-__all__ = ["GradientWatch"]
+__all__ = ["GradientWatch", "Mark", "is_marked"]
 
 
 # A gradient, or none, and its version.
-_Mark = tuple[TensorWeakRef | None, int]
+Mark = tuple[TensorWeakRef | None, int]
 
 
 class GradientWatch:
@@ -41,12 +41,27 @@ class GradientWatch:
     def __init__(self, named: Mapping[str, nn.Parameter], begins: Callable[[], None]) -> None:
         self._on_begin = begins
         self._names = {parameter: name for name, parameter in named.items()}
-        self._left: dict[nn.Parameter, _Mark] = {}  # what each was left with, and must have until forgotten
-        self._known: dict[nn.Parameter, _Mark] = {}  # the same, until there is something else
-        self._before: dict[nn.Parameter, _Mark] | None = None  # what each had in front of passes inside no_sync()
+        self._left: dict[nn.Parameter, Mark] = {}  # what each was left with, and must have until forgotten
+        self._known: dict[nn.Parameter, Mark] = {}  # the same, until there is something else
+        self._before: dict[nn.Parameter, Mark] | None = None  # what each had in front of passes inside no_sync()
+        self._in_front: dict[nn.Parameter, torch.Tensor] = {}  # of the forward pass under way: the gradients
         self._averages = True  # the last forward pass was outside no_sync()
         self._new = False  # there was a backward pass since the last step
         self._apart = False  # and the last that reached a parameter was inside no_sync()
+
+    def enter_forward(self) -> None:
+        """A forward pass begins, in which DDP may move gradients to other buckets; :meth:`leave_forward` ends it."""
+        self._in_front = {p: p.grad for p in self._names if p.grad is not None}
+
+    def leave_forward(self) -> None:
+        """What has been noted of gradients that DDP has moved is true of where they are now."""
+        moved = {p: before for p, before in self._in_front.items() if p.grad is not None and p.grad is not before}
+        self._in_front = {}
+        if not moved:
+            return
+        now = self.marks()
+        for marks in (self._left, self._known, self._before or {}):
+            marks.update((p, now[p]) for p, before in moved.items() if p in marks and is_marked(before, marks[p]))
 
     @uncompiled("dear looks at the outputs of forward passes")
     def follow(self, output: Any, averages: bool) -> None:
@@ -62,14 +77,14 @@ class GradientWatch:
         if averages:
             self._before = None
         elif self._before is None:
-            self._before = self._marks()
+            self._before = self.marks()
         if tensors:
             register_multi_grad_hook(tensors, self._begins, mode="any")
 
     def check(self) -> None:
         """Raises RuntimeError for the first gradient that is not what was noted."""
         for parameter, mark in self._left.items():
-            if _is(parameter.grad, mark):
+            if is_marked(parameter.grad, mark):
                 continue
             if parameter.grad is None:
                 what = "dropped"
@@ -87,7 +102,7 @@ class GradientWatch:
         if self._new and not self._apart:
             return
         own = [parameter for parameter in self._names if parameter.grad is not None]
-        if own and (self._apart or all(p in self._known and _is(p.grad, self._known[p]) for p in own)):
+        if own and (self._apart or all(p in self._known and is_marked(p.grad, self._known[p]) for p in own)):
             raise RuntimeError(NOT_AVERAGED)
 
     def forget(self, parameter: nn.Parameter | None = None) -> None:
@@ -101,9 +116,9 @@ class GradientWatch:
         """A step is over, or gradients have been cleared; ``zeroed``: by zeros."""
         self.forget()
         self._new = self._apart = False
-        self._before = None if self._averages else self._marks()
+        self._before = None if self._averages else self.marks()
         if zeroed:
-            self._known = self._marks()
+            self._known = self.marks()
 
     def _begins(self, _: torch.Tensor) -> None:
         self._on_begin()
@@ -115,15 +130,16 @@ class GradientWatch:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _note(self) -> None:
-        self._known = self._marks()
+        self._known = self.marks()
         self._left = dict(self._known)
         if self._averages or self._before is None:
             self._new, self._apart = True, False
-        elif not all(_is(parameter.grad, mark) for parameter, mark in self._before.items()):
+        elif not all(is_marked(parameter.grad, mark) for parameter, mark in self._before.items()):
             self._new = self._apart = True  # else it was for gradients of inputs
 
-    def _marks(self) -> dict[nn.Parameter, _Mark]:
-        marks: dict[nn.Parameter, _Mark] = {}
+    def marks(self) -> dict[nn.Parameter, Mark]:
+        """The gradients as they are, by parameter."""
+        marks: dict[nn.Parameter, Mark] = {}
         for parameter in self._names:
             gradient = parameter.grad
             if gradient is None:
@@ -133,7 +149,7 @@ class GradientWatch:
         return marks
 
 
-def _is(gradient: torch.Tensor | None, mark: _Mark) -> bool:
+def is_marked(gradient: torch.Tensor | None, mark: Mark) -> bool:
     """Whether it is what was marked, unchanged."""
     reference, version = mark
     if gradient is None or reference is None:

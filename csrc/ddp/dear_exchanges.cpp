@@ -38,6 +38,9 @@ void DearSynchronizer::expectBackward(bool exchanges) {
     // taken for that of this pass.
     waitExchanges();
     unstepped_ = false;
+    if (complete_ && !gathered_) {
+      takeZeros();
+    }
   }
   started_ = started_ && !armed_;
   // A forward pass may have no backward pass: then the next has its record.
@@ -61,7 +64,10 @@ void DearSynchronizer::queueEnd() {
   });
 }
 
-void DearSynchronizer::beginBackward() {
+void DearSynchronizer::beginBackward(std::size_t first) {
+  if (buckets_ && complete_ && !gathered_) {
+    checkUnchanged(first);
+  }
   started_ = true;
   complete_ = gathered_ = stepping_ = false;
   whole_.assign(parameters_.size(), at::Tensor());
@@ -73,6 +79,57 @@ void DearSynchronizer::beginBackward() {
     missing_[b] = buckets_->tensorsOf(b).size();
   }
   queueEnd();
+}
+
+// Since its reduce-scatter, by a script: it holds the averaged gradients.
+bool DearSynchronizer::isChanged(std::size_t bucket) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return buckets_->buffer(bucket)._version() != arrived_[bucket];
+}
+
+// Whether a parameter's own gradient is what was sent, but for `added` changes.
+bool DearSynchronizer::isKept(std::size_t parameter, std::int64_t added) const {
+  const at::Tensor& gradient = parameters_[parameter].grad();
+  const auto& [memory, version] = versions_[parameter];
+  return gradient.defined() && gradient.data_ptr() == memory && gradient._version() == version + added;
+}
+
+// Averaged gradients that have been set to zero by hand, as after a step that was skipped: so must the own ones be, to
+// which the coming pass adds.
+void DearSynchronizer::takeZeros() {
+  for (std::size_t b = 0; b < buckets_->size(); ++b) {
+    if (!isChanged(b)) {
+      continue;
+    }
+    for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
+      const std::size_t parameter = core::index(tensor);
+      if (isKept(parameter) && buckets_->hasGradient(parameter) && !buckets_->gradient(parameter).any().item<bool>()) {
+        parameters_[parameter].grad().variable_data().zero_();
+        versions_[parameter] = {nullptr, 0};
+      }
+    }
+  }
+}
+
+// A second pass sends what the parameters' own gradients have become: what was done to the averaged ones in between, in
+// the staging buffers, would be lost. Where the own ones are not kept, they were to count no more.
+void DearSynchronizer::checkUnchanged(std::size_t first) {
+  for (std::size_t b = 0; b < buckets_->size(); ++b) {
+    if (!isChanged(b)) {
+      continue;
+    }
+    for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
+      const std::size_t parameter = core::index(tensor);
+      const at::Tensor& gradient = parameters_[parameter].grad();
+      // Autograd has just added to the first one; views of one bucket of DDP's have a version together.
+      const bool added = gradient.defined() && gradient.is_alias_of(parameters_[first].grad());
+      if (isKept(parameter, added ? 1 : 0)) {
+        throwRefused(c10::str("the averaged gradient of ", names_[parameter],
+                              " was changed between two backward passes that both average, so the change would be "
+                              "lost; have passes before the last one inside no_sync(), and clip after the last one"));
+      }
+    }
+  }
 }
 
 // A parameter's own, or none.
@@ -89,7 +146,7 @@ void DearSynchronizer::gradientReady(std::size_t parameter) {
   }
   const at::Tensor gradient = denseGradient(parameter);
   if (!started_) {
-    beginBackward();
+    beginBackward(parameter);
   }
   gradient_order_.push_back(static_cast<std::int64_t>(parameter));
   if (!buckets_) {
@@ -125,6 +182,10 @@ void DearSynchronizer::backwardEnds() {
   }
   postReady();
   complete_ = true;
+  noteVersions();
+}
+
+void DearSynchronizer::noteVersions() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& gradient = parameters_[i].grad();
     versions_[i] = {gradient.defined() ? gradient.data_ptr() : nullptr, gradient.defined() ? gradient._version() : 0};
@@ -158,6 +219,7 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
                      {
                        std::lock_guard<std::mutex> lock(mutex_);
                        reducing_[bucket] = 0;
+                       arrived_[bucket] = buckets_->buffer(bucket)._version();
                      }
                      changed_.notify_all();
                    }});
@@ -216,7 +278,8 @@ void DearSynchronizer::takeWhole(std::size_t bucket, const std::vector<at::Tenso
     if (buckets_->hasGradient(parameter)) {
       const at::Tensor& like = parameters_[parameter];
       const bool usable = locals[i].defined() && sameMemoryOrder(locals[i], like);
-      targets[i] = whole_[parameter] = usable ? locals[i] : at::empty_like(like);
+      // With a version of its own: it tells what a script does to the parameter's gradient.
+      targets[i] = whole_[parameter] = usable ? locals[i].variable_data() : at::empty_like(like);
     }
   }
   buckets_->unpackGradients(bucket, targets);

@@ -105,6 +105,7 @@ void DearSynchronizer::rebuild() {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   reducing_.assign(count, 0);
+  arrived_.assign(count, 0);
   gathering_.assign(count, 0);
   missing_.assign(count, 0);
 }
@@ -174,6 +175,7 @@ std::optional<at::Tensor> DearSynchronizer::gradient(std::size_t parameter) {
     std::lock_guard<std::mutex> lock(mutex_);
     stats_.exposed_ag_ms += waited;
   }
+  checkStepping(parameter);
   const at::Tensor& whole = whole_[parameter];
   if (whole.defined() && !whole.device().is_cpu()) {  // may be of the exchange thread's stream, and is used on this one
     whole.record_stream(c10::impl::VirtualGuardImpl(whole.device().type()).getStream(whole.device()));
@@ -188,9 +190,12 @@ void DearSynchronizer::throwMissing() {
       missing += (missing.empty() ? "" : ", ") + names_[core::index(tensor)];
     }
   }
-  const std::string text =
-      c10::str("no gradient for ", missing, " in this backward pass; every rank must use every parameter, or wrap the ",
-               "model with DistributedDataParallel(..., find_unused_parameters=True)");
+  throwRefused(c10::str("no gradient for ", missing,
+                        " in this backward pass; every rank must use every parameter, or wrap the ",
+                        "model with DistributedDataParallel(..., find_unused_parameters=True)"));
+}
+
+void DearSynchronizer::throwRefused(const std::string& text) {
   group_->poison(group_->getRank(), text);  // the others wait for these gradients
   C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
 }
@@ -220,6 +225,17 @@ void DearSynchronizer::checkVersions() const {
   }
 }
 
+// The gathered gradient is in the memory of the parameter's own, where there is one.
+void DearSynchronizer::checkStepping(std::size_t parameter) const {
+  const at::Tensor& gradient = parameters_[parameter].grad();
+  const auto& [memory, version] = versions_[parameter];
+  TORCH_CHECK(!stepping_ || !gradient.defined() || memory != gradient.data_ptr() || version == gradient._version(),
+              "dear: the gradient of ", names_[parameter],
+              " was changed between optimizer.step() and the next forward ",
+              "pass, in which the replicated form does that step; clear gradients with optimizer.zero_grad(), or call ",
+              "sync.wait() before they are changed");
+}
+
 void DearSynchronizer::checkAddresses() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TORCH_CHECK(parameters_[i].data_ptr() == addresses_[i], "dear: parameter ", names_[i],
@@ -233,9 +249,8 @@ void DearSynchronizer::afterStep() {
   ++steps_;
   const bool stepped = std::exchange(complete_, false);
   started_ = false;
-  const bool replan = planner_.afterStep(gradient_order_, forward_order_);
-  forward_order_.clear();
   unstepped_ = unstepped_ && !stepped;
+  // Before the planner, which may wait for rank 0: that may be waiting for gradients that it looks at.
   if (stepped && buckets_) {
     if (!replicated_) {
       postParameterGathers();
@@ -243,8 +258,13 @@ void DearSynchronizer::afterStep() {
       postGradientGathers();
     }
     stepping_ = replicated_;
+    if (stepping_) {
+      noteVersions();
+    }
     std::fill(waited_.begin(), waited_.end(), 0);
   }
+  const bool replan = planner_.afterStep(gradient_order_, forward_order_);
+  forward_order_.clear();
   if (replan) {
     waitAll();
     waitExchanges();

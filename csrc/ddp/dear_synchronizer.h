@@ -120,10 +120,18 @@ class DearSynchronizer : public Synchronizer {
   void gradientReady(std::size_t parameter);
   at::Tensor denseGradient(std::size_t parameter) const;
   void queueEnd();
-  void beginBackward();
+  void beginBackward(std::size_t first);  // the parameter whose gradient has come
+  bool isChanged(std::size_t bucket) const;
+  bool isKept(std::size_t parameter, std::int64_t added = 0) const;
+  void takeZeros();
+  void checkUnchanged(std::size_t first);
   void backwardEnds();
+  void noteVersions();
   [[noreturn]] void throwMissing();
+  // In a backward pass: all ranks hear of it.
+  [[noreturn]] void throwRefused(const std::string& text);
   void checkVersions() const;
+  void checkStepping(std::size_t parameter) const;
   void checkAddresses() const;
   void postReady();
   void postReduceScatter(std::size_t bucket);
@@ -171,16 +179,18 @@ class DearSynchronizer : public Synchronizer {
   std::size_t next_bucket_ = 0;       // the first that has not been posted
   std::vector<std::int64_t> gradient_order_;
   std::vector<std::int64_t> forward_order_;
-  std::vector<char> waited_;                                    // [parameter] since the all-gathers were posted
-  std::vector<std::pair<const void*, std::int64_t>> versions_;  // [parameter] of .grad after the backward pass
+  std::vector<char> waited_;  // [parameter] since the all-gathers were posted
+  std::vector<std::pair<const void*, std::int64_t>>
+      versions_;  // [parameter] of .grad after the backward pass; replicated, then after the step
   std::int64_t steps_ = 0;
   bool detached_ = false;
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::vector<char> reducing_;   // [bucket] a reduce-scatter is posted and has not arrived
-  std::vector<char> gathering_;  // [bucket] the same of an all-gather
-  FlightRecord gather_record_;   // of all of them
+  std::vector<char> reducing_;         // [bucket] a reduce-scatter is posted and has not arrived
+  std::vector<std::int64_t> arrived_;  // [bucket] the version of its buffer when the last one had
+  std::vector<char> gathering_;        // [bucket] the same of an all-gather
+  FlightRecord gather_record_;         // of all of them
   std::exception_ptr error_;
   DearStats stats_;
   std::atomic<int> gathering_count_{0};  // lets a module's pre-hook pass without the lock

@@ -201,3 +201,38 @@ def body_own_zero_grad(rank: Rank) -> float:
 @pytest.mark.parametrize("form", FORMS)
 def test_an_optimizer_with_a_zero_grad_of_its_own(form: str) -> None:
     assert max(run_ranks(in_form, 2, form, body_own_zero_grad)) < EXACT
+
+
+def body_scaler_and_model(rank: Rank) -> tuple[list[float], float]:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd, timeout=8)
+    overflow = False
+
+    def one_element(gradient: torch.Tensor) -> torch.Tensor:  # which is in the slice of one rank
+        return gradient.index_fill(0, torch.tensor(0), float("inf")) if overflow else gradient
+
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
+    for module in (pair.module, pair.twin):
+        module[0].bias.register_hook(one_element)
+    scales = []
+    for step in range(6):
+        overflow = step in (1, 2)
+        losses, optimizers = pair.losses(), (pair.optimizer, pair.plain)
+        for scaler, optimizer, loss in zip(scalers, optimizers, losses, strict=True):
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        for model in (pair.ddp, pair.twin):
+            model.zero_grad()
+        pair.steps += 1
+        scales.append(scalers[0].get_scale())
+    return scales, pair.done()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scaler_and_the_models_own_zero_grad(form: str) -> None:
+    """A skipped step, and the gradients are cleared without the optimizer."""
+    for scales, worst in run_ranks(in_form, 2, form, body_scaler_and_model):
+        assert scales == [2.0**10, 2.0**9, *[2.0**8] * 4]
+        assert worst < EXACT

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 from harness import Rank, run_ranks
-from sharded import Pair, made, mlp, sgd
+from sharded import FORMS, Pair, batch, in_form, made, mlp, sgd
 
 PAUSE = 0.01  # seconds; a step of these models takes one or two milliseconds
 
@@ -59,3 +60,49 @@ def body_slower_later(rank: Rank) -> None:
 
 def test_a_decision_that_does_not_hold_is_taken_back() -> None:
     run_ranks(body_slower_later, 2, deadline=90)
+
+
+DDP_OPTIONS = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+
+
+def body_forward_alone(rank: Rank) -> dict[str, tuple[str, float]]:
+    """Before each step a forward pass that has no backward pass, for the accuracy, say."""
+    rank.init("dear")
+    found = {}
+    for option in ("", *DDP_OPTIONS):
+        pair = Pair(rank, made(mlp), sgd, fallback=True, bucket_mb="auto", **({option: True} if option else {}))
+        modes = ""
+        for _ in range(110):
+            pair.zero_grad()
+            pair.backward()
+            pair.ddp(batch(9, 1)[0])
+            pair.update()
+            modes += str(pair.sync.stats()["mode"])[0]
+        found[option] = modes, pair.done()
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forward_pass_alone_before_the_plan_changes(form: str) -> None:
+    for found in run_ranks(in_form, 2, form, body_forward_alone):
+        for option, (modes, worst) in found.items():
+            assert "ad" in modes, (option, modes)
+            assert worst < 1e-5, option
+
+
+def body_one_looks(rank: Rank) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd, bucket_mb="auto", form="replicated", timeout=8)
+    for _ in range(40):
+        pair.zero_grad()
+        pair.backward()
+        if rank.rank == 0:
+            for group in pair.optimizer.param_groups:
+                assert all(parameter.grad is not None for parameter in group["params"])
+        pair.update()
+    return pair.done()
+
+
+def test_gradients_that_one_rank_looks_at_while_plans_are_made() -> None:
+    """In the replicated form it waits for the others', which gather theirs in their steps."""
+    assert max(run_ranks(body_one_looks, 2)) < 1e-5

@@ -1,0 +1,94 @@
+"""The replicated form of "dear" does a step in the next forward pass, but not in the modes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import Rank, run_ranks
+from sharded import Pair, adamw, batch, made, mlp, sgd
+from torch.nn.functional import cross_entropy
+
+EXACT = 1e-5
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    """Multiplies matrices, which autocast would do in its own element type."""
+    return torch.optim.Adafactor(parameters, lr=0.01)
+
+
+def body_autocast(rank: Rank, dtype: torch.dtype) -> bool:
+    """Two models, of which one is stepped before the forward pass."""
+    rank.init("dear")
+    pairs = [Pair(rank, made(mlp), adafactor, form="replicated") for _ in range(2)]
+    rows = slice(rank.rank, None, rank.size)
+    for step in range(6):
+        inputs, targets = batch(step, rank.size)
+        for pair in pairs:
+            pair.zero_grad()
+            if pair is pairs[0]:
+                pair.sync.wait()
+            with torch.autocast("cpu", dtype):
+                output = pair.ddp(inputs[rows])
+            cross_entropy(output.float(), targets[rows]).backward()
+            pair.optimizer.step()
+    for pair in pairs:
+        pair.sync.wait()
+    one, other = (pair.module.parameters() for pair in pairs)
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_forward_pass_under_autocast(dtype: torch.dtype) -> None:
+    assert run_ranks(body_autocast, 2, dtype) == [True] * 2
+
+
+def body_inference(rank: Rank, optimizer: Callable[[Any], torch.optim.Optimizer]) -> float:
+    """Evaluation right after the first step, which makes the optimizer's state."""
+    rank.init("dear")
+    worst = 0.0
+    for wrapped in (True, False):
+        pair = Pair(rank, made(mlp), optimizer, form="replicated").run(1)
+        with torch.inference_mode():
+            (pair.ddp if wrapped else pair.module)(batch(9, 2)[0])
+        state = pair.optimizer.state.values()
+        assert state and not any(value.is_inference() for values in state for value in values.values())
+        worst = max(worst, pair.run(3).done())
+    return worst
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_a_forward_pass_in_inference_mode(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+    assert max(run_ranks(body_inference, 2, optimizer)) < EXACT
+
+
+class Plain(torch.optim.Optimizer):
+    """An optimizer of a script, whose step does not turn gradients off: it goes by the mode of its call."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-0.1)
+
+
+def body_without_gradients(rank: Rank) -> float:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), Plain, form="replicated")
+    for step in range(4):
+        pair.zero_grad()
+        pair.backward()
+        with torch.no_grad():
+            pair.update()
+        with torch.set_grad_enabled(step % 2 == 0), torch.inference_mode(step == 1):
+            pair.sync.wait()
+    return pair.done()
+
+
+def test_an_optimizer_that_does_not_turn_gradients_off() -> None:
+    assert max(run_ranks(body_without_gradients, 2)) < EXACT

@@ -1,0 +1,210 @@
+"""Gradients that a script sets to zero by hand, with "dear": equal to single-process training on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from harness import Rank, run_ranks
+from sharded import FORMS, Pair, adamw, in_form, made, mlp, sgd
+from torch import nn
+
+EXACT = 1e-5
+PHASES = [False, True]  # with the fallback the first steps are plain all-reduce
+
+
+def zero(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def zero_by_hand(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        zero(group["params"])
+
+
+def at_the_start(pair: Pair) -> None:
+    zero_by_hand(pair.optimizer)
+    zero_by_hand(pair.plain)
+    pair.backward()
+    pair.update()
+
+
+def at_the_end(pair: Pair) -> None:
+    pair.backward()
+    pair.update()
+    zero_by_hand(pair.optimizer)
+    zero_by_hand(pair.plain)
+
+
+def behind_the_forward_pass(pair: Pair) -> None:
+    losses = pair.losses()
+    zero_by_hand(pair.optimizer)
+    zero_by_hand(pair.plain)
+    for loss in losses:
+        loss.backward()
+    pair.update()
+
+
+def before_two_batches(pair: Pair) -> None:
+    zero_by_hand(pair.optimizer)
+    zero_by_hand(pair.plain)
+    with pair.ddp.no_sync():
+        pair.backward()
+    pair.steps += 100
+    pair.backward()
+    pair.steps -= 100
+    pair.sync.clip_grad_norm_(0.05)
+    nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)
+    pair.update()
+
+
+def after_others_have(pair: Pair) -> None:
+    pair.zero_grad(set_to_none=False)
+    at_the_start(pair)
+
+
+def after_a_batch_that_is_left_out(pair: Pair) -> None:
+    pair.backward()
+    pair.steps += 1
+    at_the_start(pair)
+
+
+def before_a_forward_pass_alone(pair: Pair) -> None:
+    """The step is with zeros, and moves what has momentum."""
+    at_the_end(pair)
+    pair.backward()
+    zero_by_hand(pair.optimizer)
+    zero_by_hand(pair.plain)
+    pair.losses()
+    pair.update()
+
+
+STEPS = [
+    *(at_the_start, at_the_end, behind_the_forward_pass, before_two_batches, after_others_have),
+    *(after_a_batch_that_is_left_out, before_a_forward_pass_alone),
+]
+
+
+def body_by_hand(rank: Rank) -> dict[str, float]:
+    rank.init("dear")
+    worst = {}
+    for step in STEPS:
+        for fallback in PHASES:
+            pair = Pair(rank, made(mlp), sgd, fallback=fallback)
+            for _ in range(6):
+                step(pair)
+            worst[f"{step.__name__} {fallback}"] = pair.done()
+    return worst
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_through_the_optimizer(form: str) -> None:
+    for worst in run_ranks(in_form, 2, form, body_by_hand):
+        assert max(worst.values()) < EXACT, str(worst)
+
+
+def body_skipped(rank: Rank, at_the_end: bool) -> tuple[list[float], float]:
+    """Gradients are those of a step that a scaler has skipped: they have been averaged, and are not stepped with."""
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
+    scales = []
+    for step in range(8):
+        factor = float("inf") if step in (0, 3, 4) else 1.0
+        optimizers = (pair.optimizer, pair.plain)
+        if not at_the_end:
+            for optimizer in optimizers:
+                zero_by_hand(optimizer)
+        for scaler, optimizer, loss in zip(scalers, optimizers, pair.losses(), strict=True):
+            scaler.scale(factor * loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        if at_the_end:
+            for optimizer in optimizers:
+                zero_by_hand(optimizer)
+        pair.steps += 1
+        scales.append(scalers[0].get_scale())
+    return scales, pair.done()
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_after_a_step_that_a_scaler_skips(form: str, at_the_end: bool) -> None:
+    for scales, worst in run_ranks(in_form, 2, form, body_skipped, at_the_end):
+        assert scales == [2.0**9] * 3 + [2.0**8] + [2.0**7] * 4
+        assert worst < EXACT
+
+
+def body_in_a_hook(rank: Rank, clear: Callable[[torch.optim.Optimizer], None], before: bool) -> float:
+    rank.init("dear")
+
+    def hooked(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = adamw(parameters)
+        optimizer.register_step_post_hook(lambda *_: clear(optimizer))
+        return optimizer
+
+    worst = 0.0
+    for fallback in PHASES:
+        pair = Pair(rank, made(mlp), hooked if before else adamw, fallback=fallback)
+        if not before:
+            for optimizer in (pair.optimizer, pair.plain):
+                optimizer.register_step_post_hook(lambda optimizer, *_: clear(optimizer))
+        for _ in range(5):
+            pair.backward()
+            pair.update()
+        worst = max(worst, pair.done())
+    return worst
+
+
+def zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("clear", [zero_by_hand, zero_grad])
+@pytest.mark.parametrize("form", FORMS)
+def test_in_a_hook_after_the_step(form: str, clear: Callable[[torch.optim.Optimizer], None], before: bool) -> None:
+    """A hook that was there before torchext.attach, and one that came later."""
+    assert max(run_ranks(in_form, 2, form, body_in_a_hook, clear, before)) < EXACT
+
+
+def body_by_a_list(rank: Rank, waits: bool, fallback: bool) -> float:
+    """The model's own parameters, which nobody is asked for."""
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd, fallback=fallback)
+    own, whole = list(pair.module.parameters()), list(pair.twin.parameters())
+    for _ in range(6):
+        pair.backward()
+        pair.update()
+        if waits:
+            pair.sync.wait()
+        zero(own)
+        zero(whole)
+    return pair.done()
+
+
+@pytest.mark.parametrize(
+    ("form", "waits", "fallback"),
+    [("sharded", False, False), ("sharded", False, True), ("replicated", True, False), ("replicated", False, True)],
+)
+def test_of_a_list_of_parameters(form: str, waits: bool, fallback: bool) -> None:
+    assert max(run_ranks(in_form, 2, form, body_by_a_list, waits, fallback)) < EXACT
+
+
+def body_too_early(rank: Rank) -> None:
+    rank.init("dear")
+    pair = Pair(rank, made(mlp), sgd, form="replicated")
+    own = list(pair.module.parameters())
+    pair.run(2)
+    zero(own)
+    with pytest.raises(RuntimeError, match=r"was changed between optimizer.step\(\) and .* sync.wait\(\)"):
+        pair.losses()
+
+
+def test_of_a_list_of_parameters_whose_step_is_not_done() -> None:
+    run_ranks(body_too_early, 2)
