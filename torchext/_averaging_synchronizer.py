@@ -17,6 +17,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
+from torchext._kept_buffers import KeptBuffers
 from torchext._membership import Membership
 from torchext.backends import group_of_one
 from torchext.synchronizer import Synchronizer, in_use
@@ -49,6 +50,7 @@ class AveragingSynchronizer(Synchronizer):
         self._membership: Membership | None = None
         self._make_core: Callable[[Any], _C.AveragingSynchronizer] | None = None
         self._tensors = (*tensors, *self._frozen)
+        self._buffers = KeptBuffers(ddp.module, tensors)
         self._awaits_closure = False  # a step is under way whose closure has not been called
         self._collectives = 0  # since attach: exact averages, and looks for newcomers
         self._restored = False  # averaged() has nothing to restore any more
@@ -134,6 +136,7 @@ class AveragingSynchronizer(Synchronizer):
         return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
 
     def _begin_step(self) -> None:
+        self._buffers.restore()
         self._persist(lambda: super(AveragingSynchronizer, self)._before_step())
 
     def _begin_awaited_step(self) -> None:
@@ -144,12 +147,15 @@ class AveragingSynchronizer(Synchronizer):
 
     def _after_step(self, *_: Any) -> None:
         self._begin_awaited_step()  # an optimizer that did not call its closure
+        self._buffers.restore()
         self._persist(lambda: self._core.after_step())
 
     def _synchronize(self) -> None:
+        self._buffers.restore()
         self._collective(lambda: self._core.synchronize())
 
     def _enter_average(self) -> None:
+        self._buffers.restore()
         self._restored = not self._collective(lambda: self._core.enter_average())
 
     def _leave_average(self) -> None:
@@ -241,6 +247,7 @@ class AveragingSynchronizer(Synchronizer):
 
     def _meet(self, steps: int) -> int:
         """The first thing that a new group does: its workers begin from one average and one number of steps."""
+        self._buffers.restore()
         furthest = torch.tensor([steps, self._collectives])
         dist.all_reduce(furthest, dist.ReduceOp.MAX, group=self._ddp.process_group)
         self._core.steps = int(furthest[0])

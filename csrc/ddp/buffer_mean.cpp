@@ -40,4 +40,12 @@ at::Tensor carry(const at::Tensor& mean, const at::Tensor& now, const at::Tensor
   return at::where(same(now, before), mean, at::where(moved.isfinite(), moved, now));
 }
 
+at::Tensor nonnegative(const at::Tensor& mean, const at::Tensor& before) {
+  return mean.ge(0).logical_and_(before.ge(0));
+}
+
+at::Tensor keepSign(const at::Tensor& moved, const at::Tensor& now, const at::Tensor& nonnegative) {
+  return at::where(moved.lt(0).logical_and_(now.ge(0)).logical_and_(nonnegative), now, moved);
+}
+
 }  // namespace torchext

@@ -25,4 +25,9 @@ at::Tensor change(const at::Tensor& after, const at::Tensor& before);
 // mean + change(now, before): the mean, and what has been written since; `now` where that is not a finite number.
 at::Tensor carry(const at::Tensor& mean, const at::Tensor& now, const at::Tensor& before);
 
+// Where neither is negative, as with variances, which no sum with a change may make so.
+at::Tensor nonnegative(const at::Tensor& mean, const at::Tensor& before);
+// `moved`, or `now` where moved alone is negative, and `nonnegative` says so of what it was formed from.
+at::Tensor keepSign(const at::Tensor& moved, const at::Tensor& now, const at::Tensor& nonnegative);
+
 }  // namespace torchext

@@ -137,7 +137,8 @@ void GroupSynchronizer::applyPending() {
     const at::Tensor mean = meanOf(i, members);
     current.pack();
     if (buffer) {
-      current.wire.copy_(carry(mean, current.wire, before_[i]));
+      const at::Tensor moved = carry(mean, current.wire, before_[i]);
+      current.wire.copy_(keepSign(moved, current.wire, nonnegative(mean, before_[i])));
     } else {
       eachTensor(current, [&](std::size_t position, std::int64_t begin, std::int64_t count) {
         const at::Tensor now = current.wire.narrow(0, begin, count);
@@ -153,7 +154,7 @@ void GroupSynchronizer::applyPending() {
 }
 
 KeptPromise GroupSynchronizer::beginPromises() {
-  if (detached_ || failed_ || meeting_ || source_->scheduled()) {
+  if (detached_ || failed_ || meeting_ || source_->scheduled() || inForkedChild()) {  // whose thread there is not
     return {};
   }
   return beginOnThread([this] {
@@ -182,6 +183,9 @@ void GroupSynchronizer::averageDeferred(const AssignedGroup& group) {
     addUp(i, group);
     const at::Tensor mean = meanOf(i, members);
     deferred_[i] = i < parameters_.size() ? mean.sub(local) : change(mean, local);
+    if (i >= parameters_.size()) {
+      noteSigns(i, nonnegative(mean, local));
+    }
   }
   std::lock_guard<std::mutex> lock(mutex_);
   ++stats_.averages;
@@ -208,18 +212,26 @@ void GroupSynchronizer::deferPending() {
         write == Write::kNow ? part.zero_() : part.sub_(packed.narrow(0, begin, count));
       });
     } else {
+      noteSigns(i, nonnegative(difference, before_[i]));
       difference = change(difference, before_[i]);
     }
     deferred_[i] = deferred_[i].defined() ? deferred_[i].add_(difference) : difference;
   }
 }
 
-void GroupSynchronizer::applyDeferred() {
+void GroupSynchronizer::noteSigns(std::size_t index, at::Tensor nonnegative) {
+  deferred_signs_.resize(bucketCount());
+  at::Tensor& signs = deferred_signs_[index];
+  signs = signs.defined() ? signs.logical_and_(nonnegative) : std::move(nonnegative);
+}
+
+void GroupSynchronizer::applyDeferred(bool heed_writes) {
   if (deferred_.empty()) {
     return;
   }
   at::NoGradGuard no_grad;
-  const std::vector<Write> writes = tensors_.endRound();
+  const std::vector<Write> writes =
+      heed_writes ? tensors_.endRound() : std::vector<Write>(tensors_.tensors().size(), Write::kNone);
   for (std::size_t i = 0; i < bucketCount(); ++i) {
     if (!deferred_[i].defined()) {
       continue;
@@ -232,10 +244,16 @@ void GroupSynchronizer::applyDeferred() {
       });
     }
     bucket(i).pack();
-    bucket(i).wire.add_(deferred_[i]);
+    const at::Tensor& wire = bucket(i).wire;
+    if (i < parameters_.size()) {
+      wire.add_(deferred_[i]);
+    } else {
+      wire.copy_(keepSign(wire.add(deferred_[i]), wire, deferred_signs_[i]));
+    }
     bucket(i).unpack(1.0);
   }
   deferred_.clear();
+  deferred_signs_.clear();
 }
 
 // cta: what a forward will change while its average is on its way.
@@ -269,12 +287,14 @@ void GroupSynchronizer::pause() {
 
 void GroupSynchronizer::synchronize() {
   checkAttached();
+  tensors_.check(group_->getBackendName());
   meet([this] { noteDistance(average_.form()); });
 }
 
 void GroupSynchronizer::enterAverage() {
   checkAttached();
   average_.checkNotEntered();
+  tensors_.check(group_->getBackendName());
   meet([this] { noteDistance(average_.enter()); });
 }
 

@@ -81,11 +81,16 @@ void GroupSynchronizer::beforeStep() {
   waitAll();
   const std::lock_guard<std::mutex> lock(state_);
   applyPending();
-  applyDeferred();
+  applyDeferred(/*heed_writes=*/true);
 }
 
 void GroupSynchronizer::afterStep() {
   waitAll();  // a step without its pre-hook: a closure that steps twice
+  {
+    // Formed inside the step, by a collective of the script: what has been written since is the optimizer's.
+    const std::lock_guard<std::mutex> lock(state_);
+    applyDeferred(/*heed_writes=*/false);
+  }
   ++steps_;
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -105,7 +105,9 @@ class GroupSynchronizer : public AveragingSynchronizer {
   KeptPromise beginPromises();
   void averageDeferred(const AssignedGroup& group);
   void deferPending();
-  void applyDeferred();
+  void noteSigns(std::size_t index, at::Tensor nonnegative);
+  // heed_writes: a parameter that has been written since keeps what was written; not where only the optimizer writes.
+  void applyDeferred(bool heed_writes);
   void noteDistance(double distance);
   void pause();
   void meet(const std::function<void()>& task);
@@ -132,8 +134,9 @@ class GroupSynchronizer : public AveragingSynchronizer {
   // Of rounds and of what waits to be applied: tensors_ to deferred_ and apply_members_. Taken before mutex_.
   std::mutex state_;
   TensorsInPlace tensors_;
-  std::vector<at::Tensor> before_;    // cta, by bucket: what was packed; of parameters where they may be written
-  std::vector<at::Tensor> deferred_;  // by bucket: to be added before the next step; empty: nothing
+  std::vector<at::Tensor> before_;          // cta, by bucket: what was packed; of parameters where they may be written
+  std::vector<at::Tensor> deferred_;        // by bucket: to be added before the next step; empty: nothing
+  std::vector<at::Tensor> deferred_signs_;  // of buffers: where keepSign() may hold a sum's sign
   ReplicaAverage average_;
   std::unique_ptr<SubsetAllreduce> partial_;
   std::unique_ptr<GroupSource> source_;

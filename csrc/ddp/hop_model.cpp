@@ -37,10 +37,11 @@ void sumInto(T* to, std::size_t count, std::span<const HopModel::Input> inputs, 
 
 // The sum of one tensor that has been written since it was packed, or may have been: what was added since is added to
 // the sum. Buffers need not be statistics: what all blocks agree on (masks, constants) is left as it is, and where the
-// sum with the addition is not a finite number, what was written stays.
+// sum with the addition is not a finite number, or of a buffer it alone is negative (a variance must not become so),
+// what was written stays.
 template <class T>
 void carryInto(T* to, std::size_t count, std::span<const HopModel::Input> inputs, std::size_t offset,
-               const std::byte* packed) {
+               const std::byte* packed, bool buffer) {
   const T* const before = reinterpret_cast<const T*>(packed + offset);
   const T* const first = reinterpret_cast<const T*>(inputs.front().block + offset);
   for (std::size_t i = 0; i < count; ++i) {
@@ -55,22 +56,25 @@ void carryInto(T* to, std::size_t count, std::span<const HopModel::Input> inputs
     if (same(to[i], before[i])) {
       to[i] = static_cast<T>(sum);
     } else {
-      const T moved = static_cast<T>(sum + (static_cast<double>(to[i]) - static_cast<double>(before[i])));
-      to[i] = std::isfinite(static_cast<double>(moved)) ? moved : to[i];
+      const auto now = static_cast<double>(to[i]);
+      const auto was = static_cast<double>(before[i]);
+      const T moved = static_cast<T>(sum + (now - was));
+      const bool loses_sign = buffer && static_cast<double>(moved) < 0 && sum >= 0 && now >= 0 && was >= 0;
+      to[i] = std::isfinite(static_cast<double>(moved)) && !loses_sign ? moved : to[i];
     }
   }
 }
 
 // packed: null for a tensor that nobody has written since it was packed.
-void average(const at::Tensor& to, std::span<const HopModel::Input> inputs, std::size_t offset,
-             const std::byte* packed) {
+void average(const at::Tensor& to, std::span<const HopModel::Input> inputs, std::size_t offset, const std::byte* packed,
+             bool buffer) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, to.scalar_type(), "hop", [&] {
     auto* const data = to.mutable_data_ptr<scalar_t>();
     const auto count = static_cast<std::size_t>(to.numel());
     if (packed == nullptr) {
       sumInto(data, count, inputs, offset);
     } else {
-      carryInto(data, count, inputs, offset, packed);
+      carryInto(data, count, inputs, offset, packed, buffer);
     }
   });
 }
@@ -119,7 +123,7 @@ void HopModel::assign(std::span<const Input> inputs, const std::byte* packed, co
       if (write == Write::kNow) {
         continue;
       }
-      average(tensor, inputs, offset, write == Write::kAgain ? packed : nullptr);
+      average(tensor, inputs, offset, write == Write::kAgain ? packed : nullptr, buffer);
       if (!tensor.is_inference()) {
         tensor.unsafeGetTensorImpl()->bump_version();
       }

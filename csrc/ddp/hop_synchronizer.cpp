@@ -226,6 +226,7 @@ void HopSynchronizer::beginSession() {
 
 void HopSynchronizer::synchronize() {
   checkAttached();
+  tensors_.check("hop");
   const at::NoGradGuard no_grad;
   meet([this] {
     beginSession();
@@ -236,6 +237,7 @@ void HopSynchronizer::synchronize() {
 void HopSynchronizer::enterAverage() {
   checkAttached();
   replica_average_.checkNotEntered();
+  tensors_.check("hop");
   const at::NoGradGuard no_grad;
   meet([this] {
     beginSession();

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import Trainer, everywhere
+from attached import Normalized, Trainer, batch, everywhere
 from harness import Rank, run_ranks
 from torch import nn
 
@@ -108,3 +108,87 @@ def body_in_between(rank: Rank) -> bool:
 
 def test_collectives_in_between() -> None:
     assert run_ranks(body_in_between, 3) == [True] * 3
+
+
+def body_variance(rank: Rank, backend: str, options: dict[str, Any]) -> list[float]:
+    """Several passes a step, as in accumulation, and one worker with a batch that stands out."""
+    rank.init(backend)
+    trainer = Trainer(rank, model=Normalized(), lr=0.001, backend=backend, **options)
+    least = []
+    for step in range(6):
+        trainer.optimizer.zero_grad()
+        for part in range(8):
+            inputs, targets = batch(rank.rank, 8 * step + part)
+            scale = 100 if rank.rank == 0 and step == 2 else 1
+            nn.functional.mse_loss(trainer.ddp(inputs * scale), targets).backward()
+        trainer.optimizer.step()
+        trainer.sync.wait()
+        least.append(float(trainer.module.norm.running_var.min()))
+    with trainer.sync.averaged() as module, torch.no_grad():
+        assert module.eval()(batch(9, 0)[0]).isfinite().all()
+    trainer.sync.detach()
+    return least
+
+
+@pytest.mark.parametrize(("backend", "options"), VARIANTS, ids=str)
+def test_a_variance_never_becomes_negative(backend: str, options: dict[str, Any]) -> None:
+    """What passes took off it meanwhile may be more than the mean is."""
+    for least in run_ranks(body_variance, 2, backend, options):
+        assert min(least) > 0, least
+
+
+class Assigned(nn.Module):
+    """A buffer that every forward pass replaces, as DDP allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 1)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen = 0.5 * self.seen + inputs.mean().detach().abs() + dist.get_rank()
+        return self.head(inputs)
+
+
+def body_assigned(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
+    rank.init(backend)
+    trainer = Trainer(rank, model=Assigned(), backend=backend, **options)
+    for _ in range(3):
+        trainer.run(2)
+        trainer.sync.synchronize()
+        first, second = everywhere(trainer.module.seen.clone())
+        assert torch.equal(first, second) and first.min() > 0
+        trainer.run(1)
+        with trainer.sync.averaged() as module:
+            first, second = everywhere(module.seen.clone())
+            assert torch.equal(first, second) and first.min() > 0
+    trainer.sync.synchronize()  # nothing is under way on any rank
+    trainer.module.seen = torch.zeros(4)
+    for call in (trainer.sync.synchronize, trainer.sync.averaged().__enter__, trainer.step):
+        with pytest.raises(RuntimeError, match=r"buffer seen has been given other memory since torchext.attach"):
+            call()
+        trainer.module.seen = torch.zeros(4)
+    return True
+
+
+@pytest.mark.parametrize(("backend", "options"), VARIANTS, ids=str)
+def test_a_buffer_that_is_assigned_anew_is_averaged(backend: str, options: dict[str, Any]) -> None:
+    assert run_ranks(body_assigned, 2, backend, options) == [True, True]
+
+
+def body_moved(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
+    rank.init(backend)
+    trainer = Trainer(rank, backend=backend, **options)
+    trainer.run(2)
+    trainer.sync.synchronize()
+    trainer.module.double()
+    for call in (trainer.sync.synchronize, trainer.sync.averaged().__enter__):
+        with pytest.raises(RuntimeError, match=r"parameter or buffer 0 .* has been given other memory"):
+            call()
+    return True
+
+
+@pytest.mark.parametrize(("backend", "options"), VARIANTS[1::2], ids=str)
+def test_memory_that_the_model_no_longer_has_is_not_averaged(backend: str, options: dict[str, Any]) -> None:
+    assert run_ranks(body_moved, 2, backend, options) == [True, True]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from attached import Trainer, everywhere, flat
 from harness import Rank, run_ranks
 
@@ -92,3 +94,28 @@ def body_every_step(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
 @both
 def test_what_is_written_in_every_step_is_added(backend: str, options: dict[str, Any]) -> None:
     assert run_ranks(body_every_step, 2, backend, options) == [True] * 2
+
+
+def body_collective_inside(rank: Rank, order: str) -> float:
+    """A hook of the script reduces a norm inside the step, and keeps promises to the other worker there."""
+    rank.init("prague")
+    trainer = Trainer(rank, lr=0.0, backend="prague", order=order)
+    with torch.no_grad():
+        for parameter in trainer.module.parameters():
+            parameter.fill_(100.0 * rank.rank)
+    trainer.sync.wait()
+    trainer.optimizer.register_step_pre_hook(lambda *_: dist.all_reduce(torch.zeros(1)))
+    for _ in range(20):
+        time.sleep(0.01 * rank.rank)
+        trainer.step()
+        trainer.sync.wait()
+    trainer.sync.synchronize()
+    mean = float(flat(trainer.module).mean())
+    trainer.sync.detach()
+    return mean
+
+
+@pytest.mark.parametrize("order", ["atc", "cta"])
+def test_an_average_formed_inside_a_step_counts(order: str) -> None:
+    """Both take part in it, so that the mean of all stays."""
+    assert run_ranks(body_collective_inside, 2, order) == pytest.approx([50.0, 50.0], abs=1e-3)

@@ -39,6 +39,13 @@ def collect():
     dist.destroy_process_group()
     gc.collect()
 
+def another():
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=dist.FileStore(folder + "/children", 2), rank=rank, world_size=2,
+                            timeout=datetime.timedelta(seconds=10))
+    dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+
 def forward():
     model(torch.ones(2, 4))
 
@@ -47,7 +54,7 @@ if backend == "prague":
 for _ in range(3):
     step()
 sync.synchronize()
-for acts in ((forward, step, averaged, sync.synchronize, sync.detach), (collect,)):
+for acts in ((forward, step, averaged, sync.synchronize, sync.detach), (collect,), (another,)):
     child = os.fork()
     if child == 0:
         for act in acts:
@@ -98,4 +105,5 @@ def test_a_forked_child_ends_and_its_parent_trains_on(backend: str, tmp_path: Pa
         said = [line for line in output.splitlines() if line]
         refused = [f"{name} DistBackendError True" for name in ("step", "averaged", "synchronize", "detach")]
         ended = "child ended with 0"
-        assert said == ["forward returned", *refused, ended, "collect returned", ended, "parent ended"], output
+        alone = ["collect returned", ended, "another returned", ended]  # a group of the children, beside the model
+        assert said == ["forward returned", *refused, ended, *alone, "parent ended"], output
