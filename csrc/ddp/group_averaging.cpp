@@ -27,6 +27,17 @@ void eachTensor(const FlatBucket& bucket, Of of) {
   }
 }
 
+// Where it holds for all of a tensor: one statistic has one meaning, and a mean may be positive here and there by
+// chance.
+at::Tensor ofWholeTensors(const FlatBucket& bucket, const at::Tensor& holds) {
+  at::Tensor result = at::empty_like(holds);
+  eachTensor(bucket, [&](std::size_t /*position*/, std::int64_t begin, std::int64_t count) {
+    const at::Tensor part = result.narrow(0, begin, count);
+    part.copy_(holds.narrow(0, begin, count).all().expand_as(part));
+  });
+  return result;
+}
+
 }  // namespace
 
 void GroupSynchronizer::averageTask(std::int64_t round, FlightRecord& record) {
@@ -138,7 +149,7 @@ void GroupSynchronizer::applyPending() {
     current.pack();
     if (buffer) {
       const at::Tensor moved = carry(mean, current.wire, before_[i]);
-      current.wire.copy_(keepSign(moved, current.wire, nonnegative(mean, before_[i])));
+      current.wire.copy_(keepSign(moved, current.wire, ofWholeTensors(current, nonnegative(mean, before_[i]))));
     } else {
       eachTensor(current, [&](std::size_t position, std::int64_t begin, std::int64_t count) {
         const at::Tensor now = current.wire.narrow(0, begin, count);
@@ -184,7 +195,7 @@ void GroupSynchronizer::averageDeferred(const AssignedGroup& group) {
     const at::Tensor mean = meanOf(i, members);
     deferred_[i] = i < parameters_.size() ? mean.sub(local) : change(mean, local);
     if (i >= parameters_.size()) {
-      noteSigns(i, nonnegative(mean, local));
+      noteSigns(i, ofWholeTensors(current, nonnegative(mean, local)));
     }
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -212,7 +223,7 @@ void GroupSynchronizer::deferPending() {
         write == Write::kNow ? part.zero_() : part.sub_(packed.narrow(0, begin, count));
       });
     } else {
-      noteSigns(i, nonnegative(difference, before_[i]));
+      noteSigns(i, ofWholeTensors(bucket(i), nonnegative(difference, before_[i])));
       difference = change(difference, before_[i]);
     }
     deferred_[i] = deferred_[i].defined() ? deferred_[i].add_(difference) : difference;

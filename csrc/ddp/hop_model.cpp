@@ -37,13 +37,20 @@ void sumInto(T* to, std::size_t count, std::span<const HopModel::Input> inputs, 
 
 // The sum of one tensor that has been written since it was packed, or may have been: what was added since is added to
 // the sum. Buffers need not be statistics: what all blocks agree on (masks, constants) is left as it is, and where the
-// sum with the addition is not a finite number, or of a buffer it alone is negative (a variance must not become so),
-// what was written stays.
+// sum with the addition is not a finite number, or of a buffer without negative numbers it alone is negative (a
+// variance must not become so), what was written stays.
 template <class T>
 void carryInto(T* to, std::size_t count, std::span<const HopModel::Input> inputs, std::size_t offset,
                const std::byte* packed, bool buffer) {
   const T* const before = reinterpret_cast<const T*>(packed + offset);
   const T* const first = reinterpret_cast<const T*>(inputs.front().block + offset);
+  const auto nonnegative = [count](const T* values) {
+    return std::all_of(values, values + count, [](T value) { return value >= T(0); });
+  };
+  const bool keeps_sign = buffer && nonnegative(to) && nonnegative(before) &&
+                          std::all_of(inputs.begin(), inputs.end(), [&](const HopModel::Input& input) {
+                            return nonnegative(reinterpret_cast<const T*>(input.block + offset));
+                          });
   for (std::size_t i = 0; i < count; ++i) {
     double sum = 0.0;
     bool agreed = true;
@@ -56,10 +63,8 @@ void carryInto(T* to, std::size_t count, std::span<const HopModel::Input> inputs
     if (same(to[i], before[i])) {
       to[i] = static_cast<T>(sum);
     } else {
-      const auto now = static_cast<double>(to[i]);
-      const auto was = static_cast<double>(before[i]);
-      const T moved = static_cast<T>(sum + (now - was));
-      const bool loses_sign = buffer && static_cast<double>(moved) < 0 && sum >= 0 && now >= 0 && was >= 0;
+      const T moved = static_cast<T>(sum + (static_cast<double>(to[i]) - static_cast<double>(before[i])));
+      const bool loses_sign = keeps_sign && static_cast<double>(moved) < 0;
       to[i] = std::isfinite(static_cast<double>(moved)) && !loses_sign ? moved : to[i];
     }
   }
