@@ -41,10 +41,10 @@ def body_refused(rank: Rank, change: Callable[[Pair], None], ddp: str, everywher
     pair = Pair(rank, made(mlp), sgd, **({ddp: True} if ddp else {})).run(3)
     pair.zero_grad()
     pair.backward()
-    if everywhere or rank.rank == 0:
-        change(pair)
 
     def go_on() -> None:
+        if everywhere or rank.rank == 0:
+            change(pair)  # the other may be done with it, and have ended the group
         pair.backward()
         pair.optimizer.step()  # of a rank that has changed nothing
 
