@@ -44,7 +44,7 @@ from torchext._meeting import FORMED, GRACE, LATE_GRACE, PAUSE, GoingOn, Meeting
 from torchext._newcomers import Door, Newcomer, Request, root_of
 from torchext._regroup import new_world, shrunk
 from torchext._rendezvous import attempt_store
-from torchext.backends import BACKENDS, backend_of, connecting_within
+from torchext.backends import BACKENDS, Replacement, backend_of, replacing
 
 __all__ = ["Membership"]
 
@@ -228,39 +228,45 @@ class Membership:
 
     def _form(self, decided: GoingOn, attempt: int) -> None:
         """Makes the group of those on a list that of the model. Raises RuntimeError on all of them, or on none."""
-        group = None
         meeting = self._meeting(attempt)
+
+        def settle() -> None:
+            outcome = meeting.outcome(self._me, decided)
+            if outcome != FORMED:
+                raise dist.DistBackendError(outcome)
+
+        # In a meeting, and when a group did not come about, they are at nothing else.
+        prompt = attempt > 0 or bool(decided.newcomers)
+        replacement = Replacement(
+            store=PrefixStore("group", meeting.store),
+            patience=decided.connecting if prompt else _meeting.PATIENCE,
+            connecting=decided.connecting,
+            called_off=lambda: meeting.concluded,
+            settle=settle,
+        )
         try:
             if meeting.concluded:  # the others have waited for this one in vain
                 raise dist.DistBackendError("came too late")
-            with connecting_within(decided.connecting):
-                group = self._made(decided, attempt)
-            outcome = meeting.outcome(self._me, decided)
+            with replacing(replacement):
+                self._ddp.process_group = self._made(decided, replacement)
         except RuntimeError as error:
             outcome = meeting.conclude(f"rank {self._me} did not come into it: {error}")
+            raise dist.DistBackendError(str(error) if outcome == FORMED else outcome) from error
         except BaseException as interrupt:
             self._break_off(attempt, interrupt)
             raise
-        if outcome != FORMED:
-            if group is not None:
-                dist.destroy_process_group(group)
-            raise dist.DistBackendError(outcome)
-        assert group is not None  # else this one has not said that it is connected
-        self._ddp.process_group = group
 
-    def _made(self, decided: GoingOn, attempt: int) -> ProcessGroup:
+    def _made(self, decided: GoingOn, replacement: Replacement) -> ProcessGroup:
         if not self.is_world:
             stay = [position for position, number in enumerate(self.members) if number in decided.survivors]
             return shrunk(self._ddp.process_group, stay)
         members = decided.members
         rank = members.index(self._me)
         options = self._options._fitted(members)
-        # All are there before anything of the old group is given up. In a meeting, and when a group did not come about,
-        # they are at nothing else.
-        patience = decided.connecting if attempt > 0 or decided.newcomers else _meeting.PATIENCE
-        meeting = self._meeting(attempt)
-        group = PrefixStore("group", meeting.store)
-        store = attempt_store(group, rank, len(members), patience, called_off=lambda: meeting.concluded)
+        # All are there before anything of the old group is given up.
+        store = attempt_store(
+            replacement.store, rank, len(members), replacement.patience, called_off=replacement.called_off
+        )
         return new_world(self._backend, store, rank, len(members), options)
 
     def _enroll(self, decided: GoingOn, reason: str) -> None:

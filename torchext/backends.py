@@ -32,19 +32,38 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKENDS",
     "BackendClass",
+    "Replacement",
     "backend_of",
-    "connecting_within",
     "group_of_one",
     "is_wrapped",
     "options_for",
     "register",
+    "replacing",
 ]
 
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 _CONNECT_GRACE = timedelta(seconds=5)
 # Survivors come to a new group when the old one has failed for each of them, however short its timeout.
 _SHRINK_PATIENCE = timedelta(seconds=30)
-_connecting: ContextVar[timedelta | None] = ContextVar("torchext_connecting", default=None)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """How the members of a group meet that takes the place of a failed one (``replacing``)."""
+
+    store: Store
+    """Where only they meet, for this one try."""
+    patience: timedelta
+    """How long they may take to come,"""
+    connecting: timedelta
+    """and then to connect, whatever the group's timeout."""
+    called_off: Callable[[], bool]
+    """Whether there will be no group."""
+    settle: Callable[[], None]
+    """Called when this process has connected: returns where all have; else raises RuntimeError, on all of them."""
+
+
+_replacement: ContextVar[Replacement | None] = ContextVar("torchext_replacement", default=None)
 
 
 @dataclass(frozen=True)
@@ -130,13 +149,13 @@ def is_wrapped(group: ProcessGroup) -> bool:
 
 
 @contextlib.contextmanager
-def connecting_within(limit: timedelta) -> Iterator[None]:
-    """The ranks of a group that is made in here must connect within ``limit``, whatever its timeout."""
-    before = _connecting.set(limit)
+def replacing(replacement: Replacement) -> Iterator[None]:
+    """A group that is made in here takes the place of a failed one."""
+    before = _replacement.set(replacement)
     try:
         yield
     finally:
-        _connecting.reset(before)
+        _replacement.reset(before)
 
 
 def _creator(name: str) -> Callable[[Any, object | None], Any]:
@@ -145,17 +164,18 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
             options = _options(name, pg_options, opts)
             check_resources(opts.group_size, 2 if opts.group_size > 1 else 1)
         timeout: timedelta = options._timeout
-        if not _connecting.get():
+        anew = _replacement.get()
+        if not anew:
             # Others may wait for an average with this rank, and this one would wait for them. What has failed there is
             # its own models' to report.
             with contextlib.suppress(RuntimeError):
                 _C.keep_promises()
-        store = attempt_store(opts.store, opts.group_rank, opts.group_size, _connecting.get() or timeout)
+        store = attempt_store(opts.store, opts.group_rank, opts.group_size, anew.connecting if anew else timeout)
         members = options.global_ranks_in_group
         inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts.group_id, members)
         store.set(f"connected/{opts.group_rank}", _watching(options))
         try:
-            if opts.group_size > 1 and not _connecting.get():  # groups that are formed anew have agreed before
+            if opts.group_size > 1 and not anew:  # groups that are formed anew have agreed before
                 _agree_on_watching(store, opts.group_rank, opts.group_size, name)
             backend = BACKENDS[name].create(opts.group_rank, opts.group_size, inner, options)
         except Exception:
@@ -163,10 +183,12 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
             raise
 
         def inner_of(remaining: list[int], rank: int) -> _C.InnerBackends:
-            """The inner groups of ``dist.shrink_group``, which meet where only this membership does."""
-            meeting = PrefixStore(f"shrunk/{'_'.join(map(str, remaining))}", store)
-            patience = _SHRINK_PATIENCE if _connecting.get() else max(timeout, _SHRINK_PATIENCE)
-            shrunk = attempt_store(meeting, rank, len(remaining), patience)
+            """The inner groups of ``dist.shrink_group``."""
+            if anew := _replacement.get():
+                shrunk = attempt_store(anew.store, rank, len(remaining), anew.patience, anew.called_off)
+            else:  # they meet where only this membership does
+                meeting = PrefixStore(f"shrunk/{'_'.join(map(str, remaining))}", store)
+                shrunk = attempt_store(meeting, rank, len(remaining), max(timeout, _SHRINK_PATIENCE))
             ranks = [members[position] for position in remaining]
             return _inner_backends(shrunk, rank, len(remaining), timeout, f"{opts.group_id}:shrunk", ranks)
 
@@ -182,7 +204,7 @@ def _declining(opts: Any) -> Iterator[None]:
     try:
         yield
     except (OSError, TypeError, ValueError) as error:
-        if not _connecting.get():  # where groups are formed anew, who is missing is found in another way
+        if not _replacement.get():  # where groups are formed anew, who is missing is found in another way
             decline(opts.store, opts.group_rank, opts.group_size, error)
         raise
 
@@ -221,7 +243,8 @@ def _inner_backends(
     store: Store, rank: int, size: int, timeout: timedelta, group_name: Any, members: list[int]
 ) -> _C.InnerBackends:
     """Gloo, NCCL where there is a GPU, and Gloo for control messages where there is a peer; collective."""
-    connecting = _connecting.get() or timeout
+    anew = _replacement.get()
+    connecting = anew.connecting if anew else timeout
     cpu = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=connecting)
     cuda = _nccl(store, rank, size, timeout, group_name, members)
     control = None
@@ -231,6 +254,8 @@ def _inner_backends(
         control = dist.ProcessGroupGloo(PrefixStore("control", store), rank, size, timeout=connecting)
         control._set_default_timeout(timeout)
     cpu._set_default_timeout(timeout)
+    if anew:
+        anew.settle()
     return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control)
 
 

@@ -14,19 +14,29 @@
 
 namespace torchext {
 
-PointToPoint AttachableBackend::transportOver(c10::intrusive_ptr<c10d::Backend> inner) {
-  return {std::move(inner),
+PointToPoint::WaitUntilFunction AttachableBackend::untilSeen() {
+  return [this](const PointToPoint::Look& look, int peer, const char* what) {
+    health()->waitUntil(look, timeout(), {.name = what, .peer = peer});
+  };
+}
+
+PointToPoint AttachableBackend::dataTransport() {
+  return {inner(c10::DeviceType::CPU),
           [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
             waitPointToPoint(work, timeout(), peer, what);
           },
-          [this](const PointToPoint::Look& look, int peer, const char* what) {
-            health()->waitUntil(look, timeout(), {.name = what, .peer = peer});
-          }};
+          untilSeen()};
 }
 
-PointToPoint AttachableBackend::dataTransport() { return transportOver(inner(c10::DeviceType::CPU)); }
-
-PointToPoint AttachableBackend::controlTransport() { return transportOver(control()); }
+PointToPoint AttachableBackend::controlTransport() {
+  return {control(),
+          [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
+            // Not Gloo's timeout: it closes the connections by which the ranks watch each other.
+            health()->waitPointToPoint(work, FailureMonitor::kForever,
+                                       {.name = what, .peer = peer, .limit = timeout()});
+          },
+          untilSeen()};
+}
 
 int AttachableBackend::nextChannel() {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -81,7 +81,7 @@ class AttachableBackend : public DelegatingBackend {
   void beforeCollective() override;
 
  private:
-  PointToPoint transportOver(c10::intrusive_ptr<c10d::Backend> inner);
+  PointToPoint::WaitUntilFunction untilSeen();
 
   FlightLog flights_{*this};
   std::mutex mutex_;  // guards what follows

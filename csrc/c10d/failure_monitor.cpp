@@ -19,6 +19,9 @@ namespace {
 
 constexpr int kRingTag = FailureMonitor::kReservedTags + 1;
 constexpr auto kWatchStopLimit = std::chrono::milliseconds(1000);
+// For GOODBYE to leave before the connections close. It has, as a rule, when send() returns: the predecessor has a
+// receive posted. Not when it is still at the message before, on a busy machine.
+constexpr auto kGoodbyeLimit = std::chrono::milliseconds(100);
 
 // Zeros: Gloo accepts a message that is too short, and what it leaves unwritten must break a rule.
 at::Tensor emptyMessage() { return at::zeros({static_cast<int64_t>(core::kVerdictBytes)}, at::kByte); }
@@ -33,7 +36,8 @@ struct FailureMonitor::State {
   int successor() const { return (rank + 1) % size; }
   int predecessor() const { return (rank + size - 1) % size; }
 
-  void send(const Verdict& verdict) noexcept;
+  c10::intrusive_ptr<c10d::Work> send(const Verdict& verdict) noexcept;
+  void sayGoodbye() noexcept;
   void run();
   std::optional<at::Tensor> receive();
   std::optional<Verdict> read(const at::Tensor& message);
@@ -56,7 +60,8 @@ struct FailureMonitor::State {
   std::shared_ptr<State> itself;  // of abandon()
 };
 
-void FailureMonitor::State::send(const Verdict& verdict) noexcept {
+// The message under way; null when the predecessor is gone.
+c10::intrusive_ptr<c10d::Work> FailureMonitor::State::send(const Verdict& verdict) noexcept {
   try {
     c10::intrusive_ptr<c10d::Backend> group;
     {
@@ -64,16 +69,28 @@ void FailureMonitor::State::send(const Verdict& verdict) noexcept {
       group = control;
     }
     if (!group) {
-      return;  // stopped, and the connections are closed
+      return nullptr;  // stopped, and the connections are closed
     }
     const auto message = core::encodeVerdict(verdict);
     std::vector<at::Tensor> tensors{emptyMessage()};
     std::memcpy(tensors[0].mutable_data_ptr(), message.data(), message.size());
     auto work = group->send(tensors, predecessor(), kRingTag);
     std::lock_guard lock(mutex);
-    sent.emplace_back(tensors[0], std::move(work));
+    sent.emplace_back(tensors[0], work);
+    return work;
   } catch (const std::exception&) {
-    // The predecessor is gone; it needs no news, and those behind it have another witness.
+    return nullptr;  // the predecessor is gone; it needs no news, and those behind it have another witness
+  }
+}
+
+void FailureMonitor::State::sayGoodbye() noexcept {
+  const auto work = send({Verdict::Kind::kGoodbye, rank, rank, "left in order"});
+  try {
+    if (work) {
+      work->wait(kGoodbyeLimit);
+    }
+  } catch (const std::exception&) {
+    // The predecessor leaves as well, and receives nothing any more.
   }
 }
 
@@ -225,7 +242,7 @@ void FailureMonitor::stop(bool goodbye) noexcept {
   }
   state_->heartbeat->stop();
   if (goodbye && state_->control) {
-    state_->send({Verdict::Kind::kGoodbye, state_->rank, state_->rank, "left in order"});
+    state_->sayGoodbye();
   }
   {
     std::lock_guard lock(state_->mutex);

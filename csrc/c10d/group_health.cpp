@@ -52,6 +52,15 @@ std::string detailsOf(const OpInfo& op) {
   return text.str();
 }
 
+// What an operation that has passed its limit was waiting for.
+std::string lateness(const OpInfo& op) {
+  if (op.nested) {
+    return c10::str("Timed out waiting ", op.limit.count(), "ms for all ranks to call it");
+  }
+  return op.header ? c10::str("not complete after its operation_timeout of ", op.limit.count(), "ms")
+                   : c10::str("nothing came for ", op.limit.count(), " ms; is a rank stuck, or training fewer steps?");
+}
+
 // A blocked point-to-point wait, on the stack of the waiting thread.
 class PointToPointWait final : public PendingOperation {
  public:
@@ -203,8 +212,7 @@ void GroupHealth::expire() {
     }
   }
   if (late) {
-    timedOut(*late, late->nested ? c10::str("Timed out waiting ", late->limit.count(), "ms for all ranks to call it")
-                                 : c10::str("not complete after its operation_timeout of ", late->limit.count(), "ms"));
+    timedOut(*late, lateness(*late));
   }
 }
 

@@ -61,15 +61,15 @@ def flat(module: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).clone()
 
 
-def everywhere(tensor: torch.Tensor) -> torch.Tensor:
+def everywhere(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """What every rank passed, stacked."""
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
     return torch.stack(parts)
 
 
-def equal_everywhere(module: nn.Module) -> None:
-    all_ = everywhere(flat(module))
+def equal_everywhere(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    all_ = everywhere(flat(module), group)
     assert (all_ == all_[0]).all(), (all_ - all_[0]).abs().max()
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attached import OPTIONS, batch, mlp
 from harness import Rank
 from torch import nn
@@ -27,15 +28,20 @@ class GoingOn:
         *,
         workers: int | None = None,
         module: nn.Module | None = None,
+        own_group: bool = False,
     ) -> None:
-        """workers: the world at first; ranks from there on join it."""
+        """workers: the world at first; ranks from there on join it. own_group: the model's, beside the world."""
         pg_options = OPTIONS[backend](timeout=timedelta(seconds=60), **options)
-        if workers is not None and rank.rank >= workers:
+        group = None
+        if own_group:
+            rank.init("gloo", timeout=60)
+            group = dist.new_group(backend=backend, pg_options=pg_options)
+        elif workers is not None and rank.rank >= workers:
             torchext.join(backend, f"file://{rank.folder / 'store'}", pg_options=pg_options)
         else:
             rank.init(backend, timeout=60, pg_options=pg_options, world_size=workers)
         self.rank = rank.rank
-        self.ddp = DistributedDataParallel(mlp() if module is None else module)
+        self.ddp = DistributedDataParallel(mlp() if module is None else module, process_group=group)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.02, momentum=0.5)
         self.sync = torchext.attach(self.ddp, self.optimizer, on_peer_failure="continue")
         self.step = 0

@@ -138,6 +138,30 @@ def test_sigkill_before_the_generator_answers() -> None:
             assert kind == "DistBackendError" and "rank 2 died" in text, (outcome.rank, text)
 
 
+def body_slow(rank: Rank, generator: str, heartbeat: float) -> Any:
+    """Rank 2 lives, and takes a step that is longer than the group's timeout."""
+    options = OPTIONS["prague"](
+        generator=generator, order="atc", group_size=2, heartbeat_timeout=timedelta(seconds=heartbeat)
+    )
+    rank.init("prague", timeout=2, pg_options=options)
+    trainer = Trainer(rank, group=dist.group.WORLD)
+    trainer.run(3)
+    if rank.rank == 2:
+        time.sleep(5)
+    return elapsed_error(lambda: trainer.run(1_000_000))
+
+
+@pytest.mark.parametrize(("generator", "heartbeat"), [("random", 0), ("random", 2), ("smart", 0)])
+def test_a_rank_that_takes_too_long_is_not_said_to_have_died(generator: str, heartbeat: float) -> None:
+    """Some wait for the generator meanwhile, which waits for those that wait for the slow rank."""
+    with launch(body_slow, 5, generator, heartbeat) as ranks:
+        for outcome in ranks.outcomes(deadline=30):
+            assert outcome.ok, outcome.trace
+            kind, text, _ = outcome.value
+            assert kind == "DistBackendError" and re.search("timed out|no group from the generator", text), (kind, text)
+            assert "died" not in text and "lost its connections" not in text, text
+
+
 @pytest.mark.parametrize(
     ("backend", "options"),
     [

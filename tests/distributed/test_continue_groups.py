@@ -15,9 +15,9 @@ from harness import Rank, launch
 from torchext import _meeting, _membership
 
 
-def body_frozen(rank: Rank, backend: str, frozen: int) -> Any:
+def body_frozen(rank: Rank, backend: str, frozen: int, own_group: bool) -> Any:
     _meeting.CONNECTING = timedelta(seconds=2)
-    training = GoingOn(rank, backend, {})
+    training = GoingOn(rank, backend, {}, own_group=own_group)
     training.train(5)
     if rank.rank == frozen:
         freeze_when_connecting(rank)
@@ -26,14 +26,18 @@ def body_frozen(rank: Rank, backend: str, frozen: int) -> Any:
         training.train(1)
     training.train(10)
     training.sync.synchronize()
-    equal_everywhere(training.ddp.module)
-    return training.sync.stats()["lost_ranks"], dist.get_world_size()
+    group = training.ddp.process_group
+    equal_everywhere(training.ddp.module, group)
+    return training.sync.stats()["lost_ranks"], dist.get_world_size(group)
 
 
-@pytest.mark.parametrize(("backend", "frozen"), [("prague", 2), ("hop", 2), ("prague", 0)])
-def test_one_is_gone_when_the_others_connect(backend: str, frozen: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "frozen", "own_group"),
+    [("prague", 2, False), ("hop", 2, False), ("prague", 0, False), ("prague", 2, True), ("hop", 0, True)],
+)
+def test_one_is_gone_when_the_others_connect(backend: str, frozen: int, own_group: bool) -> None:
     """It has come to the new group and is missed there: not for the whole timeout of a group."""
-    with launch(body_frozen, 5, backend, frozen) as ranks:
+    with launch(body_frozen, 5, backend, frozen, own_group) as ranks:
         ranks.expect("ready")
         ranks.kill(1)
         ranks.expect("frozen", [frozen], deadline=30)
@@ -42,7 +46,7 @@ def test_one_is_gone_when_the_others_connect(backend: str, frozen: int) -> None:
     assert [outcome.value for outcome in outcomes] == [(sorted([1, frozen]), 3)] * 3, outcomes
 
 
-def body_late(rank: Rank) -> Any:
+def body_late(rank: Rank, own_group: bool) -> Any:
     _meeting.PATIENCE = timedelta(seconds=6)
     real = _membership.Membership._form
 
@@ -52,18 +56,20 @@ def body_late(rank: Rank) -> Any:
         real(self, decided, attempt)
 
     _membership.Membership._form = form  # type: ignore[method-assign]
-    training = GoingOn(rank, "prague", {})
+    training = GoingOn(rank, "prague", {}, own_group=own_group)
     training.train(3)
     rank.report("ready")
     while training.workers() == 5:
         training.train(1)
     training.sync.synchronize()
-    equal_everywhere(training.ddp.module)
-    return training.sync.stats()["lost_ranks"], dist.get_world_size()
+    group = training.ddp.process_group
+    equal_everywhere(training.ddp.module, group)
+    return training.sync.stats()["lost_ranks"], dist.get_world_size(group)
 
 
-def test_who_comes_too_late_to_a_new_group_comes_to_the_next() -> None:
-    with launch(body_late, 5) as ranks:
+@pytest.mark.parametrize("own_group", [False, True])
+def test_who_comes_too_late_to_a_new_group_comes_to_the_next(own_group: bool) -> None:
+    with launch(body_late, 5, own_group) as ranks:
         ranks.expect("ready")
         ranks.kill(1)
         assert [outcome.value for outcome in ranks.outcomes(deadline=60)] == [([1], 4)] * 4

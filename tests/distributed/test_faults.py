@@ -188,6 +188,40 @@ def test_sigstop_honours_the_timeout() -> None:
         ranks.kill(1, signal.SIGCONT)
 
 
+def body_goodbye(rank: Rank) -> Any:
+    rank.init(pg_options=torchext.PragueOptions(heartbeat_timeout=timedelta(seconds=2)))
+    dist.barrier()
+    rank.report("ready")
+    if rank.rank == 1:
+        rank.pause()
+        dist.destroy_process_group()
+        return ""
+    for _ in range(30):
+        time.sleep(0.02)
+        try:
+            dist.send(torch.ones(1), 2) if rank.rank == 0 else dist.recv(torch.ones(1), 0)
+        except dist.DistBackendError as error:
+            return str(error)
+    return ""
+
+
+def test_a_goodbye_to_a_rank_that_is_held_up_for_a_moment_is_no_death() -> None:
+    """Rank 0 has yet to take a heartbeat when rank 1 leaves; it goes on with rank 2."""
+    seen = []
+    while len(seen) < 3:  # this process may be held up too, for longer than a goodbye waits
+        with launch(body_goodbye, 3) as ranks:
+            ranks.expect("ready")
+            ranks.kill(0, signal.SIGSTOP)
+            time.sleep(0.45)  # for two heartbeats
+            ranks.proceed([1])
+            time.sleep(0.02)
+            ranks.kill(0, signal.SIGCONT)
+            seen.append(ranks.values())
+        if not any(seen[-1]):
+            return
+    raise AssertionError(seen)
+
+
 def body_wait_timeout(rank: Rank) -> Any:
     rank.init()
     tensor = torch.ones(2)
