@@ -21,7 +21,7 @@ Args:
         "inter-intra", "static" or "ready-set".
     order: "cta": the average is formed under the next forward and backward pass, and the step applies the gradient to
         it. "atc": step, then average; the next forward waits for it, module by module.
-    slowdown_threshold: Iterations behind the others from which a worker is left out of their groups; 0: never; -1: as
+    slowdown_threshold: Averages behind the others from which a worker is left out of their groups; 0: never; -1: as
         the generator needs. Not with "random" and "static".
     sync_period: Average after every n-th optimizer step, 1 or more.
     sync_every: Every n-th division is one group of all workers; 0: never; -1: as the generator needs. Not with
