@@ -160,6 +160,7 @@ class AveragingSynchronizer(Synchronizer):
 
     def _leave_average(self) -> None:
         if not self._restored:
+            self._buffers.drop_assigned()  # of the average, and this worker takes its own values again
             self._core.leave_average()
 
     def _after_meeting(self) -> None:

@@ -136,7 +136,7 @@ class DearSynchronizer(Synchronizer):
         gradients = [gradient for gradient in own if gradient is not None and len(gradient)]
         # By the parameters: a rank may have no gradients.
         dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in stepped), torch.float32)
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(dtype)
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(stepped[0].device, dtype)
         infinite = norm_type == float("inf")
         norm = norm if infinite else norm**norm_type
         dist.all_reduce(norm, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self._ddp.process_group)

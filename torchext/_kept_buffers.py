@@ -29,6 +29,11 @@ class KeptBuffers:
             if buffer is not None and id(buffer) in averaged
         ]
 
+    def drop_assigned(self) -> None:
+        """Puts them back, and what was assigned since is forgotten."""
+        for owner, name, _, kept in self._places:
+            owner._buffers[name] = kept
+
     @torch.no_grad()
     def restore(self) -> None:
         """Does it.

@@ -31,6 +31,7 @@ from torchext.synchronizer import Synchronizer, in_use, left_alone
 __all__ = ["attach"]
 
 _MEBIBYTE = 1 << 20
+_AVERAGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def _check(ddp: Any, optimizer: Any) -> None:
@@ -218,6 +219,26 @@ def _check_averaging(ddp: DistributedDataParallel, optimizer: torch.optim.Optimi
                 f"torchext.attach: {name!r} is a SyncBatchNorm, which needs all workers in every forward pass; "
                 "decentralized workers run at their own pace. Use BatchNorm: its statistics are averaged"
             )
+    alone = left_alone(ddp)
+    named = [*(("parameter", *found) for found in ddp.module.named_parameters())]
+    named += [("buffer", *found) for found in ddp.module.named_buffers() if found[1].is_floating_point()]
+    for what, name, tensor in named:
+        if id(tensor) in alone:
+            continue
+        _check_dense(what, name, tensor)
+        if tensor.dtype not in _AVERAGED:
+            raise TypeError(
+                f"torchext.attach: {what} {name!r} is {tensor.dtype}; averaged are float32, float64, float16 and "
+                "bfloat16. Convert it, or have DDP ignore it"
+            )
+
+
+def _check_dense(what: str, name: str, tensor: torch.Tensor) -> None:
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        raise TypeError(
+            f"torchext.attach: {what} {name!r} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, "
+            "and shares or skips memory; make it dense with .contiguous()"
+        )
 
 
 def _attach_averaging(
@@ -288,11 +309,7 @@ def _attach_dear(
                 f"torchext.attach: parameter {name!r} is on {parameter.device} and {named[0][0]!r} on {device}; dear "
                 "trains a model on one device"
             )
-        if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
-            raise TypeError(
-                f"torchext.attach: parameter {name!r} has strides {tuple(parameter.stride())} for shape "
-                f"{tuple(parameter.shape)}, and shares or skips memory; make it dense with .contiguous()"
-            )
+        _check_dense("parameter", name, parameter)
     names = [name for name, _ in named]
     parameters = [parameter for _, parameter in named]
     unused_allowed = ddp.find_unused_parameters or ddp.static_graph

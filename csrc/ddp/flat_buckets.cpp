@@ -21,17 +21,19 @@ void average(at::TensorList tensors, const at::Tensor& flat, double scale) {
   op.call(tensors, flat, scale);
 }
 
-void synchronizeDevice(const at::Tensor& tensor) {
-  c10::impl::VirtualGuardImpl guard(tensor.device().type());
-  guard.synchronizeDevice(tensor.device().index());
-}
-
 }  // namespace
 
+void synchronizeDevice(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) {
+    c10::impl::VirtualGuardImpl guard(tensor.device().type());
+    guard.synchronizeDevice(tensor.device().index());
+  }
+}
+
 void FlatBucket::pack() const {
+  synchronizeDevice(flat);  // training may be on a stream that this thread knows nothing of
   flatten(tensors, flat);
   if (!flat.device().is_cpu()) {
-    synchronizeDevice(flat);
     wire.copy_(flat);
   }
 }
@@ -41,9 +43,7 @@ void FlatBucket::unpack(double scale) const {
     flat.copy_(wire);
   }
   average(tensors, flat, scale);
-  if (!flat.device().is_cpu()) {
-    synchronizeDevice(flat);
-  }
+  synchronizeDevice(flat);
 }
 
 FlatBuckets::FlatBuckets(const std::vector<at::Tensor>& tensors, std::size_t bucket_bytes) {

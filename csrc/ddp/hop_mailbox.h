@@ -139,7 +139,7 @@ class HopMailbox final : private HopLineOwner {
   std::vector<int> sending_;  // own models: lines that still send from them, by slot
   std::uint64_t session_ = 0;
   std::int64_t iteration_ = 0;  // in this session
-  std::uint64_t progress_ = 0;  // messages that have arrived
+  std::chrono::steady_clock::time_point progress_;  // when the last message came, or draining began
   bool draining_ = false;
   bool stopping_ = false;
   std::exception_ptr error_;

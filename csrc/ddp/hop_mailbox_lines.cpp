@@ -119,7 +119,7 @@ bool HopMailbox::received(int peer, const HopMessage& header) {
   const std::lock_guard<std::mutex> lock(mutex_);
   checkSession(peer, header);
   Neighbour& from = neighbours_.at(peer);
-  ++progress_;
+  progress_ = std::chrono::steady_clock::now();
   changed_.notify_all();
   switch (header.kind) {
     case HopMessage::kModel:

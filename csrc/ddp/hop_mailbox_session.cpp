@@ -26,7 +26,8 @@ at::Tensor memoryFor(int models, std::size_t bytes) {
 // out-neighbour.
 std::optional<int> toldGapBound(const core::HopMode& mode, bool gives_tokens, int length_to_peer) {
   if (mode.backup_workers == 0 && !mode.skips()) {
-    return core::iterationGapBound(mode, 1, length_to_peer);
+    // Of a peer that owns no tokens for this worker only its models tell, as late as they may be.
+    return mode.staleness > 0 && !gives_tokens ? mode.staleness + 1 : core::iterationGapBound(mode, 1, length_to_peer);
   }
   return gives_tokens ? std::optional<int>(mode.max_iteration_gap) : std::nullopt;
 }
@@ -110,32 +111,35 @@ std::string HopMailbox::ranks(const std::function<bool(const Neighbour&)>& which
 bool HopMailbox::drain(bool finally, std::optional<std::chrono::milliseconds> limit) {
   RECORD_FUNCTION("torchext::hop::drain", std::vector<c10::IValue>{});
   std::unique_lock<std::mutex> lock(mutex_);
-  draining_ = true;
-  for (auto& [peer, neighbour] : neighbours_) {
-    neighbour.farewell = finally ? HopMessage::kLeave : HopMessage::kPause;
-    neighbour.to_send.notify_one();
+  if (!std::exchange(draining_, true)) {  // else goes on with what a call with a limit has begun
+    progress_ = Clock::now();
+    for (auto& [peer, neighbour] : neighbours_) {
+      neighbour.farewell = finally ? HopMessage::kLeave : HopMessage::kPause;
+      neighbour.to_send.notify_one();
+    }
+    slots_free_.notify_all();
   }
-  slots_free_.notify_all();
   const auto here = [](const auto& entry) { return entry.second.left && entry.second.farewell_sent; };
   const auto all_here = [&] { return std::all_of(neighbours_.begin(), neighbours_.end(), here); };
-  const auto deadline = Clock::now() + limit.value_or(std::chrono::milliseconds(0));
+  const auto deadline = limit ? Clock::now() + *limit : Clock::time_point::max();
   while (!error_ && !all_here()) {
-    const std::uint64_t before = progress_;
-    const auto timeout = group_->timeout();
-    if (limit) {
-      if (!changed_.wait_until(lock, deadline, [&] { return error_ || all_here(); })) {
-        return false;
-      }
-    } else if (!waitAttentively(changed_, lock, Clock::now() + timeout,
-                                [&] { return error_ || all_here() || progress_ != before; })) {
-      const auto text =
-          c10::str("rank ", rank_, " waited ", timeout.count(), " ms in synchronize, averaged or detach for ",
-                   ranks([](const Neighbour& peer) { return !peer.left; }), ", which trained no further");
-      lock.unlock();
-      group_->poison(rank_, text);
-      lock.lock();
-      fail(group_->health()->failureOf({.name = "training"}));
+    const auto before = progress_;
+    const auto late = before + group_->timeout();
+    const auto moved = [&] { return error_ || all_here() || progress_ != before; };
+    if (limit ? changed_.wait_until(lock, std::min(late, deadline), moved)
+              : waitAttentively(changed_, lock, late, moved)) {
+      continue;
     }
+    if (Clock::now() < late) {
+      return false;
+    }
+    const auto text =
+        c10::str("rank ", rank_, " waited ", group_->timeout().count(), " ms in synchronize, averaged or detach for ",
+                 ranks([](const Neighbour& peer) { return !peer.left; }), ", which trained no further");
+    lock.unlock();
+    group_->poison(rank_, text);
+    lock.lock();
+    fail(group_->health()->failureOf({.name = "training"}));
   }
   if (error_) {
     std::rethrow_exception(error_);

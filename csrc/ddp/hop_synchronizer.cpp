@@ -161,18 +161,36 @@ void HopSynchronizer::finishIteration() {
 
 // To the next iteration, over some others if this worker is late.
 void HopSynchronizer::moveOn() {
-  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
-  const int jump = mode_.skips() ? core::plannedJump(mode_, mailbox->lag()) : 1;
+  const int jump = mode_.skips() ? core::plannedJump(mode_, mailbox_->lag()) : 1;
   if (jump > 1) {
-    RECORD_FUNCTION("torchext::hop::skip", std::vector<c10::IValue>{});
     tag_ += jump - 1;
     iteration_ += jump - 1;
     stats_.skipped += jump - 1;
-    mailbox->enter(tag_);
-    publish(false);  // all who would receive it have passed
-    average();
+    entering_ = Entering::kJump;
+  } else {
+    ++tag_;
+    entering_ = Entering::kNext;
   }
-  mailbox->enter(++tag_);
+  enter();
+}
+
+// Again where what a signal's handler raised has ended a wait in here: training may go on after it.
+void HopSynchronizer::enter() {
+  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
+  if (entering_ == Entering::kJump) {
+    RECORD_FUNCTION("torchext::hop::skip", std::vector<c10::IValue>{});
+    if (own_block_ == nullptr) {
+      mailbox->enter(tag_);
+      publish(false);  // all who would receive it have passed
+    }
+    average();
+    ++tag_;
+    entering_ = Entering::kNext;
+  }
+  if (entering_ == Entering::kNext) {
+    mailbox->enter(tag_);
+    entering_ = Entering::kNo;
+  }
 }
 
 void HopSynchronizer::waitTensors(const std::vector<std::int64_t>& /*tensors*/) { waitAll(); }
@@ -180,6 +198,7 @@ void HopSynchronizer::waitTensors(const std::vector<std::int64_t>& /*tensors*/) 
 void HopSynchronizer::waitAll() {
   if (mailbox_) {
     mailbox_->checkUsable();
+    enter();
     if (exchanging_) {
       finishIteration();
     }
@@ -271,7 +290,9 @@ void HopSynchronizer::leave(std::chrono::milliseconds limit) {
   if (orderly) {
     group_->announceLeaving();
     try {
-      if (!meeting_ && mailbox_->drain(true, limit)) {  // in a meeting the others have had this rank's farewell
+      // In a meeting the others have had this rank's farewell.
+      const auto drained = [this](std::chrono::milliseconds within) { return mailbox_->drain(true, within); };
+      if (!meeting_ && (drained(limit) || group_->outwaitTraining(drained))) {
         exchange_.done();
       } else {
         LOG(WARNING) << "hop [rank " << group_->getRank() << "]: leaving while other workers still train; call "
@@ -316,11 +337,15 @@ AveragingStats HopSynchronizer::stats() const {
 }
 
 int HopSynchronizer::gapBound() const {
+  const auto& heard = graph_.outNeighbours(group_->getRank());
   const auto from_here = graph_.pathLengthsFrom(group_->getRank());
   int bound = 0;
   for (const int neighbour : graph_.inNeighbours(group_->getRank())) {
     if (neighbour != group_->getRank()) {
-      bound = std::max(bound, core::iterationGapBound(mode_, 1, from_here[core::index(neighbour)]));
+      const bool gives_tokens = std::find(heard.begin(), heard.end(), neighbour) != heard.end();
+      bound = std::max(bound, mode_.staleness > 0 && !gives_tokens
+                                  ? mode_.staleness + 1
+                                  : core::iterationGapBound(mode_, 1, from_here[core::index(neighbour)]));
     }
   }
   return bound;

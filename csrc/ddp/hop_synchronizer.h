@@ -75,6 +75,7 @@ class HopSynchronizer : public AveragingSynchronizer {
   void average();
   void finishIteration();
   void moveOn();
+  void enter();
   void checkAttached() const;
   void meet(const std::function<void()>& task);
   void drain(bool finally);
@@ -96,6 +97,9 @@ class HopSynchronizer : public AveragingSynchronizer {
   std::int64_t tag_ = 0;                  // in this session
   const std::byte* own_block_ = nullptr;  // what was published for tag_; null: nothing was
   FlightRecord exchange_;                 // of what was published
+  // On the way to tag_: over skipped iterations to the one that is averaged in passing, or to the next one to compute.
+  enum class Entering { kNo, kJump, kNext };
+  Entering entering_ = Entering::kNo;
   bool averaged_ = false;                 // parallel: the parameters are those of temp
   bool exchanging_ = false;               // serial: the average of this iteration is not formed
   bool meeting_ = false;                  // with all others, in synchronize(), averaged() or detach()

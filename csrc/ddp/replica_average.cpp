@@ -91,9 +91,13 @@ double ReplicaAverage::enter() {
     current->pack();
     local.push_back(current->wire.clone());
   }
-  const double distance = average();
   local_values_ = std::move(local);
-  return distance;
+  try {
+    return average();
+  } catch (...) {
+    leave();  // or some tensors would be averages, and others not
+    throw;
+  }
 }
 
 void ReplicaAverage::leave() {

@@ -30,6 +30,13 @@ bool reaches(const at::Tensor& weight) {
   return found != only->end() && found->second.should_execute();
 }
 
+// Under autocast a layer reads a copy of its input in the type of its output, and the input may change afterwards.
+at::Tensor asRead(const at::Tensor& input, const at::Tensor& output) {
+  const at::Tensor plain = input.detach();
+  return input.is_floating_point() && input.scalar_type() != output.scalar_type() ? plain.to(output.scalar_type())
+                                                                                  : plain;
+}
+
 }  // namespace
 
 KfacEngine::Turn::Turn(KfacEngine& engine, const char* call) : engine_(engine), lock_(engine.mutex_) {
@@ -58,12 +65,24 @@ void KfacEngine::forward(int layer, const at::Tensor& input, const at::Tensor& o
   if (!at::GradMode::is_enabled() || !output.requires_grad() || stats_.steps % options_.factor_update_steps != 0) {
     return;
   }
-  // The hook lives in the graph, and dies with it or with the engine. Autograd keeps the input for the weight's
-  // gradient anyway, and refuses to go on if it was changed in between. A forward pass inside of a backward one is that
-  // of a reentrant checkpoint: what comes of it, in a pass of its own, belongs to the outer one.
+  const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
+  TORCH_CHECK_VALUE(output.device() == device_ && input.device() == device_, "torchext.optim: ", spec.name,
+                    " was on ", device_, " when the optimizer was made, and computes on ", output.device(),
+                    " now; move the model first");
+  checkCall(spec, input, output);
+  // The hook lives in the graph, and dies with it or with the engine. Autograd keeps for the weight's gradient what the
+  // layer has read: the input, or its copy in the type of autocast. A forward pass inside of a backward one is that of a
+  // reentrant checkpoint: what comes of it, in a pass of its own, belongs to the outer one.
   const int outer = torch::autograd::get_current_graph_task_id();
-  output.register_hook([weak = weak_from_this(), layer, outer, kept = input.detach()](const at::TensorBase& gradient) {
+  const at::Tensor kept = asRead(input, output);
+  const auto version = kept.is_inference() ? 0 : kept._version();
+  output.register_hook([weak = weak_from_this(), layer, outer, kept, version](const at::TensorBase& gradient) {
     if (const auto engine = weak.lock(); engine && gradient.defined()) {
+      // Autograd sees that, too, but not where it has kept a copy of its own: of an input that the layer has padded.
+      TORCH_CHECK_VALUE(kept.is_inference() || kept._version() == version, "torchext.optim: the input of ",
+                        engine->layers_[static_cast<std::size_t>(layer)].name,
+                        " was changed in place between the forward and the backward pass; change a copy of it, or "
+                        "leave the layer to the plain gradient, by its name in skip_layers");
       const int pass = outer >= 0 ? outer : torch::autograd::get_current_graph_task_id();
       engine->backward(layer, kept, at::Tensor(gradient), pass);
     }

@@ -24,13 +24,26 @@ Three threeOf(at::IntArrayRef values, std::int64_t fill) {
 
 std::int64_t productOf(const Three& values) { return values[0] * values[1] * values[2]; }
 
+// Of an input without a dimension of samples, or whose padding is not zeros: as given, before it is padded.
+PatchWindow windowOf(const KfacLayerSpec& spec, const at::Tensor& input) {
+  PatchWindow w;
+  w.size = threeOf(input.sizes().slice(input.dim() - static_cast<std::int64_t>(spec.stride.size())), 1);
+  w.kernel = threeOf(spec.weight.sizes().slice(2), 1);
+  w.stride = threeOf(spec.stride, 1);
+  w.dilation = threeOf(spec.dilation, 1);
+  w.before = threeOf(spec.pad_before, 0);
+  const Three after = threeOf(spec.pad_after, 0);
+  for (std::size_t i = 0; i < 3; ++i) {
+    w.out[i] = (w.size[i] + w.before[i] + after[i] - w.dilation[i] * (w.kernel[i] - 1) - 1) / w.stride[i] + 1;
+  }
+  return w;
+}
+
 template <class T>
 SampleMatrix<T> patches(const KfacLayerSpec& spec, const at::Tensor& given, Scratch& scratch) {
-  const auto spatial = static_cast<std::int64_t>(spec.stride.size());
-  at::Tensor input = asType<T>(given.dim() == spatial + 1 ? given.unsqueeze(0) : given);
-  PatchWindow w;
-  w.before = threeOf(spec.pad_before, 0);
-  Three after = threeOf(spec.pad_after, 0);
+  PatchWindow w = windowOf(spec, given);
+  at::Tensor input = asType<T>(given.dim() == static_cast<std::int64_t>(spec.stride.size()) + 1 ? given.unsqueeze(0)
+                                                                                             : given);
   if (spec.padding_mode != "constant") {
     std::vector<std::int64_t> pads;  // last dimension first, as pad() wants them
     for (std::size_t i = spec.stride.size(); i-- > 0;) {
@@ -38,14 +51,8 @@ SampleMatrix<T> patches(const KfacLayerSpec& spec, const at::Tensor& given, Scra
       pads.push_back(spec.pad_after[i]);
     }
     input = at::pad(input, pads, spec.padding_mode).contiguous();
-    w.before = after = Three{0, 0, 0};
-  }
-  w.size = threeOf(input.sizes().slice(2), 1);
-  w.kernel = threeOf(spec.weight.sizes().slice(2), 1);
-  w.stride = threeOf(spec.stride, 1);
-  w.dilation = threeOf(spec.dilation, 1);
-  for (std::size_t i = 0; i < 3; ++i) {
-    w.out[i] = (w.size[i] + w.before[i] + after[i] - w.dilation[i] * (w.kernel[i] - 1) - 1) / w.stride[i] + 1;
+    w.before = Three{0, 0, 0};
+    w.size = threeOf(input.sizes().slice(2), 1);
   }
   const std::int64_t samples = input.size(0);
   const std::int64_t channels = input.size(1);
@@ -90,6 +97,31 @@ std::int64_t KfacLayerSpec::outputs() const {
 
 std::int64_t KfacLayerSpec::inputs() const {
   return kind == Kind::kEmbedding ? weight.size(0) : weight.numel() / weight.size(0);
+}
+
+void checkCall(const KfacLayerSpec& spec, const at::Tensor& input, const at::Tensor& output) {
+  const auto is = [](const at::Tensor& tensor, std::int64_t dimension, std::int64_t size) {
+    return tensor.dim() >= 1 && tensor.size(dimension) == size;
+  };
+  bool fits = false;
+  if (spec.kind == Kind::kConvolution) {
+    const auto spatial = static_cast<std::int64_t>(spec.stride.size());
+    const auto channels = [&](const at::Tensor& images) { return images.size(images.dim() - spatial - 1); };
+    fits = (input.dim() == spatial + 1 || input.dim() == spatial + 2) && output.dim() == input.dim() &&
+           channels(input) == spec.weight.size(1) * spec.groups && channels(output) == spec.weight.size(0) &&
+           (input.dim() == spatial + 1 || input.size(0) == output.size(0)) &&
+           threeOf(output.sizes().slice(output.dim() - spatial), 1) == windowOf(spec, input).out;
+  } else if (spec.kind == Kind::kEmbedding) {
+    fits = is(output, -1, spec.weight.size(1)) && output.numel() == input.numel() * output.size(-1);
+  } else {
+    fits = is(input, -1, spec.weight.size(1)) && is(output, -1, spec.weight.size(0)) &&
+           input.sizes().slice(0, static_cast<std::size_t>(input.dim() - 1)) ==
+               output.sizes().slice(0, static_cast<std::size_t>(output.dim() - 1));
+  }
+  TORCH_CHECK_VALUE(fits, "torchext.optim: ", spec.name, " with a weight of ", spec.weight.sizes(), " was called with ",
+                    input.sizes(), " and returned ", output.sizes(),
+                    ", which such a layer does not: does its forward() pad or slice? Leave it to the plain gradient, "
+                    "by its name in skip_layers");
 }
 
 at::Tensor sampleRows(const at::Tensor& tensor, at::ScalarType type, bool reduce, bool mean) {

@@ -72,6 +72,10 @@ struct SampleMatrix {
   std::int64_t samples = 0;
 };
 
+// std::invalid_argument, as ValueError in Python, where input and output of a call are not those of such a layer: a
+// subclass may pad or slice in its forward(), and what is read here would be of other sizes.
+void checkCall(const KfacLayerSpec& spec, const at::Tensor& input, const at::Tensor& output);
+
 // [N, ..., dim] dense and in the type asked for; of a sequence with `reduce` [N, dim], its positions averaged (mean) or
 // summed. Any device.
 at::Tensor sampleRows(const at::Tensor& tensor, at::ScalarType type, bool reduce, bool mean);

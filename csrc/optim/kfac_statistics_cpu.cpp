@@ -80,6 +80,8 @@ KfacStatistics::CallSize CpuStatistics<T>::addProducts(const KfacLayerSpec& spec
     const at::Tensor tokens = input.to(at::kLong).contiguous();
     const auto* token = tokens.const_data_ptr<std::int64_t>();
     for (std::int64_t i = 0; i < tokens.numel(); ++i) {
+      TORCH_CHECK_INDEX(0 <= token[i] && token[i] < input_slot.size, "torchext.optim: ", spec.name, " was called with ",
+                        token[i], ", and has ", input_slot.size, " rows");
       if (token[i] != spec.padding_idx) {
         counts[token[i]] += T(1);
       }

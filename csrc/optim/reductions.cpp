@@ -19,10 +19,10 @@ bool allFinite(const T* data, std::int64_t count) {
 }
 
 bool isFinite(const at::Tensor& tensor) {
-  if (tensor.is_contiguous() && tensor.scalar_type() == at::kFloat) {
+  if (tensor.is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == at::kFloat) {
     return allFinite(tensor.const_data_ptr<float>(), tensor.numel());
   }
-  if (tensor.is_contiguous() && tensor.scalar_type() == at::kDouble) {
+  if (tensor.is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == at::kDouble) {
     return allFinite(tensor.const_data_ptr<double>(), tensor.numel());
   }
   const at::Tensor values = tensor.layout() == at::kStrided ? tensor : tensor._values();

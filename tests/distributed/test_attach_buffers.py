@@ -11,6 +11,9 @@ import torch.distributed as dist
 from attached import Normalized, Trainer, batch, everywhere
 from harness import Rank, run_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("prague", {"order": "cta", "generator": "static"}),
@@ -163,6 +166,10 @@ def body_assigned(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
         with trainer.sync.averaged() as module:
             first, second = everywhere(module.seen.clone())
             assert torch.equal(first, second) and first.min() > 0
+        own = trainer.module.seen.clone()
+        with trainer.sync.averaged() as module:
+            module(torch.ones(2, 8))
+        assert torch.equal(trainer.module.seen, own)
     trainer.sync.synchronize()  # nothing is under way on any rank
     trainer.module.seen = torch.zeros(4)
     for call in (trainer.sync.synchronize, trainer.sync.averaged().__enter__, trainer.step):
@@ -192,3 +199,29 @@ def body_moved(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(("backend", "options"), VARIANTS[1::2], ids=str)
 def test_memory_that_the_model_no_longer_has_is_not_averaged(backend: str, options: dict[str, Any]) -> None:
     assert run_ranks(body_moved, 2, backend, options) == [True, True]
+
+
+class Sliced(nn.Module):
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 1)
+        odd = torch.ones(8, 16)[:, :8] if dtype is None else torch.ones(4).to(dtype)
+        self.register_buffer("odd", odd)
+
+
+def body_odd(rank: Rank, backend: str) -> bool:
+    rank.init(backend)
+    for dtype, text in (
+        (None, r"buffer 'odd' has strides \(16, 1\)"),
+        (torch.float8_e5m2, "buffer 'odd' is torch.float8"),
+    ):
+        model = DistributedDataParallel(Sliced(dtype), broadcast_buffers=False, init_sync=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match=text):
+            torchext.attach(model, optimizer)
+    return True
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+def test_buffers_that_cannot_be_averaged_are_named(backend: str) -> None:
+    assert run_ranks(body_odd, 2, backend) == [True, True]

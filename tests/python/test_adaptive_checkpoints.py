@@ -376,3 +376,17 @@ def test_an_average_across_a_pruning_is_refused_and_one_without_follows(layout: 
     twin(ids).sum().backward()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     assert (twin(ids) - kept).abs().max() > 0.01
+
+
+def test_hooks_before_a_load_are_called() -> None:
+    table = AdaptiveEmbeddingBag(6, 8, mode="sum")
+    state = {f"old_{name}": value for name, value in table.state_dict().items()}
+
+    def rename(_: nn.Module, given: dict[str, Any], *__: Any) -> None:
+        for name in list(given):
+            given[name.removeprefix("old_")] = given.pop(name)
+
+    other = AdaptiveEmbeddingBag(6, 8, mode="sum")
+    other.register_load_state_dict_pre_hook(rename)
+    other.load_state_dict(state)
+    assert torch.equal(other.weight, table.weight)

@@ -48,6 +48,28 @@ def test_an_optimizer_keeps_its_state_with_the_chunks() -> None:
     assert len(held) > 10
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_sparse_gradients_moves_with_the_chunks(nesterov: bool) -> None:
+    """Torch's SGD keeps it sparse."""
+    torch.manual_seed(3)
+    table = AdaptiveEmbeddingBag(50, 16, mode="sum", budget=0.3, chunk_dim=4, sparse=True, init_std=0.0)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)
+    pruner = ChunkPruner(table, optimizer=optimizer, max_swap_share=0.3, hysteresis=0.0)
+    moved = 0
+    for step in range(8):
+        table((torch.rand(64, 3) ** 2 * (50 - 4 * step)).long()).sub(1).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moment = optimizer.state[table.pool]["momentum_buffer"]
+        assert moment.is_sparse
+        held = {int(key): moment.to_dense()[slot] for key, slot in zip(*table._resident(), strict=True)}
+        moved += pruner.prune()["moved"] + pruner.prune()["admitted"]
+        moment = optimizer.state[table.pool]["momentum_buffer"].to_dense()
+        for key, slot in zip(*table._resident(), strict=True):
+            assert torch.equal(moment[slot], held.get(int(key), torch.zeros(4)))
+    assert moved > 0
+
+
 def test_the_state_of_a_frozen_table_moves_with_its_chunks() -> None:
     torch.manual_seed(0)
     table = AdaptiveEmbeddingBag(64, 16, chunk_dim=4, budget=64, mode="sum", init_std=0.0)

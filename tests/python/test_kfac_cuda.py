@@ -116,7 +116,7 @@ def test_nan_is_skipped_and_counted() -> None:
 
 
 @gpu
-def test_how_often_a_step_waits_for_the_device() -> None:
+def test_how_often_a_step_waits_for_the_device(capfd: pytest.CaptureFixture[str]) -> None:
     """Once, for the question whether all gradients are finite; once more where inverses are made."""
     model = Net().to("cuda")
     kfac = KFACPreconditioner(model, inverse_update_steps=3)
@@ -132,7 +132,9 @@ def test_how_often_a_step_waits_for_the_device() -> None:
                 kfac.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits.append(sum("synchronizing CUDA operation" in str(w.message) for w in caught))
+        # Of C++ without Python in between torch writes them to stderr.
+        texts = [*(str(w.message) for w in caught), *capfd.readouterr().err.splitlines()]
+        waits.append(sum("synchronizing CUDA operation" in text for text in texts))
     assert waits == [2, 1, 1, 2, 1, 1]
 
 

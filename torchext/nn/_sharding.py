@@ -134,6 +134,12 @@ class Shards:
         send, receive = rows[self.rank][: self.world], [row[self.rank] for row in rows]
         return _Agreed(send, receive, [row[-3] for row in rows], max(row[-2] for row in rows))
 
+    def check_devices(self, device: torch.device, *given: Tensor | None) -> None:
+        """Raises where ids, offsets or weights are on another device than the table: the others would wait for them."""
+        for name, tensor in zip(("ids", "offsets", "per_sample_weights"), given, strict=False):
+            if isinstance(tensor, Tensor) and tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}; the table is on {device}")
+
     def refuse(self, failure: Exception, device: torch.device) -> NoReturn:
         """Raises on all ranks what keeps this one from looking its batch up. Collective with their lookups."""
         self.agree(torch.zeros(self.world, dtype=torch.int64, device=device), failure=failure)

@@ -234,7 +234,9 @@ class AdaptiveTable(ChunkStorage):
         replace_values(self.pool, carried(self.pool.data))
         self.state = [carried(own) for own in self.state]
         for name in moving:
-            state[name] = carried(state[name])
+            value = state[name]  # sparse is SGD's momentum of sparse gradients
+            moved = carried(value.to_dense() if value.is_sparse else value)
+            state[name] = moved.to_sparse(1) if value.is_sparse else moved
         self.pool.grad = None  # its slots may be others' now
         fresh = _ops.adaptive_table_meet_(self.seen, admitted, self.chunks)
         if len(fresh) and self.init_std > 0:
@@ -300,6 +302,9 @@ class AdaptiveTable(ChunkStorage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Where the table's group may be in an optimizer, the copy's may be in a copy of that."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in ("clock", "_lr", "shard"):  # torch.load(map_location="cuda") has moved them
+            if (tensor := self.__dict__.get(name)) is not None and tensor.is_cuda:
+                self.__dict__[name] = tensor.cpu()
         copied: Any = self._prunings
         if isinstance(copied, Copied):
             self._prunings, self._origin = Prunings(), Origin.of(self, copied)
@@ -323,6 +328,8 @@ class AdaptiveTable(ChunkStorage):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         version = local_metadata.get("version", VERSION)
         load_table(self, state_dict, prefix, version, strict, missing_keys, unexpected_keys, error_msgs)
         self._origin = None

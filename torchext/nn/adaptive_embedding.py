@@ -173,6 +173,7 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
             self._check_given(input, offsets, per_sample_weights)
         else:
             try:
+                self._shards.check_devices(self.pool.device, input, offsets, per_sample_weights)
                 self._check_given(input, offsets, per_sample_weights)
             except (TypeError, ValueError, NotImplementedError) as error:
                 self._shards.refuse(error, self.pool.device)
@@ -277,8 +278,9 @@ class AdaptiveEmbedding(AdaptiveLookup, nn.Embedding):  # type: ignore[misc, ove
             check_ids("input", input)
         else:
             try:
+                self._shards.check_devices(self.pool.device, input)
                 check_ids("input", input)
-            except TypeError as error:
+            except (TypeError, ValueError) as error:
                 self._shards.refuse(error, self.pool.device)
         flat = input.reshape(-1)
         return self._look_up(flat, None, 1, None, False).view(*input.shape, self.embedding_dim)

@@ -49,13 +49,15 @@ def find_layers(
         NoSupportedLayerError: nothing is left.
     """
     patterns = _patterns(model, skip)
-    inside = [name + "." for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    inside = [
+        name and name + "." for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
+    ]
     users: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         if any(nn.parameter.is_lazy(parameter) for parameter in module._parameters.values()):
             raise ValueError(f"{name or 'the model'} is a lazy module without parameters; run one forward pass first")
         weight = module._parameters.get("weight")
-        if weight is None or any(name.startswith(prefix) for prefix in inside):
+        if weight is None or any(name.startswith(prefix) for prefix in inside):  # "": the model is one itself
             continue  # MultiheadAttention reads its projections itself, without a call that could be seen
         users.setdefault(id(weight), []).append((name, module))
     found = []
@@ -124,7 +126,7 @@ def _layer(name: str, modules: list[nn.Module], sequences: str, stepped: Collect
         "pad_after": [],
         "padding_mode": "constant",
         "groups": 1,
-        "reduce_sequence": sequences == "reduce",
+        "reduce_sequence": sequences == "reduce" and isinstance(module, nn.Linear),
         "padding_idx": -1,
     }
     if isinstance(module, Convolution):
@@ -141,6 +143,8 @@ def _layer(name: str, modules: list[nn.Module], sequences: str, stepped: Collect
     elif isinstance(module, nn.Embedding):
         if module.sparse or module.max_norm is not None or module.scale_grad_by_freq:
             return None
+        if type(module).forward is not nn.Embedding.forward:
+            return None  # what it is called with need not be the rows that it reads
         what |= {"kind": "embedding", "padding_idx": -1 if module.padding_idx is None else module.padding_idx}
     elif not isinstance(module, nn.Linear):
         return None

@@ -101,7 +101,7 @@ class KFAC(torch.optim.Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        # What the kernel takes in one call; under None what it does not take: it knows no strides.
+        # What the kernel takes in one call; under None what it does not take.
         kinds: dict[tuple[torch.device, torch.dtype] | None, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
         momentum = group["momentum"]
         for p in group["params"]:
@@ -113,7 +113,7 @@ class KFAC(torch.optim.Optimizer):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 of_p += (state["momentum_buffer"],)
-            kind = (p.device, p.dtype) if _lie_alike(of_p) else None
+            kind = (p.device, p.dtype) if _has_kernel(p) and _lie_alike(of_p) else None
             for members, tensor in zip(kinds.setdefault(kind, ([], [], [])), of_p, strict=False):
                 members.append(tensor)
         # The keys are those of torch.optim.SGD, whose kernel and whose loop these are.
@@ -202,6 +202,11 @@ def _refusal(options: Iterable[str], strategy: str) -> str:
             f"no argument {', '.join(unknown)}: allowed lr, momentum, weight_decay, nesterov, {', '.join(_PASSED_ON)}"
         )
     return ""
+
+
+def _has_kernel(p: Tensor) -> bool:
+    """Whether torch's fused kernel steps it: on the CPU that of 16 bits does not (torch 2.13), and none is complex."""
+    return p.dtype in (torch.float32, torch.float64) or (p.is_cuda and p.dtype in (torch.float16, torch.bfloat16))
 
 
 def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
