@@ -138,7 +138,7 @@ class HopMailbox final : private HopLineOwner {
   std::unique_ptr<core::UpdateQueue> queue_;
   std::vector<int> sending_;  // own models: lines that still send from them, by slot
   std::uint64_t session_ = 0;
-  std::int64_t iteration_ = 0;  // in this session
+  std::int64_t iteration_ = 0;                      // in this session
   std::chrono::steady_clock::time_point progress_;  // when the last message came, or draining began
   bool draining_ = false;
   bool stopping_ = false;

@@ -100,9 +100,9 @@ class HopSynchronizer : public AveragingSynchronizer {
   // On the way to tag_: over skipped iterations to the one that is averaged in passing, or to the next one to compute.
   enum class Entering { kNo, kJump, kNext };
   Entering entering_ = Entering::kNo;
-  bool averaged_ = false;                 // parallel: the parameters are those of temp
-  bool exchanging_ = false;               // serial: the average of this iteration is not formed
-  bool meeting_ = false;                  // with all others, in synchronize(), averaged() or detach()
+  bool averaged_ = false;    // parallel: the parameters are those of temp
+  bool exchanging_ = false;  // serial: the average of this iteration is not formed
+  bool meeting_ = false;     // with all others, in synchronize(), averaged() or detach()
   bool detached_ = false;
   HopStats stats_;       // what the mailbox does not count
   HopStats last_stats_;  // the mailbox's, when it is gone

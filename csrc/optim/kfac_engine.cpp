@@ -66,13 +66,13 @@ void KfacEngine::forward(int layer, const at::Tensor& input, const at::Tensor& o
     return;
   }
   const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  TORCH_CHECK_VALUE(output.device() == device_ && input.device() == device_, "torchext.optim: ", spec.name,
-                    " was on ", device_, " when the optimizer was made, and computes on ", output.device(),
+  TORCH_CHECK_VALUE(output.device() == device_ && input.device() == device_, "torchext.optim: ", spec.name, " was on ",
+                    device_, " when the optimizer was made, and computes on ", output.device(),
                     " now; move the model first");
   checkCall(spec, input, output);
   // The hook lives in the graph, and dies with it or with the engine. Autograd keeps for the weight's gradient what the
-  // layer has read: the input, or its copy in the type of autocast. A forward pass inside of a backward one is that of a
-  // reentrant checkpoint: what comes of it, in a pass of its own, belongs to the outer one.
+  // layer has read: the input, or its copy in the type of autocast. A forward pass inside of a backward one is that of
+  // a reentrant checkpoint: what comes of it, in a pass of its own, belongs to the outer one.
   const int outer = torch::autograd::get_current_graph_task_id();
   const at::Tensor kept = asRead(input, output);
   const auto version = kept.is_inference() ? 0 : kept._version();

@@ -42,8 +42,8 @@ PatchWindow windowOf(const KfacLayerSpec& spec, const at::Tensor& input) {
 template <class T>
 SampleMatrix<T> patches(const KfacLayerSpec& spec, const at::Tensor& given, Scratch& scratch) {
   PatchWindow w = windowOf(spec, given);
-  at::Tensor input = asType<T>(given.dim() == static_cast<std::int64_t>(spec.stride.size()) + 1 ? given.unsqueeze(0)
-                                                                                             : given);
+  at::Tensor input =
+      asType<T>(given.dim() == static_cast<std::int64_t>(spec.stride.size()) + 1 ? given.unsqueeze(0) : given);
   if (spec.padding_mode != "constant") {
     std::vector<std::int64_t> pads;  // last dimension first, as pad() wants them
     for (std::size_t i = spec.stride.size(); i-- > 0;) {
