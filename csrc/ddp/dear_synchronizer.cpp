@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "ddp/attach_agreement.h"
 #include "ddp/elapsed.h"
+#include "ddp/flat_buckets.h"
 
 namespace torchext {
 namespace {
@@ -262,6 +263,9 @@ void DearSynchronizer::afterStep() {
       noteVersions();
     }
     std::fill(waited_.begin(), waited_.end(), 0);
+  }
+  if (!planner_.decided() && !parameters_.empty()) {
+    synchronizeDevice(parameters_.front());  // what is measured is a step, not how soon it was queued
   }
   const bool replan = planner_.afterStep(gradient_order_, forward_order_);
   forward_order_.clear();

@@ -289,19 +289,25 @@ void HopSynchronizer::leave(std::chrono::milliseconds limit) {
   }
   if (orderly) {
     group_->announceLeaving();
-    try {
-      // In a meeting the others have had this rank's farewell.
-      const auto drained = [this](std::chrono::milliseconds within) { return mailbox_->drain(true, within); };
-      if (!meeting_ && (drained(limit) || group_->outwaitTraining(drained))) {
-        exchange_.done();
-      } else {
-        LOG(WARNING) << "hop [rank " << group_->getRank() << "]: leaving while other workers still train; call "
-                     << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
-        const Leaving leaving;
-        group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
+    bool met = false;
+    const auto left = [&](std::chrono::milliseconds within) {
+      try {
+        met = mailbox_->drain(true, within);
+        return met;
+      } catch (const std::exception& error) {
+        LOG(INFO) << "hop: left without the others: " << error.what();
+        return true;
       }
-    } catch (const std::exception& error) {
-      LOG(INFO) << "hop: left without the others: " << error.what();
+    };
+    // In a meeting the others have had this rank's farewell.
+    if (meeting_ || (!left(limit) && !group_->outwaitTraining(left))) {
+      LOG(WARNING) << "hop [rank " << group_->getRank() << "]: leaving while other workers still train; call "
+                   << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
+      const Leaving leaving;
+      group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
+    }
+    if (met) {
+      exchange_.done();
     }
   }
   mailbox_->stop();
