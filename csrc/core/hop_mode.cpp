@@ -84,6 +84,11 @@ int iterationGapBound(const HopMode& mode, int length_j_to_i, int length_i_to_j)
   return mode.hasTokens() ? std::min(by_models, by_tokens) : by_models;
 }
 
+int toldGapBound(const HopMode& mode, bool gives_tokens, int length_to_peer) {
+  const bool by_models_alone = mode.staleness > 0 && mode.backup_workers == 0 && !gives_tokens;
+  return by_models_alone ? mode.staleness + 1 : iterationGapBound(mode, 1, length_to_peer);
+}
+
 int largestLead(const HopMode& mode, const CommunicationGraph& graph) {
   int lead = 0;
   for (int receiver = 0; receiver < graph.size(); ++receiver) {

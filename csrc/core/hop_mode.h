@@ -42,6 +42,10 @@ void validateHopMode(const HopMode& mode, const CommunicationGraph& graph);
 // model it counts as ahead for those it gave tokens to, and computes nothing.
 int iterationGapBound(const HopMode& mode, int length_j_to_i, int length_i_to_j);
 
+// The same for an in-neighbour, as far as its messages tell where it is: of one that is no out-neighbour, and so gives
+// no tokens back, only models do, which with staleness may be as late as that.
+int toldGapBound(const HopMode& mode, bool gives_tokens, int length_to_peer);
+
 // Iterations that an in-neighbour's model can be ahead of its receiver, over all edges: what an UpdateQueue must hold
 // besides the current one. max_iteration_gap, or less where the paths back are short; finite without tokens, too.
 // O(size * edges).

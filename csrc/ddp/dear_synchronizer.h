@@ -147,8 +147,7 @@ class DearSynchronizer : public Synchronizer {
   // After leave() throws: what failed, or that the group has ended.
   void checkNotLeft() const;
   bool isGathered(std::size_t parameter) const;
-  template <class Ready>
-  double waitUntil(const char* what, Ready ready);
+  double waitUntil(const char* what, const std::function<bool()>& ready);
 
   c10::intrusive_ptr<ProcessGroupDear> group_;
   const std::vector<at::Tensor> parameters_;

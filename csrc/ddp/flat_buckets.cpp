@@ -1,7 +1,8 @@
 #include "ddp/flat_buckets.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "ddp/side_stream.h"
 
 namespace torchext {
 namespace {
@@ -23,15 +24,8 @@ void average(at::TensorList tensors, const at::Tensor& flat, double scale) {
 
 }  // namespace
 
-void synchronizeDevice(const at::Tensor& tensor) {
-  if (!tensor.is_cpu()) {
-    c10::impl::VirtualGuardImpl guard(tensor.device().type());
-    guard.synchronizeDevice(tensor.device().index());
-  }
-}
-
 void FlatBucket::pack() const {
-  synchronizeDevice(flat);  // training may be on a stream that this thread knows nothing of
+  synchronizeDevice(flat.device());  // training may be on a stream that this thread knows nothing of
   flatten(tensors, flat);
   if (!flat.device().is_cpu()) {
     wire.copy_(flat);
@@ -43,7 +37,7 @@ void FlatBucket::unpack(double scale) const {
     flat.copy_(wire);
   }
   average(tensors, flat, scale);
-  synchronizeDevice(flat);
+  synchronizeDevice(flat.device());
 }
 
 FlatBuckets::FlatBuckets(const std::vector<at::Tensor>& tensors, std::size_t bucket_bytes) {

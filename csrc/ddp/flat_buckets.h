@@ -15,9 +15,6 @@
 
 namespace torchext {
 
-// Until all that was queued on the tensor's device, on any stream, is done; nothing for the CPU.
-void synchronizeDevice(const at::Tensor& tensor);
-
 struct FlatBucket {
   std::vector<at::Tensor> tensors;     // aliases of the model's tensors, detached
   std::vector<std::size_t> positions;  // theirs in the list that the buckets were made of

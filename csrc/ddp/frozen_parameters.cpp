@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "c10d/agreement.h"
-#include "ddp/flat_buckets.h"
+#include "ddp/side_stream.h"
 
 namespace torchext {
 namespace {
@@ -46,7 +46,9 @@ std::vector<at::Tensor> FrozenParameters::differing(AttachableBackend& group) co
   if (count == 0) {
     return result;
   }
-  std::for_each(tensors_.begin(), tensors_.end(), synchronizeDevice);  // who trains may do so on another stream
+  for (const at::Tensor& tensor : tensors_) {
+    synchronizeDevice(tensor.device());  // who trains may do so on another stream
+  }
   const at::Tensor own = at::empty({count}, at::kLong);
   std::transform(tensors_.begin(), tensors_.end(), own.mutable_data_ptr<std::int64_t>(), contentHash);
   const at::Tensor all = at::empty({group.getSize(), count}, at::kLong);

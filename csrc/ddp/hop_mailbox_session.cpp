@@ -21,13 +21,11 @@ at::Tensor memoryFor(int models, std::size_t bytes) {
   return at::empty({static_cast<std::int64_t>(models) * static_cast<std::int64_t>(bytes)}, at::kByte);
 }
 
-// The bound on the gap to an in-neighbour as far as its messages tell the gap. Models tell it where the next iteration
-// needs one of every neighbour; where some may be missing, or while a worker jumps, only the tokens of an
-// out-neighbour.
-std::optional<int> toldGapBound(const core::HopMode& mode, bool gives_tokens, int length_to_peer) {
+// The bound that every gap seen keeps. Models tell the gap where the next iteration needs one of every neighbour; where
+// some may be missing, or while a worker jumps, only the tokens of an out-neighbour.
+std::optional<int> assertedGapBound(const core::HopMode& mode, bool gives_tokens, int length_to_peer) {
   if (mode.backup_workers == 0 && !mode.skips()) {
-    // Of a peer that owns no tokens for this worker only its models tell, as late as they may be.
-    return mode.staleness > 0 && !gives_tokens ? mode.staleness + 1 : core::iterationGapBound(mode, 1, length_to_peer);
+    return core::toldGapBound(mode, gives_tokens, length_to_peer);
   }
   return gives_tokens ? std::optional<int>(mode.max_iteration_gap) : std::nullopt;
 }
@@ -56,7 +54,7 @@ HopMailbox::HopMailbox(c10::intrusive_ptr<AttachableBackend> group, HopSetup set
   const auto from_here = setup_.graph.pathLengthsFrom(rank_);
   for (auto& [peer, neighbour] : neighbours_) {
     if (neighbour.sends) {
-      neighbour.gap_bound = toldGapBound(setup_.mode, neighbour.receives, from_here[core::index(peer)]);
+      neighbour.gap_bound = assertedGapBound(setup_.mode, neighbour.receives, from_here[core::index(peer)]);
     }
   }
   stats_.slot_bytes = static_cast<std::int64_t>(memory_.nbytes());

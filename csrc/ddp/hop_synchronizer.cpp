@@ -343,15 +343,14 @@ AveragingStats HopSynchronizer::stats() const {
 }
 
 int HopSynchronizer::gapBound() const {
-  const auto& heard = graph_.outNeighbours(group_->getRank());
-  const auto from_here = graph_.pathLengthsFrom(group_->getRank());
+  const int rank = group_->getRank();
+  const std::vector<int>& takers = graph_.outNeighbours(rank);
+  const auto from_here = graph_.pathLengthsFrom(rank);
   int bound = 0;
-  for (const int neighbour : graph_.inNeighbours(group_->getRank())) {
-    if (neighbour != group_->getRank()) {
-      const bool gives_tokens = std::find(heard.begin(), heard.end(), neighbour) != heard.end();
-      bound = std::max(bound, mode_.staleness > 0 && !gives_tokens
-                                  ? mode_.staleness + 1
-                                  : core::iterationGapBound(mode_, 1, from_here[core::index(neighbour)]));
+  for (const int neighbour : graph_.inNeighbours(rank)) {
+    if (neighbour != rank) {
+      const bool gives_tokens = std::find(takers.begin(), takers.end(), neighbour) != takers.end();
+      bound = std::max(bound, core::toldGapBound(mode_, gives_tokens, from_here[core::index(neighbour)]));
     }
   }
   return bound;

@@ -33,4 +33,10 @@ void SideStream::synchronize() const {
   }
 }
 
+void synchronizeDevice(c10::Device device) {
+  if (!device.is_cpu()) {
+    c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  }
+}
+
 }  // namespace torchext

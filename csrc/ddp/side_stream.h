@@ -33,4 +33,7 @@ class SideStream {
   std::optional<c10::Stream> stream_;
 };
 
+// Blocks the calling thread until all that was queued on the device is done, on whatever stream; nothing on the CPU.
+void synchronizeDevice(c10::Device device);
+
 }  // namespace torchext

@@ -57,6 +57,9 @@ TEST(HopMode, IllegalCombinationsSayWhatToSet) {
 // Written out, so that the property tests have something to rely on.
 TEST(HopMode, TheFiveGapBounds) {
   EXPECT_EQ(iterationGapBound({}, 3, 5), 3);
+  EXPECT_EQ(toldGapBound({}, /*gives_tokens=*/false, 5), 1);
+  EXPECT_EQ(toldGapBound({.max_iteration_gap = 1, .staleness = 4}, /*gives_tokens=*/true, 2), 2);
+  EXPECT_EQ(toldGapBound({.max_iteration_gap = 1, .staleness = 4}, /*gives_tokens=*/false, 2), 5);
   EXPECT_EQ(iterationGapBound({.notify_ack = true}, 3, 5), 3);
   EXPECT_EQ(iterationGapBound({.notify_ack = true}, 3, 1), 2);
   EXPECT_EQ(iterationGapBound({.max_iteration_gap = 2}, 3, 5), 3);
