@@ -11,6 +11,7 @@ its connections, and would tell the others what the backend must tell them.
 Needs root, for hosts that are network namespaces.
 
     python benchmarks/fault_table.py
+    python benchmarks/fault_table.py --faults slow --update    # some rows anew, into what is there
 """
 
 from __future__ import annotations
@@ -118,29 +119,45 @@ def _summary(row: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def _line(row: dict[str, Any]) -> str:
+    what = FAULTS[row["fault"]].what
+    return f"| {what} | {row['world_size']} | {row['backend']} | {_summary(row)} | {_named(row)} |"
+
+
+def _place(row: dict[str, Any]) -> tuple[int, ...]:
+    """Of a row in the table: by fault, number of ranks and backend."""
+    return list(FAULTS).index(row["fault"]), row["world_size"], ("gloo", *OURS).index(row["backend"])
+
+
 def main() -> None:
     """Runs and writes ``fault_table.json`` and ``fault_table.md``."""
     parser = cli.parser(__doc__ or "", contenders=",".join(("gloo", *OURS)), repeats=1)
     parser.add_argument("--faults", default=",".join(FAULTS), help="rows of the table")
+    parser.add_argument("--update", action="store_true", help="keep the other rows of the results that are there")
     args = parser.parse_args()
     torchext.register()
     contenders = cli.names(args.contenders)
-    rows = []
-    lines = [
-        f"What the survivors of a fault see: timeout {TIMEOUT_S:g} s, heartbeats 5 s. `{cli.script_line()}`",
-        "",
-        "| fault | ranks | backend | survivors, seconds after the fault | named |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    rows = {}
+    if args.update:
+        kept = json.loads((args.results / "fault_table.json").read_text())["rows"]
+        rows = {_place(row): row for row in kept if row["fault"] in FAULTS}
     for name in ("killed", "numel") if args.quick else cli.names(args.faults):
         fault = FAULTS[name]
         for world, backend in itertools.product(fault.worlds, contenders):
             if backend in ("gloo", *fault.backends):
                 row = _run(backend, name, world)
-                rows.append(row)
-                lines.append(f"| {fault.what} | {world} | {backend} | {_summary(row)} | {_named(row)} |")
-                print(lines[-1], flush=True)
+                rows[_place(row)] = row
+                print(_line(row), flush=True)
     args.results.mkdir(parents=True, exist_ok=True)
+    table = [rows[place] for place in sorted(rows)]
+    lines = [
+        f"What the survivors of a fault see: timeout {TIMEOUT_S:g} s, heartbeats 5 s."
+        " `python benchmarks/fault_table.py`",
+        "",
+        "| fault | ranks | backend | survivors, seconds after the fault | named |",
+        "| --- | --- | --- | --- | --- |",
+        *map(_line, table),
+    ]
     result = {
         "name": "fault_table",
         "script": cli.script_line(),
@@ -150,7 +167,7 @@ def main() -> None:
             "faults": {name: fault.what for name, fault in FAULTS.items()},
         },
         "machine": describe_machine(),
-        "rows": rows,
+        "rows": table,
     }
     (args.results / "fault_table.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.results / "fault_table.md").write_text("\n".join(lines) + "\n")

@@ -72,7 +72,7 @@ class AveragingSynchronizer(Synchronizer):
         """
         self._membership, self._make_core = membership, make_core
         if membership.is_newcomer:
-            self._collectives = self._meet(0)
+            self._collectives = self._meet(None)
 
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach.
@@ -148,7 +148,15 @@ class AveragingSynchronizer(Synchronizer):
     def _after_step(self, *_: Any) -> None:
         self._begin_awaited_step()  # an optimizer that did not call its closure
         self._buffers.restore()
-        self._persist(lambda: self._core.after_step())
+        core, made = self._core, self._core.steps
+
+        def end_step() -> None:
+            # A group that fails behind its count of the step does so on the way to the next one, where a new group
+            # begins: with it, too, the step would be counted twice.
+            if core.steps == made:
+                self._core.after_step()
+
+        self._persist(end_step)
 
     def _synchronize(self) -> None:
         self._buffers.restore()
@@ -235,9 +243,9 @@ class AveragingSynchronizer(Synchronizer):
         take it for a mistake.
         """
         assert self._membership is not None and self._make_core is not None
+        steps = self._core.steps  # the next group may fail, too, before its core has been told
         with _unsafe_preserve_version_counter(self._tensors):
             while True:
-                steps = self._core.steps
                 self._core = self._local_gradients.synchronizer = self._membership.renew(error, self._make_core)
                 try:
                     return self._meet(steps)
@@ -246,14 +254,22 @@ class AveragingSynchronizer(Synchronizer):
                     self._membership.fail(error)
                     self._give_up()
 
-    def _meet(self, steps: int) -> int:
-        """The first thing that a new group does: its workers begin from one average and one number of steps."""
+    def _meet(self, steps: int | None) -> int:
+        """The first thing that a new group does: its workers begin from one average.
+
+        Args:
+            steps: Those that this worker has made; None: it is a newcomer.
+
+        Returns:
+            How many collectives the furthest has done.
+        """
         self._buffers.restore()
-        furthest = torch.tensor([steps, self._collectives])
+        furthest = torch.tensor([steps or 0, self._collectives])
         dist.all_reduce(furthest, dist.ReduceOp.MAX, group=self._ddp.process_group)
-        self._core.steps = int(furthest[0])
         self._core.synchronize()
-        return int(furthest[1])
+        most, collectives = map(int, furthest)
+        self._core.resume(most if steps is None else steps, most)
+        return collectives
 
 
 class _NoJoin:

@@ -30,7 +30,7 @@ class HopSynchronizer(AveragingSynchronizer):
         self.wait()
         return self._core.steps
 
-    def _meet(self, steps: int) -> int:
+    def _meet(self, steps: int | None) -> int:
         most = super()._meet(steps)
         self._core.begin()  # the others may first step another model, where they wait for this worker
         return most

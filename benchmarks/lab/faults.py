@@ -91,7 +91,6 @@ FAULTS = {
         "an all_reduce of 40 MB over links of 15 Mb/s",
         acts.reduce_slowly,
         acts.join_on_hosts,
-        backends=("prague",),
         worlds=(2, 4),
         stage=stages.cable(rate="15mbit", down_s=0),
     ),

@@ -103,6 +103,11 @@ void GroupSynchronizer::afterStep() {
   postRound(steps_ / period_ - 1);
 }
 
+void GroupSynchronizer::resume(std::int64_t own, std::int64_t furthest) {
+  steps_ = own;
+  resumed_from_ = source_->scheduled() ? furthest : 0;
+}
+
 void GroupSynchronizer::postRound(std::int64_t round) {
   const std::lock_guard<std::mutex> state(state_);
   tensors_.note();
@@ -145,7 +150,7 @@ void GroupSynchronizer::catchUp() {
     }
   }
   const auto end = furthest[0].item<std::int64_t>();
-  for (std::int64_t round = steps_ / period_; round < end / period_; ++round) {
+  for (std::int64_t round = std::max(steps_, resumed_from_) / period_; round < end / period_; ++round) {
     beforeStep();
     checkAttached();
     postRound(round);

@@ -24,7 +24,9 @@
 // synchronize(), averaged() or detach() has nothing left to keep.
 // With a schedule nothing is promised ahead: each round runs by itself once its step is taken. All workers must take
 // the same number of steps between two collective calls of the synchronizer, as DDP demands anyway; one that took fewer
-// (a gradient scaler skipped some) makes up for the rounds at the next such call. Leaving: detach() keeps every promise
+// (a gradient scaler skipped some) makes up for the rounds at the next such call. Where the group takes the place of
+// one that failed, workers are some steps apart. Each keeps its number, or it would make more steps than another before
+// the next such call, and they would wait for each other; those behind make theirs without rounds. Leaving: detach() keeps every promise
 // made to other workers and waits for them. leave() is the same with a limit, for exits without detach(): it runs from
 // the group's shutdown. Files: group_synchronizer.cpp (hooks, waits, joining and leaving), group_averaging.cpp (what
 // the thread does).
@@ -86,14 +88,17 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void detach() override;
   AveragingStats stats() const override;
   std::int64_t steps() const override { return steps_; }
-  void setSteps(std::int64_t steps) override { steps_ = steps; }
+  void setSteps(std::int64_t steps) override { resume(steps, 0); }
+  void resume(std::int64_t own, std::int64_t furthest) override;
 
   // As detach(), for at most `limit`, and silent about failures: the process is on its way out.
   void leave(std::chrono::milliseconds limit) override;
   bool inForkedChild() const override { return group_->health()->inForkedChild(); }
 
  private:
-  bool averagesAt(std::int64_t step) const { return group_->getSize() > 1 && step % period_ == 0; }
+  bool averagesAt(std::int64_t step) const {
+    return group_->getSize() > 1 && step % period_ == 0 && step > resumed_from_;
+  }
   void postRound(std::int64_t round);
   void catchUp();
   void abandonMeeting();
@@ -142,6 +147,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   std::unique_ptr<GroupSource> source_;
 
   std::int64_t steps_ = 0;             // training thread
+  std::int64_t resumed_from_ = 0;      // rounds of steps up to it are nobody's any more
   std::int64_t apply_members_ = 0;     // cta: of the average that waits to be applied; 0: none
   std::atomic<bool> detached_{false};  // written by the training thread, read by those that begin promises
   std::atomic<bool> meeting_{false};

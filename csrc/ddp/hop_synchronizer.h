@@ -60,6 +60,7 @@ class HopSynchronizer : public AveragingSynchronizer {
   // The iteration to be computed next: steps made and iterations skipped, since attach or as set.
   std::int64_t steps() const override { return iteration_; }
   void setSteps(std::int64_t steps) override { iteration_ = steps; }
+  void resume(std::int64_t /*own*/, std::int64_t furthest) override { iteration_ = furthest; }
 
   // Sends the first model of a session now, and not in the first beforeStep(). For workers that begin one at different
   // places of their loops, and first step other models, in which they wait for each other.

@@ -72,6 +72,9 @@ class AveragingSynchronizer : public Synchronizer {
   // Collective. As synchronize(), remembering the local values; leaveAverage() (local) restores them.
   virtual void enterAverage() = 0;
   virtual void leaveAverage() = 0;
+  // The group has taken the place of one that failed, and all have met in it: this worker has made `own` steps, the
+  // furthest of them `furthest`.
+  virtual void resume(std::int64_t own, std::int64_t furthest) = 0;
   virtual AveragingStats stats() const = 0;
 };
 

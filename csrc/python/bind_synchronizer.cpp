@@ -59,6 +59,7 @@ void bindSynchronizer(py::module_& module) {
                                                                                           "AveragingSynchronizer")
       .def("enter_average", &AveragingSynchronizer::enterAverage, NoGil())
       .def("leave_average", &AveragingSynchronizer::leaveAverage, NoGil())
+      .def("resume", &AveragingSynchronizer::resume, py::arg("own"), py::arg("furthest"))
       .def("stats", [](const AveragingSynchronizer& self) { return averagingToDict(self.stats()); });
 
   py::class_<LocalGradients, std::shared_ptr<LocalGradients>>(module, "LocalGradients")

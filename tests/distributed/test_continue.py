@@ -104,6 +104,64 @@ def test_an_average_is_formed_without_the_dead(backend: str) -> None:
             assert outcome.value == 3
 
 
+def body_counts(rank: Rank, options: dict[str, Any]) -> tuple[int, int]:
+    """Workers that wait in a step's end, for tokens of one that is gone, make each step once."""
+    training = GoingOn(rank, "hop", options)
+    training.train(3)
+    training.sync.synchronize()
+    training.train(1)  # stale models are none where one has sent none
+    rank.report("ready")
+    if rank.rank == 1:
+        rank.pause()
+    while training.workers() == 3:
+        training.train(1)
+    return training.step, training.sync.iteration
+
+
+@pytest.mark.parametrize("options", [{}, {"staleness": 5, "max_iteration_gap": 2}], ids=str)
+def test_a_step_is_counted_once(options: dict[str, Any]) -> None:
+    with launch(body_counts, 3, options) as ranks:
+        ranks.expect("ready")
+        time.sleep(1.0)  # they have gone as far as they may without it
+        ranks.kill(1)
+        values = []
+        for outcome in ranks.outcomes(deadline=30):
+            assert outcome.ok, outcome.trace
+            values.append(outcome.value)
+        # All go on from the iteration of the furthest.
+        assert max(iteration for _, iteration in values) == max(steps for steps, _ in values)
+
+
+def body_apart(rank: Rank, backend: str, options: dict[str, Any]) -> int:
+    """Worker 0 is late when one dies: as far as the schedule lets them, the others are steps ahead of it."""
+    training = GoingOn(rank, backend, options)
+    training.train(4)
+    training.sync.synchronize()
+    rank.report("ready")
+    for step in range(12):
+        if step == 1 and rank.rank == 0:
+            time.sleep(3.0)
+        training.train(1)
+    with training.sync.averaged() as module:
+        equal_everywhere(module)
+    training.train(3)
+    training.sync.synchronize()
+    return training.workers()
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [("dssync", {}), ("dssync", {"order": "cta"}), ("prague", {"generator": "static"})], ids=str
+)
+def test_workers_that_are_steps_apart_when_one_dies(backend: str, options: dict[str, Any]) -> None:
+    with launch(body_apart, 8, backend, options) as ranks:  # with fewer they are one step apart at most
+        ranks.expect("ready")
+        time.sleep(1.5)
+        ranks.kill(3)
+        for outcome in ranks.outcomes(deadline=30):
+            assert outcome.ok, outcome.trace
+            assert outcome.value == 7
+
+
 ATTACHES = """
     import os, signal, sys, time
     import torch, torch.distributed as dist, torchext

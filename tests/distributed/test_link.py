@@ -13,24 +13,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import DEADLINE
 from test_two_hosts import Host, hosts, ip  # noqa: F401
 
 import torchext
+from torchext.backends import BACKENDS
+
+pytestmark = pytest.mark.parametrize("backend", sorted(BACKENDS))
 
 SCRIPT = """
     import sys, time
     from datetime import timedelta
     import torch, torch.distributed as dist, torchext
 
-    rank, store, heartbeat, timeout, operation, seconds, numel = sys.argv[1:]
-    options = torchext.PragueOptions(
+    rank, store, backend, heartbeat, timeout, operation, seconds, numel = sys.argv[1:]
+    options = torchext.backends.BACKENDS[backend].options(
         heartbeat_timeout=timedelta(seconds=float(heartbeat)),
         operation_timeout=timedelta(seconds=float(operation)),
         timeout=timedelta(seconds=float(timeout)),
     )
     dist.init_process_group(
-        "prague", init_method="file://" + store, rank=int(rank), world_size=2, pg_options=options
+        backend, init_method="file://" + store, rank=int(rank), world_size=2, pg_options=options
     )
     tensor = torch.ones(int(numel))
     more = torch.ones(1)
@@ -52,7 +56,7 @@ SCRIPT = """
 
 
 @contextlib.contextmanager
-def two_ranks(pair: list[Host], folder: Path, *arguments: float) -> Iterator[list[subprocess.Popen[str]]]:
+def two_ranks(pair: list[Host], folder: Path, backend: str, *arguments: float) -> Iterator[list[subprocess.Popen[str]]]:
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -61,7 +65,7 @@ def two_ranks(pair: list[Host], folder: Path, *arguments: float) -> Iterator[lis
     try:
         for rank, host in enumerate(pair):
             command = ["ip", "netns", "exec", host.namespace, sys.executable, str(script), str(rank)]
-            command += [str(folder / "store"), *map(str, arguments)]
+            command += [str(folder / "store"), backend, *map(str, arguments)]
             env = os.environ | {"GLOO_SOCKET_IFNAME": host.device, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
             processes.append(subprocess.Popen(command, env=env, **pipes))
         for process in processes:
@@ -94,8 +98,8 @@ def cable(pair: list[Host], state: str) -> None:
     ip("-n", pair[0].namespace, "link", "set", pair[0].device, state)
 
 
-def test_a_flap_of_two_seconds_is_no_alarm(hosts: list[Host], tmp_path: Path) -> None:  # noqa: F811
-    with two_ranks(hosts, tmp_path, 5, 60, 0, 5, 1000) as processes:
+def test_a_flap_of_two_seconds_is_no_alarm(hosts: list[Host], tmp_path: Path, backend: str) -> None:  # noqa: F811
+    with two_ranks(hosts, tmp_path, backend, 5, 60, 0, 5, 1000) as processes:
         time.sleep(0.5)
         cable(hosts, "down")
         time.sleep(2)
@@ -104,8 +108,8 @@ def test_a_flap_of_two_seconds_is_no_alarm(hosts: list[Host], tmp_path: Path) ->
             assert re.match(r"went on for [0-9.]+ s \(-1, ''\)", line), line
 
 
-def test_a_cable_that_is_pulled(hosts: list[Host], tmp_path: Path) -> None:  # noqa: F811
-    with two_ranks(hosts, tmp_path, 1.5, 60, 0, 30, 1000) as processes:
+def test_a_cable_that_is_pulled(hosts: list[Host], tmp_path: Path, backend: str) -> None:  # noqa: F811
+    with two_ranks(hosts, tmp_path, backend, 1.5, 60, 0, 30, 1000) as processes:
         time.sleep(0.5)
         cable(hosts, "down")
         start = time.monotonic()
@@ -120,19 +124,19 @@ def slow(pair: list[Host]) -> None:
         subprocess.run(["ip", "netns", "exec", host.namespace, *shape.split()], check=True)
 
 
-def test_a_slow_cable_is_no_fault(hosts: list[Host], tmp_path: Path) -> None:  # noqa: F811
+def test_a_slow_cable_is_no_fault(hosts: list[Host], tmp_path: Path, backend: str) -> None:  # noqa: F811
     """An all_reduce that takes longer than the timeout while its bytes flow: 12 MB over 20 Mb/s, and 2 s."""
     slow(hosts)
-    with two_ranks(hosts, tmp_path, 2, 2, 0, 0, 3_000_000) as processes:
+    with two_ranks(hosts, tmp_path, backend, 2, 2, 0, 0, 3_000_000) as processes:
         for line in results(processes):
             took = re.match(r"went on for ([0-9.]+) s \(-1, ''\)", line)
             assert took and float(took.group(1)) > 2, line
 
 
-def test_the_limit_of_a_whole_operation(hosts: list[Host], tmp_path: Path) -> None:  # noqa: F811
+def test_the_limit_of_a_whole_operation(hosts: list[Host], tmp_path: Path, backend: str) -> None:  # noqa: F811
     """``operation_timeout`` ends what would take 20 s of flowing bytes, on both ranks."""
     slow(hosts)
-    with two_ranks(hosts, tmp_path, 10, 60, 1.5, 0, 12_000_000) as processes:
+    with two_ranks(hosts, tmp_path, backend, 10, 60, 1.5, 0, 12_000_000) as processes:
         start = time.monotonic()
         for line in results(processes):
             reason = re.search(r"rank [01] timed out in all_reduce #[0-9]+, .* its operation_timeout of 1500ms", line)

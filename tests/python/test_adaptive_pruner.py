@@ -70,6 +70,31 @@ def test_momentum_of_sparse_gradients_moves_with_the_chunks(nesterov: bool) -> N
     assert moved > 0
 
 
+@pytest.mark.parametrize("kind", ["adagrad", "rprop", "rmsprop"])
+def test_state_of_admitted_chunks_begins_as_the_optimizer_begins(kind: str) -> None:
+    torch.manual_seed(3)
+    table = AdaptiveEmbeddingBag(50, 16, mode="sum", budget=0.3, chunk_dim=4, init_std=0.0)
+    optimizer, name, beginning = {
+        "adagrad": (torch.optim.Adagrad(table.parameters(), lr=0.1, initial_accumulator_value=0.25), "sum", 0.25),
+        "rprop": (torch.optim.Rprop(table.parameters(), lr=0.125), "step_size", 0.125),
+        "rmsprop": (torch.optim.RMSprop(table.parameters()), "square_avg", 0.0),
+    }[kind]
+    pruner = ChunkPruner(table, optimizer=optimizer, max_swap_share=0.3, hysteresis=0.0)
+    admitted = 0
+    for step in range(6):
+        table((torch.rand(64, 3) ** 2 * (50 - 4 * step)).long()).sub(1).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = optimizer.state[table.pool][name]
+        held = {int(key): state[slot].clone() for key, slot in zip(*table._resident(), strict=True)}
+        pruner.prune()
+        state = optimizer.state[table.pool][name]
+        for key, slot in zip(*table._resident(), strict=True):
+            admitted += int(key) not in held
+            assert torch.equal(state[slot], held.get(int(key), torch.full((4,), beginning)))
+    assert admitted > 0
+
+
 def test_the_state_of_a_frozen_table_moves_with_its_chunks() -> None:
     torch.manual_seed(0)
     table = AdaptiveEmbeddingBag(64, 16, chunk_dim=4, budget=64, mode="sum", init_std=0.0)

@@ -57,8 +57,23 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, table: AdaptiveTabl
         )
 
 
-def moving_state(optimizer: torch.optim.Optimizer | None, table: AdaptiveTable) -> tuple[dict[str, Any], list[str]]:
-    """The optimizer's state of a pool, and which of it has an element for each of the pool's.
+def _beginnings(optimizer: torch.optim.Optimizer, held: nn.Parameter) -> dict[str, float]:
+    """What torch's optimizers fill a parameter's new state with, where that is not 0.
+
+    Rprop would leave a chunk whose steps begin with 0 where it is.
+    """
+    (group,) = (group for group in optimizer.param_groups if any(own is held for own in group["params"]))
+    if "initial_accumulator_value" in group:
+        return {"sum": float(group["initial_accumulator_value"])}  # Adagrad
+    if "step_sizes" in group:
+        return {"step_size": float(group["lr"])}  # Rprop
+    return {}
+
+
+def moving_state(
+    optimizer: torch.optim.Optimizer | None, table: AdaptiveTable
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The optimizer's state of a pool; which of it has an element for each of the pool's, and its value to begin with.
 
     A pool that is frozen now has the state of when it was trained.
 
@@ -66,16 +81,17 @@ def moving_state(optimizer: torch.optim.Optimizer | None, table: AdaptiveTable) 
         ValueError: The optimizer does not train the pool, or has state that cannot move with its chunks.
     """
     if optimizer is None:
-        return {}, []
+        return {}, {}
     check_optimizer(optimizer, table)
     pool, held = table.pool, _held(optimizer, table.pool)
     if held is None:
-        return {}, []
+        return {}, {}
     if isinstance(held, SteppedParameter):
         held.held_by.wait()  # for the last step, or it would be done with other chunks
     state = _state_of(optimizer, held)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
-    moving = [name for name, value in tensors.items() if value.shape == pool.shape]
+    beginnings = _beginnings(optimizer, held)
+    moving = {name: beginnings.get(name, 0.0) for name, value in tensors.items() if value.shape == pool.shape}
     for name, value in tensors.items():
         if name not in moving and (value.numel() > 1 or held.shape != pool.shape):
             raise ValueError(

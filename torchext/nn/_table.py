@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -224,18 +224,22 @@ class AdaptiveTable(ChunkStorage):
         capacity: int,
         position: int,
         state: dict[str, Any],
-        moving: Iterable[str],
+        moving: Mapping[str, float],
     ) -> None:
-        def carried(values: Tensor) -> Tensor:
+        """Moves values and state with their chunks; ``moving`` names which of ``state``, and what it begins with."""
+
+        def carried(values: Tensor, beginning: float = 0.0) -> Tensor:
             values = with_rows(values, capacity) if capacity > len(values) else values.contiguous()
             _ops.adaptive_table_carry_(values, moves, admitted)
+            if beginning:
+                values[admitted[:, 1]] = beginning
             return with_rows(values, capacity) if capacity < len(values) else values
 
         replace_values(self.pool, carried(self.pool.data))
         self.state = [carried(own) for own in self.state]
-        for name in moving:
+        for name, beginning in moving.items():
             value = state[name]  # sparse is SGD's momentum of sparse gradients
-            moved = carried(value.to_dense() if value.is_sparse else value)
+            moved = carried(value.to_dense() if value.is_sparse else value, beginning)
             state[name] = moved.to_sparse(1) if value.is_sparse else moved
         self.pool.grad = None  # its slots may be others' now
         fresh = _ops.adaptive_table_meet_(self.seen, admitted, self.chunks)
