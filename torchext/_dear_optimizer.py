@@ -125,7 +125,7 @@ class DearOptimizer:
         if for_step and not self._checked:
             self._watch.check_averaged()
             self._checked = True
-        if self.core.allreduce:
+        if self.core.allreduce and not self._deferring:  # what is left of the last step has gathered gradients
             return self._reduced(position)
         if caller is not None and caller is self._asking and self._stepping and not self._begun:
             self._begun = True

@@ -88,6 +88,8 @@ class DearState:
         states = self._whole_states() if with_state else {}
         self._whole = whole
         self._optimizer.state, before = _like(self._optimizer.state), self._optimizer.state
+        # What an optimizer keeps beside, a counter say.
+        self._optimizer.state.update({key: kept for key, kept in before.items() if not isinstance(key, torch.Tensor)})
         for group in self._optimizer.param_groups:
             group["params"] = [other(parameter) for parameter in group["params"]]
         for parameter in self._order():

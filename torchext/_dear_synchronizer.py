@@ -106,8 +106,7 @@ class DearSynchronizer(Synchronizer):
             ddp.register_forward_hook(_OutputHook(self._leave_forward), always_call=True),
             optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait()),
-            FlushedMethod(ddp.module, "train", self.wait),
-            *(FlushedMethod(module, "named_parameters", self.wait) for module in ddp.modules()),
+            *(FlushedMethod(module, name, self.wait) for module in ddp.modules() for name in _LOOKING),
             # Or what is on its way would undo what is loaded.
             *(module.register_load_state_dict_pre_hook(_Hook(self.wait)) for module in ddp.modules()),  # type: ignore[no-untyped-call]
         ]
@@ -119,9 +118,9 @@ class DearSynchronizer(Synchronizer):
         if self._deferred is not None:
             self._deferred.finish()
 
-    def synchronize(self) -> None:  # inherited
-        super().synchronize()
-        self.wait()
+    def _synchronize(self) -> None:
+        super()._synchronize()
+        self.wait()  # for the deferred step
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # inherited
         self._check_attached("clip_grad_norm_")
@@ -259,6 +258,8 @@ class DearSynchronizer(Synchronizer):
 
     def _before_step(self, *_: Any) -> None:
         self._send()  # after a hook that raised
+        # Behind hooks that were registered since.
+        self._optimizer._optimizer_step_post_hooks.move_to_end(self._after_step_hook.id)  # type: ignore[attr-defined]
         if self._deferred is not None:
             self._deferred.finish()
         super()._before_step()
@@ -310,6 +311,10 @@ class DearSynchronizer(Synchronizer):
     def _release(self, with_state: bool = True) -> None:
         self._step_at_once()
         self._held.release(with_state)
+
+
+# Methods of modules after which a script may read parameters, or has looked them up to do so.
+_LOOKING = ("train", "named_parameters")
 
 
 def _static_recorded(ddp: DistributedDataParallel) -> bool:

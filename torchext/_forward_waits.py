@@ -84,7 +84,8 @@ class ForwardWaits:
     Which module reads what is observed: some read the weights of a child that they never call (MultiheadAttention its
     ``out_proj``). The first training forward waits for everything and notes which modules it calls; from then on a
     tensor is waited for by its own module if that is called, else by the nearest caller around it. Forwards in
-    evaluation mode or without gradients wait for everything (they may take other paths), and so does state_dict.
+    evaluation mode or without gradients wait for everything (they may take other paths), also those of a part of the
+    model that training does not call, and so does state_dict.
 
     Args:
         ddp: The model.
@@ -109,7 +110,8 @@ class ForwardWaits:
             self._handles.append(module.register_state_dict_pre_hook(_Hook(wait_all)))
         if any(_is_compiled(module) for module in ddp.modules()):
             # A hook inside a compiled graph would break it: such a model waits once, before the graph.
-            self._handles.append(ddp.register_forward_pre_hook(_Hook(wait_all), prepend=True))
+            outside = [ddp] if _is_graph(ddp) or _is_graph(self._module) else [ddp, self._module]
+            self._handles += [m.register_forward_pre_hook(_Hook(wait_all), prepend=True) for m in outside]
             return
         self._learning = [
             module.register_forward_pre_hook(self._note, prepend=True) for module in self._module.modules()
@@ -148,6 +150,8 @@ class ForwardWaits:
             for module, tensors in self._readers(called).items():
                 hook = _Hook(lambda tensors=tensors: self._wait_tensors(tensors))  # type: ignore[misc]
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            for module in set(self._module.modules()) - called:
+                self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
             for handle in self._learning:
                 handle.remove()
 
@@ -184,6 +188,11 @@ def _own_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
+def _is_graph(module: nn.Module) -> bool:
+    """Whether the module's own hooks are compiled with it (``module.compile()``)."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def _is_compiled(module: nn.Module) -> bool:
     # By name: importing torch._dynamo to ask takes seconds.
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    return type(module).__name__ == "OptimizedModule" or _is_graph(module)

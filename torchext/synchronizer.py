@@ -63,10 +63,8 @@ class Synchronizer(abc.ABC):
         alone = left_alone(ddp)
         self._frozen = [p for p in ddp.module.parameters() if not p.requires_grad and id(p) not in alone]
         self._waits = ForwardWaits(ddp, tensors, self._wait_tensors, self.wait)
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._after_step_hook = optimizer.register_step_post_hook(self._after_step)
+        self._handles: list[Any] = [optimizer.register_step_pre_hook(self._before_step), self._after_step_hook]
 
     def __reduce__(self) -> Any:
         # In copies and pickles of the model, which stands for itself: None, not attached.

@@ -90,6 +90,9 @@ DearSynchronizer::~DearSynchronizer() { DearSynchronizer::leave(std::chrono::sec
 
 void DearSynchronizer::rebuild() {
   const DearPlan& plan = planner_.plan();
+  if (!buckets_) {
+    armed_ = false;  // under all-reduce no pass ends what a forward pass has armed
+  }
   buckets_ = nullptr;  // first: two sets of buffers would be too many
   if (!plan.allreduce && !plan.gradient_order.empty()) {
     buckets_ = std::make_unique<ShardBuckets>(parameters_, plan.gradient_order, plan.bucket_bytes, group_->getRank(),

@@ -155,11 +155,11 @@ def test_frozen_later_and_unfrozen_again(form: str) -> None:
     assert max(run_ranks(in_form, 2, form, body_freezing)) < EXACT
 
 
-def body_branch_by_rank(rank: Rank) -> float:
+def body_branch_by_rank(rank: Rank, steps: int = 6, **options: Any) -> float:
     """Ranks use different branches: a parameter that some do not use has the others' gradient."""
     rank.init("dear")
-    pair = Pair(rank, made(Branches), adamw, find_unused_parameters=True)
-    for _ in range(6):
+    pair = Pair(rank, made(Branches), adamw, find_unused_parameters=True, **options)
+    for _ in range(steps):
         pair.optimizer.zero_grad()
         pair.plain.zero_grad()
         pair.module.choice = rank.rank
