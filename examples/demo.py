@@ -37,7 +37,10 @@ def check_requirements(backends: list[str]) -> None:
     if missing:
         raise SystemExit(f"demo: missing packages; type: {sys.executable} -m pip install {' '.join(missing)}")
     if set(backends) - {"gloo"} and not installed("torchext"):
-        raise SystemExit("demo: torchext is not installed; `make demo` installs it first, or type: pip install .")
+        raise SystemExit(
+            "demo: torchext is not installed; `make demo` installs it first, or type: "
+            "pip install --no-build-isolation ."
+        )
 
 
 def train(backend: str, args: argparse.Namespace) -> dict[str, Any]:

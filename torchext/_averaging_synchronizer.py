@@ -41,10 +41,12 @@ class AveragingSynchronizer(Synchronizer):
         optimizer: torch.optim.Optimizer,
         tensors: Sequence[torch.Tensor],
     ) -> None:
+        self._all_positions = list(range(len(tensors)))
         super().__init__(core, ddp, optimizer, tensors)
         # All that DDP's reducer exchanges where gradients stay local is which parameters were used and, once, the order
         # of its buckets: a worker's own business, for which others need not wait, and newcomers have missed the latter.
         ddp.reducer._update_process_group(group_of_one())
+        self._handles.append(_NoMatching(ddp))
         self._local_gradients = _C.keep_gradients_local(ddp.reducer)
         self._local_gradients.synchronizer = core
         self._membership: Membership | None = None
@@ -113,6 +115,10 @@ class AveragingSynchronizer(Synchronizer):
 
     def _wait_tensors(self, positions: list[int]) -> None:
         self._persist(lambda: self._core.wait_tensors(positions))
+
+    def _wait_readable(self) -> None:
+        # Not for averages that leave the parameters alone until the next step.
+        self._wait_tensors(self._all_positions)
 
     def _before_step(self, *given: Any) -> tuple[Any, Any] | None:
         """In front of the step, or, with a closure, behind its passes: the average hides under these.
@@ -270,6 +276,24 @@ class AveragingSynchronizer(Synchronizer):
         most, collectives = map(int, furthest)
         self._core.resume(most if steps is None else steps, most)
         return collectives
+
+
+class _NoMatching:
+    """Keeps a worker that has joined early from telling the others which parameters it used, until removed.
+
+    The reducers of those that still train do not, for each is by itself.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        ddp._match_unused_params_allreduce = _match_nothing  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        self._ddp.__dict__.pop("_match_unused_params_allreduce", None)
+
+
+def _match_nothing() -> None:
+    pass
 
 
 class _NoJoin:

@@ -51,9 +51,13 @@ def check_torch() -> None:
     built = str(build_info()["torch"])
     if built == torch.__version__:
         return
+    public, _, local = built.partition("+")
+    # pip takes the same version with another local part for installed, and only this index has builds by their parts.
+    index = f" --index-url https://download.pytorch.org/whl/{local}" if local else ""
     raise ImportError(
         f"torchext was built for torch {built}, but torch {torch.__version__} is running. Rebuild it with\n"
-        f"  {_REBUILD}\nor install the torch it was built for with\n  pip install 'torch=={built.split('+')[0]}'"
+        f"  {_REBUILD}\nor install the torch it was built for with\n"
+        f"  pip install --force-reinstall 'torch=={public}'{index}"
     )
 
 

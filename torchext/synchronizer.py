@@ -62,7 +62,7 @@ class Synchronizer(abc.ABC):
         _attached[next(_numbers)] = self
         alone = left_alone(ddp)
         self._frozen = [p for p in ddp.module.parameters() if not p.requires_grad and id(p) not in alone]
-        self._waits = ForwardWaits(ddp, tensors, self._wait_tensors, self.wait)
+        self._waits = ForwardWaits(ddp, tensors, self._wait_tensors, self._wait_readable)
         self._after_step_hook = optimizer.register_step_post_hook(self._after_step)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(self._before_step), self._after_step_hook]
 
@@ -81,6 +81,10 @@ class Synchronizer(abc.ABC):
 
     def _wait_tensors(self, positions: list[int]) -> None:
         self._core.wait_tensors(positions)
+
+    def _wait_readable(self) -> None:
+        """Until a forward pass, or who saves, may read all of the model."""
+        self.wait()
 
     def _wait_all(self) -> None:
         self._core.wait_all()

@@ -206,9 +206,9 @@ void ProcessGroupPrague::onShutdown() {
       abort();  // ends the wait that the thread is in
     }
     thread->discard();
-    const std::lock_guard<std::mutex> lock(mutex_);
-    partial_ = nullptr;  // holds the inner group, which ends now
   }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  partial_ = nullptr;  // holds the inner group, which ends now
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupPrague::createChild(int rank, int size, InnerBackends inner,

@@ -52,7 +52,7 @@ const char* const kGroupOptionsDoc =
     operation_timeout: How long a collective of CPU tensors may take altogether; 0: no limit. 0.5 s to a day.
     timeout: Of every single wait, as that of init_process_group, which comes before it.
 
-Times are timedelta or seconds. All ranks must have the same values (of shared_memory each its own).
+Times are datetime.timedelta. All ranks must have the same values (of shared_memory each its own).
 
 Raises:
     ValueError: A value out of its range, at once; one that does not fit the group's size, when the group is made.

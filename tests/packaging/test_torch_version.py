@@ -35,7 +35,7 @@ def test_names_both_versions_and_the_way_out(
         f"built for torch {built_for_another}",
         f"torch {torch.__version__} is running",
         "pip install --no-build-isolation",
-        "pip install 'torch==2.12.1'",
+        "pip install --force-reinstall 'torch==2.12.1' --index-url https://download.pytorch.org/whl/cpu",
     ):
         assert part in done.stderr
     assert "must not be loaded" not in done.stderr

@@ -69,6 +69,19 @@ def test_unknown_arguments(kind: Any, options: dict[str, Any], message: str) -> 
         kind(mlp(), **options)
 
 
+@pytest.mark.parametrize("kind", [KFAC, PADKFAC, SPDKFAC, KFACPreconditioner])
+def test_what_is_no_model(kind: Any) -> None:
+    with pytest.raises(
+        TypeError, match=f"{kind.__name__}: model must be a torch.nn.Module, got generator; pass the model"
+    ):
+        kind(mlp().parameters())
+
+
+def test_a_learning_rate_in_the_place_of_parameters() -> None:
+    with pytest.raises(TypeError, match=r"params must be parameters or groups, got 0.1; the learning rate is lr=0.1"):
+        SPDKFAC(mlp(), 0.1)  # type: ignore[arg-type]
+
+
 def test_attributes_are_checked_too() -> None:
     kfac = KFACPreconditioner(mlp())
     with pytest.raises(ValueError, match="damping = -1"):

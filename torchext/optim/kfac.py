@@ -60,7 +60,13 @@ class KFAC(torch.optim.Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         failure: Exception | None = None
         try:
-            super().__init__(params if params is not None else list(model.parameters()), defaults)
+            if isinstance(params, float | int):
+                raise TypeError(
+                    f"params must be parameters or groups, got {params!r}; the learning rate is lr={params!r}"
+                )
+            if params is None:  # what is no model is refused below; torch wants something to begin with
+                params = model.parameters() if isinstance(model, nn.Module) else [nn.Parameter()]
+            super().__init__(params, defaults)
         except Exception as error:  # the other ranks wait to be told
             failure = error
         # Python's own refusal would come before they are: they would wait for this rank inside new_group().

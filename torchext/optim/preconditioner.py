@@ -126,6 +126,13 @@ class KFACPreconditioner:
         _queued: bool = False,
         **unknown: NoReturn,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            # In place of a model, so that the other ranks are told.
+            _failure = TypeError(
+                f"{type(_inside or self).__name__}: model must be a torch.nn.Module, got {type(model).__name__}; pass "
+                "the model itself, not model.parameters()"
+            )
+            model = nn.Module()
         module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
         group = own_group(model, process_group, on_cuda)

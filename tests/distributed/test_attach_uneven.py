@@ -1,0 +1,63 @@
+"""Workers that are not at the same place: uneven inputs, a slow peer in front of a compiled model."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from attached import OPTIONS, mlp
+from harness import Rank, run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+
+def body_joins(rank: Rank, unused: bool) -> int:
+    rank.init("prague")
+    ddp = DistributedDataParallel(mlp(), find_unused_parameters=unused)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    sync = torchext.attach(ddp, optimizer)
+    steps = 0
+    width = next(ddp.parameters()).shape[1]
+    with ddp.join():
+        for _ in range(3 + 2 * rank.rank):
+            optimizer.zero_grad()
+            ddp(torch.ones(2, width)).sum().backward()
+            optimizer.step()
+            steps += 1
+    sync.detach()
+    return steps
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_uneven_inputs_with_prague(unused: bool) -> None:
+    assert run_ranks(body_joins, 3, unused) == [3, 5, 7]
+
+
+def body_slow_peer(rank: Rank, backend: str) -> None:
+    """Worker 1 takes its first step when worker 0 has been through the forward pass after its own."""
+    rank.init(backend, pg_options=OPTIONS[backend](order="cta"))
+    ddp = DistributedDataParallel(torch.compile(mlp(), backend="eager"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    sync = torchext.attach(ddp, optimizer)
+    inputs = torch.ones(2, next(ddp.parameters()).shape[1])
+    through = rank.folder / "through"
+    for step in range(3):
+        end = time.monotonic() + 20
+        while rank.rank == 1 and step == 0 and not through.exists():
+            assert time.monotonic() < end, "worker 0 waits in its forward pass"
+            time.sleep(0.01)
+        loss = ddp(inputs).sum()
+        if rank.rank == 0 and step == 1:
+            through.touch()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    sync.synchronize()
+    sync.detach()
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync"])
+def test_cta_hides_averages_under_the_forward_pass_of_a_compiled_model(backend: str) -> None:
+    run_ranks(body_slow_peer, 2, backend)
