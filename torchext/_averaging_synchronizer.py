@@ -58,6 +58,9 @@ class AveragingSynchronizer(Synchronizer):
         self._restored = False  # averaged() has nothing to restore any more
         self._past: list[dict[str, Any]] = []  # stats of the groups before this one
 
+    def _continues(self) -> bool:
+        return self._membership is not None
+
     def _renews_world(self) -> bool:
         return self._membership is not None and self._membership.is_world
 

@@ -265,7 +265,7 @@ class Membership:
         options = self._options._fitted(members)
         # All are there before anything of the old group is given up.
         store = attempt_store(
-            replacement.store, rank, len(members), replacement.patience, called_off=replacement.called_off
+            replacement.store, rank, len(members), replacement.patience, replacement.called_off, is_fresh=True
         )
         return new_world(self._backend, store, rank, len(members), options)
 
@@ -291,15 +291,24 @@ class Membership:
             return False
         group = self._ddp.process_group
         decided = torch.zeros(1)
-        if dist.get_rank(group) == 0 and (waiting := self._door.newcomers()):
+        if dist.get_rank(group) == 0:
+            try:
+                decided.fill_(self._admit())
+            except (dist.DistNetworkError, dist.DistStoreError) as error:  # training needs no store
+                _logger.warning("torchext: nobody can join, since the store does not answer (%s)", error)
+        dist.broadcast(decided, group=group, group_src=0)
+        return bool(decided)
+
+    def _admit(self) -> bool:
+        """Puts those who wait at the door on a list; whether there are any."""
+        waiting = self._door.newcomers()
+        if waiting:
             numbers = {str(request): self._roll.numbers + place for place, request in enumerate(waiting)}
             answer = asdict(self._roll) | {"timeout": self._options._timeout.total_seconds()}
             for request in waiting:
                 self._door.admit(request, answer)
             self._meeting().write(GoingOn(self.members, numbers))
-            decided.fill_(1)
-        dist.broadcast(decided, group=group, group_src=0)
-        return bool(decided)
+        return bool(waiting)
 
     def _takes_newcomers(self) -> bool:
         # Of a newcomer it is not known in which rack it stands; and it is in the world, not in a part of it.

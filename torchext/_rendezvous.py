@@ -41,7 +41,13 @@ CalledOff = Callable[[], bool]
 
 
 def attempt_store(
-    store: Store, rank: int, size: int, timeout: timedelta, called_off: CalledOff | None = None
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    called_off: CalledOff | None = None,
+    *,
+    is_fresh: bool = False,
 ) -> PrefixStore:
     """Returns ``store`` under a prefix that is the same on every rank and was never used before.
 
@@ -53,12 +59,14 @@ def attempt_store(
         size: Number of ranks.
         timeout: How long to wait for the others.
         called_off: Looked at while waiting: whether there will be no group.
+        is_fresh: No earlier attempt has used ``store``. Ranks that torchrun has not started equally often, as where one
+            joins, meet there all the same.
 
     Raises:
         DistStoreError: Some ranks did not come in time, or one has declined; named on every rank that waits. Or it was
             called off.
     """
-    meeting = _meeting(store)
+    meeting = PrefixStore("torchext", store) if is_fresh else _meeting(store)
     if size == 1:
         token = uuid.uuid4().hex
     elif rank == 0:

@@ -136,7 +136,8 @@ def attach(
     if newcomer is not None or not isinstance(backend_of(ddp_model.process_group), _C.ProcessGroupDear):
         _check_averaging(ddp_model, optimizer)  # before the others count on a newcomer
     if on_peer_failure == "continue":
-        _check_can_continue(None if newcomer else backend_of(ddp_model.process_group))
+        if newcomer is None:
+            _check_can_continue(ddp_model.process_group)
         membership = Membership(ddp_model, optimizer, newcomer)
         if newcomer is not None:
             forget_newcomer()
@@ -159,7 +160,15 @@ def attach(
 
 def _check_others(ddp: DistributedDataParallel, on_peer_failure: str) -> None:
     """Refuses a model beside one that, when a worker dies, makes the default group anew: every group ends with it."""
-    renews = on_peer_failure == "continue" and ddp.process_group is dist.group.WORLD
+    continues = on_peer_failure == "continue"
+    for other in in_use():
+        if other._ddp.process_group is ddp.process_group and (continues or other._continues()):
+            raise ValueError(
+                "torchext.attach: another attached model has the same process group, which on_peer_failure='continue' "
+                "makes anew when a worker dies; give each model a group of its own: "
+                "DistributedDataParallel(model, process_group=torch.distributed.new_group(...))"
+            )
+    renews = continues and ddp.process_group is dist.group.WORLD
 
     def other_in_the_way() -> bool:
         return any(renews or other._renews_world() for other in in_use())
@@ -190,7 +199,13 @@ def _check_not_wrapped(ddp: DistributedDataParallel) -> None:
         )
 
 
-def _check_can_continue(backend: Any) -> None:
+def _check_can_continue(group: dist.ProcessGroup) -> None:
+    backend = backend_of(group)
+    if group is not dist.group.WORLD and not getattr(backend, "supports_shrinking", True):
+        raise ValueError(
+            "torchext.attach: on_peer_failure='continue' cannot make a group of dist.split_group() anew; take "
+            "dist.new_group(), or the default group"
+        )
     if isinstance(backend, _C.ProcessGroupDear):
         raise ValueError(
             "torchext.attach: on_peer_failure='continue' is for decentralized training; dear's workers hold a slice of"

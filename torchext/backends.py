@@ -170,7 +170,8 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
             # its own models' to report.
             with contextlib.suppress(RuntimeError):
                 _C.keep_promises()
-        store = attempt_store(opts.store, opts.group_rank, opts.group_size, anew.connecting if anew else timeout)
+        patience = anew.connecting if anew else timeout
+        store = attempt_store(opts.store, opts.group_rank, opts.group_size, patience, is_fresh=bool(anew))
         members = options.global_ranks_in_group
         inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts.group_id, members)
         store.set(f"connected/{opts.group_rank}", _watching(options))
@@ -185,7 +186,7 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
         def inner_of(remaining: list[int], rank: int) -> _C.InnerBackends:
             """The inner groups of ``dist.shrink_group``."""
             if anew := _replacement.get():
-                shrunk = attempt_store(anew.store, rank, len(remaining), anew.patience, anew.called_off)
+                shrunk = attempt_store(anew.store, rank, len(remaining), anew.patience, anew.called_off, is_fresh=True)
             else:  # they meet where only this membership does
                 meeting = PrefixStore(f"shrunk/{'_'.join(map(str, remaining))}", store)
                 shrunk = attempt_store(meeting, rank, len(remaining), max(timeout, _SHRINK_PATIENCE))

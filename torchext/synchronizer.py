@@ -188,6 +188,10 @@ class Synchronizer(abc.ABC):
     def _in_use(self) -> bool:
         return not self._detached and self._ddp.process_group in dist.distributed_c10d._world.pg_map
 
+    def _continues(self) -> bool:
+        """Whether a worker's death makes its process group anew."""
+        return False
+
     def _renews_world(self) -> bool:
         """Whether a worker's death makes the default process group anew (``on_peer_failure="continue"``)."""
         return False

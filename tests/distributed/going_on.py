@@ -77,7 +77,7 @@ class GoingOn:
 def freeze_when_connecting(rank: Rank) -> None:
     """The next group that is made here: the others have met this process, and wait for it in vain."""
 
-    def frozen(*_: Any) -> Any:
+    def frozen(*_: Any, **__: Any) -> Any:
         rank.report("frozen")
         rank.pause()
 

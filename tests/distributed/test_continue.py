@@ -162,6 +162,27 @@ def test_workers_that_are_steps_apart_when_one_dies(backend: str, options: dict[
             assert outcome.value == 7
 
 
+def body_without_a_store(rank: Rank) -> int:
+    """The store dies: nobody can join any more, and the group trains on."""
+    training = GoingOn(rank, "prague", {})
+    assert training.sync._membership is not None  # type: ignore[attr-defined]
+
+    def gone() -> list[int]:
+        raise dist.DistNetworkError("connection was reset")
+
+    training.sync._membership._door.newcomers = gone  # type: ignore[attr-defined]
+    for _ in range(2):
+        training.train(3)
+        training.sync.synchronize()
+        equal_everywhere(training.ddp.module)
+    training.sync.detach()
+    return training.workers()
+
+
+def test_training_needs_no_store() -> None:
+    assert run_ranks(body_without_a_store, 2) == [2, 2]
+
+
 ATTACHES = """
     import os, signal, sys, time
     import torch, torch.distributed as dist, torchext

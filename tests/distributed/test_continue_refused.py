@@ -62,6 +62,36 @@ def test_refused() -> None:
     run_ranks(body_refused, 2)
 
 
+def body_one_group(rank: Rank) -> None:
+    rank.init("gloo")
+    group = dist.new_group(backend="dssync")
+    models = [DistributedDataParallel(nn.Linear(2, 2), process_group=group) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    kept = torchext.attach(models[0], optimizers[0], on_peer_failure="continue")
+    for choice in ("continue", "raise"):
+        with pytest.raises(ValueError, match="another attached model has the same process group"):
+            torchext.attach(models[1], optimizers[1], on_peer_failure=choice)  # type: ignore[arg-type]
+    kept.detach()
+
+
+def test_two_models_on_one_group() -> None:
+    run_ranks(body_one_group, 2)
+
+
+def body_left_out(rank: Rank) -> int:
+    """As torch does for those that a new group leaves out, where the default group has a device."""
+    rank.init("prague")
+    world = dist.group.WORLD
+    assert world is not None
+    torchext.backend_of(world).perform_nocolor_split(torch.device("cpu"))
+    group = dist.new_group([0])
+    return -1 if rank.rank else dist.get_world_size(group)
+
+
+def test_those_that_a_group_leaves_out() -> None:
+    assert run_ranks(body_left_out, 2) == [1, -1]
+
+
 def body_all_alive(rank: Rank) -> tuple[str, str, float]:
     training = GoingOn(rank, "prague", {})
     rank.report("attached")

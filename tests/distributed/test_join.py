@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ BACKENDS: list[tuple[str, dict[str, Any]]] = [
 def body_joins(rank: Rank, backend: str, options: dict[str, Any], workers: int) -> Any:
     if rank.rank >= workers:
         rank.pause()
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "3"  # its own torchrun has had to start it again
     training = GoingOn(rank, backend, options, workers=workers)
     if rank.rank < workers:
         training.train(8)
