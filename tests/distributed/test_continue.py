@@ -26,8 +26,8 @@ def body_continue(rank: Rank, backend: str, options: dict[str, Any], sizes: list
     training.train(5)
     for size in sizes:
         rank.report(f"ready for {size}")
-        while training.workers() > size:
-            training.train(1)
+        # Not "until the worker notices it": the others notice it in other steps, and schedules count steps.
+        training.meet_until(lambda stats, size=size: stats["workers"] == size, steps=10)  # type: ignore[misc]
         before = training.sync.stats()
         training.train(30)
         after = training.sync.stats()
