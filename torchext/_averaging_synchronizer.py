@@ -77,7 +77,12 @@ class AveragingSynchronizer(Synchronizer):
         """
         self._membership, self._make_core = membership, make_core
         if membership.is_newcomer:
-            self._collectives = self._meet(None)
+            try:
+                self._collectives = self._meet(None)
+            except dist.DistBackendError as error:
+                membership.fail(error)
+                self._give_up()
+                self._collectives = self._renew(error, None)
 
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach.
@@ -233,7 +238,7 @@ class AveragingSynchronizer(Synchronizer):
         # All of them first: the promises of one that has failed would be in the way of the others' collectives.
         for model in affected:
             model._give_up()
-        return [model._renew(error) for model in affected][affected.index(self)]
+        return [model._renew(error, model._core.steps) for model in affected][affected.index(self)]
 
     def _give_up(self) -> None:
         """Leaves a group that has failed."""
@@ -244,15 +249,17 @@ class AveragingSynchronizer(Synchronizer):
         self._past.append(old.stats())
         old.leave(timedelta(0))
 
-    def _renew(self, error: BaseException) -> int:
+    def _renew(self, error: BaseException, steps: int | None) -> int:
         """Trains with another group; returns how many collectives the furthest of it has done.
+
+        The steps are those that this worker has made, or None, as of :meth:`_meet`: the next group may fail before its
+        core has been told.
 
         The failure may show in the middle of a forward pass, where layers before have saved their parameters for the
         backward pass. Those take the average's values, as under any average that runs beside a step; autograd must not
         take it for a mistake.
         """
         assert self._membership is not None and self._make_core is not None
-        steps = self._core.steps  # the next group may fail, too, before its core has been told
         with _unsafe_preserve_version_counter(self._tensors):
             while True:
                 self._core = self._local_gradients.synchronizer = self._membership.renew(error, self._make_core)

@@ -273,8 +273,15 @@ def _attach_averaging(
     def make_core(backend: Any) -> Any:
         return attach_core(backend, parameters, buffers, frozen)
 
+    try:
+        core = make_core(backend_of(ddp.process_group))
+    except torch.distributed.DistBackendError as error:
+        if membership is None or not membership.is_newcomer:
+            raise
+        # One of them is lost already: the others count on this one to go on with them.
+        membership.fail(error)
+        core = membership.renew(error, make_core)
     backend = backend_of(ddp.process_group)
-    core = make_core(backend)
     ddp.broadcast_buffers = False
     synchronizer = kind(core, ddp, optimizer, [*parameters, *buffers])
     if not isinstance(backend, _C.ProcessGroupPrague):

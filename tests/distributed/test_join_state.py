@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -98,3 +99,33 @@ def test_a_newcomer_that_cannot_take_over_goes_and_the_job_goes_on(workers: int,
     with launch(body_choosy, workers + 1, workers, extra, match) as ranks:
         values = ranks.values()
     assert values[:workers] == [(workers, [workers])] * workers
+
+
+def body_two(rank: Rank, backend: str) -> Any:
+    """Both are let in at once; one cannot take over, while the other makes what synchronizes its model."""
+    if rank.rank == 2:
+        torchext.join(backend, f"file://{rank.folder / 'store'}")
+        ddp = DistributedDataParallel(Choosy())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="not this one"):
+            torchext.attach(ddp, optimizer, on_peer_failure="continue")
+        return None
+    training = GoingOn(rank, backend, {}, workers=1, module=Peculiar())
+    if rank.rank == 0:
+        store = training.sync._membership._door._store  # type: ignore[attr-defined]
+        while not store.check(["1/request", "2/request"]):
+            time.sleep(0.05)
+    training.meet_until(lambda stats: stats["workers"] == 2)
+    training.train(5)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    stats = training.sync.stats()
+    return stats["workers"], len(stats["lost_ranks"]), training.sync.state_dict()["steps"]
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+def test_a_newcomer_goes_on_without_another(backend: str) -> None:
+    with launch(body_two, 3, backend) as ranks:
+        (workers, lost, steps), other, _ = ranks.values()
+    assert (workers, lost) == (2, 1)
+    assert other == (2, 1, steps)
