@@ -26,10 +26,10 @@
 // the same number of steps between two collective calls of the synchronizer, as DDP demands anyway; one that took fewer
 // (a gradient scaler skipped some) makes up for the rounds at the next such call. Where the group takes the place of
 // one that failed, workers are some steps apart. Each keeps its number, or it would make more steps than another before
-// the next such call, and they would wait for each other; those behind make theirs without rounds. Leaving: detach() keeps every promise
-// made to other workers and waits for them. leave() is the same with a limit, for exits without detach(): it runs from
-// the group's shutdown. Files: group_synchronizer.cpp (hooks, waits, joining and leaving), group_averaging.cpp (what
-// the thread does).
+// the next such call, and they would wait for each other; those behind make theirs without rounds. Leaving: detach()
+// keeps every promise made to other workers and waits for them. leave() is the same with a limit, for exits without
+// detach(): it runs from the group's shutdown. Files: group_synchronizer.cpp (hooks, waits, joining and leaving),
+// group_averaging.cpp (what the thread does).
 #pragma once
 
 #include <atomic>

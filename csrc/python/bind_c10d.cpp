@@ -111,7 +111,8 @@ void bindC10d(py::module_& module) {
       .def("abort_with_reason", &DelegatingBackend::abortWithReason, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
       // Of those that a split leaves out, where the default group has a device. Ours needs nothing of them.
-      .def("perform_nocolor_split", [](const DelegatingBackend&, const py::object&) {}, py::arg("device"))
+      .def(
+          "perform_nocolor_split", [](const DelegatingBackend&, const py::object&) {}, py::arg("device"))
       .def("_set_inner_factory", &DelegatingBackend::setInnerFactory, py::arg("factory"))
       .def_property_readonly("options", &DelegatingBackend::getBackendOptions)  // torch's own is newer than 2.11
       .def_property_readonly("failure", [](const DelegatingBackend& self) {
