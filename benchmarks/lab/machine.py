@@ -41,6 +41,6 @@ def describe_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "gpus": torch.cuda.device_count(),
         "commit": _commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "load_average": list(os.getloadavg()),
     }

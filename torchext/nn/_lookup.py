@@ -14,7 +14,7 @@ from torchext.nn._sharding import Shards
 from torchext.nn._table import AdaptiveTable
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["AdaptiveLookup", "check_ids"]
 

@@ -23,7 +23,7 @@ from torchext.nn._storage import ChunkStorage, replace_values, with_rows
 from torchext.nn._trigger import drop_gradients
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["AdaptiveTable"]
 
