@@ -44,7 +44,7 @@ def body_slow_peer(rank: Rank, backend: str) -> None:
     inputs = torch.ones(2, next(ddp.parameters()).shape[1])
     through = rank.folder / "through"
     for step in range(3):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 45  # it compiles first
         while rank.rank == 1 and step == 0 and not through.exists():
             assert time.monotonic() < end, "worker 0 waits in its forward pass"
             time.sleep(0.01)

@@ -122,7 +122,7 @@ def body_counts(rank: Rank, options: dict[str, Any]) -> tuple[int, int]:
 def test_a_step_is_counted_once(options: dict[str, Any]) -> None:
     with launch(body_counts, 3, options) as ranks:
         ranks.expect("ready")
-        time.sleep(1.0)  # they have gone as far as they may without it
+        time.sleep(3.0)  # they have gone as far as they may without it
         ranks.kill(1)
         values = []
         for outcome in ranks.outcomes(deadline=30):
