@@ -159,27 +159,29 @@ def attach(
 
 
 def _check_others(ddp: DistributedDataParallel, on_peer_failure: str) -> None:
-    """Refuses a model beside one that, when a worker dies, makes the default group anew: every group ends with it."""
-    continues = on_peer_failure == "continue"
-    for other in in_use():
-        if other._ddp.process_group is ddp.process_group and (continues or other._continues()):
-            raise ValueError(
-                "torchext.attach: another attached model has the same process group, which on_peer_failure='continue' "
-                "makes anew when a worker dies; give each model a group of its own: "
-                "DistributedDataParallel(model, process_group=torch.distributed.new_group(...))"
-            )
-    renews = continues and ddp.process_group is dist.group.WORLD
+    """Refuses models of which one, when a worker dies, makes a group anew that another needs."""
+    group, continues = ddp.process_group, on_peer_failure == "continue"
+    renews_world = continues and group is dist.group.WORLD
 
-    def other_in_the_way() -> bool:
-        return any(renews or other._renews_world() for other in in_use())
+    def world_is_renewed() -> bool:  # and with it every group ends
+        return any(renews_world or other._renews_world() for other in in_use())
 
-    if other_in_the_way():
+    def group_is_renewed() -> bool:
+        return any((continues or other._continues()) and other._ddp.process_group is group for other in in_use())
+
+    if world_is_renewed() or group_is_renewed():
         gc.collect()  # models that are gone may wait in cycles
-    if other_in_the_way():
+    if world_is_renewed():
         raise ValueError(
             "torchext.attach: on_peer_failure='continue' makes the default process group anew when a worker dies, which"
             " ends all other groups, those of other attached models among them. Several models can train on if each has"
             " a group of its own: DistributedDataParallel(model, process_group=torch.distributed.new_group(...))"
+        )
+    if group_is_renewed():
+        raise ValueError(
+            "torchext.attach: another attached model has the same process group, which on_peer_failure='continue' makes"
+            " anew when a worker dies; give each model a group of its own: "
+            "DistributedDataParallel(model, process_group=torch.distributed.new_group(...))"
         )
 
 

@@ -154,12 +154,18 @@ def body_slow(rank: Rank, generator: str, heartbeat: float) -> Any:
 @pytest.mark.parametrize(("generator", "heartbeat"), [("random", 0), ("random", 2), ("smart", 0)])
 def test_a_rank_that_takes_too_long_is_not_said_to_have_died(generator: str, heartbeat: float) -> None:
     """Some wait for the generator meanwhile, which waits for those that wait for the slow rank."""
-    with launch(body_slow, 5, generator, heartbeat) as ranks:
-        for outcome in ranks.outcomes(deadline=30):
-            assert outcome.ok, outcome.trace
-            kind, text, _ = outcome.value
-            assert kind == "DistBackendError" and re.search("timed out|no group from the generator", text), (kind, text)
-            assert "died" not in text and "lost its connections" not in text, text
+    for _ in range(4):
+        with launch(body_slow, 5, generator, heartbeat) as ranks:
+            if not ranks.wait_until(lambda _, done: len(done) == 5, deadline=20):
+                continue  # nobody was to meet the slow rank just then, and all train on
+            for outcome in ranks.outcomes():
+                assert outcome.ok, outcome.trace
+                kind, text, _ = outcome.value
+                assert kind == "DistBackendError", (kind, text)
+                assert re.search("timed out|no group from the generator", text), text
+                assert "died" not in text and "lost its connections" not in text, text
+            return
+    raise AssertionError("the slow rank was in no group, four times")
 
 
 @pytest.mark.parametrize(
