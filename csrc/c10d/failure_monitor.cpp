@@ -214,6 +214,16 @@ std::optional<core::LaggardQuery> FailureMonitor::ask(std::uint64_t sequence, st
   return state_->heartbeat ? state_->heartbeat->ask(sequence, limit) : std::nullopt;
 }
 
+void FailureMonitor::tell(const core::StepNotice& notice) noexcept {
+  if (state_->heartbeat) {
+    state_->heartbeat->tell(notice);
+  }
+}
+
+std::optional<core::StepNotice> FailureMonitor::furthest(int model) const {
+  return state_->heartbeat ? state_->heartbeat->furthest(model) : std::nullopt;
+}
+
 void FailureMonitor::announce(Verdict verdict) noexcept {
   if (!state_->heartbeat) {
     return;

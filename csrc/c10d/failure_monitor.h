@@ -76,6 +76,9 @@ class FailureMonitor {
   void post(const core::CallMessage& message) noexcept;
   // Which rank has not called collective `sequence`; nothing when the ring does not answer in time.
   std::optional<core::LaggardQuery> ask(std::uint64_t sequence, std::chrono::milliseconds limit);
+  // How far the training of a model has come; see HeartbeatRing. Neither blocks.
+  void tell(const core::StepNotice& notice) noexcept;
+  std::optional<core::StepNotice> furthest(int model) const;
   // Ends the threads, sending GOODBYE first if asked for. Safe twice.
   void stop(bool goodbye) noexcept;
   // After stop(): lets go of the control group, whose connections then close.

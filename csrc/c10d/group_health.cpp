@@ -108,6 +108,17 @@ void GroupHealth::setGroupName(const std::string& name) {
   groupName_ = name;
 }
 
+void GroupHealth::tellStep(int model, std::uint32_t meeting, std::int64_t steps) noexcept {
+  if (monitor_) {
+    monitor_->tell({.model = model, .meeting = meeting, .steps = steps});
+  }
+}
+
+std::int64_t GroupHealth::furthestStep(int model, std::uint32_t meeting) const {
+  const auto told = monitor_ ? monitor_->furthest(model) : std::nullopt;
+  return told && told->meeting == meeting ? told->steps : 0;
+}
+
 std::string GroupHealth::label() const {
   std::lock_guard lock(mutex_);
   return c10::str(backendName_, " [rank ", rank_, " of ", size_, groupName_.empty() ? "" : ", group ", groupName_, "]");

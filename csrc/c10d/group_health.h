@@ -93,6 +93,12 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   // Where this rank is in the collectives of the group.
   GroupProgress& progress() { return progress_; }
 
+  // Tells all ranks that the training of a model waits for others here, after so many steps. model: a number of its own
+  // in the group; meeting: how often its workers have met.
+  void tellStep(int model, std::uint32_t meeting, std::int64_t steps) noexcept;
+  // The most steps that any rank has told since that meeting; 0 when nobody has.
+  std::int64_t furthestStep(int model, std::uint32_t meeting) const;
+
   // "prague [rank 2 of 4, group default]"
   std::string label() const;
   // label() and the call: "prague [...]: all_reduce #17 (sum, float32, 10 elements; 0.4 s after the call)"

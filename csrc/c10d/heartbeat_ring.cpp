@@ -43,6 +43,7 @@ struct HeartbeatRing::State {
   void sendLoop();
   void clockLoop();
   bool sendOne(const std::vector<std::byte>& message);
+  bool note(const core::StepNotice& notice);
 
   std::mutex mutex;  // guards what is not const
   std::condition_variable changed;
@@ -64,6 +65,7 @@ struct HeartbeatRing::State {
   bool watched = true;
   core::Progress last;
   std::map<std::uint64_t, std::optional<core::LaggardQuery>> answers;  // by sequence, of those that are asked for
+  std::map<int, core::StepNotice> furthest;                            // by model
 
   BoundedThread sender;
   BoundedThread clock;
@@ -143,6 +145,16 @@ void HeartbeatRing::State::clockLoop() {
   }
 }
 
+// With the mutex held: whether it is news.
+bool HeartbeatRing::State::note(const core::StepNotice& notice) {
+  const auto [known, is_new] = furthest.emplace(notice.model, notice);
+  if (!is_new && !notice.isAheadOf(known->second)) {
+    return false;
+  }
+  known->second = notice;
+  return true;
+}
+
 HeartbeatRing::HeartbeatRing(c10::intrusive_ptr<c10d::Backend> control, int tag, milliseconds timeout, Events events)
     : state_(std::make_shared<State>(std::move(control), tag, timeout, std::move(events))) {}
 
@@ -161,6 +173,16 @@ void HeartbeatRing::start() {
 bool HeartbeatRing::take(std::span<const std::byte> bytes) {
   const int successor = (state_->rank + 1) % state_->size;
   const auto magic = core::magicOf(bytes);
+  if (magic == core::StepNotice::kMagic) {
+    const auto notice = core::parseStepNotice(bytes, state_->size);
+    std::unique_lock lock(state_->mutex);
+    const bool news = state_->note(notice);
+    lock.unlock();
+    if (news && notice.origin != (state_->rank + state_->size - 1) % state_->size) {
+      post(notice);
+    }
+    return true;
+  }
   std::optional<core::LaggardQuery> relay;
   {
     std::lock_guard lock(state_->mutex);
@@ -214,6 +236,22 @@ std::optional<core::LaggardQuery> HeartbeatRing::ask(std::uint64_t sequence, mil
   const auto answer = [&]() -> std::optional<core::LaggardQuery>& { return state_->answers[sequence]; };
   state_->changed.wait_for(lock, limit, [&] { return state_->stopping || answer().has_value(); });
   return answer();  // kept: others may ask for the same, and few collectives ever time out
+}
+
+void HeartbeatRing::tell(core::StepNotice notice) noexcept {
+  notice.origin = state_->rank;
+  std::unique_lock lock(state_->mutex);
+  const bool news = state_->note(notice);
+  lock.unlock();
+  if (news) {
+    post(notice);
+  }
+}
+
+std::optional<core::StepNotice> HeartbeatRing::furthest(int model) const {
+  std::lock_guard lock(state_->mutex);
+  const auto known = state_->furthest.find(model);
+  return known == state_->furthest.end() ? std::nullopt : std::optional(known->second);
 }
 
 void HeartbeatRing::stop() noexcept {

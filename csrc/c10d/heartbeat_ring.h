@@ -6,13 +6,15 @@
 //   nothing. So every rank sends a heartbeat to its predecessor, ten in the time after which silence is suspect. The
 //   predecessor of a silent rank names it and says where it was; the verdict then goes round as every other.
 //   A rank that lives and is stuck in the user's code goes on beating: it is not suspected. When a collective times
-//   out, ask() sends a query once round the ring, which brings back who has not called it.
+//   out, ask() sends a query once round the ring, which brings back who has not called it. tell() lets every rank know
+//   how far the training of a model has come where it waits for others; who has heard of a further one passes on
+//   nothing.
 //
 // Threads
 //   One sends, and may block for as long as the predecessor takes nothing. One is the clock, and blocks on nothing but
 //   its time: it makes heartbeats, watches the silence, and calls Events::tick. Receiving is FailureMonitor's: take()
-//   runs on its thread. post() and ask() from any thread. The interpreter lock is never needed: a rank that holds it
-//   for minutes still beats.
+//   runs on its thread. post(), ask(), tell() and furthest() from any thread. The interpreter lock is never needed: a
+//   rank that holds it for minutes still beats.
 //
 // What it costs: a message of 32 bytes every half second, two threads.
 #pragma once
@@ -65,6 +67,11 @@ class HeartbeatRing {
   // Who has not called collective `sequence`. Nothing when the answer does not come in time: some rank is dead or
   // stopped.
   std::optional<core::LaggardQuery> ask(std::uint64_t sequence, std::chrono::milliseconds limit);
+
+  // notice.origin is filled in. Never blocks.
+  void tell(core::StepNotice notice) noexcept;
+  // The furthest of this model that any rank has told; nothing if none has.
+  std::optional<core::StepNotice> furthest(int model) const;
 
   // Ends both threads; at most about a second; safe twice.
   void stop() noexcept;

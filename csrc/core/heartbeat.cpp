@@ -31,6 +31,16 @@ LaggardQuery parseLaggardQuery(std::span<const std::byte> bytes, int size) {
   return message;
 }
 
+StepNotice parseStepNotice(std::span<const std::byte> bytes, int size) {
+  const auto message = readFront<StepNotice>(bytes, "notice of steps");
+  if (message.magic != StepNotice::kMagic || message.origin < 0 || message.origin >= size || message.model < 0 ||
+      message.steps < 0) {
+    throwMalformed("notice of steps (magic ", message.magic, ", origin ", message.origin, ", model ", message.model,
+                   ", steps ", message.steps, ")");
+  }
+  return message;
+}
+
 std::optional<SilenceWatch::Duration> SilenceWatch::tick(Time now) {
   const Duration passed = last_ ? now - *last_ : interval_;
   last_ = now;

@@ -1,5 +1,5 @@
-// Heartbeats: how far a rank is, who is behind, and from when on silence means something. Who sends what to whom, and
-// the threads: c10d/heartbeat_ring.h.
+// Heartbeats: how far a rank is, who is behind or ahead, and from when on silence means something. Who sends what to
+// whom, and the threads: c10d/heartbeat_ring.h.
 #pragma once
 
 #include <array>
@@ -51,11 +51,29 @@ struct LaggardQuery {
 };
 static_assert(sizeof(LaggardQuery) == 48, "the message is a wire format");
 
+// "The training of a model waits here, after so many steps, for others in an average." Goes once round the ring.
+struct StepNotice {
+  static constexpr std::uint32_t kMagic = 0x54584853;  // "TXHS"
+
+  std::uint32_t magic = kMagic;
+  std::int32_t origin = -1;
+  std::int32_t model = 0;     // of those attached to the group
+  std::uint32_t meeting = 0;  // how often all workers have met: steps of before are no news
+  std::int64_t steps = 0;
+
+  bool isAheadOf(const StepNotice& other) const {
+    return meeting != other.meeting ? meeting > other.meeting : steps > other.steps;
+  }
+};
+static_assert(sizeof(StepNotice) == 24, "the message is a wire format");
+
 // The first four bytes, by which messages of one channel are told apart; 0 when there are none.
 std::uint32_t magicOf(std::span<const std::byte> bytes);
-// MalformedMessage for what breaks a rule: another sender than `source`, ranks outside 0..size-1.
+// MalformedMessage for what breaks a rule: another sender than `source`, ranks outside 0..size-1,
+// negative numbers.
 Heartbeat parseHeartbeat(std::span<const std::byte> bytes, int source);
 LaggardQuery parseLaggardQuery(std::span<const std::byte> bytes, int size);
+StepNotice parseStepNotice(std::span<const std::byte> bytes, int size);
 
 // Decides when a peer has been silent for too long. Times come from the caller, on any steady clock.
 //

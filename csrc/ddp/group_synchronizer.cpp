@@ -7,11 +7,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/util/Logging.h>
-#include <c10/util/ScopeExit.h>
 
 #include "c10d/attentive_wait.h"
-#include "c10d/leaving.h"
 #include "ddp/elapsed.h"
 
 namespace torchext {
@@ -35,12 +32,12 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
       bucket_of_(parameters_.bucketOf()),
       tensors_(parameters, buffers),
       average_(*group_, parameters_, buffers_, FrozenParameters(frozen)),
+      channel_(group_->nextChannel()),
       pending_(bucketCount(), 0) {
   for (const std::int64_t index : buffers_.bucketOf()) {
     bucket_of_.push_back(static_cast<std::int64_t>(parameters_.size()) + index);
   }
   stats_.bucket_bytes = static_cast<std::int64_t>(parameters_.bytes() + buffers_.bytes());
-  const int channel = group_->nextChannel();
   AgreementFields fields{agreementOf("parameters", parameters), agreementOf("buffers", buffers),
                          agreementOf("frozen parameters", frozen), AgreementField("bucket bytes", bucket_bytes)};
   fields.insert(fields.end(), training.fields.begin(), training.fields.end());
@@ -48,9 +45,10 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   TORCH_CHECK_VALUE(bucketCount() <= kMaxBuckets, group_->getBackendName(), ": buckets of ", bucket_bytes,
                     " bytes make ", bucketCount(), " of them, where ", kMaxBuckets, " is the most; raise bucket_mb");
   const std::vector<int> host_of = hostsOf(*group_);
-  partial_ = std::make_unique<SubsetAllreduce>(
-      group_->dataTransport(), channel, SharedWindows::open(group_->dataTransport(), channel, training.shared_memory));
-  source_ = training.make_source(host_of, channel);
+  partial_ =
+      std::make_unique<SubsetAllreduce>(group_->dataTransport(), channel_,
+                                        SharedWindows::open(group_->dataTransport(), channel_, training.shared_memory));
+  source_ = training.make_source(host_of, channel_);
   thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
   promises_ = Promises::add([this] { return beginPromises(); });
@@ -105,6 +103,7 @@ void GroupSynchronizer::afterStep() {
 
 void GroupSynchronizer::resume(std::int64_t own, std::int64_t furthest) {
   steps_ = own;
+  ++meetings_;  // what was told of steps before means nothing now
   resumed_from_ = source_->scheduled() ? furthest : 0;
 }
 
@@ -126,38 +125,6 @@ void GroupSynchronizer::postRound(std::int64_t round) {
   });
 }
 
-void GroupSynchronizer::checkAttached() const {
-  TORCH_CHECK(!detached_, group_->getBackendName(),
-              ": this synchronizer has been detached, by detach() or by the end of its process group");
-}
-
-// Collective, on the training thread: the averaging threads of workers that are ahead wait for the others' rounds.
-void GroupSynchronizer::catchUp() {
-  if (!source_->scheduled() || group_->getSize() == 1) {
-    return;
-  }
-  std::vector<at::Tensor> furthest{at::full({1}, steps_, at::kLong)};
-  {
-    const InternalCollective internal;
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::MAX;
-    const auto work = group_->allreduce(furthest, options);
-    try {
-      work->wait();
-    } catch (...) {
-      abandonMeeting();
-      throw;
-    }
-  }
-  const auto end = furthest[0].item<std::int64_t>();
-  for (std::int64_t round = std::max(steps_, resumed_from_) / period_; round < end / period_; ++round) {
-    beforeStep();
-    checkAttached();
-    postRound(round);
-  }
-  steps_ = end;
-}
-
 template <class Ready>
 void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
   group_->checkProcess("training");
@@ -168,6 +135,9 @@ void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
     if (!changed_.wait_for(lock, kPatience, ready)) {
       // Somebody may be waiting for another model of this process, and this average for them.
       lock.unlock();
+      if (!detached_ && source_->scheduled()) {
+        group_->health()->tellStep(channel_, meetings_, steps_);
+      }
       std::vector<KeptPromise> kept = Promises::beginAll(promises_);
       lock.lock();
       waitAttentively(changed_, lock, ready);  // ends: every wait of the averaging thread has the group's timeout
@@ -255,99 +225,6 @@ KeptPromise GroupSynchronizer::beginOnThread(std::function<void()> task) {
     }
   });
   return posted ? kept : KeptPromise();
-}
-
-void GroupSynchronizer::runOnThread(std::function<void()> task) {
-  const KeptPromise done = beginOnThread(std::move(task));
-  TORCH_CHECK(done.valid(), group_->getBackendName(), ": this synchronizer has been detached");
-  try {
-    waitAttentively(done);
-  } catch (...) {  // of a signal's handler: the task refers to the caller's frame
-    abandonMeeting();
-    done.wait();
-    throw;
-  }
-  done.get();
-}
-
-// A handler of a signal has raised: this worker does not come to what the others wait for.
-void GroupSynchronizer::abandonMeeting() {
-  if (!group_->health()->failed()) {
-    group_->abortWithReason(c10::str("rank ", group_->getRank(), " was interrupted while all workers were to meet"));
-  }
-}
-
-// Where all workers come together, on the averaging thread. Its groups end with it, so nobody need wait for them.
-void GroupSynchronizer::meet(const std::function<void()>& task) {
-  group_->checkProcess("training");
-  Promises::keepAll();
-  checkAttached();  // still: a signal's handler may end the group in any wait
-  catchUp();
-  beforeStep();
-  meeting_ = true;
-  const auto over = c10::make_scope_exit([this] { meeting_ = false; });
-  runOnThread([&] {
-    pause();
-    task();
-  });
-}
-
-void GroupSynchronizer::detach() {
-  if (detached_) {
-    return;
-  }
-  meet([this] {
-    const InternalCollective internal;
-    group_->barrier(c10d::BarrierOptions())->wait();  // rank 0's generator serves until everybody has left
-  });
-  leave(std::chrono::milliseconds(0));
-}
-
-void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
-  if (group_->health()->inForkedChild()) {
-    return;
-  }
-  group_->removeShutdownCallback(shutdown_callback_);  // first: another thread may be leaving with the group
-  if (!thread_) {
-    return;
-  }
-  const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
-  const bool orderly = !detached_ && limit.count() > 0;
-  if (orderly) {
-    group_->announceLeaving();
-  }
-  if (orderly && !failed_) {
-    thread_->post([this] {
-      at::NoGradGuard no_grad;
-      const Leaving leaving;
-      try {
-        pause();
-        if (!source_->scheduled()) {  // there, who trains on waits for this one's next round
-          const InternalCollective internal;
-          group_->barrier(c10d::BarrierOptions())->wait();
-        }
-      } catch (const std::exception& error) {
-        LOG(INFO) << group_->health()->label() << ": left without the others: " << error.what();
-      }
-    });
-    const auto finished = [this](std::chrono::milliseconds within) { return thread_->finish(within); };
-    if (!finished(limit) && !group_->outwaitTraining(finished)) {
-      LOG(WARNING) << group_->health()->label() << ": leaving while other workers still train; call "
-                   << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
-      const Leaving leaving;
-      group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
-    }
-  }
-  detached_ = true;
-  source_->stop("the synchronizer has been detached");
-  group_->removeAbortCallback(abort_callback_);
-  Promises::remove(promises_);
-  thread_->discard();
-  thread_ = nullptr;
-  // They hold the inner groups, which must end with the process group: the event loop of one that lives on, with its
-  // peers gone, spins.
-  partial_ = nullptr;
-  source_ = nullptr;
 }
 
 AveragingStats GroupSynchronizer::stats() const {

@@ -22,14 +22,16 @@
 // the average makes, to be added before the next step. Costs a copy of the parameters while such a difference waits.
 // The collective may be another thread's, with training under way: `state_` keeps the two apart. A model in
 // synchronize(), averaged() or detach() has nothing left to keep.
-// With a schedule nothing is promised ahead: each round runs by itself once its step is taken. All workers must take
-// the same number of steps between two collective calls of the synchronizer, as DDP demands anyway; one that took fewer
-// (a gradient scaler skipped some) makes up for the rounds at the next such call. Where the group takes the place of
-// one that failed, workers are some steps apart. Each keeps its number, or it would make more steps than another before
-// the next such call, and they would wait for each other; those behind make theirs without rounds. Leaving: detach()
-// keeps every promise made to other workers and waits for them. leave() is the same with a limit, for exits without
-// detach(): it runs from the group's shutdown. Files: group_synchronizer.cpp (hooks, waits, joining and leaving),
-// group_averaging.cpp (what the thread does).
+// With a schedule nothing is promised ahead: each round runs by itself once its step is taken. A worker that took fewer
+// steps than others (a gradient scaler skipped some) makes up for the rounds at the next collective call of the
+// synchronizer. One that is ahead may wait for such a round, and come to the call only afterwards: it tells all ranks
+// its step (GroupHealth::tellStep), and who waits in the call makes the rounds up to that one. These are rounds of
+// steps that somebody has taken, so which rounds are made does not depend on who waits for whom, nor for how long.
+// Where the group takes the place of one that failed, workers are some steps apart. Each keeps its number, so that all
+// have the same when they have come to the same place of the script; those behind make theirs without rounds. Leaving:
+// detach() keeps every promise made to other workers and waits for them. leave() is the same with a limit, for exits
+// without detach(): it runs from the group's shutdown. Files: group_synchronizer.cpp (hooks and waits),
+// group_meetings.cpp (collective calls, leaving), group_averaging.cpp (what the thread does).
 #pragma once
 
 #include <atomic>
@@ -101,6 +103,8 @@ class GroupSynchronizer : public AveragingSynchronizer {
   }
   void postRound(std::int64_t round);
   void catchUp();
+  std::int64_t arrive();
+  void makeUpTo(std::int64_t steps);
   void abandonMeeting();
   void averageTask(std::int64_t round, FlightRecord& record);
   void averageNow(const AssignedGroup& group);
@@ -143,10 +147,12 @@ class GroupSynchronizer : public AveragingSynchronizer {
   std::vector<at::Tensor> deferred_;        // by bucket: to be added before the next step; empty: nothing
   std::vector<at::Tensor> deferred_signs_;  // of buffers: where keepSign() may hold a sum's sign
   ReplicaAverage average_;
+  const int channel_;  // tells the group's models apart
   std::unique_ptr<SubsetAllreduce> partial_;
   std::unique_ptr<GroupSource> source_;
 
   std::int64_t steps_ = 0;             // training thread
+  std::uint32_t meetings_ = 0;         // with a schedule: how often all have caught up; the same on all ranks
   std::int64_t resumed_from_ = 0;      // rounds of steps up to it are nobody's any more
   std::int64_t apply_members_ = 0;     // cta: of the average that waits to be applied; 0: none
   std::atomic<bool> detached_{false};  // written by the training thread, read by those that begin promises

@@ -162,6 +162,34 @@ def test_workers_that_are_steps_apart_when_one_dies(backend: str, options: dict[
             assert outcome.value == 7
 
 
+def body_notices(rank: Rank, backend: str, options: dict[str, Any]) -> int:
+    """Workers decide to meet when they notice the loss, some steps apart."""
+    training = GoingOn(rank, backend, options)
+    training.train(4)
+    rank.report("ready")
+    while training.workers() == 8:
+        training.train(1)
+    with training.sync.averaged() as module:
+        equal_everywhere(module)
+    training.train(5)
+    training.sync.synchronize()
+    equal_everywhere(training.ddp.module)
+    return training.workers()
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [("dssync", {}), ("dssync", {"order": "cta"}), ("prague", {"generator": "static"})], ids=str
+)
+def test_workers_may_meet_when_they_notice_a_loss(backend: str, options: dict[str, Any]) -> None:
+    with launch(body_notices, 8, backend, options) as ranks:
+        ranks.expect("ready")
+        time.sleep(0.5)
+        ranks.kill(3)
+        for outcome in ranks.outcomes(deadline=30):
+            assert outcome.ok, outcome.trace
+            assert outcome.value == 7
+
+
 def body_without_a_store(rank: Rank) -> int:
     """The store dies: nobody can join any more, and the group trains on."""
     training = GoingOn(rank, "prague", {})

@@ -281,6 +281,50 @@ def test_a_rank_that_skips_a_step_catches_up() -> None:
     assert run_ranks(body_skipped_step, 4) == [True] * 4
 
 
+def body_skipped_steps(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
+    """Some skip more steps than the others can go on without them, who do not come to the meeting before."""
+    rank.init(backend)
+    skipped = {0: (), 1: (2, 3, 5), 2: (7,), 3: (0, 1, 2, 3)}[rank.rank]
+    trainer = Trainer(rank, backend=backend, **options)
+    for phase in range(3):
+        for step in range(8):
+            trainer.optimizer.zero_grad()
+            trainer.loss(8 * phase + step).backward()
+            if step not in skipped:
+                trainer.optimizer.step()
+        if phase == 1:
+            trainer.evaluate()
+        else:
+            trainer.sync.synchronize()
+            equal_everywhere(trainer.module)
+        assert trainer.sync.state_dict()["steps"] == 8 * (phase + 1)
+    stats = trainer.sync.stats()
+    period = options.get("sync_period", 1)
+    # The rounds of the furthest, and none besides.
+    assert stats["steps"] == 24 - 3 * len(skipped) and stats["averages"] == 24 // period, stats
+    for step in range(24, 32):
+        trainer.optimizer.zero_grad()
+        trainer.loss(step).backward()
+        if rank.rank != 2 or step < 28:
+            trainer.optimizer.step()
+    trainer.sync.detach()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("dssync", {"order": "atc"}),
+        ("dssync", {"order": "cta"}),
+        ("dssync", {"schedule": "random", "sync_period": 2}),
+        ("prague", {"generator": "static", "group_size": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_that_skip_several_steps_catch_up(backend: str, options: dict[str, Any]) -> None:
+    assert run_ranks(body_skipped_steps, 4, backend, options) == [True] * 4
+
+
 def body_swa(rank: Rank) -> bool:
     """Averages over workers and time: torch's AveragedModel, fed with the exact average of all workers."""
     rank.init("dssync")

@@ -73,5 +73,14 @@ TEST(LaggardQuery, FindsWhoIsFurthestBehind) {
   EXPECT_EQ(query.progress.idle_ms, 20U);
 }
 
+TEST(StepNotice, ALaterMeetingComesBeforeMoreSteps) {
+  const StepNotice notice{.meeting = 2, .steps = 10};
+  EXPECT_TRUE(notice.isAheadOf({.meeting = 2, .steps = 9}));
+  EXPECT_TRUE(notice.isAheadOf({.meeting = 1, .steps = 100}));
+  EXPECT_FALSE(notice.isAheadOf(notice));
+  EXPECT_FALSE(notice.isAheadOf({.meeting = 2, .steps = 11}));
+  EXPECT_FALSE(notice.isAheadOf({.meeting = 3, .steps = 1}));
+}
+
 }  // namespace
 }  // namespace torchext::core

@@ -133,6 +133,18 @@ Wire laggardQuery() {
           }};
 }
 
+Wire stepNotice() {
+  StepNotice notice;
+  notice.origin = kRank;
+  notice.model = 8;
+  notice.meeting = 3;
+  notice.steps = 1000;
+  return {"StepNotice", bytesOf(notice), [](std::span<const std::byte> bytes) {
+            const StepNotice parsed = parseStepNotice(bytes, kWorld);
+            EXPECT_TRUE(isRank(parsed.origin) && parsed.model >= 0 && parsed.steps >= 0);
+          }};
+}
+
 Wire callMessage() {
   CallMessage message;
   message.sender = kRank;
@@ -243,7 +255,7 @@ std::string nameOf(const ::testing::TestParamInfo<Wire (*)()>& wire) { return wi
 
 INSTANTIATE_TEST_SUITE_P(All, Messages,
                          ::testing::Values(subsetHeader, windowAddress, generatorMessage, delivery, verdict, hopMessage,
-                                           heartbeat, laggardQuery, callMessage),
+                                           heartbeat, laggardQuery, stepNotice, callMessage),
                          nameOf);
 
 TEST(Delivery, RulesOfItsMembers) {
