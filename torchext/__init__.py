@@ -17,10 +17,10 @@ with told_by_main():
 
 from torchext import nn, ops
 from torchext._C import ProcessGroupDear, ProcessGroupDSSync, ProcessGroupHop, ProcessGroupPrague
+from torchext._attach import attach
 from torchext._dear_synchronizer import DearSynchronizer
 from torchext._hop_synchronizer import HopSynchronizer
 from torchext._join import join
-from torchext.attach import attach
 from torchext.backends import backend_of, register
 from torchext.options import DeAROptions, DSSyncOptions, HopOptions, PragueOptions
 from torchext.synchronizer import Synchronizer
