@@ -6,6 +6,7 @@ groups that it has had.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext._kept_buffers import KeptBuffers
 from torchext._membership import Membership
+from torchext._recovery import losing
 from torchext.backends import group_of_one
 from torchext.synchronizer import Synchronizer, in_use
 
@@ -57,6 +59,8 @@ class AveragingSynchronizer(Synchronizer):
         self._collectives = 0  # since attach: exact averages, and looks for newcomers
         self._restored = False  # averaged() has nothing to restore any more
         self._past: list[dict[str, Any]] = []  # stats of the groups before this one
+        self._left: BaseException | None = None  # why it has left its group, while it has no other
+        self._ended = False  # and will have none
 
     def _continues(self) -> bool:
         return self._membership is not None
@@ -81,8 +85,8 @@ class AveragingSynchronizer(Synchronizer):
                 self._collectives = self._meet(None)
             except dist.DistBackendError as error:
                 membership.fail(error)
-                self._give_up()
-                self._collectives = self._renew(error, None)
+                self._give_up(error)
+                self._collectives = self._renew(None)
 
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach.
@@ -209,10 +213,12 @@ class AveragingSynchronizer(Synchronizer):
         """Does something with the core; after a failure again, with that of the survivors, unless they are past it."""
         while True:
             try:
+                if self._left is not None:
+                    raise self._left
                 action()
                 return True
             except dist.DistBackendError as error:
-                if self._membership is None:
+                if self._membership is None or self._ended:
                     raise
                 most = self._recover(self._membership, error)
             if collectives is not None and most > collectives:
@@ -221,36 +227,42 @@ class AveragingSynchronizer(Synchronizer):
     def _recover(self, membership: Membership, error: BaseException) -> int:
         """Goes on with another group; returns how many collectives the furthest of it has done.
 
-        So do the other models that the lost worker trained, in the order of attaching: two workers that have noticed by
-        different models would wait for each other.
+        An error that gets here is that of this model's own group: those of others are theirs. Other models go on, too,
+        where they must (``_recovery.py``); what keeps one of them from it is raised when that one is next used.
         """
         membership.fail(error)
-        lost = membership.suspect()
-        affected: list[AveragingSynchronizer] = []
-        for other in in_use():
-            if other is self:
-                affected.append(self)
-            elif isinstance(other, AveragingSynchronizer) and (theirs := other._membership) and theirs.loses(lost):
-                theirs.fail(error, patient=True)
-                affected.append(other)
-        if self not in affected:  # its group is gone: it fails in its own way
-            affected.append(self)
+        gone = membership.agree(error)
+        attached = [model for model in in_use() if isinstance(model, AveragingSynchronizer)]
+        others = [model for model in attached if model is not self and not model._ended]
+        failed = losing(gone, [model._membership for model in others if model._membership is not None])
+        models = [model for model in attached if model is self or model._membership in failed]
+        if self not in models:  # its group is gone: it fails in its own way
+            models.append(self)
         # All of them first: the promises of one that has failed would be in the way of the others' collectives.
-        for model in affected:
-            model._give_up()
-        return [model._renew(error, model._core.steps) for model in affected][affected.index(self)]
+        for model in models:
+            assert model._membership is not None
+            model._give_up(error if model is self else model._membership.error())
+        # And those of the models that go on as they are: who waits for this worker there does not come to a new group.
+        _C.keep_promises()
+        most = 0
+        for model in models:
+            with contextlib.suppress(dist.DistBackendError):  # kept in _left
+                collectives = model._renew(model._core.steps)
+                most = collectives if model is self else most
+        if self._left is not None:
+            raise self._left
+        return most
 
-    def _give_up(self) -> None:
-        """Leaves a group that has failed."""
-        old = self._core
+    def _give_up(self, error: BaseException) -> None:
+        """Leaves a group that has failed, for that reason."""
         if self._averaging and not self._restored:
-            old.leave_average()
+            self._core.leave_average()
             self._restored = True
-        self._past.append(old.stats())
-        old.leave(timedelta(0))
+        self._core.leave(timedelta(0))
+        self._left = error
 
-    def _renew(self, error: BaseException, steps: int | None) -> int:
-        """Trains with another group; returns how many collectives the furthest of it has done.
+    def _renew(self, steps: int | None) -> int:
+        """Trains with another group than it has left; returns how many collectives the furthest of it has done.
 
         The steps are those that this worker has made, or None, as of :meth:`_meet`: the next group may fail before its
         core has been told.
@@ -262,13 +274,20 @@ class AveragingSynchronizer(Synchronizer):
         assert self._membership is not None and self._make_core is not None
         with _unsafe_preserve_version_counter(self._tensors):
             while True:
-                self._core = self._local_gradients.synchronizer = self._membership.renew(error, self._make_core)
+                assert self._left is not None
+                try:
+                    core = self._membership.renew(self._left, self._make_core)
+                except dist.DistBackendError as end:
+                    self._left, self._ended = end, True
+                    raise
+                self._past.append(self._core.stats())
+                self._core = self._local_gradients.synchronizer = core
+                self._left = None
                 try:
                     return self._meet(steps)
                 except dist.DistBackendError as another:
-                    error = another
-                    self._membership.fail(error)
-                    self._give_up()
+                    self._membership.fail(another)
+                    self._give_up(another)
 
     def _meet(self, steps: int | None) -> int:
         """The first thing that a new group does: its workers begin from one average.

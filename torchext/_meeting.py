@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-__all__ = ["CONNECTING", "FORMED", "GRACE", "LATE_GRACE", "PATIENCE", "PAUSE", "GoingOn", "Meeting", "Roll"]
+__all__ = ["CONNECTING", "FORMED", "GRACE", "LATE_GRACE", "PATIENCE", "PAUSE", "GoingOn", "Gone", "Meeting", "Roll"]
 
 GRACE = 2.0  # seconds for a survivor to say that it lives; its own thread says so, within milliseconds as a rule
 LATE_GRACE = 5.0  # the same when a new group did not come about, which one hears of sooner than another
@@ -45,6 +45,16 @@ class GoingOn:
     def connecting(self) -> timedelta:
         """How long they may take to connect."""
         return CONNECTING + len(self.members) * CONNECTING_EACH
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Those of a group that do not go on, by their ranks in the world."""
+
+    dead: frozenset[int]
+    """Their processes have ended, or do not answer: they are gone for every model."""
+    left: frozenset[int]
+    """They have said that they leave this model: they may train on with others."""
 
 
 @dataclass
@@ -116,7 +126,7 @@ class Meeting:
         started = time.monotonic()
         while not self.store.check(["decision"]):
             # A process that ends may live a while, and its group's failure says so; it has said before that it goes.
-            dead |= {number for number in members if first.store.check([f"gone/{number}"])}
+            dead |= {number for number in members if first.has_left(number)}
             alive = [number for number in members if number not in dead and self.store.check([f"alive/{number}"])]
             silent = set(members) - set(alive)
             waited = time.monotonic() - started
@@ -168,3 +178,7 @@ class Meeting:
     def give_up(self, me: int) -> None:
         """Says that this worker is no member any more: the others must not wonder whether it lives."""
         self.store.set(f"gone/{me}", "1")
+
+    def has_left(self, number: int) -> bool:
+        """Whether that worker has said so; its backend says it when it leaves the group, or its script ends."""
+        return self.store.check([f"gone/{number}"])

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -40,7 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C, _meeting
 from torchext._handover import receive, send, unpack
-from torchext._meeting import FORMED, GRACE, LATE_GRACE, PAUSE, GoingOn, Meeting, Roll
+from torchext._meeting import FORMED, GRACE, LATE_GRACE, GoingOn, Gone, Meeting, Roll
+from torchext._model_group import ModelGroup
 from torchext._newcomers import Door, Newcomer, Request, root_of
 from torchext._regroup import new_world, shrunk
 from torchext._rendezvous import attempt_store
@@ -54,7 +55,7 @@ ENTRIES = 5  # attempts of a newcomer
 _logger = logging.getLogger("torchext")
 
 
-class Membership:
+class Membership(ModelGroup):
     """The workers that train a model, and the group that they have at the time.
 
     Args:
@@ -70,7 +71,7 @@ class Membership:
     def __init__(
         self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, newcomer: Newcomer | None = None
     ) -> None:
-        self._ddp = ddp
+        super().__init__(ddp)
         self._optimizer = optimizer
         self.is_newcomer = newcomer is not None
         self.seconds = 0.0
@@ -98,7 +99,8 @@ class Membership:
 
     def _begin(self) -> None:
         group = self._ddp.process_group
-        members = list(range(dist.get_world_size(group)))
+        self._take(group)
+        members = list(range(len(self._ranks)))
         self._me = dist.get_rank(group)
         options = backend_of(group).options
         assert isinstance(options, _C.PragueOptions | _C.HopOptions | _C.DSSyncOptions)  # dear's members do not change
@@ -115,29 +117,35 @@ class Membership:
 
     # ---- Failures ----
 
-    def suspect(self) -> int | None:
-        """The rank in the world of whom the failure is about, if that is known."""
-        group = self._ddp.process_group
-        rank = backend_of(group).failure[0]
-        return dist.get_process_group_ranks(group)[rank] if rank >= 0 else None
+    def is_left_by(self, ranks: Collection[int]) -> bool:
+        """Whether one of these ranks of the world has said that it leaves the model."""
+        return any(self._has_left(number) for number, rank in self._workers() if rank in ranks)
 
-    def loses(self, rank: int | None) -> bool:
-        """Whether that rank of the world is one of the workers."""
-        return rank in dist.get_process_group_ranks(self._ddp.process_group)
+    def _workers(self) -> Iterator[tuple[int, int]]:
+        """The number and the rank in the world of each."""
+        return zip(self.members, self._ranks, strict=True)
 
-    def fail(self, error: BaseException, *, patient: bool = False) -> None:
-        """Ends the model's group, if that has not failed already: a timeout, say, which the others must learn of.
+    def _has_left(self, number: int) -> bool:
+        try:
+            return self._meeting().has_left(number)
+        except RuntimeError:  # the store does not answer: who needs it more says so
+            return False
+
+    def agree(self, error: BaseException) -> Gone:
+        """Who does not go on where the group has failed; the same on all that do, and final.
 
         Args:
-            error: The reason.
-            patient: Somebody in it died; it should find out by itself, and then knows who.
+            error: Why the group has failed.
+
+        Raises:
+            torch.distributed.DistBackendError: As :meth:`renew`.
         """
-        backend = backend_of(self._ddp.process_group)
-        end = time.monotonic() + (GRACE if patient else 0)
-        while not backend.failure[1] and time.monotonic() < end:
-            time.sleep(PAUSE)
-        if not backend.failure[1]:
-            backend.abort_with_reason(str(error))
+        started = time.monotonic()
+        decided = self._agree(error, 0, *self._failure())
+        self.seconds += time.monotonic() - started
+        gone = {number: rank for number, rank in self._workers() if number not in decided.survivors}
+        left = frozenset(rank for number, rank in gone.items() if self._has_left(number))
+        return Gone(dead=frozenset(gone.values()) - left, left=left)
 
     def renew(self, error: BaseException, make_core: Callable[[Any], _C.AveragingSynchronizer]) -> Any:
         """Makes a group of those that go on, and with it what synchronizes the model; collective among them.
@@ -168,32 +176,9 @@ class Membership:
 
     def _regroup(self, error: BaseException) -> range:
         """The ranks of newcomers in the new group."""
-        backend = self._attachable()
-        suspect, reason = backend.failure
-        backend._withdraw_announcements()
-        # Whom the reason is about, if it is known to be dead and not only silent.
-        gone = (f"rank {suspect} died", " exits with an uncaught ", f"rank {suspect} left while others")
-        dead = {self.members[suspect]} if any(text in reason for text in gone) else set()
+        dead, reason = self._failure()
         for attempt in range(ATTEMPTS):
-            try:
-                decided = self._decide(attempt, dead, reason)
-            except (dist.DistNetworkError, dist.DistStoreError) as lost:
-                raise dist.DistBackendError(
-                    f"torchext: cannot train on, as the store where the workers would agree on who is left does not"
-                    f" answer ({lost}); the group had failed: {reason}"
-                ) from error
-            except dist.DistBackendError:  # nobody goes on
-                raise
-            except BaseException as interrupt:
-                self._break_off(attempt, interrupt)
-                raise
-            if self._me not in decided.survivors:
-                raise dist.DistBackendError(
-                    f"torchext: the others train on without rank {self._me}, which did not answer in time when the"
-                    f" group failed ({reason}); start it anew"
-                ) from error
-            if decided.members == self.members and attempt == 0:
-                raise error
+            decided = self._agree(error, attempt, dead, reason)
             try:
                 self._form(decided, attempt)
                 break
@@ -203,6 +188,36 @@ class Membership:
                 _logger.warning("torchext: the new group did not come about (%s); trying again", missing)
         self._enroll(decided, reason)
         return range(len(decided.survivors), len(decided.members))
+
+    def _failure(self) -> tuple[set[int], str]:
+        """Of the group: whom its reason says to be gone, and not only silent; and the reason."""
+        backend = self._attachable()
+        backend._withdraw_announcements()
+        lost = backend._lost_rank
+        return {self.members[lost]} if lost >= 0 else set(), backend.failure[1]
+
+    def _agree(self, error: BaseException, attempt: int, dead: set[int], reason: str) -> GoingOn:
+        """Who goes on, this worker among them."""
+        try:
+            decided = self._decide(attempt, dead, reason)
+        except (dist.DistNetworkError, dist.DistStoreError) as lost:
+            raise dist.DistBackendError(
+                f"torchext: cannot train on, as the store where the workers would agree on who is left does not"
+                f" answer ({lost}); the group had failed: {reason}"
+            ) from error
+        except dist.DistBackendError:  # nobody goes on
+            raise
+        except BaseException as interrupt:
+            self._break_off(attempt, interrupt)
+            raise
+        if self._me not in decided.survivors:
+            raise dist.DistBackendError(
+                f"torchext: the others train on without rank {self._me}, which did not answer in time when the"
+                f" group failed ({reason}); start it anew"
+            ) from error
+        if decided.members == self.members and attempt == 0:
+            raise error
+        return decided
 
     def _decide(self, attempt: int, dead: set[int], reason: str) -> GoingOn:
         """Who goes on: the same in every process that is told."""
@@ -248,7 +263,7 @@ class Membership:
             if meeting.concluded:  # the others have waited for this one in vain
                 raise dist.DistBackendError("came too late")
             with replacing(replacement):
-                self._ddp.process_group = self._made(decided, replacement)
+                self._take(self._made(decided, replacement))
         except RuntimeError as error:
             outcome = meeting.conclude(f"rank {self._me} did not come into it: {error}")
             raise dist.DistBackendError(str(error) if outcome == FORMED else outcome) from error

@@ -166,10 +166,8 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
         timeout: timedelta = options._timeout
         anew = _replacement.get()
         if not anew:
-            # Others may wait for an average with this rank, and this one would wait for them. What has failed there is
-            # its own models' to report.
-            with contextlib.suppress(RuntimeError):
-                _C.keep_promises()
+            # Others may wait for an average with this rank, and this one would wait for them.
+            _C.keep_promises()
         patience = anew.connecting if anew else timeout
         store = attempt_store(opts.store, opts.group_rank, opts.group_size, patience, is_fresh=bool(anew))
         members = options.global_ranks_in_group

@@ -168,21 +168,28 @@ void DelegatingBackend::abortBecauseOf(int rank, const std::string& reason) {
 
 void DelegatingBackend::leaveAll(const std::string& reason) {
   std::lock_guard lock(liveBackends().mutex);
-  std::string why = reason;
+  const auto fail = [](DelegatingBackend& backend, const std::string& why) {
+    if (!why.empty() && !backend.shutDown_) {
+      const Leaving leaving;
+      backend.health_->poison(backend.rank_, why);
+    }
+  };
+  // All of them first: a shutdown may take seconds, and whoever shares several groups with this process learns of all.
+  for (auto* backend : liveBackends().backends) {
+    fail(*backend, reason);
+  }
+  std::string interrupted;
   std::exception_ptr interruption;
   for (auto* backend : liveBackends().backends) {
     if (backend->health_->inForkedChild()) {
       continue;
     }
-    if (!why.empty() && !backend->shutDown_) {
-      const Leaving leaving;
-      backend->health_->poison(backend->rank_, why);
-    }
+    fail(*backend, interrupted);
     try {
       backend->shutdown();
     } catch (const std::exception&) {  // of a signal's handler: the other groups end too, without a wait
       interruption = std::current_exception();
-      why = c10::str("rank ", backend->rank_, " was interrupted as its process ended");
+      interrupted = c10::str("rank ", backend->rank_, " was interrupted as its process ended");
     }
     backend->dropInner(kExitLimit);
   }

@@ -13,6 +13,7 @@
 
 #include "c10d/collective_header.h"
 #include "c10d/connection_error.h"
+#include "c10d/leaving.h"
 
 namespace torchext {
 namespace {
@@ -133,6 +134,11 @@ std::pair<int, std::string> GroupHealth::firstReason() const {
   return {reasonRank_, reason_};
 }
 
+int GroupHealth::lostRank() const {
+  std::lock_guard lock(mutex_);
+  return reasonIsLoss_ ? reasonRank_ : -1;
+}
+
 std::exception_ptr GroupHealth::failureOf(const OpInfo& op) const {
   const auto text = failed() ? firstReason().second + kWayOut : kShutDown;
   return makeError(describe(op) + ": " + text);
@@ -158,12 +164,13 @@ void GroupHealth::checkUsable(const char* op) const {
   C10_THROW_ERROR(DistBackendError, label() + ": " + op + ": " + kShutDown);
 }
 
-bool GroupHealth::setReason(int rank, const std::string& reason) {
+bool GroupHealth::setReason(Verdict::Kind kind, int rank, const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (failed_.load()) {
     return false;
   }
   reasonRank_ = rank;
+  reasonIsLoss_ = kind == Verdict::Kind::kObituary || kind == Verdict::Kind::kDeparture;
   reason_ = core::cutReason(reason);
   failed_.store(true, std::memory_order_release);
   changed_.notify_all();
@@ -174,9 +181,10 @@ bool GroupHealth::poison(int rank, const std::string& reason, std::chrono::milli
   if (inForkedChild()) {
     return false;
   }
-  const bool first = setReason(rank, reason);
+  const auto kind = rank == rank_ && Leaving::here() ? Verdict::Kind::kDeparture : Verdict::Kind::kAbort;
+  const bool first = setReason(kind, rank, reason);
   if (first && monitor_) {
-    monitor_->announce({Verdict::Kind::kAbort, rank, rank_, reason});
+    monitor_->announce({kind, rank, rank_, reason});
   }
   // Who was not the first but wants an end at once (abort) gets it; otherwise the first one's grace stands.
   if (first || grace.count() == 0) {
@@ -189,7 +197,7 @@ void GroupHealth::receive(const Verdict& verdict) {
   const auto reason = verdict.kind == Verdict::Kind::kObituary
                           ? c10::str("rank ", verdict.rank, " died (", verdict.reason, ")")
                           : verdict.reason;
-  setReason(verdict.rank, reason);
+  setReason(verdict.kind, verdict.rank, reason);
   endPending(kRemoteGrace);
 }
 

@@ -109,13 +109,17 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   bool inForkedChild() const noexcept;
   // The first reason and the rank it is about (-1: none); empty while the group is well.
   std::pair<int, std::string> firstReason() const;
+  // That rank, if the reason is that it has died, or leaves while others count on it; -1 where it may live, or where
+  // the group is well.
+  int lostRank() const;
   // Throws DistBackendError if the group failed, was shut down, or belongs to the parent process.
   void checkUsable(const char* op) const;
   // The part of it that concerns a forked child.
   void checkProcess(const char* op) const;
 
   // Ends the group's use. Only the first call has an effect on the reason; returns whether this was it.
-  // rank: whom it is about, -1 if nobody. grace: how long operations under way may still finish by themselves.
+  // rank: whom it is about, -1 if nobody; on a thread that leaves (leaving.h) this rank is one that is lost. grace: how
+  // long operations under way may still finish by themselves.
   bool poison(int rank, const std::string& reason, std::chrono::milliseconds grace = std::chrono::milliseconds(0));
   // The same for a verdict that came by the monitor, which passes it on itself.
   void receive(const Verdict& verdict);
@@ -154,7 +158,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   void removeAbortCallback(uint64_t id);
 
  private:
-  bool setReason(int rank, const std::string& reason);
+  bool setReason(Verdict::Kind kind, int rank, const std::string& reason);
   void endPending(std::chrono::milliseconds grace);
   void runAbortCallbacks();
   bool idle() const;  // with mutex_ held: nothing pending but background waits
@@ -176,6 +180,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   std::string groupName_;
   std::string reason_;
   int reasonRank_ = -1;
+  bool reasonIsLoss_ = false;  // of that rank
   PendingOperation* pending_ = nullptr;
   std::function<void()> closeConnections_;
   bool closing_ = false;  // closeConnections_ was taken and runs

@@ -1,6 +1,5 @@
 #include "c10d/promises.h"
 
-#include <exception>
 #include <map>
 #include <utility>
 
@@ -57,21 +56,10 @@ bool Promises::ready(const KeptPromise& kept) {
 }
 
 void Promises::wait(const std::vector<KeptPromise>& kept) {
-  std::exception_ptr first;
   for (const KeptPromise& promise : kept) {
-    if (!promise.valid()) {
-      continue;
+    if (promise.valid()) {
+      waitAttentively(promise);
     }
-    waitAttentively(promise);
-    try {
-      promise.get();
-    } catch (const std::future_error&) {  // its model was detached before it came to it
-    } catch (...) {
-      first = first ? first : std::current_exception();
-    }
-  }
-  if (first) {
-    std::rethrow_exception(first);
   }
 }
 

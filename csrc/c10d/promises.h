@@ -27,7 +27,8 @@
 
 namespace torchext {
 
-// Ready when what was promised is kept, or cannot be any more (with the exception); not valid where nothing was.
+// Ready when what was promised is kept, or cannot be any more (with the exception, which is its model's to report: the
+// model has failed, and says so in whatever it is next asked for); not valid where nothing was.
 using KeptPromise = std::shared_future<void>;
 
 class Promises {
@@ -38,7 +39,8 @@ class Promises {
   // Runs every callback but that of `except`. Their exceptions pass through. Nothing inside an InternalCollective.
   static std::vector<KeptPromise> beginAll(std::uint64_t except = 0);
   static bool ready(const KeptPromise& kept);
-  // Until all are ready; then throws the first exception among them. What a signal's handler raises ends it at once.
+  // Until all are ready, kept or not: who waits is at another model, or at a collective of the script, and its group is
+  // well. What a signal's handler raises ends it at once.
   static void wait(const std::vector<KeptPromise>& kept);
   static void keepAll() { wait(beginAll()); }
 

@@ -110,6 +110,9 @@ void bindC10d(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("abort_with_reason", &DelegatingBackend::abortWithReason, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
+      .def("_abort_because_of", &DelegatingBackend::abortBecauseOf, py::arg("rank"), py::arg("reason"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("_lost_rank", [](const DelegatingBackend& self) { return self.health()->lostRank(); })
       // Of those that a split leaves out, where the default group has a device. Ours needs nothing of them.
       .def(
           "perform_nocolor_split", [](const DelegatingBackend&, const py::object&) {}, py::arg("device"))

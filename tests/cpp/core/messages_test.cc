@@ -280,6 +280,16 @@ TEST(Verdict, AReasonIsCutBetweenCharacters) {
   EXPECT_EQ(reasonOf(std::string(kMaxReason - 1, 'x') + "\u00e9"), std::string(kMaxReason - 1, 'x'));
 }
 
+TEST(Verdict, EveryKindArrivesAsItIs) {
+  for (const auto kind :
+       {Verdict::Kind::kObituary, Verdict::Kind::kGoodbye, Verdict::Kind::kAbort, Verdict::Kind::kDeparture}) {
+    const Verdict parsed = parseVerdict(encodeVerdict({kind, 3, kRank, "a reason"}), kWorld);
+    EXPECT_EQ(parsed.kind, kind);
+    EXPECT_EQ(parsed.rank, 3);
+    EXPECT_EQ(parsed.origin, kRank);
+  }
+}
+
 TEST(SubsetHeader, AnErrorNamesTheSenderAndWhatCame) {
   SubsetHeader header;
   header.rank = 1;

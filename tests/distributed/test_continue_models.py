@@ -1,0 +1,211 @@
+"""Several models of one process that train on: each goes on by what became of its own group."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import equal_everywhere, mlp, new_group
+from harness import Rank, elapsed_error, launch, run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+
+class Model:
+    """One of several, with a group of its own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ddp = DistributedDataParallel(mlp(), process_group=group)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.02)
+        self.sync = torchext.attach(self.ddp, self.optimizer, on_peer_failure="continue")
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.ddp(torch.ones(4, 8)).square().mean().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def meet(self) -> None:
+        self.sync.synchronize()
+        equal_everywhere(self.ddp.module, self.ddp.process_group)
+
+    def roll(self) -> tuple[int, list[int]]:
+        """How many workers train it, and who has been lost."""
+        stats = self.sync.stats()
+        return stats["workers"], stats["lost_ranks"]
+
+
+def body_in_the_other(rank: Rank) -> list[tuple[int, list[int]] | None]:
+    """Ranks 1 and 2 wait for rank 3, to which the second model has promised an average, in the first one's meeting."""
+    rank.init("gloo", timeout=60)
+    groups = [new_group("prague", [0, 1, 2]), new_group("prague", [1, 2, 3], order="atc", group_size=3)]
+    first = Model(groups[0]) if rank.rank != 3 else None
+    second = Model(groups[1]) if rank.rank != 0 else None
+    for model in (first, second):
+        if model is not None:
+            for _ in range(3):
+                model.step()
+            model.meet()
+    if second is not None:
+        second.backward()  # asks for a group
+    rank.report("asked")
+    if first is None:
+        rank.pause()
+    assert first is not None
+    first.meet()
+    if second is not None:
+        second.optimizer.step()
+        while second.roll()[0] == 3:
+            second.step()
+        second.meet()
+    for _ in range(5):
+        first.step()
+    first.meet()
+    return [model and model.roll() for model in (first, second)]
+
+
+def test_a_death_in_another_model_is_not_this_ones() -> None:
+    """Rank 2 of the dead one's group is another in this one: the first model must not take that one for dead."""
+    with launch(body_in_the_other, 4) as ranks:
+        ranks.expect("asked")
+        time.sleep(0.5)  # until they wait for it
+        ranks.kill(3)
+        outcomes = ranks.outcomes(deadline=60)
+    assert [outcome.value for outcome in outcomes] == [
+        [(3, []), None],
+        [(3, []), (2, [2])],
+        [(3, []), (2, [2])],
+    ], outcomes
+
+
+def body_no_death(rank: Rank, backend: str) -> tuple[str, tuple[str, str, float], list[tuple[int, list[int]]]]:
+    rank.init("gloo", timeout=60)
+    first, second = Model(new_group(backend)), Model(new_group(backend))
+    error = ""
+    for step in range(30):
+        if step == 10 and rank.rank == 1:
+            torchext.backend_of(second.ddp.process_group).abort_with_reason("rank 1 died of boredom")
+        first.step()
+        if not error:
+            try:
+                second.step()
+            except dist.DistBackendError as caught:
+                error = str(caught)
+    first.meet()
+
+    def train_on() -> None:
+        for _ in range(5):  # an average that fails in one step shows in the next
+            second.step()
+
+    later = elapsed_error(train_on)
+    for _ in range(5):
+        first.step()
+    first.meet()
+    return error, later, [first.roll(), second.roll()]
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+def test_a_failure_of_another_kind_ends_only_its_model(backend: str) -> None:
+    """Nor is anybody dead because a text says so."""
+    for error, (kind, text, _), rolls in run_ranks(body_no_death, 3, backend):
+        assert not error or "died of boredom" in error, error
+        assert kind == "DistBackendError" and "died of boredom" in text, (kind, text)
+        assert rolls == [(3, []), (3, [])]
+
+
+def body_leaves_one(rank: Rank, backend: str) -> list[tuple[int, list[int]]]:
+    rank.init("gloo", timeout=60)
+    first, second = Model(new_group(backend)), Model(new_group(backend))
+    leaves = rank.rank == 1
+    for step in range(30):
+        if step == 10 and leaves:
+            second.sync._leave_at_exit()
+        first.step()
+        if step < 10 or not leaves:
+            second.step()
+    first.meet()
+    if not leaves:
+        second.meet()
+    for _ in range(5):
+        first.step()
+    first.meet()
+    return [first.roll(), second.roll()]
+
+
+@pytest.mark.parametrize("backend", ["prague", "hop"])  # with dssync who leaves is missed at the timeout
+def test_who_leaves_one_model_trains_on_with_the_other(backend: str) -> None:
+    values = run_ranks(body_leaves_one, 3, backend, deadline=90)
+    assert [values[0], values[2]] == [[(3, []), (2, [1])]] * 2
+    assert values[1][0] == (3, [])
+
+
+def body_parts(rank: Rank, backend: str) -> list[tuple[int, list[int]] | None]:
+    """The models' workers are not the same, and rank 3, which both lose, has another rank in each."""
+    rank.init("gloo", timeout=60)
+    groups = [new_group(backend), new_group(backend, [1, 2, 3])]
+    models = [Model(group) for group in (groups if rank.rank != 0 else groups[:1])]
+    for step in range(40):
+        if step == 15 and rank.rank == 3:
+            rank.report("dies")
+            rank.pause()
+        for model in models:
+            model.step()
+    for model in models:
+        model.meet()
+    return [model.roll() for model in models]
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+def test_models_of_other_workers_lose_the_same_one(backend: str) -> None:
+    with launch(body_parts, 4, backend) as ranks:
+        ranks.expect("dies", [3])
+        ranks.kill(3)
+        outcomes = ranks.outcomes(deadline=90)
+    both = [(3, [3]), (2, [2])]
+    assert [outcome.value for outcome in outcomes] == [both[:1], both, both], outcomes
+
+
+def body_cannot_go_on(rank: Rank) -> tuple[tuple[int, list[int]], tuple[str, str, float] | None]:
+    """The workers of the second model cannot agree any more: its error is its own, and the first goes on."""
+    rank.init("gloo", timeout=60)
+    groups = [new_group("prague", [1, 2]), new_group("prague")]
+    second = Model(groups[0]) if rank.rank in (1, 2) else None  # attached before: its turn comes first
+    first = Model(groups[1])
+    for _ in range(5):
+        for model in (second, first):
+            if model is not None:
+                model.step()
+    first.meet()
+    if second is not None:
+        membership = second.sync._membership  # type: ignore[attr-defined]
+
+        def renew(*_: object) -> None:
+            raise dist.DistBackendError("nobody knows who is left")
+
+        membership.renew = renew
+    rank.report("ready")
+    if rank.rank == 2:
+        rank.pause()
+    while first.roll()[0] == 4:
+        first.step()
+    first.meet()
+    return first.roll(), elapsed_error(second.step) if second is not None else None
+
+
+def test_what_keeps_one_model_from_going_on_does_not_keep_another() -> None:
+    with launch(body_cannot_go_on, 4) as ranks:
+        ranks.expect("ready")
+        ranks.kill(2)
+        outcomes = ranks.outcomes(deadline=60)
+    for outcome in outcomes:
+        assert outcome.ok, outcome.trace
+        roll, error = outcome.value
+        assert roll == (3, [2]), outcome
+        assert (error is None) == (outcome.rank != 1), outcome
+        if error is not None:
+            assert error[:2] == ("DistBackendError", "nobody knows who is left") and error[2] < 1, error

@@ -1,0 +1,45 @@
+"""Which models of a process go on together when the workers of one have lost somebody.
+
+Whom a model has lost is what its workers have agreed on (``_membership.py``), not what the text of an error says. One
+whose process has ended, or does not answer, is gone for every model that it trained. Their workers may have noticed by
+different models, and would wait for each other if each began with its own: all go through all of these models, in the
+order in which they were attached, which is the same on all that share two.
+
+One that has only left a model, whatever made it, may train on with others, and those are left alone. But a script that
+ends leaves one model after the other. That is waited for: as long as another model turns out to be left, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torchext._meeting import LATE_GRACE, PAUSE, Gone
+from torchext._membership import Membership
+
+__all__ = ["losing"]
+
+
+def losing(gone: Gone, others: Sequence[Membership]) -> list[Membership]:
+    """Which other models must go on without somebody, too, or have failed already. All of these have when it returns.
+
+    Args:
+        gone: Whom one model has lost.
+        others: Of the other models that may go on.
+    """
+    found = [other for other in others if other.has_failed or other.has(gone.dead)]
+    for other in found:
+        other.lose(gone.dead)
+    waiting = [other for other in others if other not in found and other.has(gone.left)]
+    end = time.monotonic() + LATE_GRACE
+    while waiting and time.monotonic() < end:
+        left = [other for other in waiting if other.has_failed or other.is_left_by(gone.left)]
+        if not left:
+            time.sleep(PAUSE)
+            continue
+        for other in left:
+            other.lose(gone.left)
+        found += left
+        waiting = [other for other in waiting if other not in left]
+        end = time.monotonic() + LATE_GRACE
+    return found
