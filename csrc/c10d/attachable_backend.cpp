@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,12 +21,18 @@ PointToPoint::WaitUntilFunction AttachableBackend::untilSeen() {
   };
 }
 
+PointToPoint::RefuseFunction AttachableBackend::refusal() {
+  return [this](int peer, const char* what, const std::string& error) {
+    return health()->refuse({.name = what, .peer = peer}, error);
+  };
+}
+
 PointToPoint AttachableBackend::dataTransport() {
   return {inner(c10::DeviceType::CPU),
           [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
             waitPointToPoint(work, timeout(), peer, what);
           },
-          untilSeen()};
+          untilSeen(), refusal()};
 }
 
 PointToPoint AttachableBackend::controlTransport() {
@@ -35,7 +42,7 @@ PointToPoint AttachableBackend::controlTransport() {
             health()->waitPointToPoint(work, FailureMonitor::kForever,
                                        {.name = what, .peer = peer, .limit = timeout()});
           },
-          untilSeen()};
+          untilSeen(), refusal()};
 }
 
 int AttachableBackend::nextChannel() {
@@ -63,7 +70,7 @@ bool AttachableBackend::outwaitTraining(const std::function<bool(std::chrono::mi
   LOG(WARNING) << health()->label() << ": destroy_process_group() waits for workers that still train with this one, as "
                << "sync.detach() does; each wait has the group's timeout, " << timeout().count() << " ms";
   try {
-    while (!left(kAttention)) {
+    while (!left(kAttention) && !health()->failed()) {
       attendToSignals();
     }
   } catch (...) {

@@ -44,9 +44,9 @@ class AttachableBackend : public DelegatingBackend {
   // Afterwards it does not run any more: waits for one that does, but not for itself.
   void removeShutdownCallback(std::uint64_t id);
   // For such a callback, where other workers still train with its model: waits until `left`, which looks for as long as
-  // it is told. Every wait of the model has the group's timeout, so this one ends. What a signal's handler raises ends
-  // the group on every rank, and shutdown() raises it when it is over. False, at once, outside shutdown(): a process
-  // that is on its way out does not wait.
+  // it is told, or the group has failed. Every wait of the model has the group's timeout, so this one ends. What a
+  // signal's handler raises ends the group on every rank, and shutdown() raises it when it is over. False, at once,
+  // outside shutdown(): a process that is on its way out does not wait.
   bool outwaitTraining(const std::function<bool(std::chrono::milliseconds)>& left) noexcept;
 
   // Writes in `store` what becomes of this worker, under its number among those that train a model: "alive/<number>"
@@ -82,6 +82,7 @@ class AttachableBackend : public DelegatingBackend {
 
  private:
   PointToPoint::WaitUntilFunction untilSeen();
+  PointToPoint::RefuseFunction refusal();
 
   FlightLog flights_{*this};
   std::mutex mutex_;  // guards what follows

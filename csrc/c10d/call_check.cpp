@@ -83,19 +83,19 @@ void CallCheck::startLater(const Ticket& ticket, const OpInfo& op,
   if (!thread_) {
     thread_ = std::make_unique<TaskThread>("torchext_start");
   }
-  thread_->post([this, ticket, op, start = std::move(start)] {
+  thread_->post([self = shared_from_this(), ticket, op, start = std::move(start)] {
     std::exception_ptr error;
     try {
       if (ticket.agree) {
-        agree(ticket, op);
+        self->agree(ticket, op);
       }
     } catch (const std::exception&) {
-      error = health_->explain(std::current_exception(), op);
+      error = self->health_->explain(std::current_exception(), op);
     }
     start(error);
-    std::lock_guard started(mutex_);
-    --waiting_;
-    changed_.notify_all();
+    std::lock_guard started(self->mutex_);
+    --self->waiting_;
+    self->changed_.notify_all();
   });
 }
 
@@ -118,8 +118,8 @@ void CallCheck::agree(const Ticket& ticket, OpInfo op) {
       works.push_back(control_->send(own, (rank_ + distance) % size_, kAgreementTag));
       op.peer = source;
       health_->waitPointToPoint(arrival, FailureMonitor::kForever, op);
-      const auto its = parseMessage(
-          "agreement on a collective", &core::parseCallMessage,
+      const auto its = parseOrRefuse(
+          [&](const char* error) { return health_->refuse(op, error); }, &core::parseCallMessage,
           std::span(static_cast<const std::byte*>(theirs[0].const_data_ptr()), sizeof(core::CallMessage)), source);
       if (its.number != ticket.number || its.header != ticket.header) {
         disagree(ticket, its);

@@ -23,7 +23,7 @@
 // Waits end with the group's timeout, by GroupHealth's limit and not by one inside Gloo.
 //
 // Threads: record() and startLater() from the threads that call collectives, received() from the monitor's, the rest
-// from any.
+// from any. Owned by shared_ptr: a call that is about to start may outlive the backend.
 #pragma once
 
 #include <condition_variable>
@@ -43,7 +43,7 @@
 
 namespace torchext {
 
-class CallCheck {
+class CallCheck : public std::enable_shared_from_this<CallCheck> {
  public:
   enum class Mode { kNew, kEvery, kLines };
 
@@ -70,7 +70,8 @@ class CallCheck {
   void received(const core::CallMessage& message);
   // Waits until all calls have started, or the group has failed.
   void drain();
-  // Drops what has not started. After the group was closed or failed.
+  // Drops what has not started. After the group was closed or failed; also on this object's thread, where the callback
+  // of a failed call's future may end the group.
   void stop() noexcept;
 
  private:

@@ -17,7 +17,7 @@ namespace {
 
 enum Tag { kToService = 0, kToWorker = 1 };
 
-constexpr const char* kBackend = "prague";
+constexpr const char* kService = "the group generator";
 
 }  // namespace
 
@@ -92,9 +92,13 @@ void GeneratorService::serve() {
       if (!receive->wait(FailureMonitor::kForever)) {
         return;
       }
+      // Without the lock: what is malformed ends the group, whose callbacks stop this service.
+      const auto message =
+          parseOrRefuse([&](const char* error) { return control_.refuse(receive->sourceRank(), kService, error); },
+                        core::parseGeneratorMessage, request_, control_.size());
       std::lock_guard<std::mutex> lock(mutex_);
       pending_receive_ = nullptr;
-      handle(parseMessage(kBackend, core::parseGeneratorMessage, request_, control_.size()));
+      handle(message);
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
       breakOff(std::current_exception());
@@ -295,7 +299,8 @@ AssignedGroup GeneratorClient::awaitDelivery() {
     reply = std::exchange(pending_reply_, nullptr);
   }
   control_.wait(reply, 0, "the group generator");
-  return parseMessage(kBackend, core::parseDelivery, reply_, control_.size(), control_.rank());
+  return parseOrRefuse([&](const char* error) { return control_.refuse(0, kService, error); }, core::parseDelivery,
+                       reply_, control_.size(), control_.rank());
 }
 
 }  // namespace torchext

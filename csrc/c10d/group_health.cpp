@@ -193,6 +193,11 @@ bool GroupHealth::poison(int rank, const std::string& reason, std::chrono::milli
   return first;
 }
 
+std::exception_ptr GroupHealth::refuse(const OpInfo& op, const std::string& error) {
+  poison(op.peer, c10::str("rank ", op.peer, " sent a malformed message: ", error));
+  return failureOf(op);
+}
+
 void GroupHealth::receive(const Verdict& verdict) {
   const auto reason = verdict.kind == Verdict::Kind::kObituary
                           ? c10::str("rank ", verdict.rank, " died (", verdict.reason, ")")
@@ -263,7 +268,6 @@ bool GroupHealth::idle() const {
 
 void GroupHealth::endPending(std::chrono::milliseconds grace) {
   std::vector<std::function<void()>> remaining;
-  std::function<void()> closer;
   {
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, grace, [this] { return idle(); });
@@ -272,20 +276,21 @@ void GroupHealth::endPending(std::chrono::milliseconds grace) {
         remaining.push_back(std::move(rest));
       }
     }
-    closer = std::exchange(closeConnections_, nullptr);
-    if (closer) {
-      closing_ = true;
-    }
   }
   for (const auto& rest : remaining) {
     rest();
   }
   runAbortCallbacks();
+  // Taken only now: shutdown waits for who has taken it, and may be called by what has just run.
+  std::unique_lock lock(mutex_);
+  const auto closer = std::exchange(closeConnections_, nullptr);
   if (!closer) {
     return;
   }
+  closing_ = true;
+  lock.unlock();
   closer();
-  std::lock_guard lock(mutex_);
+  lock.lock();
   closing_ = false;
   changed_.notify_all();
 }

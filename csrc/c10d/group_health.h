@@ -9,7 +9,9 @@
 // Life of a failure
 //   poison() stores the reason, tells the peers through the monitor, gives operations under way a grace period (their
 //   inner work may already hold all its data: a peer that exits right after the last all_reduce is no failure of it),
-//   ends what is left, runs the callbacks, and closes the inner connections.
+//   ends what is left, runs the callbacks, and closes the inner connections. What it ends calls the callbacks of
+//   futures, the user's, which may shut the group down: who does closes the connections first, or waits for the thread
+//   that is at it.
 //
 // Threads: everything from any thread. Owned by shared_ptr: works may outlive their backend.
 #pragma once
@@ -133,6 +135,8 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   // Turns an error of an inner backend into the one to show: errors of connections name the rank that died (waiting up
   // to a second for the verdict) and poison the group; others keep their text.
   std::exception_ptr explain(const std::exception_ptr& error, const OpInfo& op);
+  // op.peer sent what no torchext of this version sends: poisons the group and returns the call's error.
+  std::exception_ptr refuse(const OpInfo& op, const std::string& error);
   // The error of an operation that a failure has ended, or shutdown.
   std::exception_ptr failureOf(const OpInfo& op) const;
 

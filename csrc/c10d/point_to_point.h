@@ -2,7 +2,8 @@
 //
 // The algorithms over subsets of ranks (subset_allreduce.h) and the group generator's service send and receive through
 // this small class, so that they need to know neither how a wait is interrupted nor how a dead peer is named: both are
-// the WaitFunction's business (DelegatingBackend::waitPointToPoint in production).
+// the WaitFunction's business (DelegatingBackend::waitPointToPoint in production). That a group ends where a peer sends
+// what is malformed is the RefuseFunction's.
 //
 // Ownership: holds the inner backend. The caller keeps a message's memory alive until wait() has returned.
 // Threads: any; Gloo serializes per connection. Messages of one (source, destination, tag) match in the order posted.
@@ -10,7 +11,9 @@
 
 #include <chrono>
 #include <cstddef>
+#include <exception>
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -29,8 +32,15 @@ class PointToPoint {
   // The same for what is no work of the backend.
   using WaitUntilFunction = std::function<void(const Look& look, int peer, const char* what)>;
 
-  PointToPoint(c10::intrusive_ptr<c10d::Backend> backend, WaitFunction wait, WaitUntilFunction wait_until)
-      : backend_(std::move(backend)), wait_(std::move(wait)), wait_until_(std::move(wait_until)) {}
+  // `peer` sent what is malformed, and others may wait for the rank that got it. Returns the error to throw.
+  using RefuseFunction = std::function<std::exception_ptr(int peer, const char* what, const std::string& error)>;
+
+  PointToPoint(c10::intrusive_ptr<c10d::Backend> backend, WaitFunction wait, WaitUntilFunction wait_until,
+               RefuseFunction refuse)
+      : backend_(std::move(backend)),
+        wait_(std::move(wait)),
+        wait_until_(std::move(wait_until)),
+        refuse_(std::move(refuse)) {}
 
   int rank() const { return backend_->getRank(); }
   int size() const { return backend_->getSize(); }
@@ -50,6 +60,9 @@ class PointToPoint {
   }
   void wait(const WorkPtr& work, int peer, const char* what) const { wait_(work, peer, what); }
   void waitUntil(const Look& look, int peer, const char* what) const { wait_until_(look, peer, what); }
+  std::exception_ptr refuse(int peer, const char* what, const std::string& error) const {
+    return refuse_(peer, what, error);
+  }
 
   const c10::intrusive_ptr<c10d::Backend>& backend() const { return backend_; }
 
@@ -61,6 +74,7 @@ class PointToPoint {
   c10::intrusive_ptr<c10d::Backend> backend_;
   WaitFunction wait_;
   WaitUntilFunction wait_until_;
+  RefuseFunction refuse_;
 };
 
 }  // namespace torchext

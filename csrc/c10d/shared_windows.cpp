@@ -64,7 +64,8 @@ std::unique_ptr<SharedWindows> SharedWindows::open(const PointToPoint& transport
   std::vector<int> candidates;
   for (const int rank : others) {
     const auto& bytes = addresses[core::index(rank)];
-    const auto peer = parseMessage(kHandshake, core::parseWindowAddress, std::as_bytes(std::span(&bytes, 1)), rank);
+    const auto peer = parseOrRefuse([&](const char* error) { return transport.refuse(rank, kHandshake, error); },
+                                    core::parseWindowAddress, std::as_bytes(std::span(&bytes, 1)), rank);
     if (own && peer.space == address.space) {
       candidates.push_back(rank);
     }

@@ -187,7 +187,8 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
       const int source = call.member(call.position - 1 - i);
       transport_.wait(receives[static_cast<std::size_t>(i)], source, kOperation);
       const std::span<const std::byte> received(memory + slotBytes() * static_cast<std::size_t>(i), kHeaderBytes);
-      const auto header = parseMessage(kOperation, core::parseSubsetHeader, received, source);
+      const auto header = parseOrRefuse([&](const char* error) { return transport_.refuse(source, kOperation, error); },
+                                        core::parseSubsetHeader, received, source);
       if (!own.sameCall(header)) {
         differing = header;
       }

@@ -1,63 +1,85 @@
 #include "c10d/task_thread.h"
 
+#include <condition_variable>
+#include <deque>
+#include <mutex>
 #include <utility>
 
 #include <c10/util/thread_name.h>
 
 namespace torchext {
 
-TaskThread::TaskThread(std::string name) : name_(std::move(name)), thread_([this] { loop(); }) {}
+// Shared with the thread, which outlives the object that one of its tasks destroys.
+struct TaskThread::State {
+  explicit State(std::string thread_name) : name(std::move(thread_name)) {}
+  void loop();
 
-TaskThread::~TaskThread() { discard(); }
+  const std::string name;
+  std::mutex mutex;  // guards what follows
+  std::condition_variable changed;
+  std::deque<std::function<void()>> queue;
+  bool running = false;
+  bool closed = false;
+};
+
+TaskThread::TaskThread(std::string name)
+    : state_(std::make_shared<State>(std::move(name))), thread_([state = state_] { state->loop(); }) {}
+
+TaskThread::~TaskThread() {
+  discard();
+  if (thread_.joinable()) {  // by a task of its own
+    thread_.detach();
+  }
+}
 
 bool TaskThread::post(std::function<void()> task) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_) {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    if (state_->closed) {
       return false;
     }
-    queue_.push_back(std::move(task));
+    state_->queue.push_back(std::move(task));
   }
-  changed_.notify_all();
+  state_->changed.notify_all();
   return true;
 }
 
 bool TaskThread::finish(std::chrono::milliseconds limit) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  closed_ = true;
-  return changed_.wait_for(lock, limit, [this] { return queue_.empty() && !running_; });
+  std::unique_lock<std::mutex> lock(state_->mutex);
+  state_->closed = true;
+  return state_->changed.wait_for(lock, limit, [this] { return state_->queue.empty() && !state_->running; });
 }
 
 void TaskThread::discard() {
   std::deque<std::function<void()>> dropped;  // destroyed outside the lock: a task may own what posts to us
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    closed_ = true;
-    dropped.swap(queue_);
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->closed = true;
+    dropped.swap(state_->queue);
   }
-  changed_.notify_all();
+  state_->changed.notify_all();
   if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) {
     thread_.join();
   }
 }
 
-void TaskThread::loop() {
-  c10::setThreadName(name_);
-  std::unique_lock<std::mutex> lock(mutex_);
+void TaskThread::State::loop() {
+  c10::setThreadName(name);
+  std::unique_lock<std::mutex> lock(mutex);
   while (true) {
-    changed_.wait(lock, [this] { return closed_ || !queue_.empty(); });
-    if (queue_.empty()) {
+    changed.wait(lock, [this] { return closed || !queue.empty(); });
+    if (queue.empty()) {
       return;
     }
-    std::function<void()> task = std::move(queue_.front());
-    queue_.pop_front();
-    running_ = true;
+    std::function<void()> task = std::move(queue.front());
+    queue.pop_front();
+    running = true;
     lock.unlock();
     task();
     task = nullptr;
     lock.lock();
-    running_ = false;
-    changed_.notify_all();
+    running = false;
+    changed.notify_all();
   }
 }
 

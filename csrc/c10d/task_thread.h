@@ -3,14 +3,13 @@
 // Tasks run in the order posted, on one thread of ours, never under the GIL. A task handles its own errors: one that
 // lets an exception escape is a bug and ends the process with a message (it would otherwise be lost).
 // Exits: finish(limit) lets the queue run dry, at most `limit`; discard() drops what has not started. Both are safe
-// twice and from any thread but its own; neither interrupts a running task - whoever owns the task's waits does that.
+// twice and from any thread; neither interrupts a running task - whoever owns the task's waits does that. A task that
+// discards or destroys the object it runs on goes on to its own end, and the thread with it.
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <functional>
-#include <mutex>
+#include <memory>
 #include <string>
 #include <thread>
 
@@ -30,14 +29,8 @@ class TaskThread {
   void discard();
 
  private:
-  void loop();
-
-  const std::string name_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;
-  bool running_ = false;
-  bool closed_ = false;
+  struct State;
+  const std::shared_ptr<State> state_;
   std::thread thread_;
 };
 

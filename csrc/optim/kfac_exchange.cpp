@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
+#include <exception>
 #include <numeric>
+#include <string>
 
 #include "c10d/attentive_wait.h"
 #include "core/host_identity.h"
@@ -29,6 +32,12 @@ double fastestSeconds(at::Device device, int repeats, const Call& call) {
 // How long a look for what is no work blocks.
 constexpr std::chrono::milliseconds kLook{20};
 
+// What a peer sent is malformed: the error of this rank, for which the others wait as long as the group lets them.
+std::exception_ptr malformedError(int peer, const char* what, const std::string& error) {
+  return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)},
+                                                       c10::str(what, " with rank ", peer, ": ", error)));
+}
+
 // Over a Gloo group, whose works wait and fail by themselves. What is no work waits as long as they would.
 PointToPoint transportOver(const c10::intrusive_ptr<c10d::Backend>& backend) {
   const auto wait = [](const PointToPoint::WorkPtr& work, int /*peer*/, const char* /*what*/) { work->wait(); };
@@ -44,7 +53,7 @@ PointToPoint transportOver(const c10::intrusive_ptr<c10d::Backend>& backend) {
       attendToSignals();
     }
   };
-  return {backend, wait, wait_until};
+  return {backend, wait, wait_until, &malformedError};
 }
 
 }  // namespace

@@ -135,6 +135,52 @@ def test_collect_with_pending_work_is_bounded() -> None:
         assert collected
 
 
+def body_destroy_in_callback(rank: Rank, backend: str, how: str) -> Any:
+    """The callback runs on whichever thread ends the call: that of abort(), or one that hears from a peer."""
+    rank.init(backend, timeout=60)
+    for _ in range(0 if how == "unstarted" else 4):  # from the third on calls are predicted, and start at once
+        dist.all_reduce(torch.ones(10))
+    if rank.rank == 1:
+        rank.report("ready")
+        rank.pause()
+        if how == "different":
+            return elapsed_error(lambda: dist.all_reduce(torch.ones(12)))[1]
+        return ""
+    destroyed = threading.Event()
+    took: list[float] = []
+
+    def destroy(_future: Any) -> None:
+        start = time.monotonic()
+        dist.destroy_process_group()
+        took.append(time.monotonic() - start)
+        destroyed.set()
+
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    work.get_future().add_done_callback(destroy)
+    rank.report("ready")
+    rank.pause()
+    if how != "different":
+        torchext.backend_of().abort()
+    assert destroyed.wait(20)
+    kind, text, _ = elapsed_error(work.wait)
+    del work
+    gc.collect()
+    time.sleep(0.5)  # for what is left of the thread that ran the callback
+    assert not dist.is_initialized() and kind == "DistBackendError" and took[0] < 10
+    return text
+
+
+@pytest.mark.parametrize("how", ["abort", "unstarted", "different"])
+@pytest.mark.parametrize("backend", ["prague", "hop"])
+def test_destroy_in_the_callback_of_a_failed_work(backend: str, how: str) -> None:
+    with launch(body_destroy_in_callback, 2, backend, how) as ranks:
+        ranks.expect("ready")
+        ranks.proceed()
+        other, odd = ranks.values(deadline=40)
+        assert ("make different calls #5" if how == "different" else "rank 0 called abort()") in other, other
+        assert how != "different" or "make different calls #5" in odd, odd
+
+
 def body_leaves_early(rank: Rank) -> Any:
     rank.init(timeout=60)
     tensor = torch.ones(1)
