@@ -7,7 +7,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include "c10d/attentive_wait.h"
 #include "c10d/promises.h"
 
 namespace torchext {
@@ -44,6 +43,7 @@ c10::intrusive_ptr<DelegatingWork> DelegatingWork::wrap(std::shared_ptr<GroupHea
   }
   const auto future = futureOf(*work->inner());
   if (!future) {
+    work->mode_ = Mode::kInside;
     return work;
   }
   work->mode_ = Mode::kFuture;
@@ -182,23 +182,32 @@ std::function<void()> DelegatingWork::interrupt() {
   return [self = std::move(self)] { self->complete(self->health_->failureOf(self->op_)); };
 }
 
+bool DelegatingWork::waitInside(std::chrono::milliseconds timeout) {
+  try {
+    return inner()->wait(timeout);
+  } catch (...) {
+    std::rethrow_exception(health_->explain(std::current_exception(), op_));
+  }
+}
+
 bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
   if (mode_ == Mode::kPointToPoint) {
-    health_->waitPointToPoint(inner(), timeout == kNoTimeout ? timeout_ : timeout, op_);
+    Promises::keepDuring([&] { health_->waitPointToPoint(inner(), timeout == kNoTimeout ? timeout_ : timeout, op_); });
     return true;
   }
   if (mode_ == Mode::kForward) {
-    try {
-      return inner()->wait(timeout);
-    } catch (...) {
-      std::rethrow_exception(health_->explain(std::current_exception(), op_));
-    }
+    return waitInside(timeout);
+  }
+  if (mode_ == Mode::kInside) {
+    bool completed = false;
+    Promises::keepDuring([&] { completed = waitInside(timeout); });
+    return completed;
   }
   std::unique_lock lock(stateMutex_);
   if (timeout == kNoTimeout) {
     Promises::waitAndKeep(stateChanged_, lock, [this] { return done_; });
-  } else if (!waitAttentively(stateChanged_, lock, std::chrono::steady_clock::now() + timeout,
-                              [this] { return done_; })) {
+  } else if (!Promises::waitAndKeep(stateChanged_, lock, std::chrono::steady_clock::now() + timeout,
+                                    [this] { return done_; })) {
     lock.unlock();
     C10_THROW_ERROR(DistBackendError, c10::str(health_->describe(op_), ": not complete after wait(", timeout.count(),
                                                " ms): operation timed out! The call itself goes on"));
@@ -215,7 +224,7 @@ bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
 }
 
 void DelegatingWork::synchronize() {
-  if (mode_ == Mode::kForward) {
+  if (mode_ == Mode::kForward || mode_ == Mode::kInside) {
     inner()->synchronize();
   }
 }

@@ -5,7 +5,10 @@
 //     group, so abort() ends a wait even while a thread of Gloo is still stuck in the call. getFuture() behaves the
 //     same.
 //   Point-to-point: Gloo completes these only inside wait(), so it waits there, through GroupHealth::waitPointToPoint.
+//     So do collectives that Gloo makes of others (reduce_scatter), which have no future.
 //   CUDA: forwards to the inner work, whose wait orders streams and does not block the CPU.
+//   Whatever blocks keeps what attached models have promised since the call was made (promises.h). A wait for the
+//   future itself cannot: it is torch's.
 //
 // A call may start later than its work is made (call_check.h): startLater() makes the work, begin() or fail() follow.
 //
@@ -68,12 +71,14 @@ class DelegatingWork final : public CompatWork, public PendingOperation {
   std::function<void()> interrupt() override;
 
  private:
-  enum class Mode { kFuture, kPointToPoint, kForward };
+  enum class Mode { kFuture, kPointToPoint, kInside, kForward };
 
   // Completes when the inner future does; called once.
   void follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner_future);
   // With the call on GroupHealth's list from now on.
   void enlistAndFollow(const c10::intrusive_ptr<c10::ivalue::Future>& inner_future);
+  // In the wait of the inner work, whose errors it explains.
+  bool waitInside(std::chrono::milliseconds timeout);
   // The inner work; null before begin(), or when it never began.
   c10::intrusive_ptr<c10d::Work> inner() const;
   // The same; throws when there is none.

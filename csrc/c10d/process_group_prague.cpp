@@ -33,11 +33,16 @@ class PartialWork : public c10d::Work {
     }
   }
   bool wait(std::chrono::milliseconds timeout) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto completed = [this] { return completed_; };
     if (timeout == kNoTimeout) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      Promises::waitAndKeep(cv_, lock, [this] { return completed_; });
+      Promises::waitAndKeep(cv_, lock, completed);
+    } else if (!Promises::waitAndKeep(cv_, lock, std::chrono::steady_clock::now() + timeout, completed)) {
+      C10_THROW_ERROR(DistBackendError, c10::str("partial_all_reduce: not complete after wait(", timeout.count(),
+                                                 " ms): operation timed out! The call itself goes on"));
     }
-    return c10d::Work::wait(timeout);
+    lock.unlock();
+    return c10d::Work::wait(kNoTimeout);  // done: throws what ended it
   }
   std::vector<at::Tensor> result() override { return {tensor_}; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }

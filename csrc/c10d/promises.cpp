@@ -1,7 +1,10 @@
 #include "c10d/promises.h"
 
 #include <map>
+#include <thread>
 #include <utility>
+
+#include <c10/util/thread_name.h>
 
 namespace torchext {
 namespace {
@@ -18,6 +21,12 @@ struct PromiseCallbacks {
 PromiseCallbacks& promiseCallbacks() {
   static PromiseCallbacks& instance = *new PromiseCallbacks;
   return instance;
+}
+
+bool nobodyPromises() {
+  PromiseCallbacks& all = promiseCallbacks();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  return all.callbacks.empty();
 }
 
 }  // namespace
@@ -61,6 +70,49 @@ void Promises::wait(const std::vector<KeptPromise>& kept) {
       waitAttentively(promise);
     }
   }
+}
+
+void Promises::keepDuring(const std::function<void()>& blocking) {
+  if (internal_collectives > 0 || nobodyPromises()) {
+    blocking();
+    return;
+  }
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool over = false;
+  std::vector<KeptPromise> kept;
+  std::exception_ptr error;
+  std::thread patience([&] {
+    c10::setThreadName("tx_promises");
+    std::unique_lock<std::mutex> lock(mutex);
+    if (changed.wait_for(lock, kPatience, [&] { return over; })) {
+      return;
+    }
+    try {
+      kept = beginAll();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  });
+  const auto end = [&] {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      over = true;
+    }
+    changed.notify_all();
+    patience.join();
+  };
+  try {
+    blocking();
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
+  if (error) {
+    std::rethrow_exception(error);
+  }
+  wait(kept);
 }
 
 InternalCollective::InternalCollective() { ++internal_collectives; }

@@ -15,6 +15,7 @@
 // so what a callback looks at may end then.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -60,6 +61,31 @@ class Promises {
     wait(kept);  // they read parameters, which the caller is free to write now
     lock.lock();
   }
+
+  // The same, until `limit` at most: whether it is ready. Where it is not, what has been begun goes on, as the time is
+  // the caller's, and the next step of its model waits for it. It is begun however short the time: some ask again and
+  // again.
+  template <class Ready>
+  static bool waitAndKeep(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                          std::chrono::steady_clock::time_point limit, Ready ready) {
+    if (changed.wait_until(lock, std::min(limit, std::chrono::steady_clock::now() + kPatience), ready)) {
+      return true;
+    }
+    lock.unlock();
+    const std::vector<KeptPromise> kept = beginAll();
+    lock.lock();
+    if (!waitAttentively(changed, lock, limit, ready)) {
+      return false;
+    }
+    lock.unlock();
+    wait(kept);
+    lock.lock();
+    return true;
+  }
+
+  // The same around a call that blocks where nobody can look. The patience is another thread's, which is started where
+  // a model is attached.
+  static void keepDuring(const std::function<void()>& blocking);
 
  private:
   // How long a wait lasts before others are taken to be waiting for this rank.

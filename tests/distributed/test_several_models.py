@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -76,6 +79,74 @@ def body_asks_meanwhile(rank: Rank, order: str) -> float:
 @pytest.mark.parametrize("order", ["atc", "cta"])
 def test_a_collective_that_was_under_way_when_a_group_was_asked_for(order: str) -> None:
     assert run_ranks(body_asks_meanwhile, 2, order) == [2.0] * 2
+
+
+def begin(what: str, rank: Rank) -> Callable[[], Any]:
+    """Begins what takes both ranks and returns how to wait for it. Rank 0 gets a message from rank 1."""
+    backend, other, world = torchext.backend_of(), 1 - rank.rank, dist.group.WORLD
+    total = torch.ones(2)
+    message = dist.irecv if rank.rank == 0 else dist.isend
+    if what == "message":
+        return message(total, other).wait
+    if what == "messages":
+        world._start_coalescing(torch.device("cpu"))
+        parts = [torch.ones(1), torch.ones(1)]
+        for part in parts:
+            message(part, other)
+        joined = world._end_coalescing(torch.device("cpu"))
+
+        def wait_for_both() -> None:
+            joined.wait()
+            parts.clear()
+
+        return wait_for_both
+    if what == "partial":
+        partial = backend.partial_all_reduce(total, [0, 1])
+        return lambda: partial.wait(timedelta(seconds=20))
+    if what == "reduce_scatter":
+        return dist.reduce_scatter_tensor(torch.ones(1), total, async_op=True).wait
+    work = dist.all_reduce(total, async_op=True)
+    if what == "limited":
+        return lambda: work.wait(timedelta(seconds=20))
+    assert what == "polled"
+
+    def poll() -> None:
+        for _ in range(400):
+            with contextlib.suppress(dist.DistBackendError):
+                work.wait(timedelta(milliseconds=50))
+                return
+        raise AssertionError("never complete")
+
+    return poll
+
+
+def body_waits_later(rank: Rank, order: str, what: str) -> int:
+    """Rank 0 begins something, steps, asks for a group, and waits; the other waits for it in its groups first."""
+    rank.init()
+    trainer = Trainer(rank, order=order)
+    for _ in range(4 if what == "reduce_scatter" else 0):  # so that the next one is predicted, and starts at once
+        begin(what, rank)()
+    trainer.run(3)
+    if rank.rank == 0:
+        wait = begin(what, rank)
+        trainer.step()
+        trainer.loss().backward()
+        wait()
+        trainer.optimizer.step()
+    else:
+        time.sleep(0.5)  # the other has begun, and is in a group with this one
+        trainer.run(4)
+        trainer.sync.wait()
+        begin(what, rank)()
+    trainer.sync.synchronize()
+    equal_everywhere(trainer.module)
+    return trainer.step_count
+
+
+@pytest.mark.parametrize("what", ["message", "messages", "partial", "reduce_scatter", "limited", "polled"])
+@pytest.mark.parametrize("order", ["atc", "cta"])
+def test_what_was_begun_before_a_step_is_waited_for_after_it(order: str, what: str) -> None:
+    assert run_ranks(body_waits_later, 2, order, what) == [4, 7]
 
 
 def body(rank: Rank, generator: str, order: str) -> int:
