@@ -1,5 +1,7 @@
 #include "ddp/flat_buckets.h"
 
+#include <algorithm>
+
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include "ddp/side_stream.h"
@@ -80,6 +82,19 @@ std::size_t FlatBuckets::bytes() const {
     total += bucket.bytes();
   }
   return total;
+}
+
+bool FlatBuckets::onCpu() const {
+  return std::all_of(buckets_.begin(), buckets_.end(),
+                     [](const FlatBucket& bucket) { return bucket.flat.device().is_cpu(); });
+}
+
+void FlatBuckets::synchronizeDevices() const {
+  for (std::size_t i = 0; i < buckets_.size(); ++i) {
+    if (i == 0 || buckets_[i].flat.device() != buckets_[i - 1].flat.device()) {
+      synchronizeDevice(buckets_[i].flat.device());
+    }
+  }
 }
 
 std::vector<at::Tensor> wiresOf(const FlatBuckets& parameters, const FlatBuckets& buffers) {

@@ -36,6 +36,10 @@ class FlatBuckets {
   // The bucket that holds tensors[i] of the constructor.
   const std::vector<std::int64_t>& bucketOf() const { return bucket_of_; }
   std::size_t bytes() const;
+  // Whether all are on the CPU, where work is done when it returns.
+  bool onCpu() const;
+  // Blocks the calling thread until their devices have done all that was queued on them.
+  void synchronizeDevices() const;
 
  private:
   std::vector<FlatBucket> buckets_;

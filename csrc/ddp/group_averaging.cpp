@@ -1,5 +1,7 @@
 // The averages of GroupSynchronizer: rounds, deferred ones, and the exact one of all replicas.
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -43,6 +45,13 @@ at::Tensor ofWholeTensors(const FlatBucket& bucket, const at::Tensor& holds) {
 void GroupSynchronizer::averageTask(std::int64_t round, FlightRecord& record) {
   at::NoGradGuard no_grad;
   try {
+    if (!source_->scheduled()) {
+      // To ask is to promise. A GPU's collective is only queued, it is over when all ranks have joined it, and no copy
+      // of the parameters gets past it: promised before that, the average waits for ranks that may wait for it. So what
+      // is queued ends first. A later collective waits for this round before it is queued (Promises).
+      parameters_.synchronizeDevices();
+      buffers_.synchronizeDevices();
+    }
     AssignedGroup group;
     {
       RECORD_FUNCTION("torchext::wait_generator", std::vector<c10::IValue>{});
@@ -99,7 +108,7 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
   addUp(index, group);
   const auto reduced = Clock::now();
   if (!combine_then_adapt_) {
-    current.unpack(buffer ? 1.0 : 1.0 / static_cast<double>(group.members.size()));
+    current.unpack(scaleOf(index, static_cast<std::int64_t>(group.members.size())));
     if (index + 1 < bucketCount()) {
       release(index);  // the last one closes the round: averageTask releases it, after everything else
     }
@@ -111,22 +120,37 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
   stats_.transfer_ms += milliseconds(reduced - packed) - peer_ms;
 }
 
-// Over the group: the sum of parameters, as the scale is applied where the result is copied back, in the same pass; the
-// mean of buffers.
+// Over the group: what scaleOf() makes a mean.
 void GroupSynchronizer::addUp(std::size_t index, const AssignedGroup& group) {
   const at::Tensor& wire = bucket(index).wire;
-  if (index < parameters_.size()) {
+  const auto members = static_cast<std::int64_t>(group.members.size());
+  if (index >= parameters_.size()) {
+    const at::Tensor sum = toSum(wire);
+    partial_->run(sum, group.members, callId(group, index), 1.0);
+    toMean(sum, members, wire);
+  } else if (wire.scalar_type() == at::kHalf) {
+    // The last addition and its scale are float32's; the sum of all but one must be in the range of float16.
+    const double room = std::exp2(std::ceil(std::log2(static_cast<double>(members - 1))));
+    if (room > 1.0) {
+      wire.div_(room);
+    }
+    partial_->run(wire, group.members, callId(group, index), room / static_cast<double>(members));
+  } else {
     partial_->run(wire, group.members, callId(group, index), 1.0);
-    return;
   }
-  const at::Tensor sum = toSum(wire);
-  partial_->run(sum, group.members, callId(group, index), 1.0);
-  toMean(sum, static_cast<std::int64_t>(group.members.size()), wire);
+}
+
+// By which to multiply what addUp() has left. Of parameters the sum, as the scale is applied where the result is copied
+// back, in the same pass; but the mean of float16, of which the sum may be infinite. Of buffers the mean.
+double GroupSynchronizer::scaleOf(std::size_t index, std::int64_t members) const {
+  const bool summed = index < parameters_.size() && bucket(index).wire.scalar_type() != at::kHalf;
+  return summed ? 1.0 / static_cast<double>(members) : 1.0;
 }
 
 at::Tensor GroupSynchronizer::meanOf(std::size_t index, std::int64_t members) const {
   const at::Tensor& wire = bucket(index).wire;
-  return index < parameters_.size() ? wire.mul(1.0 / static_cast<double>(members)) : wire.clone();
+  const double scale = scaleOf(index, members);
+  return scale < 1.0 ? wire.mul(scale) : wire.clone();
 }
 
 void GroupSynchronizer::applyPending() {
@@ -142,7 +166,7 @@ void GroupSynchronizer::applyPending() {
     const FlatBucket& current = bucket(i);
     const bool buffer = i >= parameters_.size();
     if (!buffer && std::none_of(current.positions.begin(), current.positions.end(), written)) {
-      current.unpack(1.0 / static_cast<double>(members));
+      current.unpack(scaleOf(i, members));
       continue;
     }
     const at::Tensor mean = meanOf(i, members);

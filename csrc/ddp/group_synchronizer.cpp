@@ -64,7 +64,8 @@ const FlatBucket& GroupSynchronizer::bucket(std::size_t index) const {
 
 void GroupSynchronizer::gradientsReady() {
   group_->checkProcess("training");
-  if (!combine_then_adapt_ && !detached_ && averagesAt(steps_ + 1)) {
+  // A device may have calls queued that others have yet to join, in front of what would be promised: see averageTask().
+  if (!combine_then_adapt_ && !detached_ && averagesAt(steps_ + 1) && parameters_.onCpu() && buffers_.onCpu()) {
     // Errors are the averaging thread's to report: it waits for the answer.
     try {
       source_->ask();

@@ -110,6 +110,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void averageNow(const AssignedGroup& group);
   void reduceBucket(std::size_t index, const AssignedGroup& group);
   void addUp(std::size_t index, const AssignedGroup& group);
+  double scaleOf(std::size_t index, std::int64_t members) const;
   void applyPending();
   KeptPromise beginPromises();
   void averageDeferred(const AssignedGroup& group);
