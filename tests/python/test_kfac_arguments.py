@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import typing
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ from kfac_models import mlp
 from torch import nn
 
 from torchext.errors import NoSupportedLayerError
-from torchext.optim import KFAC, PADKFAC, SPDKFAC, KFACPreconditioner
+from torchext.optim import KFAC, PADKFAC, SPDKFAC, KFACOptions, KFACPreconditioner
+from torchext.optim._options import PreconditionerOptions
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -57,16 +60,40 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (KFAC, {"dampng": 1.0}, "^KFAC: no argument dampng: allowed lr, momentum, .*damping"),
+        (KFAC, {"dampng": 1.0}, r"^KFAC: no argument dampng: allowed lr, .*process_group; did you mean damping\?$"),
+        (SPDKFAC, {"weightdecay": 0, "zzz": 1}, r"no argument weightdecay, zzz: .*; did you mean weight_decay\?$"),
+        (SPDKFAC, {"zzz": 1}, "no argument zzz: .*, process_group$"),
         (SPDKFAC, {"dampng": 1.0}, "^SPDKFAC: no argument dampng: allowed"),
         (PADKFAC, {"optimizer": None, "_queued": True}, "^PADKFAC: no argument optimizer, _queued: allowed"),
-        (KFACPreconditioner, {"dampng": 1.0}, "^KFACPreconditioner: no argument dampng: allowed optimizer, damping, "),
+        (
+            KFACPreconditioner,
+            {"dampng": 1.0},
+            r"^KFACPreconditioner: no argument dampng: allowed optimizer, damping, .*; did you mean damping\?$",
+        ),
         (SPDKFAC, {"strategy": "auto"}, '^SPDKFAC: strategy is always "spd" here; leave it out, or use KFAC'),
     ],
 )
 def test_unknown_arguments(kind: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         kind(mlp(), **options)
+
+
+def keywords(kind: type) -> dict[str, str]:
+    """Public arguments that are passed by name, and their annotations."""
+    parameters = inspect.signature(kind).parameters.values()
+    named = [p for p in parameters if p.kind is p.KEYWORD_ONLY and not p.name.startswith("_") and p.name != "strategy"]
+    return {parameter.name: parameter.annotation for parameter in named}
+
+
+def test_a_type_checker_knows_every_option() -> None:
+    of_preconditioner = keywords(KFACPreconditioner)
+    for options, known in (
+        (PreconditionerOptions, of_preconditioner),
+        (KFACOptions, of_preconditioner | keywords(KFAC)),
+    ):
+        annotations = {name: reference.__forward_arg__ for name, reference in options.__annotations__.items()}
+        assert annotations == known
+        assert typing.get_type_hints(options).keys() == known.keys()  # can be evaluated, as editors do
 
 
 @pytest.mark.parametrize("kind", [KFAC, PADKFAC, SPDKFAC, KFACPreconditioner])

@@ -1,4 +1,4 @@
-"""What a type checker knows of what ``torchext.attach`` and ``torchext.backend_of`` return."""
+"""What a type checker knows of what ``torchext.attach`` and ``torchext.backend_of`` return, and K-FAC's options."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ def train(ddp: Any, optimizer: Any) -> None:
         reveal_type(backend.topology)
         reveal_type(backend.options.group_size)
     print(backend.topology)
+
+
+def make(model: Any) -> None:
+    torchext.optim.SPDKFAC(model, lr=0.1, damping=0.01, kl_clip=None)
+    torchext.optim.SPDKFAC(model, damping="0.01")
+    torchext.optim.PADKFAC(model, dampng=0.01)
 """
 # What torch is made of is of no interest here, and takes a minute.
 CONFIG = """
@@ -66,4 +72,6 @@ def test_a_script_that_uses_what_one_backend_adds(tmp_path: Path) -> None:
         ("19", "dict[str, Any] | None", ""),
         ("20", "int", ""),
         ("21", "", "attr-defined"),
+        ("26", "", "arg-type"),
+        ("27", "", "call-arg"),
     ], done.stdout + done.stderr

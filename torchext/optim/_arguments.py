@@ -1,10 +1,13 @@
-"""Arguments of K-FAC that mean nothing beside each other."""
+"""Arguments of K-FAC that there are not, or that mean nothing beside each other."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Sequence
+
 import torch
 
-__all__ = ["check_together", "no_copies"]
+__all__ = ["check_together", "no_copies", "no_such"]
 
 
 def check_together(
@@ -54,6 +57,14 @@ def check_together(
             f'max_run_mb = {max_run_mb}: allowed where factors travel together, and strategy="{strategy}" {does}; '
             "leave it out"
         )
+
+
+def no_such(unknown: Iterable[str], allowed: Sequence[str]) -> str:
+    """What is said of arguments that there are not: those that there are, and which may have been meant."""
+    names = list(unknown)
+    near = [found for name in names for found in difflib.get_close_matches(name, allowed, n=1)]
+    meant = f"; did you mean {', '.join(near)}?" if near else ""
+    return f"no argument {', '.join(names)}: allowed {', '.join(allowed)}{meant}"
 
 
 def no_copies(of: object) -> TypeError:

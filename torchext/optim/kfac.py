@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from torchext.errors import KFACStateError
-from torchext.optim._arguments import no_copies
+from torchext.optim._arguments import no_copies, no_such
 from torchext.optim._before_step import step_before
+from torchext.optim._options import KFACOptions, PreconditionerOptions
 from torchext.optim._plan import KFACPlan
 from torchext.optim._state import check_sgd
 from torchext.optim.preconditioner import KEYWORDS, KFACPreconditioner
@@ -35,7 +36,7 @@ class KFAC(torch.optim.Optimizer):
         weight_decay: added to the direction times the parameter, 0 or more.
         nesterov: Nesterov's momentum; needs ``momentum``.
         strategy: as for :class:`~torchext.optim.KFACPreconditioner`, which takes all other arguments.
-        **kfac: see there.
+        **kfac: see there; their types are in :class:`~torchext.optim.KFACOptions`.
 
     Raises:
         ValueError: a value out of its range, with name, value and range.
@@ -55,7 +56,7 @@ class KFAC(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         strategy: str = "auto",
-        **kfac: Any,
+        **kfac: Unpack[PreconditionerOptions],
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         failure: Exception | None = None
@@ -73,7 +74,7 @@ class KFAC(torch.optim.Optimizer):
         refusal = _refusal(kfac, strategy)
         if refusal:
             failure = TypeError(f"{type(self).__name__}: {refusal}")
-        passed = {name: value for name, value in kfac.items() if name in _PASSED_ON}
+        passed: dict[str, Any] = {name: value for name, value in kfac.items() if name in _PASSED_ON}
         self.kfac = KFACPreconditioner(model, strategy=strategy, _failure=failure, _inside=self, **passed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -194,7 +195,7 @@ _PASSED_ON = [name for name in KEYWORDS if name != "strategy"]
 _GIVEN = "strategy="  # no name that a caller can have passed by
 
 
-def _with_strategy(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+def _with_strategy(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options for KFAC, under this strategy; one that was given, too, is left for it to refuse."""
     return {_GIVEN if name == "strategy" else name: value for name, value in options.items()} | {"strategy": strategy}
 
@@ -203,11 +204,7 @@ def _refusal(options: Iterable[str], strategy: str) -> str:
     unknown = [name for name in options if name not in _PASSED_ON]
     if _GIVEN in unknown:
         return f'strategy is always "{strategy}" here; leave it out, or use KFAC, which takes it'
-    if unknown:
-        return (
-            f"no argument {', '.join(unknown)}: allowed lr, momentum, weight_decay, nesterov, {', '.join(_PASSED_ON)}"
-        )
-    return ""
+    return no_such(unknown, [*_OPTIONS, *_PASSED_ON]) if unknown else ""
 
 
 def _has_kernel(p: Tensor) -> bool:
@@ -248,7 +245,7 @@ class SPDKFAC(KFAC):
     that is cheaper than a broadcast, else by the rank with the least to do.
     """
 
-    def __init__(self, model: nn.Module, params: Iterable[Any] | None = None, **options: Any) -> None:
+    def __init__(self, model: nn.Module, params: Iterable[Any] | None = None, **options: Unpack[KFACOptions]) -> None:
         super().__init__(model, params, **_with_strategy("spd", options))
 
 
@@ -259,5 +256,5 @@ class PADKFAC(KFAC):
     broadcasts inverses, or preconditioned gradients where those cost less.
     """
 
-    def __init__(self, model: nn.Module, params: Iterable[Any] | None = None, **options: Any) -> None:
+    def __init__(self, model: nn.Module, params: Iterable[Any] | None = None, **options: Unpack[KFACOptions]) -> None:
         super().__init__(model, params, **_with_strategy("pad", options))

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._dear_parameter import stood_for
-from torchext.optim._arguments import check_together, no_copies
+from torchext.optim._arguments import check_together, no_copies, no_such
 from torchext.optim._attached import dear_of, living, refusal_of_dear
 from torchext.optim._before_step import Handle, remove_all, stand_before, stepped_by
 from torchext.optim._group import agree_that_all_can, end, end_after, own_group
@@ -141,9 +141,7 @@ class KFACPreconditioner:
         try:
             # Python's own refusal would come before the others are told: they would wait for this rank in new_group().
             if unknown:
-                raise TypeError(
-                    f"{type(self).__name__}: no argument {', '.join(unknown)}: allowed optimizer, {', '.join(KEYWORDS)}"
-                )
+                raise TypeError(f"{type(self).__name__}: {no_such(unknown, ['optimizer', *KEYWORDS])}")
             if group is not None and on_cuda and not dist.is_nccl_available():
                 raise RuntimeError("factors of a CUDA model travel over NCCL, which this build of torch does not have")
             options = _C.KfacOptions(
