@@ -153,6 +153,11 @@ class DearSynchronizer(Synchronizer):
         order), under ``"<number of the parameter>.<name of the state>"``. Load with :meth:`load_optimizer_state_dict`.
         Before the first step it has what that step will create, to load into; parameters without state in the
         checkpoint (never used) then need ``DefaultLoadPlanner(allow_partial_load=True)``.
+
+        Raises:
+            RuntimeError: After :meth:`detach` or inside :meth:`averaged`; before the first step of an optimizer of
+                which it is not known what that will create.
+            torch.distributed.DistBackendError: As :meth:`wait`.
         """
         self._check_attached("optimizer_state_dict")
         self.wait()
@@ -167,7 +172,8 @@ class DearSynchronizer(Synchronizer):
         Raises:
             TypeError: it is no mapping.
             ValueError: a key or a shape is not this model's, with the key; or keys differ between ranks.
-            RuntimeError: another rank has refused its own.
+            RuntimeError: another rank has refused its own; after :meth:`detach` or inside :meth:`averaged`.
+            torch.distributed.DistBackendError: the group has failed; as :meth:`wait`, which comes first.
         """
         self._check_attached("load_optimizer_state_dict")
         self.wait()
@@ -189,6 +195,9 @@ class DearSynchronizer(Synchronizer):
 
         After the loss of a worker it raises, but model and optimizer are free all the same. Parameters may be those of
         two steps then, and the optimizer has no state: load both from a checkpoint.
+
+        Raises:
+            torch.distributed.DistBackendError: The group has failed.
         """
         if self._detached:
             return

@@ -26,6 +26,9 @@ class HopSynchronizer(AveragingSynchronizer):
 
         A loop that is to see the same data as its neighbours, or to end with them, counts by it: ``while
         sync.iteration < iterations``.
+
+        Raises:
+            torch.distributed.DistBackendError: As :meth:`wait`, which comes first.
         """
         self.wait()
         return self._core.steps

@@ -71,7 +71,14 @@ class Synchronizer(abc.ABC):
         return type(None), ()
 
     def synchronize(self) -> None:
-        """Makes parameters (and what else the backend averages) complete and the same on all workers, now."""
+        """Makes parameters (and what else the backend averages) complete and the same on all workers, now.
+
+        Raises:
+            RuntimeError: After :meth:`detach` or inside :meth:`averaged`; a tensor of the model has been given other
+                memory since ``attach``.
+            torch.distributed.DistBackendError: The group has failed. With ``on_peer_failure="continue"``: and this
+                worker cannot go on with the others.
+        """
         self._check_attached("synchronize")
         self._synchronize()
         self._after_meeting()
@@ -97,6 +104,11 @@ class Synchronizer(abc.ABC):
         """Inside, the model is the same on all workers (evaluation, checkpoints); yields it, without its DDP wrapper.
 
         The optimizer must not step inside.
+
+        Raises:
+            RuntimeError: After :meth:`detach` or inside :meth:`averaged`; a tensor of the model has been given other
+                memory since ``attach``. From ``optimizer.step()`` inside.
+            torch.distributed.DistBackendError: As :meth:`synchronize`.
         """
         self._check_attached("averaged")
         self._enter_average()
@@ -109,7 +121,12 @@ class Synchronizer(abc.ABC):
             self._after_meeting()  # the others do, whatever happened here
 
     def wait(self) -> None:
-        """Blocks until nothing is under way: for code that reads parameters between a step and the next forward."""
+        """Blocks until nothing is under way: for code that reads parameters between a step and the next forward.
+
+        Raises:
+            torch.distributed.DistBackendError: As :meth:`synchronize`. With ``dear`` also what the rest of the step
+                raises, which is made in here.
+        """
         self._wait_all()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -123,6 +140,8 @@ class Synchronizer(abc.ABC):
 
         Raises:
             ValueError: ``max_norm`` is negative or NaN; no gradient was changed.
+            RuntimeError: After :meth:`detach` or inside :meth:`averaged`.
+            torch.distributed.DistBackendError: With ``dear``: the group has failed.
         """
         self._check_attached("clip_grad_norm_")
         _check_max_norm(max_norm)
@@ -165,7 +184,12 @@ class Synchronizer(abc.ABC):
         self._core.steps = steps
 
     def detach(self) -> None:
-        """Ends taking part: gradients stay local and nothing is exchanged any more. Safe twice."""
+        """Ends taking part: gradients stay local and nothing is exchanged any more. Safe twice.
+
+        Raises:
+            torch.distributed.DistBackendError: The group has failed; this worker has ended taking part all the same.
+                With ``on_peer_failure="continue"`` nothing is raised: the others learn that it leaves.
+        """
         if self._detached:
             return
         self._detached = True
