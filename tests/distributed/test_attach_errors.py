@@ -64,9 +64,17 @@ def test_an_option_out_of_range(options: dict[str, Any], text: str) -> None:
         torchext.PragueOptions(**options)
 
 
-@pytest.mark.parametrize("options", [{"groups": 2}, {"group_size": "4"}, {"generator": 3}], ids=str)
-def test_an_unknown_option_or_type(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="incompatible"):
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"groups": 2}, "^PragueOptions: no option groups: allowed group_size, generator, "),
+        ({"group_size": "4"}, r"^PragueOptions: group_size must be an int, got '4' \(str\)$"),
+        ({"generator": 3}, r"^PragueOptions: generator must be a str, got 3 \(int\)$"),
+    ],
+    ids=str,
+)
+def test_an_unknown_option_or_type(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
         torchext.PragueOptions(**options)
 
 

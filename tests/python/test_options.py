@@ -69,3 +69,27 @@ def test_every_argument_is_an_attribute_and_documented(kind: type) -> None:
 def test_a_negative_time_is_named() -> None:
     with pytest.raises(ValueError, match=r"heartbeat_timeout must be 0 \(off\) or from 0.2 s to a day, got 0.01 s"):
         torchext.PragueOptions(heartbeat_timeout=timedelta(seconds=0.01))
+
+
+@each_class
+def test_a_wrong_type_is_named(kind: Any) -> None:
+    """Of each option, beside one that is right, and with the value."""
+    for name in kind().__reduce__()[0].keywords:
+        right: dict[str, Any] = {"call_check": "off"} if name != "call_check" else {"timeout": timedelta(minutes=1)}
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}: {name} must be a.*, got <object .*> \(object\)$"):
+            kind(**right, **{name: object()})
+
+
+@each_class
+def test_an_unknown_option_is_named(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}: no option time_out: allowed .*; did you mean timeout\?$"):
+        kind(time_out=timedelta(minutes=1))
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}: no option qqq, zzz: allowed .*, timeout$"):
+        kind(qqq=1, zzz=2)
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}: takes keyword arguments only, got 3; {kind.__name__}\("):
+        kind(3)
+
+
+def test_a_number_of_seconds_is_no_time() -> None:
+    with pytest.raises(TypeError, match=r"PragueOptions: timeout must be a datetime\.timedelta, got 5 \(int\)"):
+        torchext.PragueOptions(timeout=5)  # type: ignore[arg-type]
