@@ -140,6 +140,8 @@ void AttachableBackend::onShutdown() {
   }
 }
 
-void AttachableBackend::beforeCollective() { Promises::keepAll(); }
+void AttachableBackend::beforeCollective() { Promises::keepAll(WaitingFor::kEverybody); }
+
+void AttachableBackend::beforeMessage() { Promises::keepAll(WaitingFor::kSomebody); }
 
 }  // namespace torchext

@@ -79,6 +79,7 @@ class AttachableBackend : public DelegatingBackend {
 
   void onShutdown() override;  // overriders call it first
   void beforeCollective() override;
+  void beforeMessage() override;
 
  private:
   PointToPoint::WaitUntilFunction untilSeen();

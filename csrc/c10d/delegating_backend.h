@@ -182,9 +182,11 @@ class DelegatingBackend : public CompatBackend {
   bool inShutdown() const { return shutDown_; }
   void raiseAfterShutdown(std::exception_ptr error) { interruption_ = std::move(error); }
 
-  // Called on the caller's thread before every collective, message and split: what a subclass has promised to peers on
-  // the side must be kept first, or a peer would wait for this rank, and this rank in the call for that peer.
+  // Called on the caller's thread before every collective and split, and before every message: what a subclass has
+  // promised to peers on the side must be kept first, or a peer would wait for this rank, and this rank in the call for
+  // that peer.
   virtual void beforeCollective() {}
+  virtual void beforeMessage() {}
 
   // The number of the next collective of this group; for collectives of subclasses.
   uint64_t nextSequence() { return ++sequence_; }

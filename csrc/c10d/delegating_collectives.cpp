@@ -80,7 +80,7 @@ template <typename Call>
 DelegatingBackend::Works DelegatingBackend::pointToPoint(const char* name, OpType type, int peer,
                                                          const Tensors& tensors, Call&& call) {
   health_->checkUsable(name);
-  beforeCollective();
+  beforeMessage();
   const OpInfo op{.name = name,
                   .type = type,
                   .peer = peer,

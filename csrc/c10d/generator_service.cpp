@@ -30,8 +30,6 @@ GeneratorService::GeneratorService(PointToPoint control, int tag_base, const cor
   if (options.world_size > 1) {
     server_ = std::thread([this] { serve(); });
     server_id_ = server_.get_id();
-  }
-  if (options.kind == core::GeneratorKind::kReadySet) {
     timer_ = std::thread([this] { watchDeadlines(); });
     timer_id_ = timer_.get_id();
   }
@@ -154,6 +152,8 @@ void GeneratorService::handle(const GeneratorMessage& message) {
     deliver(generator_->request(message.worker, now()));
   } else if (message.kind == GeneratorMessage::kPause) {
     deliver(generator_->pause(message.worker, now()));
+  } else if (message.kind == GeneratorMessage::kMeet) {
+    deliver(generator_->meet(message.worker, now()));
   }
   changed_.notify_all();
 }
@@ -242,12 +242,12 @@ void GeneratorClient::finished(std::uint64_t id) {
   }
 }
 
-void GeneratorClient::pauseAndDrain(const std::function<void(const AssignedGroup&)>& run) {
+void GeneratorClient::pauseAndDrain(WaitingFor what, const std::function<void(const AssignedGroup&)>& run) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_INTERNAL_ASSERT(!asked_, "pauseAndDrain with a request in flight");
     postReply();
-    sendMessage(GeneratorMessage::kPause);
+    sendMessage(what == WaitingFor::kEverybody ? GeneratorMessage::kMeet : GeneratorMessage::kPause);
   }
   while (true) {
     const AssignedGroup group = awaitDelivery();

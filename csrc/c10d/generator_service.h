@@ -1,12 +1,15 @@
 // GeneratorService and GeneratorClient: Prague's group generator as a service on the control plane.
 //
-// The service is one thread in rank 0's process over the control Gloo group; it owns a core::GroupGenerator. A worker's
-// client sends fixed-size messages and receives deliveries. Nothing here touches a tensor of the model or the GIL.
+// The service is two threads in rank 0's process over the control Gloo group, one that receives and one that keeps the
+// generator's deadlines; it owns a core::GroupGenerator. A worker's client sends fixed-size messages and receives
+// deliveries. Nothing here touches a tensor of the model or the GIL.
 //
 //   worker w: ASK      "I need a group"                                      -> one DELIVERY, now or later
 //             COMPLETE "I have finished group `completed`"
 //             PAUSE    "I will ask for nothing for a while"                  -> the groups that still name w, each a
 //                      DELIVERY, then one with id 0
+//             MEET     the same, in front of a call that all workers make: when all have come to it they come back, and
+//                      whoever asks first gets its delivery when the others have asked, too, or take too long
 //
 // Rank 0's own client calls the service directly: Gloo has no connection to oneself.
 // Call order of a client: ask() -> awaitGroup() -> [run it] -> ask() ...; pauseAndDrain() between two of them.
@@ -29,6 +32,7 @@
 #include <vector>
 
 #include "c10d/point_to_point.h"
+#include "c10d/promises.h"
 #include "core/generator_messages.h"
 #include "core/group_generator.h"
 
@@ -83,7 +87,7 @@ class GeneratorService {
   std::exception_ptr error_;  // or what broke the service
   std::mutex joining_;        // held while threads are joined; never with mutex_
   std::thread server_;
-  std::thread timer_;  // ready-set only
+  std::thread timer_;
   std::thread::id server_id_;
   std::thread::id timer_id_;
 };
@@ -99,7 +103,7 @@ class GeneratorClient {
   AssignedGroup awaitGroup();
   void finished(std::uint64_t id);
   // Ends with nobody counting on this worker; `run` is called for each group that still names it, in order.
-  void pauseAndDrain(const std::function<void(const AssignedGroup&)>& run);
+  void pauseAndDrain(WaitingFor what, const std::function<void(const AssignedGroup&)>& run);
 
  private:
   void sendMessage(GeneratorMessage::Kind kind);

@@ -13,7 +13,8 @@ thread_local int internal_collectives = 0;  // alive on this thread
 
 struct PromiseCallbacks {
   std::mutex mutex;
-  std::map<std::uint64_t, std::function<KeptPromise()>> callbacks;  // in the order of attaching, the same on every rank
+  // In the order of attaching, the same on every rank.
+  std::map<std::uint64_t, std::function<KeptPromise(WaitingFor)>> callbacks;
   std::uint64_t last = 0;
 };
 
@@ -31,7 +32,7 @@ bool nobodyPromises() {
 
 }  // namespace
 
-std::uint64_t Promises::add(std::function<KeptPromise()> begin) {
+std::uint64_t Promises::add(std::function<KeptPromise(WaitingFor)> begin) {
   PromiseCallbacks& all = promiseCallbacks();
   std::lock_guard<std::mutex> lock(all.mutex);
   all.callbacks.emplace(++all.last, std::move(begin));
@@ -44,7 +45,7 @@ void Promises::remove(std::uint64_t id) {
   all.callbacks.erase(id);
 }
 
-std::vector<KeptPromise> Promises::beginAll(std::uint64_t except) {
+std::vector<KeptPromise> Promises::beginAll(WaitingFor what, std::uint64_t except) {
   if (internal_collectives > 0) {
     return {};
   }
@@ -54,7 +55,7 @@ std::vector<KeptPromise> Promises::beginAll(std::uint64_t except) {
   kept.reserve(all.callbacks.size());
   for (const auto& [id, callback] : all.callbacks) {
     if (id != except) {
-      kept.push_back(callback());
+      kept.push_back(callback(what));
     }
   }
   return kept;
@@ -89,7 +90,7 @@ void Promises::keepDuring(const std::function<void()>& blocking) {
       return;
     }
     try {
-      kept = beginAll();
+      kept = beginAll(WaitingFor::kSomebody);
     } catch (...) {
       error = std::current_exception();
     }

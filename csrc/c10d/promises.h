@@ -6,6 +6,9 @@
 // ever: a model's groups stand in one order for all its members, but nothing orders them against a collective or
 // against another model's groups. So whoever is about to block first has every other model keep what it promised.
 //
+// What is about to be waited for matters to who is waited for afterwards: from a call that all ranks make all come back
+// together (core/gathering.h), from a message or another model's average one may come while others wait for it.
+//
 // All models at once, not one after the other: had a worker to wait until its first model's groups are through before
 // it turns to the second, another could be waiting for the second the other way round.
 //
@@ -32,18 +35,24 @@ namespace torchext {
 // model has failed, and says so in whatever it is next asked for); not valid where nothing was.
 using KeptPromise = std::shared_future<void>;
 
+// What a thread is about to wait for.
+enum class WaitingFor {
+  kEverybody,  // in a call that all ranks make
+  kSomebody,   // a message, another model's average
+};
+
 class Promises {
  public:
   // begin must neither block nor call Promises. Returns an id, never 0.
-  static std::uint64_t add(std::function<KeptPromise()> begin);
+  static std::uint64_t add(std::function<KeptPromise(WaitingFor)> begin);
   static void remove(std::uint64_t id);
   // Runs every callback but that of `except`. Their exceptions pass through. Nothing inside an InternalCollective.
-  static std::vector<KeptPromise> beginAll(std::uint64_t except = 0);
+  static std::vector<KeptPromise> beginAll(WaitingFor what, std::uint64_t except = 0);
   static bool ready(const KeptPromise& kept);
   // Until all are ready, kept or not: who waits is at another model, or at a collective of the script, and its group is
   // well. What a signal's handler raises ends it at once.
   static void wait(const std::vector<KeptPromise>& kept);
-  static void keepAll() { wait(beginAll()); }
+  static void keepAll(WaitingFor what) { wait(beginAll(what)); }
 
   // Until `ready`, which the caller's lock guards, on the thread that called what is waited for. Promises were kept
   // then, but since then this rank may have made others: a backward pass asks for the next group while DDP's own
@@ -54,7 +63,7 @@ class Promises {
       return;
     }
     lock.unlock();
-    const std::vector<KeptPromise> kept = beginAll();
+    const std::vector<KeptPromise> kept = beginAll(WaitingFor::kSomebody);
     lock.lock();
     waitAttentively(changed, lock, ready);
     lock.unlock();
@@ -72,7 +81,7 @@ class Promises {
       return true;
     }
     lock.unlock();
-    const std::vector<KeptPromise> kept = beginAll();
+    const std::vector<KeptPromise> kept = beginAll(WaitingFor::kSomebody);
     lock.lock();
     if (!waitAttentively(changed, lock, limit, ready)) {
       return false;

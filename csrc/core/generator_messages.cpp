@@ -23,7 +23,7 @@ static_assert(sizeof(DeliveryHeader) == 24, "the header is a wire format");
 
 GeneratorMessage parseGeneratorMessage(std::span<const std::byte> bytes, int world_size) {
   const auto message = readFront<GeneratorMessage>(bytes, "message to the group generator");
-  const bool known_kind = message.kind >= GeneratorMessage::kAsk && message.kind <= GeneratorMessage::kPause;
+  const bool known_kind = message.kind >= GeneratorMessage::kAsk && message.kind <= GeneratorMessage::kMeet;
   if (message.magic != GeneratorMessage::kMagic || !known_kind || message.worker < 0 || message.worker >= world_size) {
     throwMalformed("message to the group generator (magic ", message.magic, ", kind ", message.kind, ", worker ",
                    message.worker, ")");

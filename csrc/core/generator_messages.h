@@ -10,7 +10,7 @@ namespace torchext::core {
 
 // What a worker tells the service.
 struct GeneratorMessage {
-  enum Kind : std::int32_t { kAsk = 1, kComplete = 2, kPause = 3 };
+  enum Kind : std::int32_t { kAsk = 1, kComplete = 2, kPause = 3, kMeet = 4 };
   static constexpr std::uint32_t kMagic = 0x54584747;  // "TXGG"
 
   std::uint32_t magic = kMagic;

@@ -31,6 +31,9 @@ void validate(const GeneratorOptions& options) {
   if (!std::isfinite(options.deadline_factor) || options.deadline_factor < 0) {
     throwInvalid("deadline_factor", options.deadline_factor, "0 or more, finite");
   }
+  if (!std::isfinite(options.longest_wait) || options.longest_wait < 0) {
+    throwInvalid("longest_wait", options.longest_wait, "0 or more seconds, finite");
+  }
   if (options.kind == GeneratorKind::kInterIntra && options.host_of.empty()) {
     throwInvalid("size of host_of", 0, concat("world_size = ", options.world_size, " for generator inter-intra"));
   }

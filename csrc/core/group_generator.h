@@ -11,6 +11,9 @@
 //   pause(w): w will ask for nothing until its next request (evaluation, checkpoint, end of training). The groups that
 //   already name w are delivered to it all at once, in order, in the returned deliveries (id 0 marks the end); w must
 //   run them, then call complete for each. Nobody puts w into a new group until it requests again.
+//   meet(w): as pause(w), in front of a call that all workers make (a collective). When all have met, all come back:
+//   a request that finds nothing pending waits until all others have asked, too, or for some time (gathering.h). Their
+//   turns come then, in the order in which they asked, and each may find itself in the group of one before it.
 //   leave(w): w is gone for good.
 //   Every call may return deliveries for any worker, not only for its caller: pass on all of them, in order.
 //
@@ -87,6 +90,7 @@ struct GeneratorOptions {
   std::uint64_t sync_every = 0;  // every sync_every-th division (random: draw, ready-set: slot) is one group of all
                                  // active workers that are not filtered; 0: never
   double deadline_factor = 3.0;  // ready-set: k in median + k * MAD of the arrival gaps; 0 or more
+  double longest_wait = 10.0;    // seconds that a request waits at most for others that have met, see meet; 0: none
   std::uint64_t seed = 0;        // equal seeds and calls give equal groups, on every platform
 };
 
@@ -94,19 +98,21 @@ class GroupGenerator {
  public:
   virtual ~GroupGenerator() = default;
 
-  // now: seconds on any monotonic clock, the same for all calls: the deadlines of ready-set and the slowdown filter use
-  // it.
+  // now: seconds on any monotonic clock, the same for all calls: the deadlines and the slowdown filter use it.
   virtual std::vector<Delivery> request(int worker, double now) = 0;
   virtual std::vector<Delivery> complete(int worker, std::uint64_t group_id, double now) = 0;
   // Pausing twice is harmless: the second call returns the end mark alone.
   virtual std::vector<Delivery> pause(int worker, double now) = 0;
+  // The same; also after pause() without a request in between, if the worker has come to the call meanwhile.
+  virtual std::vector<Delivery> meet(int worker, double now) = 0;
 
   // worker died. It is taken out of every group that nobody has been told of yet. A group that somebody has been told
   // of stays as it is for all its members, so that they agree on it: they fail or time out in it together, then
   // complete it. Nobody waits for worker here any more; leaving twice is harmless.
   virtual std::vector<Delivery> leave(int worker, double now) = 0;
 
-  // Ready-set: the next time at which tick() has something to do; nothing for the others. Ask after every call.
+  // The next time at which tick() has something to do: a slot of ready-set closes, or who has met is waited for no
+  // more. Ask after every call.
   virtual std::optional<double> nextDeadline() const = 0;
   virtual std::vector<Delivery> tick(double now) = 0;
 

@@ -11,6 +11,7 @@ GroupGeneratorBase::GroupGeneratorBase(const GeneratorOptions& options)
     : options_(options),
       random_(options.seed),
       filter_(options.world_size, options.slowdown_threshold),
+      gathering_(options.world_size, options.longest_wait),
       workers_(index(options.world_size)),
       active_count_(options.world_size) {}
 
@@ -35,13 +36,16 @@ Deliveries GroupGeneratorBase::request(int worker, double now) {
   ++state.requests;
   now_ = now;
   filter_.onRequest(worker, now);
+  gathering_.onRequest(worker, now);
   state.waiting = true;
   Deliveries out;
   if (state.fifo.empty()) {
-    onRequest(worker, now, out);
+    onArrival(now);
+    queue_.push_back(worker);
   } else {
     deliverHead(worker, out);
   }
+  admit(out);
   return out;
 }
 
@@ -61,15 +65,22 @@ Deliveries GroupGeneratorBase::complete(int worker, std::uint64_t group_id, doub
   return out;
 }
 
-Deliveries GroupGeneratorBase::pause(int worker, double now) {
-  Worker& state = checkedWorker("pause", worker);
+Deliveries GroupGeneratorBase::meet(int worker, double now) {
+  Deliveries out = drain("meet", worker, now);
+  gathering_.onMeet(worker, now);
+  return out;
+}
+
+// Everything that still names worker, which is not active afterwards.
+Deliveries GroupGeneratorBase::drain(const char* call, int worker, double now) {
+  Worker& state = checkedWorker(call, worker);
   if (state.waiting) {
     throw std::logic_error(
-        concat("pause of worker ", worker, ": its request number ", state.requests, " is not answered yet"));
+        concat(call, " of worker ", worker, ": its request number ", state.requests, " is not answered yet"));
   }
   if (state.active && !state.running.empty()) {
     throw std::logic_error(
-        concat("pause of worker ", worker, ": group ", state.running.front(), " must be completed first"));
+        concat(call, " of worker ", worker, ": group ", state.running.front(), " must be completed first"));
   }
   now_ = now;
   Deliveries out;
@@ -107,16 +118,20 @@ Deliveries GroupGeneratorBase::leave(int worker, double now) {
   }
   state.fifo.clear();
   state.running.clear();
+  gathering_.onLeave(worker);
   if (state.active) {
     deactivate(worker);
     onInactive(worker, out);
   }
+  admit(out);
   return out;
 }
 
 Deliveries GroupGeneratorBase::tick(double now) {
   now_ = now;
+  gathering_.expire(now);
   Deliveries out;
+  admit(out);
   onTick(now, out);
   return out;
 }
@@ -201,6 +216,17 @@ void GroupGeneratorBase::deliverHead(int worker, Deliveries& out) {
       if (arrived.active) {
         filter_.onWaited(member, now_ - arrived.told_at);
       }
+    }
+  }
+}
+
+// Gives those that have asked their turns, unless they wait for others that have met.
+void GroupGeneratorBase::admit(Deliveries& out) {
+  while (!gathering_.open() && !queue_.empty()) {
+    const int worker = queue_.front();
+    queue_.pop_front();
+    if (waiting(worker)) {  // not in the group of one that had its turn before, and alive
+      onRequest(worker, now_, out);
     }
   }
 }

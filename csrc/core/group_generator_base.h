@@ -1,12 +1,16 @@
-// What the kinds of group generators share: the FIFOs (the paper's group buffers), call order, pausing and leaving.
-// Private to csrc/core: others use group_generator.h. A kind says what a request does that finds its FIFO empty.
+// What the kinds of group generators share: the FIFOs (the paper's group buffers), call order, pausing and leaving, and
+// whose turn it is after a meeting. Private to csrc/core: others use group_generator.h. A kind says what a request does
+// that finds its FIFO empty.
 #pragma once
 
+#include <algorithm>
 #include <deque>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
 #include "check.h"
+#include "gathering.h"
 #include "group_generator.h"
 #include "random.h"
 #include "slowdown_filter.h"
@@ -21,9 +25,12 @@ class GroupGeneratorBase : public GroupGenerator {
 
   Deliveries request(int worker, double now) final;
   Deliveries complete(int worker, std::uint64_t group_id, double now) final;
-  Deliveries pause(int worker, double now) final;
+  Deliveries pause(int worker, double now) final { return drain("pause", worker, now); }
+  Deliveries meet(int worker, double now) final;
   Deliveries leave(int worker, double now) final;
-  std::optional<double> nextDeadline() const override { return std::nullopt; }
+  std::optional<double> nextDeadline() const final {
+    return gathering_.deadline() ? gathering_.deadline() : nextOwnDeadline();
+  }
   Deliveries tick(double now) final;
   std::int64_t requestCount(int worker) const final;
 
@@ -33,13 +40,16 @@ class GroupGeneratorBase : public GroupGenerator {
   const Group& group(std::uint64_t group_id) const { return groups_.at(group_id).group; }
 
  protected:
-  // worker waits and has no pending group: form one with it now, or remember it and do so in a later hook.
+  // A worker has asked that has no pending group. Its turn comes now or later.
+  virtual void onArrival(double /*now*/) {}
+  // Its turn: worker waits and has no pending group. Form one with it now, or remember it and do so in a later hook.
   virtual void onRequest(int worker, double now, Deliveries& out) = 0;
   // worker has completed a group.
   virtual void onComplete(int /*worker*/, Deliveries& /*out*/) {}
   // worker, which waited for nothing or never will again, is not active any more.
   virtual void onInactive(int /*worker*/, Deliveries& /*out*/) {}
   virtual void onTick(double /*now*/, Deliveries& /*out*/) {}
+  virtual std::optional<double> nextOwnDeadline() const { return std::nullopt; }
 
   // Appends a new group to the FIFOs of its members at once, and delivers it to those who wait. The members must be
   // active, and those who wait must have an empty FIFO.
@@ -54,6 +64,8 @@ class GroupGeneratorBase : public GroupGenerator {
 
   bool active(int worker) const { return workers_[index(worker)].active; }
   bool waiting(int worker) const { return workers_[index(worker)].waiting; }
+  // worker has asked, and its turn is still to come.
+  bool queued(int worker) const { return std::find(queue_.begin(), queue_.end(), worker) != queue_.end(); }
   // Nothing pending and nothing under way: a new group starts as soon as worker asks.
   bool idle(int worker) const;
   // Nothing pending, and whatever is under way waits for nobody: idle as soon as the bytes are through.
@@ -82,6 +94,8 @@ class GroupGeneratorBase : public GroupGenerator {
   };
 
   Worker& checkedWorker(const char* call, int worker);
+  Deliveries drain(const char* call, int worker, double now);
+  void admit(Deliveries& out);
   void deliverHead(int worker, Deliveries& out);
   void deactivate(int worker);
   void release(std::uint64_t group_id);
@@ -89,6 +103,8 @@ class GroupGeneratorBase : public GroupGenerator {
   GeneratorOptions options_;
   Random random_;
   SlowdownFilter filter_;
+  Gathering gathering_;
+  std::deque<int> queue_;  // those whose turn is still to come, in the order in which they asked
   std::vector<Worker> workers_;
   std::unordered_map<std::uint64_t, Record> groups_;
   std::uint64_t last_id_ = 0;

@@ -89,11 +89,13 @@ class DivisionGenerator final : public GroupGeneratorBase {
     }
   }
 
-  // All active workers but `except` wait with nothing pending: none of them will ask again before it gets a group.
+  // All active workers but `except` wait with nothing pending, and have had their turn: none of them will ask again
+  // before it gets a group.
   bool allHeld(int except) const {
     const std::vector<int> workers = activeWorkers();
-    return std::all_of(workers.begin(), workers.end(),
-                       [&](int worker) { return worker == except || (waiting(worker) && pending(worker).empty()); });
+    return std::all_of(workers.begin(), workers.end(), [&](int worker) {
+      return worker == except || (waiting(worker) && pending(worker).empty() && !queued(worker));
+    });
   }
 
   // Lets the held workers go on alone, so that they ask again.

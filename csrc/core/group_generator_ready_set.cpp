@@ -25,14 +25,24 @@ class ReadySetGenerator final : public GroupGeneratorBase {
       : GroupGeneratorBase(options),
         gaps_kept_(std::clamp<std::size_t>(4 * index(options.world_size), 16, kMostGaps)) {}
 
-  std::optional<double> nextDeadline() const override {
+ private:
+  std::optional<double> nextOwnDeadline() const override {
     // One worker alone waits for a second: a group of one would isolate exactly the worker that is out of step.
     return slot_.size() < 2 || deadline_ == kNever ? std::nullopt : std::optional<double>(deadline_);
   }
 
- private:
+  // Not when its turn comes: those that waited for others have theirs at once.
+  void onArrival(double now) override {
+    if (last_arrival_) {
+      gaps_.push_back(std::max(0.0, now - *last_arrival_));
+      if (gaps_.size() > gaps_kept_) {
+        gaps_.pop_front();
+      }
+    }
+    last_arrival_ = now;
+  }
+
   void onRequest(int worker, double now, Deliveries& out) override {
-    recordArrival(now);
     if (slot_.size() >= 2 && now > deadline_) {
       close(out);  // tick is late: this worker did not make it
     }
@@ -78,16 +88,6 @@ class ReadySetGenerator final : public GroupGeneratorBase {
       members = std::move(all);
     }
     formGroup(std::move(members), out);
-  }
-
-  void recordArrival(double now) {
-    if (last_arrival_) {
-      gaps_.push_back(std::max(0.0, now - *last_arrival_));
-      if (gaps_.size() > gaps_kept_) {
-        gaps_.pop_front();
-      }
-    }
-    last_arrival_ = now;
   }
 
   // How long a slot stays open: group_size - 1 further arrivals, each after a usual gap and some.

@@ -56,7 +56,9 @@ void SlowdownFilter::onPause(int worker) {
 
 void SlowdownFilter::onReturn(int worker) {
   Worker& state = workers_[index(worker)];
-  state.count = middleCount() + state.ahead;
+  // Where it was after its last request: the next one is about to be counted. In front of it, each of those that come
+  // back one after the other would stand a request ahead of the one before.
+  state.count = middleCount() + state.ahead - 1;
   state.active = true;
   state.requested_at.reset();  // the time away is not a step time
 }

@@ -28,7 +28,7 @@ class SlowdownFilter {
   void onRequest(int worker, double now);
   // All members of its group have arrived, `seconds` after worker did.
   void onWaited(int worker, double seconds);
-  // A pause is no slowness: a worker returns as far from the middle as it left.
+  // A pause is no slowness: a worker returns as far from the middle as it left, to make its next request.
   void onPause(int worker);
   void onReturn(int worker);
 

@@ -188,14 +188,14 @@ void GroupSynchronizer::applyPending() {
   }
 }
 
-KeptPromise GroupSynchronizer::beginPromises() {
+KeptPromise GroupSynchronizer::beginPromises(WaitingFor what) {
   if (detached_ || failed_ || meeting_ || source_->scheduled() || inForkedChild()) {  // whose thread there is not
     return {};
   }
-  return beginOnThread([this] {
+  return beginOnThread([this, what] {
     const std::lock_guard<std::mutex> lock(state_);
     deferPending();
-    source_->pause([this](const AssignedGroup& group) { averageDeferred(group); });
+    source_->pause(what, [this](const AssignedGroup& group) { averageDeferred(group); });
   });
 }
 
@@ -308,9 +308,9 @@ void GroupSynchronizer::keep(std::size_t index) {
   before_[index] = needed ? bucket(index).wire.clone() : at::Tensor();
 }
 
-void GroupSynchronizer::pause() {
+void GroupSynchronizer::pause(WaitingFor what) {
   const std::lock_guard<std::mutex> lock(state_);
-  source_->pause([this](const AssignedGroup& group) {
+  source_->pause(what, [this](const AssignedGroup& group) {
     tensors_.note();
     if (combine_then_adapt_) {
       snapshotBuffers();

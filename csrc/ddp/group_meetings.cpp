@@ -91,14 +91,14 @@ void GroupSynchronizer::abandonMeeting() {
 // Where all workers come together, on the averaging thread. Its groups end with it, so nobody need wait for them.
 void GroupSynchronizer::meet(const std::function<void()>& task) {
   group_->checkProcess("training");
-  Promises::keepAll();
+  Promises::keepAll(WaitingFor::kEverybody);
   checkAttached();  // still: a signal's handler may end the group in any wait
   catchUp();
   beforeStep();
   meeting_ = true;
   const auto over = c10::make_scope_exit([this] { meeting_ = false; });
   runOnThread([&] {
-    pause();
+    pause(WaitingFor::kEverybody);
     task();
   });
 }
@@ -132,8 +132,8 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
       at::NoGradGuard no_grad;
       const Leaving leaving;
       try {
-        pause();
-        if (!source_->scheduled()) {  // there, who trains on waits for this one's next round
+        pause(WaitingFor::kSomebody);  // the others may train on
+        if (!source_->scheduled()) {   // there, who trains on waits for this one's next round
           const InternalCollective internal;
           group_->barrier(c10d::BarrierOptions())->wait();
         }

@@ -15,7 +15,7 @@ class ScheduledSource : public GroupSource {
     return {static_cast<std::uint64_t>(round) + 1, schedule_(round), 0};
   }
   void finished(const AssignedGroup&) override {}
-  void pause(const std::function<void(const AssignedGroup&)>&) override {}
+  void pause(WaitingFor, const std::function<void(const AssignedGroup&)>&) override {}
   void stop(const std::string&) override {}
 
  private:

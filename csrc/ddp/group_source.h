@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "c10d/promises.h"
 #include "core/generator_messages.h"
 
 namespace torchext {
@@ -23,7 +24,7 @@ class GroupSource {
   virtual AssignedGroup next(std::int64_t round) = 0;
   virtual void finished(const AssignedGroup& group) = 0;
   // Afterwards nobody counts on this worker until it asks again; `run` for each group that still did.
-  virtual void pause(const std::function<void(const AssignedGroup&)>& run) = 0;
+  virtual void pause(WaitingFor what, const std::function<void(const AssignedGroup&)>& run) = 0;
   virtual void stop(const std::string& reason) = 0;
 };
 

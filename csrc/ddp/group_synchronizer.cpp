@@ -51,7 +51,7 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   source_ = training.make_source(host_of, channel_);
   thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
-  promises_ = Promises::add([this] { return beginPromises(); });
+  promises_ = Promises::add([this](WaitingFor what) { return beginPromises(what); });
   abort_callback_ = group_->addAbortCallback(
       [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->firstReason().second)); });
 }
@@ -139,13 +139,13 @@ void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
       if (!detached_ && source_->scheduled()) {
         group_->health()->tellStep(channel_, meetings_, steps_);
       }
-      std::vector<KeptPromise> kept = Promises::beginAll(promises_);
+      std::vector<KeptPromise> kept = Promises::beginAll(WaitingFor::kSomebody, promises_);
       lock.lock();
       waitAttentively(changed_, lock, ready);  // ends: every wait of the averaging thread has the group's timeout
       lock.unlock();
       // While the others are at it, somebody may be waiting for this model's next group.
       if (std::any_of(kept.begin(), kept.end(), [](const KeptPromise& promise) { return !Promises::ready(promise); })) {
-        kept.push_back(beginPromises());
+        kept.push_back(beginPromises(WaitingFor::kSomebody));
       }
       Promises::wait(kept);
       lock.lock();

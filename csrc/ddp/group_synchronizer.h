@@ -112,14 +112,14 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void addUp(std::size_t index, const AssignedGroup& group);
   double scaleOf(std::size_t index, std::int64_t members) const;
   void applyPending();
-  KeptPromise beginPromises();
+  KeptPromise beginPromises(WaitingFor what);
   void averageDeferred(const AssignedGroup& group);
   void deferPending();
   void noteSigns(std::size_t index, at::Tensor nonnegative);
   // heed_writes: a parameter that has been written since keeps what was written; not where only the optimizer writes.
   void applyDeferred(bool heed_writes);
   void noteDistance(double distance);
-  void pause();
+  void pause(WaitingFor what);
   void meet(const std::function<void()>& task);
   void release(std::size_t bucket);
   void fail(std::exception_ptr error);

@@ -215,7 +215,7 @@ void HopSynchronizer::checkAttached() const {
 // What comes to an end in it, by what a signal's handler raises for one, leaves a mailbox that is half drained, and the
 // others waiting: the group ends with it.
 void HopSynchronizer::meet(const std::function<void()>& task) {
-  Promises::keepAll();
+  Promises::keepAll(WaitingFor::kEverybody);
   meeting_ = true;
   const auto over = c10::make_scope_exit([this] { meeting_ = false; });
   try {

@@ -1,6 +1,8 @@
 #include "ddp/prague_training.h"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -12,6 +14,9 @@
 namespace torchext {
 namespace {
 
+// The part of the group's timeout, which is for faults, that a wait for those who come back from a collective may take.
+constexpr double kPartOfTimeout = 0.25;
+
 class GeneratedSource : public GroupSource {
  public:
   GeneratedSource(ProcessGroupPrague& group, const core::GeneratorOptions& options, int tag_base)
@@ -22,16 +27,18 @@ class GeneratedSource : public GroupSource {
   void ask() override {
     const std::lock_guard<std::mutex> lock(asking_);
     paused_ = false;
+    met_ = false;
     client_.ask();
     asked_ = true;
   }
   AssignedGroup next(std::int64_t) override {
     asked_ = false;
     paused_ = false;
+    met_ = false;
     return client_.awaitGroup();
   }
   void finished(const AssignedGroup& group) override { client_.finished(group.id); }
-  void pause(const std::function<void(const AssignedGroup&)>& run) override {
+  void pause(WaitingFor what, const std::function<void(const AssignedGroup&)>& run) override {
     // A step of another thread asks when this is over.
     const std::lock_guard<std::mutex> lock(asking_);
     if (asked_) {
@@ -40,9 +47,11 @@ class GeneratedSource : public GroupSource {
       run(group);
       finished(group);
     }
-    if (!paused_) {
-      client_.pauseAndDrain(run);
+    const bool everybody = what == WaitingFor::kEverybody;
+    if (everybody ? !met_ : !paused_) {
+      client_.pauseAndDrain(what, run);
       paused_ = true;
+      met_ = everybody;
     }
   }
   void stop(const std::string& reason) override {
@@ -57,6 +66,7 @@ class GeneratedSource : public GroupSource {
   std::mutex asking_;
   std::atomic<bool> asked_{false};
   std::atomic<bool> paused_{false};  // and nothing asked since
+  std::atomic<bool> met_{false};     // the same, in front of a call that all make
 };
 
 AgreementFields agreementFields(const ProcessGroupPrague& group) {
@@ -87,6 +97,8 @@ std::unique_ptr<GroupSource> makeSource(ProcessGroupPrague& group, const std::ve
   generator.slowdown_threshold = options.slowdownThresholdFor();
   generator.sync_every = static_cast<std::uint64_t>(options.syncEveryFor());
   generator.seed = static_cast<std::uint64_t>(options.seed);
+  const std::chrono::duration<double> timeout = group.timeout();
+  generator.longest_wait = std::min(generator.longest_wait, kPartOfTimeout * timeout.count());
   return std::make_unique<GeneratedSource>(group, generator, tag_base);
 }
 

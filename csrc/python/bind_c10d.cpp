@@ -138,7 +138,8 @@ void bindC10d(py::module_& module) {
       .def("_withdraw_announcements", &AttachableBackend::withdrawAnnouncements,
            py::call_guard<py::gil_scoped_release>());
 
-  module.def("keep_promises", &Promises::keepAll, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "keep_promises", [] { Promises::keepAll(WaitingFor::kEverybody); }, py::call_guard<py::gil_scoped_release>());
   module.def("leave_all", &DelegatingBackend::leaveAll, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -11,6 +11,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "core/slowdown_filter.h"
 #include "expect_throw.h"
 
 namespace torchext::core {
@@ -65,6 +66,7 @@ TEST(GeneratorOptions, BadValuesNameValueAndRange) {
                        "deadline_factor = -0.5");
   EXPECT_THROW_MESSAGE(make([](auto& o) { o.deadline_factor = std::nan(""); }), std::invalid_argument,
                        "deadline_factor = nan");
+  EXPECT_THROW_MESSAGE(make([](auto& o) { o.longest_wait = -1; }), std::invalid_argument, "longest_wait = -1");
   EXPECT_THROW_MESSAGE(make([](auto& o) { o.host_of = {0, 1}; }), std::invalid_argument, "size of host_of = 2");
   EXPECT_THROW_MESSAGE(make([](auto& o) { o.kind = GeneratorKind::kInterIntra; }), std::invalid_argument,
                        "size of host_of = 0");
@@ -84,6 +86,7 @@ TEST_P(EveryKind, WorkersOutsideTheWorldAreRefused) {
   EXPECT_THROW_MESSAGE(generator->request(4, 0), std::out_of_range, "worker = 4: allowed 0..3");
   EXPECT_THROW_MESSAGE(generator->complete(-1, 1, 0), std::out_of_range, "worker = -1");
   EXPECT_THROW_MESSAGE(generator->pause(9, 0), std::out_of_range, "worker = 9");
+  EXPECT_THROW_MESSAGE(generator->meet(9, 0), std::out_of_range, "worker = 9");
   EXPECT_THROW_MESSAGE(generator->leave(9, 0), std::out_of_range, "worker = 9");
   EXPECT_THROW_MESSAGE(static_cast<void>(generator->requestCount(4)), std::out_of_range, "worker = 4");
   EXPECT_THROW_MESSAGE(generator->request(0, std::numeric_limits<double>::infinity()), std::invalid_argument,
@@ -96,7 +99,8 @@ TEST_P(EveryKind, CallsOutOfOrderAreRefusedWithNumbers) {
   EXPECT_THROW_MESSAGE(generator->complete(0, 1, 0), std::logic_error, "group 1 is not under way");
   const Group group = ask(*generator, 0);
   EXPECT_THROW_MESSAGE(generator->request(0, 0), std::logic_error, "group 1 (1 under way) must be completed first");
-  EXPECT_THROW_MESSAGE(generator->pause(0, 0), std::logic_error, "group 1 must be completed first");
+  EXPECT_THROW_MESSAGE(generator->pause(0, 0), std::logic_error, "pause of worker 0: group 1 must be completed first");
+  EXPECT_THROW_MESSAGE(generator->meet(0, 0), std::logic_error, "meet of worker 0: group 1 must be completed first");
   EXPECT_THROW_MESSAGE(generator->complete(0, 7, 0), std::logic_error,
                        "group 7 is not under way (1 under way, first 1)");
   EXPECT_EQ(generator->requestCount(0), 1);
@@ -446,6 +450,26 @@ TEST(SlowdownFilter, APauseDoesNotCountAsFallingBehind) {
   }
   generator->complete(2, ask(*generator, 2).id, 0);
   EXPECT_EQ(generator->requestCount(2), 1);
+}
+
+TEST(SlowdownFilter, WorkersThatPauseTogetherInEveryStepStayEqual) {
+  constexpr int kWorkers = 8;
+  SlowdownFilter filter(kWorkers, 4);
+  const Members all{0, 1, 2, 3, 4, 5, 6, 7};
+  for (int step = 0; step < 100; ++step) {
+    for (int worker = kWorkers - 1; worker >= 0; --worker) {
+      filter.onPause(worker);
+    }
+    for (int worker = kWorkers - 1; worker >= 0; --worker) {
+      filter.onReturn(worker);
+      filter.onRequest(worker, step);
+    }
+    for (const int initiator : all) {
+      const auto reference = filter.reference(initiator, all);
+      EXPECT_TRUE(std::none_of(all.begin(), all.end(), [&](int other) { return filter.late(reference, other); }))
+          << "step " << step << ", request of " << initiator;
+    }
+  }
 }
 
 // Random --------------------------------------------------------------------------------------------------------------

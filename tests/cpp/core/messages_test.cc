@@ -83,12 +83,12 @@ Wire windowAddress() {
 
 Wire generatorMessage() {
   GeneratorMessage message;
-  message.kind = GeneratorMessage::kPause;
+  message.kind = GeneratorMessage::kMeet;
   message.worker = kRank;
   return {"GeneratorMessage", bytesOf(message), [](std::span<const std::byte> bytes) {
             const GeneratorMessage parsed = parseGeneratorMessage(bytes, kWorld);
             EXPECT_TRUE(isRank(parsed.worker));
-            EXPECT_TRUE(parsed.kind >= GeneratorMessage::kAsk && parsed.kind <= GeneratorMessage::kPause);
+            EXPECT_TRUE(parsed.kind >= GeneratorMessage::kAsk && parsed.kind <= GeneratorMessage::kMeet);
           }};
 }
 
