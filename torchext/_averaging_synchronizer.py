@@ -61,6 +61,7 @@ class AveragingSynchronizer(Synchronizer):
         self._past: list[dict[str, Any]] = []  # stats of the groups before this one
         self._left: BaseException | None = None  # why it has left its group, while it has no other
         self._ended = False  # and will have none
+        self._renewing = False  # on the way to another; the model may be read, for a newcomer
 
     def _continues(self) -> bool:
         return self._membership is not None
@@ -213,7 +214,7 @@ class AveragingSynchronizer(Synchronizer):
         """Does something with the core; after a failure again, with that of the survivors, unless they are past it."""
         while True:
             try:
-                if self._left is not None:
+                if self._left is not None and not self._renewing:
                     raise self._left
                 action()
                 return True
@@ -275,11 +276,14 @@ class AveragingSynchronizer(Synchronizer):
         with _unsafe_preserve_version_counter(self._tensors):
             while True:
                 assert self._left is not None
+                self._renewing = True
                 try:
                     core = self._membership.renew(self._left, self._make_core)
                 except dist.DistBackendError as end:
                     self._left, self._ended = end, True
                     raise
+                finally:
+                    self._renewing = False
                 self._past.append(self._core.stats())
                 self._core = self._local_gradients.synchronizer = core
                 self._left = None

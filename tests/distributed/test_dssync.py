@@ -317,7 +317,7 @@ def body_skipped_steps(rank: Rank, backend: str, options: dict[str, Any]) -> boo
         ("dssync", {"order": "atc"}),
         ("dssync", {"order": "cta"}),
         ("dssync", {"schedule": "random", "sync_period": 2}),
-        ("prague", {"generator": "static", "group_size": 2}),
+        ("prague", {"generator": "static"}),
     ],
     ids=str,
 )
