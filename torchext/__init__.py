@@ -16,8 +16,8 @@ with told_by_main():
     load_native("_kernels")
 
 from torchext import nn, ops
-from torchext._C import ProcessGroupDear, ProcessGroupDSSync, ProcessGroupHop, ProcessGroupPrague
 from torchext._attach import attach
+from torchext._C import ProcessGroupDear, ProcessGroupDSSync, ProcessGroupHop, ProcessGroupPrague
 from torchext._dear_synchronizer import DearSynchronizer
 from torchext._hop_synchronizer import HopSynchronizer
 from torchext._join import join
