@@ -81,6 +81,15 @@ bool AttachableBackend::outwaitTraining(const std::function<bool(std::chrono::mi
   return true;
 }
 
+void AttachableBackend::tellStep(int channel, std::uint32_t meeting, std::int64_t steps) noexcept {
+  failureMonitor().tell({.model = channel, .meeting = meeting, .steps = steps});
+}
+
+std::int64_t AttachableBackend::furthestStep(int channel, std::uint32_t meeting) const {
+  const auto told = failureMonitor().furthest(channel);
+  return told && told->meeting == meeting ? told->steps : 0;
+}
+
 void AttachableBackend::announceMember(const c10::intrusive_ptr<c10d::Store>& store, int number) {
   const auto announce = [store, number](const char* state) {
     try {

@@ -49,6 +49,12 @@ class AttachableBackend : public DelegatingBackend {
   // outside shutdown(): a process that is on its way out does not wait.
   bool outwaitTraining(const std::function<bool(std::chrono::milliseconds)>& left) noexcept;
 
+  // Tells all ranks that the training of a model waits for others here, after so many steps. channel: of nextChannel();
+  // meeting: how often its workers have met.
+  void tellStep(int channel, std::uint32_t meeting, std::int64_t steps) noexcept;
+  // The most steps that any rank has told since that meeting; 0 when nobody has.
+  std::int64_t furthestStep(int channel, std::uint32_t meeting) const;
+
   // Writes in `store` what becomes of this worker, under its number among those that train a model: "alive/<number>"
   // when the group fails, for it lives, whatever its training thread is doing (at once if it has failed already); and
   // "gone/<number>" when it leaves the others, before they could miss it. Also after a failure: they would wait for it

@@ -2,16 +2,11 @@
 
 #include <unistd.h>
 
-#include <iomanip>
 #include <optional>
-#include <sstream>
-#include <string_view>
-#include <vector>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include "c10d/collective_header.h"
 #include "c10d/connection_error.h"
 #include "c10d/leaving.h"
 
@@ -34,64 +29,6 @@ std::exception_ptr makeError(std::string text) {
       c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::move(text)));
 }
 
-// "all_reduce #17", "send with rank 2"
-std::string nameOf(const OpInfo& op) {
-  return c10::str(op.name, op.sequence > 0 ? c10::str(" #", op.sequence) : "",
-                  op.peer >= 0 ? c10::str(" with rank ", op.peer) : "");
-}
-
-// " (sum, float32, 10 elements; 0.4 s after the call)"
-std::string detailsOf(const OpInfo& op) {
-  if (!op.header) {
-    return "";
-  }
-  const auto arguments = argumentsOf(*op.header);
-  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - op.since;
-  std::ostringstream text;
-  text << " (" << arguments << (arguments.empty() ? "" : "; ") << std::fixed << std::setprecision(1) << elapsed.count()
-       << " s after the call)";
-  return text.str();
-}
-
-// What an operation that has passed its limit was waiting for.
-std::string lateness(const OpInfo& op) {
-  if (op.nested) {
-    return c10::str("Timed out waiting ", op.limit.count(), "ms for all ranks to call it");
-  }
-  return op.header ? c10::str("not complete after its operation_timeout of ", op.limit.count(), "ms")
-                   : c10::str("nothing came for ", op.limit.count(), " ms; is a rank stuck, or training fewer steps?");
-}
-
-// A blocked point-to-point wait, on the stack of the waiting thread.
-class PointToPointWait final : public PendingOperation {
- public:
-  explicit PointToPointWait(c10d::Work& work) : work_(work) {}
-
- protected:
-  std::function<void()> interrupt() override {
-    work_.abort();  // sets a flag of the buffer and signals; also right when the wait has not begun yet
-    return {};
-  }
-
- private:
-  c10d::Work& work_;
-};
-
-// A wait that looks at itself now and then.
-class LookingWait final : public PendingOperation {
- public:
-  bool interrupted() const { return interrupted_; }
-
- protected:
-  std::function<void()> interrupt() override {
-    interrupted_ = true;
-    return {};
-  }
-
- private:
-  std::atomic<bool> interrupted_{false};
-};
-
 }  // namespace
 
 GroupHealth::GroupHealth(std::string backend_name, int rank, int size)
@@ -107,17 +44,6 @@ void GroupHealth::setConnectionCloser(std::function<void()> closer) {
 void GroupHealth::setGroupName(const std::string& name) {
   std::lock_guard lock(mutex_);
   groupName_ = name;
-}
-
-void GroupHealth::tellStep(int model, std::uint32_t meeting, std::int64_t steps) noexcept {
-  if (monitor_) {
-    monitor_->tell({.model = model, .meeting = meeting, .steps = steps});
-  }
-}
-
-std::int64_t GroupHealth::furthestStep(int model, std::uint32_t meeting) const {
-  const auto told = monitor_ ? monitor_->furthest(model) : std::nullopt;
-  return told && told->meeting == meeting ? told->steps : 0;
 }
 
 std::string GroupHealth::label() const {
@@ -174,6 +100,7 @@ bool GroupHealth::setReason(Verdict::Kind kind, int rank, const std::string& rea
   reason_ = core::cutReason(reason);
   failed_.store(true, std::memory_order_release);
   changed_.notify_all();
+  pending_.notify();
   return true;
 }
 
@@ -225,18 +152,8 @@ void GroupHealth::timedOut(const OpInfo& op, const std::string& detail) {
 }
 
 void GroupHealth::expire() {
-  std::optional<OpInfo> late;
-  {
-    const auto now = std::chrono::steady_clock::now();
-    std::lock_guard lock(mutex_);
-    for (auto* operation = pending_; operation != nullptr && !late; operation = operation->next_) {
-      if (operation->deadline_ <= now) {
-        late = operation->op_;
-      }
-    }
-  }
-  if (late) {
-    timedOut(*late, lateness(*late));
+  if (const auto late = pending_.late()) {
+    timedOut(*late, latenessOf(*late));
   }
 }
 
@@ -245,41 +162,16 @@ void GroupHealth::close(std::chrono::milliseconds grace) {
     return;
   }
   closed_.store(true);
-  std::unique_lock lock(mutex_);
-  for (auto* operation = pending_; operation != nullptr; operation = operation->next_) {
-    if (operation->op_.background) {
-      operation->interrupt();
-    }
-  }
-  if (changed_.wait_for(lock, grace, [this] { return idle() || failed_; }) && !failed_) {
+  pending_.interruptBackground();
+  if (pending_.waitUntilIdle(grace, [this] { return failed(); }) && !failed()) {
     return;
   }
-  lock.unlock();
   poison(rank_, c10::str("rank ", rank_, " shut the group down while operations were under way"));
 }
 
-bool GroupHealth::idle() const {
-  const auto* operation = pending_;
-  while (operation != nullptr && operation->op_.background) {
-    operation = operation->next_;
-  }
-  return operation == nullptr;
-}
-
 void GroupHealth::endPending(std::chrono::milliseconds grace) {
-  std::vector<std::function<void()>> remaining;
-  {
-    std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, grace, [this] { return idle(); });
-    for (auto* operation = pending_; operation != nullptr; operation = operation->next_) {
-      if (auto rest = operation->interrupt()) {
-        remaining.push_back(std::move(rest));
-      }
-    }
-  }
-  for (const auto& rest : remaining) {
-    rest();
-  }
+  pending_.waitUntilIdle(grace);
+  pending_.interruptAll();
   runAbortCallbacks();
   // Taken only now: shutdown waits for who has taken it, and may be called by what has just run.
   std::unique_lock lock(mutex_);
@@ -335,87 +227,13 @@ void GroupHealth::add(PendingOperation* operation, const OpInfo& op) {
   if (inForkedChild()) {
     checkUsable(op.name);
   }
-  std::unique_lock lock(mutex_);
-  if (failed_ || (closed_ && !op.nested)) {
-    lock.unlock();
-    if (failed()) {
-      std::rethrow_exception(failureOf(op));  // with the call's number and sizes, which a name alone does not have
-    }
-    checkUsable(op.name);
-  }
-  operation->op_ = op;
-  if (op.limit.count() > 0) {
-    operation->deadline_ = std::chrono::steady_clock::now() + op.limit;
-  }
-  operation->next_ = pending_;
-  if (pending_) {
-    pending_->link_ = &operation->next_;
-  }
-  operation->link_ = &pending_;
-  pending_ = operation;
-}
-
-void GroupHealth::remove(PendingOperation* operation) noexcept {
-  std::lock_guard lock(mutex_);
-  if (!operation->link_) {
+  if (pending_.add(operation, op, [&] { return failed() || (closed_ && !op.nested); })) {
     return;
   }
-  *operation->link_ = operation->next_;
-  if (operation->next_) {
-    operation->next_->link_ = operation->link_;
-  }
-  operation->link_ = nullptr;
-  operation->next_ = nullptr;
-  if (closed_ || failed_) {
-    changed_.notify_all();
-  }
-}
-
-void GroupHealth::waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout,
-                                   const OpInfo& op) {
-  PointToPointWait node(*work);
-  add(&node, op);
-  bool arrived = false;
-  try {
-    arrived = work->wait(timeout == kNoTimeout && op.background ? FailureMonitor::kForever : timeout);
-    remove(&node);
-  } catch (...) {
-    remove(&node);
-    std::rethrow_exception(explain(std::current_exception(), op));
-  }
-  if (!arrived) {
-    throwInterrupted(op);
-  }
-}
-
-void GroupHealth::waitUntil(const std::function<bool(std::chrono::milliseconds limit)>& look,
-                            std::chrono::milliseconds timeout, const OpInfo& op) {
-  LookingWait node;
-  add(&node, op);
-  const auto begin = std::chrono::steady_clock::now();
-  bool arrived = false;
-  bool late = false;
-  while (!arrived && !late && !node.interrupted()) {
-    arrived = look(kLook);
-    late = !arrived && timeout.count() > 0 && std::chrono::steady_clock::now() - begin >= timeout;
-  }
-  remove(&node);
-  if (arrived) {
-    return;
-  }
-  if (late) {
-    // As Gloo says it.
-    const std::runtime_error error(c10::str("Timed out waiting ", timeout.count(), "ms for ", nameOf(op)));
-    std::rethrow_exception(explain(std::make_exception_ptr(error), op));
-  }
-  throwInterrupted(op);
-}
-
-void GroupHealth::throwInterrupted(const OpInfo& op) const {
   if (failed()) {
-    std::rethrow_exception(failureOf(op));
+    std::rethrow_exception(failureOf(op));  // with the call's number and sizes, which a name alone does not have
   }
-  C10_THROW_ERROR(DistBackendError, describe(op) + ": the wait was ended by shutdown");
+  checkUsable(op.name);
 }
 
 uint64_t GroupHealth::addAbortCallback(std::function<void()> callback) {

@@ -2,8 +2,7 @@
 //
 // What it holds
 //   * the first reason why the group can no longer be used (the first writer fixes it), shutdown, and the fork guard;
-//   * the operations that are under way, so that a failure can end them: collectives (DelegatingWork) and blocked
-//     point-to-point waits;
+//   * the operations that are under way, so that a failure can end them (pending_operations.h);
 //   * callbacks of other parts that block on something else and want to be told.
 //
 // Life of a failure
@@ -28,7 +27,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -38,46 +36,10 @@
 
 #include "c10d/failure_monitor.h"
 #include "c10d/group_progress.h"
-#include "core/call_header.h"
+#include "c10d/op_info.h"
+#include "c10d/pending_operations.h"
 
 namespace torchext {
-
-// One call on a group, for error messages.
-struct OpInfo {
-  const char* name = "";  // a literal: "all_reduce"
-  c10d::OpType type = c10d::OpType::UNKNOWN;
-  uint64_t sequence = 0;  // of collectives on this group, from 1; 0 for point-to-point
-  int peer = -1;          // the other rank of a point-to-point call, -1 when any or none
-  // A wait that is always there (a service for requests of peers): shutdown ends it at once, it counts as no work, and
-  // without a timeout it lasts for ever.
-  bool background = false;
-  // Part of a call that is under way: goes on while the group is closing.
-  bool nested = false;
-  // When the operation takes longer the group fails, with the rank named that has not come; 0: no limit here. A clock
-  // of half a second; Gloo's own timeouts do not need it.
-  std::chrono::milliseconds limit{0};
-  // What it exchanges, and when it was called, for describe(); nothing for waits that are no call of the user's.
-  std::optional<core::CallHeader> header{};
-  std::chrono::steady_clock::time_point since{};
-};
-
-// Something under way that a failure must end. Linked into GroupHealth's list while pending.
-class PendingOperation {
- public:
-  virtual ~PendingOperation() = default;
-
- protected:
-  friend class GroupHealth;
-  // Called with the list locked, so the object cannot vanish: must neither block nor call back into GroupHealth.
-  // Returns what remains to be done after the lock is released (may be empty).
-  virtual std::function<void()> interrupt() = 0;
-
- private:
-  OpInfo op_;
-  std::chrono::steady_clock::time_point deadline_ = std::chrono::steady_clock::time_point::max();
-  PendingOperation* next_ = nullptr;
-  PendingOperation** link_ = nullptr;  // where this one is pointed to from; null when not linked
-};
 
 class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
  public:
@@ -94,12 +56,6 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
 
   // Where this rank is in the collectives of the group.
   GroupProgress& progress() { return progress_; }
-
-  // Tells all ranks that the training of a model waits for others here, after so many steps. model: a number of its own
-  // in the group; meeting: how often its workers have met.
-  void tellStep(int model, std::uint32_t meeting, std::int64_t steps) noexcept;
-  // The most steps that any rank has told since that meeting; 0 when nobody has.
-  std::int64_t furthestStep(int model, std::uint32_t meeting) const;
 
   // "prague [rank 2 of 4, group default]"
   std::string label() const;
@@ -165,7 +121,6 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   bool setReason(Verdict::Kind kind, int rank, const std::string& reason);
   void endPending(std::chrono::milliseconds grace);
   void runAbortCallbacks();
-  bool idle() const;  // with mutex_ held: nothing pending but background waits
   bool waitForVerdict(std::chrono::milliseconds limit);
   void timedOut(const OpInfo& op, const std::string& detail);
   [[noreturn]] void throwInterrupted(const OpInfo& op) const;
@@ -176,6 +131,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   const pid_t creator_;
   std::shared_ptr<FailureMonitor> monitor_;
   GroupProgress progress_;
+  PendingOperations pending_;
 
   std::atomic<bool> failed_{false};
   std::atomic<bool> closed_{false};
@@ -185,7 +141,6 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   std::string reason_;
   int reasonRank_ = -1;
   bool reasonIsLoss_ = false;  // of that rank
-  PendingOperation* pending_ = nullptr;
   std::function<void()> closeConnections_;
   bool closing_ = false;  // closeConnections_ was taken and runs
   std::list<std::pair<uint64_t, std::function<void()>>> callbacks_;

@@ -35,7 +35,7 @@ std::int64_t GroupSynchronizer::arrive() {
   work->getFuture()->addCallback([promise](c10::ivalue::Future& /*future*/) { promise->set_value(); });
   while (all_here.wait_for(kAttention) != std::future_status::ready) {
     attendToSignals();
-    makeUpTo(group_->health()->furthestStep(channel_, meetings_));
+    makeUpTo(group_->furthestStep(channel_, meetings_));
   }
   work->wait();  // throws what has gone wrong
   return furthest[0].item<std::int64_t>();

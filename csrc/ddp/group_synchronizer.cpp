@@ -137,7 +137,7 @@ void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
       // Somebody may be waiting for another model of this process, and this average for them.
       lock.unlock();
       if (!detached_ && source_->scheduled()) {
-        group_->health()->tellStep(channel_, meetings_, steps_);
+        group_->tellStep(channel_, meetings_, steps_);
       }
       std::vector<KeptPromise> kept = Promises::beginAll(WaitingFor::kSomebody, promises_);
       lock.lock();

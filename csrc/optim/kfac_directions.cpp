@@ -27,18 +27,15 @@ KfacDirections::KfacDirections(const std::vector<KfacLayerSpec>& layers, const a
     end += rows(layer) * (column(layer, part + 1) - column(layer, part));
   };
   for (const int layer : layout.order) {
-    if (parts_[static_cast<std::size_t>(layer)] == 1) {
-      append(layer, 0);
-    }
+    (parts_[static_cast<std::size_t>(layer)] > 1 ? split_ : whole_).push_back(layer);
   }
-  split_ends_.push_back(end);
+  for (const int layer : whole_) {
+    append(layer, 0);
+  }
   for (int part = 0; part < most; ++part) {
-    for (const int layer : layout.order) {
-      if (parts_[static_cast<std::size_t>(layer)] > 1) {
-        append(layer, part);
-      }
+    for (const int layer : split_) {
+      append(layer, part);
     }
-    split_ends_.push_back(end);
   }
   gradients_ = at::zeros({total}, options);
   directions_ = at::zeros({total}, options);
@@ -66,12 +63,14 @@ at::Tensor KfacDirections::slice(int layer) const {
   return directions_.narrow(0, places_[static_cast<std::size_t>(layer)][0], size(layer));
 }
 
-at::Tensor KfacDirections::splitSlice(int part) const {
-  const auto number = static_cast<std::size_t>(part);
-  if (number + 1 >= split_ends_.size()) {
+at::Tensor KfacDirections::splitSlice(int part, std::size_t begin, std::size_t end) const {
+  if (begin == end) {
     return directions_.narrow(0, 0, 0);
   }
-  return directions_.narrow(0, split_ends_[number], split_ends_[number + 1] - split_ends_[number]);
+  const int last = split_[end - 1];
+  const std::int64_t from = place(split_[begin], part);
+  const std::int64_t columns = column(last, part + 1) - column(last, part);
+  return directions_.narrow(0, from, place(last, part) + rows(last) * columns - from);
 }
 
 void KfacDirections::findActive() {

@@ -47,8 +47,12 @@ class KfacDirections {
   virtual void write(const std::vector<double>& rates, std::optional<double> kl_clip) = 0;
   virtual double clip() const = 0;  // nu of the last write()
 
-  at::Tensor slice(int layer) const;      // of the directions, of a layer in one part
-  at::Tensor splitSlice(int part) const;  // of that part of all layers that are split; may be empty
+  // Layers in one part, and those that are split, as they lie in the buffer.
+  const std::vector<int>& whole() const { return whole_; }
+  const std::vector<int>& split() const { return split_; }
+  at::Tensor slice(int layer) const;  // of the directions, of a layer in one part
+  // That part of some layers that are split: from place `begin` of split() up to `end`.
+  at::Tensor splitSlice(int part, std::size_t begin, std::size_t end) const;
   virtual std::size_t bytes() const { return gradients_.nbytes() + directions_.nbytes(); }
 
  protected:
@@ -77,8 +81,9 @@ class KfacDirections {
   std::vector<int> parts_;                         // [layer]
   std::vector<std::int64_t> offsets_;              // [layer] in the gradients
   std::vector<std::vector<std::int64_t>> places_;  // [layer][part] in the directions
-  std::vector<std::int64_t> split_ends_;           // [part] in the directions, after a first entry: where they begin
-  std::vector<bool> active_;                       // [layer]
+  std::vector<int> whole_;
+  std::vector<int> split_;
+  std::vector<bool> active_;  // [layer]
   at::Tensor gradients_;
   at::Tensor directions_;
 };

@@ -209,18 +209,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
       other.mul_(gradient_scale);
     }
   }
-  {
-    const Timed timed(stats_.precondition_seconds);
-    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-      if (worksOn(static_cast<int>(layer))) {
-        const auto first = 2 * (layers_.size() - 1 - layer);
-        const int part = directions_->parts(static_cast<int>(layer)) > 1 ? rank_ : 0;
-        directions_->precondition(static_cast<int>(layer), part, inverses_[first + 1], inverses_[first], options_.form,
-                                  options_.damping);
-      }
-    }
-  }
-  distributeDirections();
+  makeDirections();
   const Timed timed(stats_.precondition_seconds);
   directions_->write(rates, options_.kl_clip);
   endPass();

@@ -18,8 +18,8 @@
 // backward pass goes on; runs leave in the order of the plan on every rank, the rest of them in step(). They are waited
 // for in step(), run by run. A layer that is called once more when its factors have left makes its rank ask for all
 // to be sent again. A layer whose factors have come is inverted while later runs travel, and its inverse
-// leaves at once, point to point. Only d-kfac, the plain algorithm, waits for all first. Directions that only some
-// ranks compute are started all together and waited for all together.
+// leaves at once, point to point. Only d-kfac, the plain algorithm, waits for all first. Directions leave layer by
+// layer as they are made (small ones together), and are waited for at the end.
 // Ranks that share a host's memory send nothing early: there all factors are summed in one pass of step(), which takes
 // less time than the threads of sockets would from the backward pass, and inverses go together once all are made.
 //
@@ -139,6 +139,13 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
     KfacEngine& engine_;
     Lock lock_;
   };
+  // Tags of messages: each kind has a range of its own.
+  static constexpr int kVerdictTag = 0;
+  static constexpr int kDirectionsTag = 1;      // + owner
+  static constexpr int kInversesTag = 1 << 20;  // + slot
+  static constexpr int kSharesTag = 2 << 20;    // + instalment
+  static constexpr int kSumsTag = 3 << 20;      // + run
+
   void makePlan();
   void measureCosts();
   double secondsOfProduct();
@@ -184,10 +191,18 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void receiveInverses();
   void sendInverse(std::size_t slot);
   void takeInverses();
-  void distributeDirections();
-  void exchangeShares(std::vector<KfacExchange::Message>& messages) const;
-  void sendDirections(const at::Tensor& slice, int owner, int workers,
-                      std::vector<KfacExchange::Message>& messages) const;
+  bool leavesEarly() const;
+  void planInstalments();
+  void makeDirections();
+  void precondition(int layer, int part);
+  struct OwnedDirections {
+    at::Tensor slice;  // undefined: none
+    int workers = 0;
+  };
+  OwnedDirections ownedBy(int owner) const;
+  std::vector<KfacExchange::Message> ownedMessages(bool sends) const;
+  std::vector<KfacExchange::Message> shareMessages(std::size_t instalment, bool sends) const;
+  void gatherDirections();
   bool onFirstStream();
   void endPass();
 
@@ -202,6 +217,11 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   core::KfacPlanInput input_;
   core::KfacPlan plan_;
   std::unique_ptr<KfacDirections> directions_;
+  struct Instalment {
+    std::size_t begin = 0;
+    std::size_t end = 0;
+  };
+  std::vector<Instalment> instalments_;  // places in directions_->split() whose shares leave together
   std::vector<FactorInverse> inverses_;  // [slot]
 
   at::Tensor payload_;                     // what is summed over ranks, laid out as the running averages

@@ -237,6 +237,7 @@ void KfacEngine::makePlan() {
   KfacDirections::Layout layout{std::move(order), std::move(parts)};
   directions_ = queued_ ? makeQueuedDirections(layers_, statistics_->options(), std::move(layout))
                         : makeCpuDirections(layers_, statistics_->type(), std::move(layout));
+  planInstalments();
   inverse_place_.assign(slots.size(), -1);
   std::int64_t elements = 0;
   for (int owner = 0; owner < ranks_; ++owner) {

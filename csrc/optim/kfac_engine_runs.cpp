@@ -9,10 +9,6 @@
 namespace torchext {
 namespace {
 
-// Below those of directions and inverses (kfac_engine_routes.cpp), and above them.
-constexpr int kVerdictTag = 0;
-constexpr int kFirstSumTag = 1 << 20;
-
 enum Verdict : std::uint8_t { kLeavesStep, kTakesStep, kTakesStepAgain };
 
 }  // namespace
@@ -55,7 +51,7 @@ void KfacEngine::startRuns(bool overlapped) {
         sums_.push_back(exchange_->allReduce(run));
         break;
       case core::FactorExchange::kReduceToOwner:
-        sums_.push_back(exchange_->reduce(run, plan_.factors[begin].owner, kFirstSumTag + static_cast<int>(started_),
+        sums_.push_back(exchange_->reduce(run, plan_.factors[begin].owner, kSumsTag + static_cast<int>(started_),
                                           sharesOf(begin, run.numel())));
         break;
       case core::FactorExchange::kOwnersOwn:

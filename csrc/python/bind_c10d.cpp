@@ -138,8 +138,9 @@ void bindC10d(py::module_& module) {
       .def("_withdraw_announcements", &AttachableBackend::withdrawAnnouncements,
            py::call_guard<py::gil_scoped_release>());
 
+  // Of a new group, or one that takes another's place, only some of a model's workers may be members.
   module.def(
-      "keep_promises", [] { Promises::keepAll(WaitingFor::kEverybody); }, py::call_guard<py::gil_scoped_release>());
+      "keep_promises", [] { Promises::keepAll(WaitingFor::kSomebody); }, py::call_guard<py::gil_scoped_release>());
   module.def("leave_all", &DelegatingBackend::leaveAll, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -62,6 +62,31 @@ def test_directions_split_by_columns_are_the_same(size: int, queued: bool) -> No
     assert sum(sent for _, sent in outcomes) >= (size - 1) * 6 * 8 * (4 * 10 + 9 * 23 + 3 * 9)
 
 
+def body_large(rank: Rank) -> list[torch.Tensor]:
+    """Layers whose shares are worth a message of their own, between some that are not."""
+    rank.init("gloo")
+    trained = []
+    for split in (False, True):
+        torch.manual_seed(1)
+        layers = [nn.Linear(20, 401), nn.Tanh(), nn.Linear(401, 300), nn.Tanh(), nn.Linear(300, 350), nn.Linear(350, 3)]
+        model = DistributedDataParallel(nn.Sequential(*layers).double())
+        optimizer = KFAC(model, strategy="comm-opt", split_directions=split, shared_memory=False, **OPTIONS)
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs = torch.randn(16, 20, generator=torch.Generator().manual_seed(10 * step + rank.rank)).double()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        equal_everywhere(model.module)
+        trained.append(flat(model.module))
+    return trained
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shares_of_large_directions_leave_one_by_one(size: int) -> None:
+    for whole, shares in run_ranks(body_large, size):
+        assert (whole - shares).abs().max() < 1e-9 * whole.abs().max()
+
+
 @pytest.mark.parametrize(
     ("size", "path"),
     [*((size, path) for size in (1, 2, 3, 4) for path in ("memory", "messages")), (2, "queued"), (3, "queued")],

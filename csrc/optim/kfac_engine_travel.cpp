@@ -1,5 +1,4 @@
-// How KfacEngine's results reach the ranks that need them: inverses, and directions that only some ranks compute; by
-// messages, or through memory where all ranks share a host's.
+// How inverses reach the ranks that need them: by messages, or through memory where all ranks share a host's.
 #include <cmath>
 #include <limits>
 
@@ -8,30 +7,6 @@
 #include "optim/timed.h"
 
 namespace torchext {
-namespace {
-
-// Tags: directions by owner, then split ones by rank, then inverses by slot.
-constexpr int kFirstTag = 1;
-
-}  // namespace
-
-// What brings directions from the workers of `owner` to the other ranks.
-void KfacEngine::sendDirections(const at::Tensor& slice, int owner, int workers,
-                                std::vector<KfacExchange::Message>& messages) const {
-  using core::KfacPlan;
-  for (int rank = 0; rank < ranks_; ++rank) {
-    if (KfacPlan::isWorker(rank, owner, workers, ranks_)) {
-      continue;
-    }
-    const int from = KfacPlan::serverOf(rank, owner, workers, ranks_);
-    if (from == rank_) {
-      messages.push_back({slice, rank, kFirstTag + owner, /*sends=*/true});
-    } else if (rank == rank_) {
-      messages.push_back({slice, from, kFirstTag + owner, /*sends=*/false});
-    }
-  }
-}
-
 at::Tensor KfacEngine::inverseBuffer(std::size_t slot) const {
   return inverse_buffer_.narrow(0, inverse_place_[slot], inverseElements(statistics_->slots()[slot], options_.form));
 }
@@ -84,8 +59,7 @@ void KfacEngine::sendInverse(std::size_t slot) {
   const at::Tensor from = inverseBuffer(slot);
   const int workers = plan_.workers[core::index(place.layer)];
   for (int distance = 1; distance < workers; ++distance) {
-    inverses_sent_.push_back(
-        exchange_->send(from, (rank_ + distance) % ranks_, kFirstTag + 2 * ranks_ + static_cast<int>(slot)));
+    inverses_sent_.push_back(exchange_->send(from, (rank_ + distance) % ranks_, kInversesTag + static_cast<int>(slot)));
   }
 }
 
@@ -96,7 +70,7 @@ void KfacEngine::receiveInverses() {
   const auto& slots = statistics_->slots();
   for (std::size_t i = 0; i < slots.size(); ++i) {
     if (comesHere(i)) {
-      const int tag = kFirstTag + 2 * ranks_ + static_cast<int>(i);
+      const int tag = kInversesTag + static_cast<int>(i);
       inverses_coming_.emplace_back(i, exchange_->receive(inverseBuffer(i), plan_.factors[i].owner, tag));
     }
   }
@@ -148,7 +122,7 @@ void KfacEngine::exchangeInverses() {
   std::vector<std::size_t> coming;
   std::vector<at::Tensor> marks;
   for (std::size_t i = 0; i < slots.size(); ++i) {
-    const int tag = kFirstTag + 2 * ranks_ + static_cast<int>(i);
+    const int tag = kInversesTag + static_cast<int>(i);
     if (comesHere(i)) {
       messages.push_back({inverseBuffer(i), plan_.factors[i].owner, tag, /*sends=*/false});
       coming.push_back(i);
@@ -174,66 +148,6 @@ void KfacEngine::exchangeInverses() {
       unpackInverse(coming[i]);
     }
   }
-}
-
-// Every rank's share of the split directions to every other. Point to point: Gloo hands its collectives to threads of
-// its own, which on a machine without spare cores takes longer than the transfer.
-void KfacEngine::exchangeShares(std::vector<KfacExchange::Message>& messages) const {
-  for (int distance = 1; distance < ranks_; ++distance) {
-    const int to = (rank_ + distance) % ranks_;
-    const int from = (rank_ + ranks_ - distance) % ranks_;
-    const at::Tensor own = directions_->splitSlice(rank_);
-    const at::Tensor others = directions_->splitSlice(from);
-    if (own.numel() > 0) {
-      messages.push_back({own, to, kFirstTag + ranks_ + rank_, /*sends=*/true});
-    }
-    if (others.numel() > 0) {
-      messages.push_back({others, from, kFirstTag + ranks_ + from, /*sends=*/false});
-    }
-  }
-}
-
-void KfacEngine::distributeDirections() {
-  if (!exchange_) {
-    return;
-  }
-  const Timed timed(stats_.distribute_seconds);
-  const bool through_memory = throughMemory();
-  std::vector<KfacExchange::Message> messages;
-  std::vector<at::Tensor> owned(core::index(ranks_));  // that all others have from one rank
-  for (int owner = 0; owner < ranks_; ++owner) {
-    at::Tensor slice;
-    int workers = ranks_;
-    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-      if (plan_.workers[layer] == ranks_ || plan_.layer_owner[layer] != owner) {
-        continue;
-      }
-      workers = plan_.workers[layer];
-      const at::Tensor own = directions_->slice(static_cast<int>(layer));
-      slice = !slice.defined() ? own
-                               : slice.as_strided({own.storage_offset() + own.numel() - slice.storage_offset()}, {1},
-                                                  slice.storage_offset());
-    }
-    if (slice.defined() && through_memory) {  // other workers have the same already
-      owned[core::index(owner)] = slice;
-    } else if (slice.defined()) {
-      sendDirections(slice, owner, workers, messages);
-    }
-  }
-  if (!through_memory) {
-    exchangeShares(messages);
-  }
-  auto works = exchange_->start(messages);
-  if (through_memory) {
-    std::vector<at::Tensor> shares;
-    shares.reserve(core::index(ranks_));
-    for (int rank = 0; rank < ranks_; ++rank) {
-      shares.push_back(directions_->splitSlice(rank));
-    }
-    exchange_->gatherParts(owned);
-    exchange_->gatherParts(shares);
-  }
-  KfacExchange::wait(works);
 }
 
 }  // namespace torchext
