@@ -236,6 +236,8 @@ void GroupHealth::add(PendingOperation* operation, const OpInfo& op) {
   checkUsable(op.name);
 }
 
+void GroupHealth::remove(PendingOperation* operation) noexcept { pending_.remove(operation); }
+
 uint64_t GroupHealth::addAbortCallback(std::function<void()> callback) {
   {
     std::lock_guard lock(mutex_);
