@@ -25,8 +25,8 @@
 // With a schedule nothing is promised ahead: each round runs by itself once its step is taken. A worker that took fewer
 // steps than others (a gradient scaler skipped some) makes up for the rounds at the next collective call of the
 // synchronizer. One that is ahead may wait for such a round, and come to the call only afterwards: it tells all ranks
-// its step (AttachableBackend::tellStep), and who waits in the call makes the rounds up to that one. These are rounds of
-// steps that somebody has taken, so which rounds are made does not depend on who waits for whom, nor for how long.
+// its step (AttachableBackend::tellStep), and who waits in the call makes the rounds up to that one. These are rounds
+// of steps that somebody has taken, so which rounds are made does not depend on who waits for whom, nor for how long.
 // Where the group takes the place of one that failed, workers are some steps apart. Each keeps its number, so that all
 // have the same when they have come to the same place of the script; those behind make theirs without rounds. Leaving:
 // detach() keeps every promise made to other workers and waits for them. leave() is the same with a limit, for exits
