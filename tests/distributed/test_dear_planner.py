@@ -12,11 +12,11 @@ from sharded import FORMS, Pair, batch, in_form, made, mlp, sgd
 PAUSE = 0.01  # seconds; a step of these models takes one or two milliseconds
 
 
-def run_until_decided(pair: Pair, slow: str, *, most: int) -> dict[str, Any]:
+def run_until_decided(pair: Pair, slow: str, *, most: int, pause: float = PAUSE) -> dict[str, Any]:
     """Steps that are longer while training in the mode `slow`; until there is a decision."""
     for _ in range(most):
         if pair.sync.stats()["mode"] == slow:
-            time.sleep(PAUSE)
+            time.sleep(pause)
         pair.step()
         if pair.sync.stats()["decided"]:
             break
@@ -45,21 +45,22 @@ def body_slower_later(rank: Rank) -> None:
     pair = Pair(rank, made(mlp), sgd, fallback=True)
     stats = run_until_decided(pair, "allreduce", most=250)
     assert stats["mode"] == "dear", stats
-    for _ in range(90):  # longer than an all-reduce took, but not long enough to be looked at
-        time.sleep(2 * PAUSE)
+    longer = max(2 * PAUSE, 1.5e-3 * stats["allreduce_step_ms"])  # than an all-reduce took, on a busy machine, too
+    for _ in range(90):  # but not long enough to be looked at
+        time.sleep(longer)
         pair.step()
     assert pair.sync.stats()["mode"] == "dear"
     for _ in range(10):
-        time.sleep(2 * PAUSE)
+        time.sleep(longer)
         pair.step()
     assert pair.sync.stats()["mode"] == "allreduce", pair.sync.stats()
-    stats = run_until_decided(pair, "dear", most=60)
+    stats = run_until_decided(pair, "dear", most=60, pause=longer)
     assert (stats["mode"], stats["decided"]) == ("allreduce", True), stats
     assert pair.done() < 1e-4  # 200 steps and more
 
 
 def test_a_decision_that_does_not_hold_is_taken_back() -> None:
-    run_ranks(body_slower_later, 2, deadline=90)
+    run_ranks(body_slower_later, 2, deadline=150)
 
 
 DDP_OPTIONS = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
