@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchext import _C
+
 __all__ = ["receive", "send", "unpack"]
 
 _logger = logging.getLogger("torchext")
@@ -20,6 +22,7 @@ def send(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, group: 
     """The state of both, to a worker of the group."""
     state = _packed(module, optimizer)
     dist.send(torch.tensor([state.numel()]), rank, group)
+    _C.fault_point("handover.sending")
     dist.send(state, rank, group)
 
 
@@ -27,6 +30,7 @@ def receive() -> torch.Tensor:
     """What the first worker of the default group sends, for :func:`unpack`."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, 0)
+    _C.fault_point("handover.receiving")
     state = torch.empty(int(size), dtype=torch.uint8)
     dist.recv(state, 0)
     return state

@@ -7,23 +7,27 @@ have connected, or by whoever could not.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-__all__ = ["CONNECTING", "FORMED", "GRACE", "LATE_GRACE", "PATIENCE", "PAUSE", "GoingOn", "Gone", "Meeting", "Roll"]
+from torchext import _C
 
-GRACE = 2.0  # seconds for a survivor to say that it lives; its own thread says so, within milliseconds as a rule
-LATE_GRACE = 5.0  # the same when a new group did not come about, which one hears of sooner than another
+__all__ = ["CONNECTING", "FORMED", "GRACE", "PATIENCE", "PAUSE", "GoingOn", "Gone", "Meeting", "Roll"]
+
+GRACE = 2.0  # seconds for a survivor to say that it lives; a thread of its says so, within milliseconds as a rule
 PATIENCE = timedelta(seconds=30)  # for all to come to a new group, from whatever they were at
 CONNECTING = timedelta(seconds=10)  # for those that have come to connect,
 CONNECTING_EACH = timedelta(milliseconds=50)  # and for each of them
 PAUSE = 0.01
+LOOK = 0.05  # between the looks of a thread that only looks
 
 FORMED = "formed"
 
@@ -123,6 +127,7 @@ class Meeting:
             torch.distributed.DistBackendError: Half or more are silent and might live.
         """
         self.store.set(f"alive/{me}", "1")
+        _C.fault_point("meeting.alive")
         started = time.monotonic()
         while not self.store.check(["decision"]):
             # A process that ends may live a while, and its group's failure says so; it has said before that it goes.
@@ -161,10 +166,20 @@ class Meeting:
         """Of those that are connected here; RuntimeError if it was not to be had in time."""
         self.store.set(f"connected/{me}", "1")
         if decided.members[0] == me:
-            self.store.wait([f"connected/{number}" for number in decided.members], decided.connecting)
+            self._await_connected(decided)
             return self.conclude(FORMED)
         self.store.wait(["outcome"], 2 * decided.connecting)
         return self.store.get("outcome").decode()
+
+    def _await_connected(self, decided: GoingOn) -> None:
+        """Until all are, or somebody has given up: who goes on waiting then comes too late to the next list."""
+        connected = [f"connected/{number}" for number in decided.members]
+        deadline = time.monotonic() + decided.connecting.total_seconds()
+        while not self.store.check(connected) and not self.concluded:
+            if time.monotonic() > deadline:
+                missing = [number for number in decided.members if not self.store.check([f"connected/{number}"])]
+                raise dist.DistStoreError(f"ranks {missing} did not connect within {decided.connecting}")
+            time.sleep(PAUSE)
 
     def conclude(self, outcome: str) -> str:
         """Writes the outcome down unless another has; returns what stands there."""
@@ -174,6 +189,33 @@ class Meeting:
     def concluded(self) -> bool:
         """Whether there is an outcome."""
         return self.store.check(["outcome"])
+
+    @contextlib.contextmanager
+    def watching(self, me: int, following: Meeting) -> Iterator[None]:
+        """Says in the meeting that follows that this worker lives, as soon as this one has ended without a group.
+
+        Its training thread may hear of that only when it has waited in vain for a connection, and the others go by who
+        has spoken.
+        """
+        over = threading.Event()
+        # Of its own: a store serves one call at a time, and that of the training thread may wait for an address.
+        ended, lives = self.store.clone(), following.store.clone()
+
+        def watch() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone: the training thread says so
+                while not over.wait(LOOK):
+                    if ended.check(["outcome"]):
+                        if ended.get("outcome").decode() != FORMED:
+                            lives.set(f"alive/{me}", "1")
+                        return
+
+        thread = threading.Thread(target=watch, name="torchext_meeting", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(1.0)  # but for a call of a store that does not answer
 
     def give_up(self, me: int) -> None:
         """Says that this worker is no member any more: the others must not wonder whether it lives."""

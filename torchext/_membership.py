@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
@@ -40,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C, _meeting
 from torchext._handover import receive, send, unpack
-from torchext._meeting import FORMED, GRACE, LATE_GRACE, GoingOn, Gone, Meeting, Roll
+from torchext._meeting import FORMED, GRACE, GoingOn, Gone, Meeting, Roll
 from torchext._model_group import ModelGroup
 from torchext._newcomers import Door, Newcomer, Request, root_of
 from torchext._regroup import new_world, shrunk
@@ -53,6 +54,10 @@ ATTEMPTS = 3  # at a new group, which is missed by one that died after the list 
 ENTRIES = 5  # attempts of a newcomer
 
 _logger = logging.getLogger("torchext")
+
+
+class _LeftBehind(dist.DistBackendError):
+    """The group stands, and this worker has failed to come into it."""
 
 
 class Membership(ModelGroup):
@@ -182,6 +187,8 @@ class Membership(ModelGroup):
             try:
                 self._form(decided, attempt)
                 break
+            except _LeftBehind:
+                raise
             except RuntimeError as missing:  # DistStoreError as a rule, or what Gloo raises when it cannot connect
                 if attempt == ATTEMPTS - 1:
                     raise
@@ -221,15 +228,14 @@ class Membership(ModelGroup):
 
     def _decide(self, attempt: int, dead: set[int], reason: str) -> GoingOn:
         """Who goes on: the same in every process that is told."""
-        grace = GRACE if attempt == 0 else LATE_GRACE
         # Who has not heard of the failure finds it by a timeout of its own, in a wait that may only have begun.
-        patience = grace + 2 * self._options._timeout.total_seconds()
+        patience = GRACE + 2 * self._options._timeout.total_seconds()
         return self._meeting(attempt).decide(
             self._me,
             self.members,
             first=self._meeting(),
             dead=dead,
-            grace=grace,
+            grace=GRACE,
             patience=patience,
             reason=reason,
         )
@@ -244,11 +250,13 @@ class Membership(ModelGroup):
     def _form(self, decided: GoingOn, attempt: int) -> None:
         """Makes the group of those on a list that of the model. Raises RuntimeError on all of them, or on none."""
         meeting = self._meeting(attempt)
+        _C.fault_point("meeting.listed")
 
         def settle() -> None:
             outcome = meeting.outcome(self._me, decided)
             if outcome != FORMED:
                 raise dist.DistBackendError(outcome)
+            _C.fault_point("group.formed")
 
         # In a meeting, and when a group did not come about, they are at nothing else.
         prompt = attempt > 0 or bool(decided.newcomers)
@@ -262,11 +270,18 @@ class Membership(ModelGroup):
         try:
             if meeting.concluded:  # the others have waited for this one in vain
                 raise dist.DistBackendError("came too late")
-            with replacing(replacement):
+            with meeting.watching(self._me, self._meeting(attempt + 1)), replacing(replacement):
                 self._take(self._made(decided, replacement))
         except RuntimeError as error:
+            # What it was made of ends here, and is not held by the error: those that have come must miss this one.
+            traceback.clear_frames(error.__traceback__)
             outcome = meeting.conclude(f"rank {self._me} did not come into it: {error}")
-            raise dist.DistBackendError(str(error) if outcome == FORMED else outcome) from error
+            if outcome == FORMED:
+                raise _LeftBehind(
+                    f"torchext: the others train on without rank {self._me}, which could not come into their group"
+                    f" ({error}); start it anew"
+                ) from error
+            raise dist.DistBackendError(outcome) from error
         except BaseException as interrupt:
             self._break_off(attempt, interrupt)
             raise

@@ -14,10 +14,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from torchext._meeting import LATE_GRACE, PAUSE, Gone
+from torchext._meeting import PAUSE, Gone
 from torchext._membership import Membership
 
-__all__ = ["losing"]
+__all__ = ["LEAVING", "losing"]
+
+LEAVING = 5.0  # seconds for one that has left a model, as a script does that ends, to leave another
 
 
 def losing(gone: Gone, others: Sequence[Membership]) -> list[Membership]:
@@ -31,7 +33,7 @@ def losing(gone: Gone, others: Sequence[Membership]) -> list[Membership]:
     for other in found:
         other.lose(gone.dead)
     waiting = [other for other in others if other not in found and other.has(gone.left)]
-    end = time.monotonic() + LATE_GRACE
+    end = time.monotonic() + LEAVING
     while waiting and time.monotonic() < end:
         left = [other for other in waiting if other.has_failed or other.is_left_by(gone.left)]
         if not left:
@@ -41,5 +43,5 @@ def losing(gone: Gone, others: Sequence[Membership]) -> list[Membership]:
             other.lose(gone.left)
         found += left
         waiting = [other for other in waiting if other not in left]
-        end = time.monotonic() + LATE_GRACE
+        end = time.monotonic() + LEAVING
     return found

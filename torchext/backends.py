@@ -243,6 +243,8 @@ def _inner_backends(
 ) -> _C.InnerBackends:
     """Gloo, NCCL where there is a GPU, and Gloo for control messages where there is a peer; collective."""
     anew = _replacement.get()
+    if anew:
+        _C.fault_point("group.arrived")
     connecting = anew.connecting if anew else timeout
     cpu = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=connecting)
     cuda = _nccl(store, rank, size, timeout, group_name, members)
@@ -254,6 +256,7 @@ def _inner_backends(
         control._set_default_timeout(timeout)
     cpu._set_default_timeout(timeout)
     if anew:
+        _C.fault_point("group.connected")
         anew.settle()
     return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control)
 

@@ -11,6 +11,7 @@
 
 #include "c10d/attentive_wait.h"
 #include "c10d/leaving.h"
+#include "c10d/own_fault.h"
 #include "c10d/promises.h"
 
 namespace torchext {
@@ -88,6 +89,15 @@ void AttachableBackend::tellStep(int channel, std::uint32_t meeting, std::int64_
 std::int64_t AttachableBackend::furthestStep(int channel, std::uint32_t meeting) const {
   const auto told = failureMonitor().furthest(channel);
   return told && told->meeting == meeting ? told->steps : 0;
+}
+
+void AttachableBackend::abandonMeeting(const std::exception_ptr& error) {
+  if (health()->failed()) {
+    return;
+  }
+  const auto fault = ownFault(error);
+  abortWithReason(c10::str("rank ", getRank(), fault ? " failed" : " was interrupted",
+                           " while all workers were to meet", fault ? ": " + *fault : ""));
 }
 
 void AttachableBackend::announceMember(const c10::intrusive_ptr<c10d::Store>& store, int number) {

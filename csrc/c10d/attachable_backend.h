@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -54,6 +55,9 @@ class AttachableBackend : public DelegatingBackend {
   void tellStep(int channel, std::uint32_t meeting, std::int64_t steps) noexcept;
   // The most steps that any rank has told since that meeting; 0 when nobody has.
   std::int64_t furthestStep(int channel, std::uint32_t meeting) const;
+
+  // Ends the group: because of this error its worker does not come to where all are to meet.
+  void abandonMeeting(const std::exception_ptr& error);
 
   // Writes in `store` what becomes of this worker, under its number among those that train a model: "alive/<number>"
   // when the group fails, for it lives, whatever its training thread is doing (at once if it has failed already); and

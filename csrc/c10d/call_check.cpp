@@ -12,6 +12,7 @@
 
 #include "c10d/callers_line.h"
 #include "c10d/collective_header.h"
+#include "c10d/fault_points.h"
 #include "c10d/parse_message.h"
 
 namespace torchext {
@@ -88,9 +89,10 @@ void CallCheck::startLater(const Ticket& ticket, const OpInfo& op,
     try {
       if (ticket.agree) {
         self->agree(ticket, op);
+        faultPoint(FaultPoint::kCallAgreed);
       }
     } catch (const std::exception&) {
-      error = self->health_->explain(std::current_exception(), op);
+      error = self->health_->explainToAll(std::current_exception(), op);
     }
     start(error);
     std::lock_guard started(self->mutex_);
@@ -104,6 +106,7 @@ void CallCheck::agree(const Ticket& ticket, OpInfo op) {
   op.nested = true;
   const core::CallMessage message{.sender = rank_, .number = ticket.number, .header = ticket.header};
   monitor_->post(message);
+  faultPoint(FaultPoint::kCallAsked);
   std::vector<at::Tensor> tensors{messageBuffer()};
   std::memcpy(tensors[0].mutable_data_ptr(), &message, sizeof(message));
   std::vector<at::Tensor> own{tensors[0]};

@@ -12,6 +12,7 @@
 
 #include "c10d/collective_header.h"
 #include "c10d/delegating_work.h"
+#include "c10d/fault_points.h"
 #include "c10d/leaving.h"
 
 namespace torchext {
@@ -70,6 +71,7 @@ DelegatingBackend::Works DelegatingBackend::forward(const OpInfo& op, c10::Devic
   Works work;
   try {
     work = call(*inner(device));
+    faultPoint(FaultPoint::kCallStarted);
   } catch (...) {
     std::rethrow_exception(health_->explain(std::current_exception(), op));
   }

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/fault_points.h"
 #include "c10d/promises.h"
 
 namespace torchext {
@@ -67,6 +68,7 @@ void DelegatingWork::begin(const std::function<c10::intrusive_ptr<c10d::Work>()>
   c10::intrusive_ptr<c10::ivalue::Future> future;
   try {
     auto inner = start();
+    faultPoint(FaultPoint::kCallStarted);
     {
       std::lock_guard lock(stateMutex_);
       inner_ = inner;

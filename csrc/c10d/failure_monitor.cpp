@@ -12,6 +12,7 @@
 #include <c10/util/StringUtil.h>
 
 #include "c10d/bounded_thread.h"
+#include "c10d/fault_points.h"
 #include "core/wire.h"
 
 namespace torchext {
@@ -178,6 +179,7 @@ void FailureMonitor::State::run() {
     lock.unlock();
     heartbeat->unwatch();
     if (verdict->kind != Verdict::Kind::kGoodbye) {
+      faultPoint(FaultPoint::kVerdictHeard);
       deliver(*verdict);
     }
   }

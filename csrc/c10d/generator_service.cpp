@@ -10,6 +10,7 @@
 #include <c10/util/thread_name.h>
 
 #include "c10d/failure_monitor.h"
+#include "c10d/fault_points.h"
 #include "c10d/parse_message.h"
 
 namespace torchext {
@@ -96,7 +97,9 @@ void GeneratorService::serve() {
                         core::parseGeneratorMessage, request_, control_.size());
       std::lock_guard<std::mutex> lock(mutex_);
       pending_receive_ = nullptr;
+      faultPoint(FaultPoint::kGeneratorAsked);
       handle(message);
+      faultPoint(FaultPoint::kGeneratorAnswered);
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
       breakOff(std::current_exception());

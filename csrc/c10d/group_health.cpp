@@ -9,6 +9,7 @@
 
 #include "c10d/connection_error.h"
 #include "c10d/leaving.h"
+#include "c10d/own_fault.h"
 
 namespace torchext {
 namespace {
@@ -221,6 +222,14 @@ std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const O
   } catch (...) {
     return error;
   }
+}
+
+std::exception_ptr GroupHealth::explainToAll(const std::exception_ptr& error, const OpInfo& op) {
+  const std::exception_ptr explained = explain(error, op);
+  if (const auto fault = ownFault(explained); fault && !failed()) {
+    poison(rank_, c10::str("rank ", rank_, " failed in ", nameOf(op), ": ", *fault));
+  }
+  return explained;
 }
 
 void GroupHealth::add(PendingOperation* operation, const OpInfo& op) {

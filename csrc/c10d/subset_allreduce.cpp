@@ -10,6 +10,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
+#include "c10d/fault_points.h"
 #include "c10d/parse_message.h"
 #include "core/subset_plan.h"
 
@@ -196,6 +197,7 @@ std::byte* SubsetAllreduce::exchangeFrames(Call& call, const void* payload, std:
     }
   }
   peer_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  faultPoint(FaultPoint::kSubsetHeaders);
   if (differing) {
     finishSends(call);
     throwMismatch(own, *differing);
@@ -328,6 +330,7 @@ void SubsetAllreduce::ring(Call& call) {
     post_gathers(0);
     send_span(reduced[i], finished ? kAllGather : kReduceScatter);
   }
+  faultPoint(FaultPoint::kSubsetHalfway);
   for (std::size_t i = 0; i < gathered.size(); ++i) {
     transport_.wait(gathers[i], previous, kOperation);
     post_gathers(i + 1);

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <iterator>
 
+#include "c10d/fault_points.h"
+
 namespace torchext {
 namespace {
 
@@ -31,6 +33,7 @@ void WindowAllreduce::run(const Buffer& buffer, const std::vector<int>& members,
   for (core::PieceCount turn = 0; turn < pieces + 2; ++turn) {
     if (turn < pieces) {
       write(call, turn);
+      faultPoint(FaultPoint::kWindowWritten);
     }
     if (call.size() == 2) {
       if (turn >= 1 && turn - 1 < pieces) {

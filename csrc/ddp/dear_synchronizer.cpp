@@ -240,8 +240,8 @@ void DearSynchronizer::waitExchanges() {
 // ---- The end ----
 
 void DearSynchronizer::fail(std::exception_ptr error) {
-  // A broken connection becomes the error that names who died.
-  error = group_->health()->explain(error, OpInfo{.name = "training"});
+  // A broken connection becomes the error that names who died; the others learn of any other.
+  error = group_->health()->explainToAll(error, OpInfo{.name = "training"});
   {
     std::lock_guard<std::mutex> lock(mutex_);
     error_ = std::move(error);

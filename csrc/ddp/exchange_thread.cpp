@@ -7,6 +7,7 @@
 #include <c10/util/thread_name.h>
 
 #include "c10d/attentive_wait.h"
+#include "c10d/fault_points.h"
 #include "ddp/elapsed.h"
 
 namespace torchext {
@@ -117,6 +118,7 @@ void ExchangeThread::begin(ExchangeTask& task) {
     task.before();
   }
   task.operation->begin();
+  faultPoint(FaultPoint::kExchangeBegun);
   task.begun = true;
 }
 
@@ -128,6 +130,7 @@ void ExchangeThread::run(ExchangeTask& task) {
     begin(task);
   }
   task.operation->finish([&] { beginNext(task.kind); });
+  faultPoint(FaultPoint::kExchangeArrived);
   if (task.unpack) {
     task.unpack();
   }

@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 
+#include "c10d/fault_points.h"
 #include "ddp/buffer_mean.h"
 #include "ddp/elapsed.h"
 #include "ddp/group_synchronizer.h"
@@ -105,7 +106,9 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
   }
   const auto packed = Clock::now();
   const double peers_before = partial_->peerSeconds();
+  faultPoint(FaultPoint::kAveragePacked);
   addUp(index, group);
+  faultPoint(FaultPoint::kAverageReduced);
   const auto reduced = Clock::now();
   if (!combine_then_adapt_) {
     current.unpack(scaleOf(index, static_cast<std::int64_t>(group.members.size())));

@@ -63,7 +63,7 @@ void GroupSynchronizer::catchUp() {
     steps_ = end;
     ++meetings_;
   } catch (...) {
-    abandonMeeting();
+    group_->abandonMeeting(std::current_exception());
     throw;
   }
 }
@@ -74,18 +74,11 @@ void GroupSynchronizer::runOnThread(std::function<void()> task) {
   try {
     waitAttentively(done);
   } catch (...) {  // of a signal's handler: the task refers to the caller's frame
-    abandonMeeting();
+    group_->abandonMeeting(std::current_exception());
     done.wait();
     throw;
   }
   done.get();
-}
-
-// A handler of a signal has raised: this worker does not come to what the others wait for.
-void GroupSynchronizer::abandonMeeting() {
-  if (!group_->health()->failed()) {
-    group_->abortWithReason(c10::str("rank ", group_->getRank(), " was interrupted while all workers were to meet"));
-  }
 }
 
 // Where all workers come together, on the averaging thread. Its groups end with it, so nobody need wait for them.

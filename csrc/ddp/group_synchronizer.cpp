@@ -190,8 +190,10 @@ void GroupSynchronizer::release(std::size_t bucket) {
 }
 
 void GroupSynchronizer::fail(std::exception_ptr error) {
-  // A broken connection becomes the error that names who died.
-  error = group_->health()->explain(error, OpInfo{.name = "training"});
+  // A broken connection becomes the error that names who died; the others learn of any other.
+  const auto health = group_->health();
+  const OpInfo op{.name = "training"};
+  error = detached_ ? health->explain(error, op) : health->explainToAll(error, op);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!error_) {

@@ -105,7 +105,6 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void catchUp();
   std::int64_t arrive();
   void makeUpTo(std::int64_t steps);
-  void abandonMeeting();
   void averageTask(std::int64_t round, FlightRecord& record);
   void averageNow(const AssignedGroup& group);
   void reduceBucket(std::size_t index, const AssignedGroup& group);

@@ -9,6 +9,7 @@
 #include <c10/util/Logging.h>
 #include <c10/util/ScopeExit.h>
 
+#include "c10d/fault_points.h"
 #include "c10d/leaving.h"
 #include "c10d/promises.h"
 #include "ddp/attach_agreement.h"
@@ -81,29 +82,43 @@ HopSynchronizer::~HopSynchronizer() { HopSynchronizer::leave(std::chrono::second
 
 // ---- An iteration ----
 
+// What fails in the middle of an exchange leaves others waiting for it, whether or not the script goes on.
+template <class Body>
+void HopSynchronizer::orTellAll(Body body) {
+  try {
+    body();
+  } catch (...) {
+    std::rethrow_exception(group_->health()->explainToAll(std::current_exception(), OpInfo{.name = "training"}));
+  }
+}
+
 void HopSynchronizer::publish(bool send) {
   tensors_.check("hop");
   tensors_.note();
   exchange_ = group_->flights().begin("exchange", "all_reduce", wires_, wires_);
   const std::shared_ptr<HopMailbox> mailbox = mailbox_;
   std::byte* block = mailbox->ownBlock(tag_);
-  const auto start = Clock::now();
-  model_.pack(block);
-  stats_.copy_ms += millisecondsSince(start);
-  mailbox->publish(tag_, send);
+  orTellAll([&] {
+    const auto start = Clock::now();
+    model_.pack(block);
+    stats_.copy_ms += millisecondsSince(start);
+    mailbox->publish(tag_, send);
+    faultPoint(FaultPoint::kHopPublished);
+  });
   own_block_ = block;
 }
 
 void HopSynchronizer::average() {
   const std::shared_ptr<HopMailbox> mailbox = mailbox_;
   const auto inputs = mailbox->take();
-  {
+  orTellAll([&] {
+    faultPoint(FaultPoint::kHopTaken);
     RECORD_FUNCTION("torchext::hop::average", std::vector<c10::IValue>{});
     const auto start = Clock::now();
     model_.assign(inputs, own_block_, tensors_.endRound());
     stats_.copy_ms += millisecondsSince(start);
-  }
-  mailbox->release();
+    mailbox->release();
+  });
   exchange_.done();
   own_block_ = nullptr;
 }
@@ -222,9 +237,7 @@ void HopSynchronizer::meet(const std::function<void()>& task) {
     waitAll();
     task();
   } catch (...) {
-    if (!group_->health()->failed()) {
-      group_->abortWithReason(c10::str("rank ", group_->getRank(), " was interrupted while all workers were to meet"));
-    }
+    group_->abandonMeeting(std::current_exception());
     throw;
   }
 }

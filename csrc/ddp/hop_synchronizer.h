@@ -72,6 +72,8 @@ class HopSynchronizer : public AveragingSynchronizer {
   int gapBound() const;
 
  private:
+  template <class Body>
+  void orTellAll(Body body);
   void publish(bool send);
   void average();
   void finishIteration();

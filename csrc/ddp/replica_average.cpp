@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 
+#include "c10d/fault_points.h"
 #include "c10d/promises.h"
 #include "ddp/buffer_mean.h"
 
@@ -55,6 +56,7 @@ double ReplicaAverage::average() {
     const FlatBucket& current = *buckets_[i];
     const at::Tensor& wire = current.wire;
     const bool trained = i < parameter_buckets_;
+    faultPoint(FaultPoint::kExactAverage);
     current.pack();
     const at::Tensor local = trained ? wire.clone() : at::Tensor();
     std::vector<at::Tensor> tensors{!trained ? toSum(wire) : wire.element_size() < 4 ? wire.to(at::kFloat) : wire};

@@ -11,6 +11,7 @@
 
 #include "c10d/attachable_backend.h"
 #include "c10d/attentive_wait.h"
+#include "c10d/fault_points.h"
 #include "c10d/interpreter_lock.h"
 #include "c10d/promises.h"
 #include "python/bind_group.h"
@@ -141,6 +142,11 @@ void bindC10d(py::module_& module) {
   // Of a new group, or one that takes another's place, only some of a model's workers may be members.
   module.def(
       "keep_promises", [] { Promises::keepAll(WaitingFor::kSomebody); }, py::call_guard<py::gil_scoped_release>());
+  // What tests arm, and what code in Python passes.
+  module.attr("FAULT_POINTS") = py::tuple(py::cast(faultPointNames()));
+  module.def("arm_fault_point", &armFaultPoint, py::arg("point"), py::arg("action"), py::arg("passes") = 0);
+  module.def(
+      "fault_point", [](const std::string& point) { faultPoint(point); }, py::arg("point"));
   module.def("leave_all", &DelegatingBackend::leaveAll, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
+from torchext import _C
 
 
 class GoingOn:
@@ -74,11 +75,6 @@ class GoingOn:
         return int(self.sync.stats()["workers"])
 
 
-def freeze_when_connecting(rank: Rank) -> None:
-    """The next group that is made here: the others have met this process, and wait for it in vain."""
-
-    def frozen(*_: Any, **__: Any) -> Any:
-        rank.report("frozen")
-        rank.pause()
-
-    torchext.backends.attempt_store = frozen  # type: ignore[assignment]
+def stop_when_connecting() -> None:
+    """This process, at the next group: the others have met it, and wait for it in vain."""
+    _C.arm_fault_point("meeting.listed", "stop")

@@ -147,6 +147,18 @@ class Ranks:
             self._killed.add(rank)
         os.kill(self.pid(rank), signum)
 
+    def expect_stopped(self, rank: int, deadline: float = DEADLINE) -> None:
+        """Waits until the rank's process is stopped (SIGSTOP)."""
+        end = time.monotonic() + deadline
+        while Path(f"/proc/{self.pid(rank)}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < end, f"rank {rank} has not been stopped within {deadline:g} s"
+            time.sleep(0.02)
+
+    def exit_code(self, rank: int) -> int | None:
+        """Of a rank whose process is ending; negative: of the signal that ended it."""
+        self.processes[rank].join(DEADLINE)
+        return self.processes[rank].exitcode
+
     def proceed(self, ranks: list[int] | None = None) -> None:
         for rank in ranks if ranks is not None else self.alive():
             self._lines[rank].send("go")

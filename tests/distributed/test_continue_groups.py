@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from attached import equal_everywhere
-from going_on import GoingOn, freeze_when_connecting
+from going_on import GoingOn, stop_when_connecting
 from harness import Rank, launch
 
 from torchext import _meeting, _membership
 
 
-def body_frozen(rank: Rank, backend: str, frozen: int, own_group: bool) -> Any:
+def body_stopped(rank: Rank, backend: str, stopped: int, own_group: bool) -> Any:
     _meeting.CONNECTING = timedelta(seconds=2)
     training = GoingOn(rank, backend, {}, own_group=own_group)
     training.train(5)
-    if rank.rank == frozen:
-        freeze_when_connecting(rank)
+    if rank.rank == stopped:
+        stop_when_connecting()
     rank.report("ready")
     while training.workers() > 3:
         training.train(1)
@@ -32,18 +32,18 @@ def body_frozen(rank: Rank, backend: str, frozen: int, own_group: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("backend", "frozen", "own_group"),
+    ("backend", "stopped", "own_group"),
     [("prague", 2, False), ("hop", 2, False), ("prague", 0, False), ("prague", 2, True), ("hop", 0, True)],
 )
-def test_one_is_gone_when_the_others_connect(backend: str, frozen: int, own_group: bool) -> None:
+def test_one_is_gone_when_the_others_connect(backend: str, stopped: int, own_group: bool) -> None:
     """It has come to the new group and is missed there: not for the whole timeout of a group."""
-    with launch(body_frozen, 5, backend, frozen, own_group) as ranks:
+    with launch(body_stopped, 5, backend, stopped, own_group) as ranks:
         ranks.expect("ready")
         ranks.kill(1)
-        ranks.expect("frozen", [frozen], deadline=30)
-        outcomes = ranks.outcomes([rank for rank in range(5) if rank not in (1, frozen)], deadline=40)
-        ranks.kill(frozen)
-    assert [outcome.value for outcome in outcomes] == [(sorted([1, frozen]), 3)] * 3, outcomes
+        ranks.expect_stopped(stopped, deadline=30)
+        outcomes = ranks.outcomes([rank for rank in range(5) if rank not in (1, stopped)], deadline=40)
+        ranks.kill(stopped)
+    assert [outcome.value for outcome in outcomes] == [(sorted([1, stopped]), 3)] * 3, outcomes
 
 
 def body_late(rank: Rank, own_group: bool) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attached import equal_everywhere, flat
-from going_on import GoingOn, freeze_when_connecting
+from going_on import GoingOn, stop_when_connecting
 from harness import Rank, launch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,19 +94,19 @@ def test_a_newcomer_is_heard_in_vain_and_comes_in_all_the_same() -> None:
         assert ranks.values() == [(3, [0], [3])] * 3
 
 
-def body_frozen_in_the_door(rank: Rank, frozen: int) -> Any:
+def body_stopped_in_the_door(rank: Rank, stopped: int) -> Any:
     """Four workers and a newcomer make a group, and one of the five is gone when they connect."""
     _meeting.CONNECTING = timedelta(seconds=2)
     if rank.rank == 5:
         rank.pause()
-    if rank.rank == 4 and frozen == 4:
-        freeze_when_connecting(rank)
+    if rank.rank == 4 and stopped == 4:
+        stop_when_connecting()
     training = GoingOn(rank, "prague", {}, workers=4)
-    if rank.rank == frozen:
-        freeze_when_connecting(rank)
+    if rank.rank == stopped:
+        stop_when_connecting()
     if rank.rank < 4:
         rank.report("trains")
-    training.meet_until(lambda stats: stats["workers"] == 4 + (frozen == 4) and bool(stats["joined_ranks"]))
+    training.meet_until(lambda stats: stats["workers"] == 4 + (stopped == 4) and bool(stats["joined_ranks"]))
     training.train(5)
     training.sync.synchronize()
     equal_everywhere(training.ddp.module)
@@ -114,16 +114,16 @@ def body_frozen_in_the_door(rank: Rank, frozen: int) -> Any:
     return stats["lost_ranks"], len(stats["joined_ranks"])
 
 
-@pytest.mark.parametrize("frozen", [2, 4], ids=["a worker", "the newcomer"])
-def test_one_is_gone_when_a_newcomer_comes(frozen: int) -> None:
-    with launch(body_frozen_in_the_door, 6, frozen) as ranks:
+@pytest.mark.parametrize("stopped", [2, 4], ids=["a worker", "the newcomer"])
+def test_one_is_gone_when_a_newcomer_comes(stopped: int) -> None:
+    with launch(body_stopped_in_the_door, 6, stopped) as ranks:
         ranks.expect("trains", range(4))
-        ranks.expect("frozen", [frozen], deadline=30)
-        if frozen == 4:
+        ranks.expect_stopped(stopped, deadline=30)
+        if stopped == 4:
             ranks.proceed([5])
-        staying = [rank for rank in range(6) if rank != frozen and (rank != 5 or frozen == 4)]
+        staying = [rank for rank in range(6) if rank != stopped and (rank != 5 or stopped == 4)]
         outcomes = ranks.outcomes(staying, deadline=50)
-        ranks.kill(frozen)
+        ranks.kill(stopped)
         ranks.kill(5)
-    lost = [2] if frozen == 2 else []
+    lost = [2] if stopped == 2 else []
     assert [outcome.value for outcome in outcomes] == [(lost, 1)] * len(staying), outcomes
