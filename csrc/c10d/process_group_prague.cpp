@@ -190,7 +190,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Te
           record.done();
           work->complete();
         } catch (...) {
-          work->complete(std::current_exception());
+          work->complete(health()->explainToAll(std::current_exception(), {.name = "partial_all_reduce"}));
         }
       });
   if (!posted) {

@@ -17,6 +17,7 @@ class Place:
     width: int = 16  # of the model's hidden layer
     bucket_mb: float = 0.001
     meets: bool = False  # for an exact average after each step
+    partial: bool = False  # no training, but calls of partial_all_reduce
 
     @property
     def lr(self) -> float:
@@ -24,7 +25,7 @@ class Place:
         return 0.16 / self.width**2
 
     def __str__(self) -> str:
-        return f"{self.point}-{self.backend}"
+        return f"{self.point}-{self.backend}{'-partial' * self.partial}"
 
 
 CALL_POINTS = {"call.asked", "call.agreed", "call.started"}
@@ -36,6 +37,7 @@ _LARGE: dict[str, Any] = {"width": 40_000, "bucket_mb": 4}
 TRAINING_POINTS = [
     *(Place(point, backend) for point in ("average.packed", "average.reduced") for backend in ("prague", "dssync")),
     *(Place("subset.headers", backend, options=_SOCKETS) for backend in ("prague", "dssync")),
+    Place("subset.headers", "prague", options=_SOCKETS, partial=True),
     *(Place("subset.halfway", backend, options=_SOCKETS, **_LARGE) for backend in ("prague", "dssync")),
     *(Place("window.written", backend, **_LARGE) for backend in ("prague", "dssync")),
     *(Place(point, "prague", victim=0) for point in ("generator.asked", "generator.answered")),

@@ -46,6 +46,15 @@ def calls(_rank: Rank, _place: Place) -> Callable[[], None]:
     return call
 
 
+def partial(_rank: Rank, _place: Place) -> Callable[[], None]:
+    def call() -> None:
+        tensor = torch.full((10,), 3.0)
+        torchext.backend_of().partial_all_reduce(tensor, list(range(SIZE))).wait()
+        assert tensor.eq(3.0).all()
+
+    return call
+
+
 def training(rank: Rank, place: Place) -> Callable[[], None]:
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(8, place.width), nn.Tanh(), nn.Linear(place.width, 1))
@@ -61,7 +70,7 @@ def training(rank: Rank, place: Place) -> Callable[[], None]:
 
 def body(rank: Rank, place: Place, action: str, passes: int, heartbeat: float) -> Any:
     init(rank, place, heartbeat)
-    step = (calls if place.point in CALL_POINTS else training)(rank, place)
+    step = (calls if place.point in CALL_POINTS else partial if place.partial else training)(rank, place)
     for _ in range(3):
         step()
     dist.barrier()

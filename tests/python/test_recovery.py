@@ -76,14 +76,14 @@ def test_whoever_left_one_model_may_train_another() -> None:
 
 def test_a_script_that_ends_leaves_one_model_after_the_other() -> None:
     """The second is left later than is waited for one: the first has been left meanwhile."""
-    soon, late = (int(part * LEAVING / PAUSE) for part in (0.6, 1.4))
+    soon, late = (int(part * _recovery.LEAVING / PAUSE) for part in (0.6, 1.4))
     first, second, never = Workers({0, 1}, left_at=soon), Workers({0, 1}, left_at=late), Workers({0, 2})
     assert losing(gone(set(), {1}), never, second, first) == [1, 2]
     assert first.ended_for == second.ended_for == {1}
 
 
 def test_one_that_is_left_much_later_is_another_matter() -> None:
-    later = Workers({0, 1}, left_at=int(1.4 * LEAVING / PAUSE))
+    later = Workers({0, 1}, left_at=int(1.4 * _recovery.LEAVING / PAUSE))
     assert losing(gone(set(), {1}), later) == []
     assert not later.has_failed
 
