@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -96,6 +97,10 @@ void AttachableBackend::abandonMeeting(const std::exception_ptr& error) {
     return;
   }
   const auto fault = ownFault(error);
+  std::optional<Leaving> leaving;
+  if (fault) {
+    leaving.emplace();
+  }
   abortWithReason(c10::str("rank ", getRank(), fault ? " failed" : " was interrupted",
                            " while all workers were to meet", fault ? ": " + *fault : ""));
 }

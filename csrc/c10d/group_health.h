@@ -91,8 +91,8 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   // Turns an error of an inner backend into the one to show: errors of connections name the rank that died (waiting up
   // to a second for the verdict) and poison the group; others keep their text.
   std::exception_ptr explain(const std::exception_ptr& error, const OpInfo& op);
-  // The same of what the other ranks wait for, whoever calls it: an error that is this rank's alone (own_fault.h) ends
-  // the group with that reason.
+  // The same of what the other ranks wait for, whoever calls it: with an error that is its own (own_fault.h) this rank
+  // leaves the group, and the others know why.
   std::exception_ptr explainToAll(const std::exception_ptr& error, const OpInfo& op);
   // op.peer sent what no torchext of this version sends: poisons the group and returns the call's error.
   std::exception_ptr refuse(const OpInfo& op, const std::string& error);

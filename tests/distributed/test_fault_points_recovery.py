@@ -58,6 +58,33 @@ def test_the_others_train_on_after_a_kill(place: Place) -> None:
     assert [outcome.value for outcome in outcomes] == [([place.victim], [], 3)] * 3, outcomes
 
 
+def body_of_one_that_fails(rank: Rank, place: Place) -> Any:
+    training = GoingOn(rank, place.backend, dict(place.options))
+    training.train(3)
+    if rank.rank == place.victim:
+        _C.arm_fault_point(place.point, "throw", 1)
+    rank.report("armed")
+    while training.workers() == rank.size:
+        training.train(1)
+        if place.meets:
+            training.sync.synchronize()
+    return outcome_of(training)
+
+
+@pytest.mark.parametrize(
+    "place", [p for p in TRAINING_POINTS if p.backend != "dear" and not p.partial and p.width == 16], ids=str
+)
+def test_the_others_train_on_without_one_that_fails(place: Place) -> None:
+    """It has an error of its own, and its script may live: the others do not wait for it."""
+    with launch(body_of_one_that_fails, 4, place) as ranks:
+        ranks.expect("armed")
+        others = [rank for rank in range(4) if rank != place.victim]
+        outcomes = ranks.outcomes(others, deadline=40)
+        (failed,) = ranks.outcomes([place.victim], deadline=20)
+        assert f"fault point {place.point}" in failed.message, failed
+    assert [outcome.value for outcome in outcomes] == [([place.victim], [], 3)] * 3, outcomes
+
+
 # ---- A second fault, in the recovery from the first ----
 
 
