@@ -54,7 +54,7 @@ def test_the_others_train_on_after_a_kill(place: Place) -> None:
     with launch(body_in_training, 4, place, 1) as ranks:
         ranks.expect("armed")
         others = [rank for rank in range(4) if rank != place.victim]
-        outcomes = ranks.outcomes(others, deadline=40)
+        outcomes = ranks.outcomes(others, deadline=60)
     assert [outcome.value for outcome in outcomes] == [([place.victim], [], 3)] * 3, outcomes
 
 
@@ -79,7 +79,7 @@ def test_the_others_train_on_without_one_that_fails(place: Place) -> None:
     with launch(body_of_one_that_fails, 4, place) as ranks:
         ranks.expect("armed")
         others = [rank for rank in range(4) if rank != place.victim]
-        outcomes = ranks.outcomes(others, deadline=40)
+        outcomes = ranks.outcomes(others, deadline=60)
         (failed,) = ranks.outcomes([place.victim], deadline=20)
         assert f"fault point {place.point}" in failed.message, failed
     assert [outcome.value for outcome in outcomes] == [([place.victim], [], 3)] * 3, outcomes
@@ -118,7 +118,7 @@ def test_another_is_killed_in_recovery(point: str, backend: str, victim: int, ow
     with launch(body_in_recovery, 5, backend, point, "kill", victim, own_group) as ranks:
         ranks.expect("ready")
         ranks.kill(1)
-        outcomes = ranks.outcomes([rank for rank in range(5) if rank not in (1, victim)], deadline=50)
+        outcomes = ranks.outcomes([rank for rank in range(5) if rank not in (1, victim)], deadline=60)
         assert ranks.exit_code(victim) == -9
     assert [outcome.value for outcome in outcomes] == [(sorted([1, victim]), [], 3)] * 3, outcomes
 
@@ -128,7 +128,7 @@ def test_a_group_that_does_not_come_about_is_made_anew(point: str) -> None:
     with launch(body_in_recovery, 5, "prague", point, "throw", 3, False) as ranks:
         ranks.expect("ready")
         ranks.kill(1)
-        outcomes = ranks.outcomes(deadline=50)
+        outcomes = ranks.outcomes(deadline=60)
     assert [outcome.value for outcome in outcomes] == [([1], [], 4)] * 4, outcomes
 
 
@@ -139,7 +139,7 @@ def test_who_fails_when_the_group_stands_is_told_so() -> None:
         ranks.kill(1)
         (failed,) = ranks.outcomes([3], deadline=20)
         assert failed.error == "_LeftBehind" and "without rank 3, which could not come" in failed.message, failed
-        outcomes = ranks.outcomes([0, 2, 4], deadline=50)
+        outcomes = ranks.outcomes([0, 2, 4], deadline=60)
     assert [outcome.value for outcome in outcomes] == [([1, 3], [], 3)] * 3, outcomes
 
 
@@ -158,7 +158,7 @@ def body_welcome(rank: Rank, point: str, victim: int) -> Any:
 def test_who_hands_over_is_killed() -> None:
     """The newcomer asks again, and gets the state of the next worker."""
     with launch(body_welcome, 4, "handover.sending", 0) as ranks:
-        outcomes = ranks.outcomes([1, 2, 3], deadline=50)
+        outcomes = ranks.outcomes([1, 2, 3], deadline=60)
         assert ranks.exit_code(0) == -9
     # Its first number is lost with the group that it was let into.
     assert [outcome.value for outcome in outcomes] == [([0, 3], [3, 4], 3)] * 3, outcomes
@@ -166,6 +166,6 @@ def test_who_hands_over_is_killed() -> None:
 
 def test_a_newcomer_is_killed_when_it_takes_over() -> None:
     with launch(body_welcome, 4, "handover.receiving", 3) as ranks:
-        outcomes = ranks.outcomes([0, 1, 2], deadline=50)
+        outcomes = ranks.outcomes([0, 1, 2], deadline=60)
         assert ranks.exit_code(3) == -9
     assert [outcome.value for outcome in outcomes] == [([3], [3], 3)] * 3, outcomes
