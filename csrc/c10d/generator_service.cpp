@@ -22,9 +22,11 @@ constexpr const char* kService = "the group generator";
 
 }  // namespace
 
-GeneratorService::GeneratorService(PointToPoint control, int tag_base, const core::GeneratorOptions& options)
+GeneratorService::GeneratorService(PointToPoint control, int tag_base, const core::GeneratorOptions& options,
+                                   ErrorFunction on_error)
     : control_(std::move(control)),
       tag_base_(tag_base),
+      on_error_(std::move(on_error)),
       generator_(core::makeGroupGenerator(options)),
       requests_(static_cast<std::size_t>(options.world_size)),
       outgoing_(static_cast<std::size_t>(options.world_size)) {
@@ -101,7 +103,6 @@ void GeneratorService::serve() {
       handle(message);
       faultPoint(FaultPoint::kGeneratorAnswered);
     } catch (const std::exception&) {
-      std::lock_guard<std::mutex> lock(mutex_);
       breakOff(std::current_exception());
       return;
     }
@@ -122,19 +123,25 @@ void GeneratorService::watchDeadlines() {
         deliver(generator_->tick(now()));
         changed_.notify_all();
       } catch (const std::exception&) {  // a member has died since it asked
+        lock.unlock();
         breakOff(std::current_exception());
+        lock.lock();
       }
     }
   }
 }
 
-void GeneratorService::breakOff(std::exception_ptr error) {
-  if (stopped_) {
-    return;
+void GeneratorService::breakOff(const std::exception_ptr& error) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stopped_) {
+      return;
+    }
+    stopped_ = true;
+    error_ = error;
+    changed_.notify_all();
   }
-  stopped_ = true;
-  error_ = std::move(error);
-  changed_.notify_all();
+  on_error_(error);  // without the lock: it may end the group, whose callbacks stop this service
 }
 
 void GeneratorService::handle(const GeneratorMessage& message) {

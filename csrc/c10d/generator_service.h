@@ -43,8 +43,11 @@ using core::GeneratorMessage;
 
 class GeneratorService {
  public:
+  // Hears of what has ended the service but stop(), on a thread of the service: workers wait for its answers.
+  using ErrorFunction = std::function<void(const std::exception_ptr& error)>;
+
   // control: the control group's transport; tag_base, tag_base + 1 are this service's tags on it.
-  GeneratorService(PointToPoint control, int tag_base, const core::GeneratorOptions& options);
+  GeneratorService(PointToPoint control, int tag_base, const core::GeneratorOptions& options, ErrorFunction on_error);
   ~GeneratorService();
   GeneratorService(const GeneratorService&) = delete;
   GeneratorService& operator=(const GeneratorService&) = delete;
@@ -64,13 +67,14 @@ class GeneratorService {
 
   void serve();
   void watchDeadlines();
-  void breakOff(std::exception_ptr error);
+  void breakOff(const std::exception_ptr& error);
   void handle(const GeneratorMessage& message);
   void deliver(const std::vector<core::Delivery>& deliveries);
   double now() const;
 
   PointToPoint control_;
   const int tag_base_;
+  const ErrorFunction on_error_;
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;

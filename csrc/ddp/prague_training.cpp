@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "c10d/generator_service.h"
+#include "c10d/own_fault.h"
 #include "core/static_schedule.h"
 
 namespace torchext {
@@ -20,8 +21,9 @@ constexpr double kPartOfTimeout = 0.25;
 class GeneratedSource : public GroupSource {
  public:
   GeneratedSource(ProcessGroupPrague& group, const core::GeneratorOptions& options, int tag_base)
-      : service_(group.getRank() == 0 ? std::make_shared<GeneratorService>(group.controlTransport(), tag_base, options)
-                                      : nullptr),
+      : service_(group.getRank() == 0
+                     ? std::make_shared<GeneratorService>(group.controlTransport(), tag_base, options, tellAll(group))
+                     : nullptr),
         client_(group.controlTransport(), tag_base, service_, group.timeout()) {}
 
   void ask() override {
@@ -61,6 +63,15 @@ class GeneratedSource : public GroupSource {
   }
 
  private:
+  // A broken connection is not news here: its member's next call says who is gone, if it was no orderly leave.
+  static GeneratorService::ErrorFunction tellAll(ProcessGroupPrague& group) {
+    return [health = group.health()](const std::exception_ptr& error) {
+      if (ownFault(error)) {
+        health->explainToAll(error, OpInfo{.name = "the group generator"});
+      }
+    };
+  }
+
   std::shared_ptr<GeneratorService> service_;
   GeneratorClient client_;
   std::mutex asking_;
