@@ -225,7 +225,7 @@ std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const O
 }
 
 std::exception_ptr GroupHealth::explainToAll(const std::exception_ptr& error, const OpInfo& op) {
-  const std::exception_ptr explained = explain(error, op);
+  std::exception_ptr explained = explain(error, op);
   if (const auto fault = ownFault(explained); fault && !failed()) {
     const Leaving leaving;  // whether or not the script ends: this rank exchanges no more, and others may train on
     poison(rank_, c10::str("rank ", rank_, " failed in ", nameOf(op), ": ", *fault));
