@@ -33,14 +33,14 @@ def outcome_of(training: GoingOn) -> Any:
     return sorted(stats["lost_ranks"]), stats["joined_ranks"], dist.get_world_size(group)
 
 
-def body_in_training(rank: Rank, place: Place, passes: int) -> Any:
+def body_in_training(rank: Rank, place: Place, action: str) -> Any:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, place.width), nn.Tanh(), nn.Linear(place.width, 1))
     training = GoingOn(rank, place.backend, dict(place.options), module=module)
     training.optimizer.param_groups[0]["lr"] = place.lr
     training.train(3)
     if rank.rank == place.victim:
-        _C.arm_fault_point(place.point, "kill", passes)
+        _C.arm_fault_point(place.point, action, 1)
     rank.report("armed")
     while training.workers() == rank.size:
         training.train(1)
@@ -51,24 +51,11 @@ def body_in_training(rank: Rank, place: Place, passes: int) -> Any:
 
 @pytest.mark.parametrize("place", [p for p in TRAINING_POINTS if p.backend != "dear" and not p.partial], ids=str)
 def test_the_others_train_on_after_a_kill(place: Place) -> None:
-    with launch(body_in_training, 4, place, 1) as ranks:
+    with launch(body_in_training, 4, place, "kill") as ranks:
         ranks.expect("armed")
         others = [rank for rank in range(4) if rank != place.victim]
         outcomes = ranks.outcomes(others, deadline=60)
     assert [outcome.value for outcome in outcomes] == [([place.victim], [], 3)] * 3, outcomes
-
-
-def body_of_one_that_fails(rank: Rank, place: Place) -> Any:
-    training = GoingOn(rank, place.backend, dict(place.options))
-    training.train(3)
-    if rank.rank == place.victim:
-        _C.arm_fault_point(place.point, "throw", 1)
-    rank.report("armed")
-    while training.workers() == rank.size:
-        training.train(1)
-        if place.meets:
-            training.sync.synchronize()
-    return outcome_of(training)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +63,7 @@ def body_of_one_that_fails(rank: Rank, place: Place) -> Any:
 )
 def test_the_others_train_on_without_one_that_fails(place: Place) -> None:
     """It has an error of its own, and its script may live: the others do not wait for it."""
-    with launch(body_of_one_that_fails, 4, place) as ranks:
+    with launch(body_in_training, 4, place, "throw") as ranks:
         ranks.expect("armed")
         others = [rank for rank in range(4) if rank != place.victim]
         outcomes = ranks.outcomes(others, deadline=60)
