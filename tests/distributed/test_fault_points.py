@@ -74,9 +74,9 @@ def body(rank: Rank, place: Place, action: str, passes: int, heartbeat: float) -
     for _ in range(3):
         step()
     dist.barrier()
+    rank.report("ready")  # before it is armed: its threads may pass the point from then on
     if rank.rank == place.victim:
         _C.arm_fault_point(place.point, action, passes)
-    rank.report("armed")
 
     def forever() -> None:
         while True:
@@ -115,7 +115,7 @@ ALL = [*(Place(point, backend) for point in sorted(CALL_POINTS) for backend in s
 @pytest.mark.parametrize("passes", [0, 3])
 def test_a_rank_is_killed(place: Place, passes: int) -> None:
     with launch(body, SIZE, place, "kill", passes, 5.0) as ranks:
-        ranks.expect("armed")
+        ranks.expect("ready")
         start = time.monotonic()
         reasons = {
             check_survivor(outcome.value, place, f"rank {place.victim} died")
@@ -130,7 +130,7 @@ def test_a_rank_is_killed(place: Place, passes: int) -> None:
 @pytest.mark.parametrize("place", ALL, ids=str)
 def test_a_rank_is_stopped(place: Place) -> None:
     with launch(body, SIZE, place, "stop", 1, 2.0) as ranks:
-        ranks.expect("armed")
+        ranks.expect("ready")
         silent = f"rank {place.victim} has been silent for"
         reasons = {
             check_survivor(outcome.value, place, silent) for outcome in ranks.outcomes(others(place), deadline=30)
@@ -146,7 +146,7 @@ def test_a_rank_is_stopped(place: Place) -> None:
 @pytest.mark.parametrize("place", [place for place in ALL if place.point != "call.started"], ids=str)
 def test_a_rank_raises(place: Place) -> None:
     with launch(body, SIZE, place, "throw", 1, 5.0) as ranks:
-        ranks.expect("armed")
+        ranks.expect("ready")
         for outcome in ranks.outcomes(deadline=30):
             assert outcome.ok, outcome.trace
             (_, text, _), (kind2, text2, _), untouched, failure = outcome.value

@@ -39,9 +39,9 @@ def body_in_training(rank: Rank, place: Place, action: str) -> Any:
     training = GoingOn(rank, place.backend, dict(place.options), module=module)
     training.optimizer.param_groups[0]["lr"] = place.lr
     training.train(3)
+    rank.report("ready")  # before it is armed: its threads may pass the point from then on
     if rank.rank == place.victim:
         _C.arm_fault_point(place.point, action, 1)
-    rank.report("armed")
     while training.workers() == rank.size:
         training.train(1)
         if place.meets:
@@ -52,7 +52,7 @@ def body_in_training(rank: Rank, place: Place, action: str) -> Any:
 @pytest.mark.parametrize("place", [p for p in TRAINING_POINTS if p.backend != "dear" and not p.partial], ids=str)
 def test_the_others_train_on_after_a_kill(place: Place) -> None:
     with launch(body_in_training, 4, place, "kill") as ranks:
-        ranks.expect("armed")
+        ranks.expect("ready")
         others = [rank for rank in range(4) if rank != place.victim]
         outcomes = ranks.outcomes(others, deadline=60)
     assert [outcome.value for outcome in outcomes] == [([place.victim], [], 3)] * 3, outcomes
@@ -64,7 +64,7 @@ def test_the_others_train_on_after_a_kill(place: Place) -> None:
 def test_the_others_train_on_without_one_that_fails(place: Place) -> None:
     """It has an error of its own, and its script may live: the others do not wait for it."""
     with launch(body_in_training, 4, place, "throw") as ranks:
-        ranks.expect("armed")
+        ranks.expect("ready")
         others = [rank for rank in range(4) if rank != place.victim]
         outcomes = ranks.outcomes(others, deadline=60)
         (failed,) = ranks.outcomes([place.victim], deadline=20)
