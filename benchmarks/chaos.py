@@ -236,8 +236,9 @@ def _report(run: Run, begin: float, end: float) -> dict[str, Any]:
         "accuracy": ends[0]["accuracy"] if ends else None,
         "workers_at_the_end": len(ends),
         "replicas_equal_at_the_end": len({event["digest"] for event in ends}) == 1,
-        "steps": max((event["steps"] for event in ends), default=0),
-        "gradients": sum(max((e["steps"] for e in log if e["event"] == "met"), default=0) for log in logs[:WORKERS]),
+        # Of the job: what its workers have done between two averages. Rounds that nobody finished are not counted.
+        "iterations": SETTINGS["steps"] * len(meetings),
+        "gradients": SETTINGS["steps"] * sum(map(len, meetings.values())),
         "exact_averages": len(meetings),
         "exact_averages_compared_with_the_mean": checked,
         "wrong": wrong,
@@ -349,7 +350,7 @@ def main() -> None:
     (args.results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     _draw(runs, args.results / f"{name}.png")
     for kind, run in runs.items():
-        shown = ("seconds", "accuracy", "steps", "exact_averages", "exact_averages_compared_with_the_mean")
+        shown = ("seconds", "accuracy", "iterations", "exact_averages", "exact_averages_compared_with_the_mean")
         print(kind, {key: run[key] for key in (*shown, "wrong", "hangs", "unexpected_errors", "joining_s")})
     print(json.dumps(_summary(chaos), indent=1))
     print(holds)

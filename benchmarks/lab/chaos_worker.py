@@ -146,13 +146,12 @@ def train(settings: dict[str, Any], log: Log) -> None:
             loss=loss.item(),
             calm=calm,
             workers=stats["workers"],
-            steps=stats["steps"],
             **met,
         )
         stop = met["stop"]
         module.stop.fill_(stop)  # averaged() gives each its own back
     with sync.averaged():
-        log.note("end", accuracy=accuracy(module), digest=digest(module), steps=sync.stats()["steps"])
+        log.note("end", accuracy=accuracy(module), digest=digest(module))
     sync.detach()
     dist.destroy_process_group()
 
