@@ -76,5 +76,5 @@ class GoingOn:
 
 
 def stop_when_connecting() -> None:
-    """This process, at the next group: the others have met it, and wait for it in vain."""
-    _C.arm_fault_point("meeting.listed", "stop")
+    """This process, at the next group: it has come like the others, which wait for its connections in vain."""
+    _C.arm_fault_point("group.arrived", "stop")
