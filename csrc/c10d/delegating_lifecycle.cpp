@@ -159,6 +159,13 @@ void DelegatingBackend::shutdown() {
 
 void DelegatingBackend::abort() { abortWithReason(c10::str("rank ", rank_, " called abort()")); }
 
+void DelegatingBackend::abortWithReason(const std::string& reason) {
+  if (health_->inForkedChild() || shutDown_) {
+    return;
+  }
+  withoutInterpreterLock([&] { health_->abort(reason); });
+}
+
 void DelegatingBackend::abortBecauseOf(int rank, const std::string& reason) {
   if (health_->inForkedChild() || shutDown_) {
     return;

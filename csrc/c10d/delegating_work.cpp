@@ -145,7 +145,7 @@ void DelegatingWork::enlistAndFollow(const c10::intrusive_ptr<c10::ivalue::Futur
   }
   // The group failed while the call was being made. The inner call may still succeed, as those under way may.
   std::unique_lock lock(stateMutex_);
-  if (stateChanged_.wait_for(lock, GroupHealth::kRemoteGrace, [this] { return done_; })) {
+  if (stateChanged_.wait_for(lock, health_->remoteGrace(), [this] { return done_; })) {
     return;
   }
   lock.unlock();

@@ -162,7 +162,7 @@ void FailureMonitor::State::run() {
       }
       verdict = read(*message);
     } catch (const core::MalformedMessage& error) {
-      verdict = Verdict{Verdict::Kind::kAbort, successor(), rank,
+      verdict = Verdict{Verdict::Kind::kFailure, successor(), rank,
                         c10::str("rank ", successor(), " sent a malformed message: ", error.what())};
     } catch (const std::exception&) {
       closed = true;

@@ -5,9 +5,9 @@
 //   On a Gloo group of its own (the control group) rank r keeps one receive posted from its successor (r + 1) % n and a
 //   thread blocked on it. When the successor is killed, its TCP connection closes and the receive fails: r is the
 //   witness. It sends an obituary to its predecessor, which relays it, until it has gone round the ring: one message a
-//   rank. The same ring carries ABORT (a rank gave up, with its reason) and GOODBYE (orderly leave: the closing
-//   connection that follows is no alarm, and watching ends). Each rank passes on the first verdict only, so every rank
-//   has one reason.
+//   rank. The same ring carries FAILURE and ABORT (a rank gave up, with its reason) and GOODBYE (orderly leave: the
+//   closing connection that follows is no alarm, and watching ends). Each rank passes on the first verdict only, so
+//   every rank has one reason.
 //   Heartbeats and queries go the same way (heartbeat_ring.h), and so do headers of collectives, from a rank to its
 //   predecessor (call_check.h).
 //   Nothing here uses the store: when its server dies, groups that exist go on.

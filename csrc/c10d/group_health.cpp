@@ -20,6 +20,10 @@ constexpr auto kVerdictLimit = std::chrono::milliseconds(1000);
 // connections this rank's timeout has closed, wait for the verdict.
 constexpr auto kLaggardLimit = std::chrono::milliseconds(400);
 
+std::chrono::milliseconds graceAfter(Verdict::Kind kind) {
+  return kind == Verdict::Kind::kAbort ? std::chrono::milliseconds(0) : GroupHealth::kRemoteGrace;
+}
+
 constexpr const char* kWayOut =
     "; this group cannot be used any more: destroy_process_group() and initialize again, or let torchrun "
     "--max-restarts restart the job";
@@ -63,7 +67,8 @@ std::pair<int, std::string> GroupHealth::firstReason() const {
 
 int GroupHealth::lostRank() const {
   std::lock_guard lock(mutex_);
-  return reasonIsLoss_ ? reasonRank_ : -1;
+  const bool lost = reasonKind_ == Verdict::Kind::kObituary || reasonKind_ == Verdict::Kind::kDeparture;
+  return lost ? reasonRank_ : -1;
 }
 
 std::exception_ptr GroupHealth::failureOf(const OpInfo& op) const {
@@ -97,7 +102,7 @@ bool GroupHealth::setReason(Verdict::Kind kind, int rank, const std::string& rea
     return false;
   }
   reasonRank_ = rank;
-  reasonIsLoss_ = kind == Verdict::Kind::kObituary || kind == Verdict::Kind::kDeparture;
+  reasonKind_ = kind;
   reason_ = core::cutReason(reason);
   failed_.store(true, std::memory_order_release);
   changed_.notify_all();
@@ -106,10 +111,20 @@ bool GroupHealth::setReason(Verdict::Kind kind, int rank, const std::string& rea
 }
 
 bool GroupHealth::poison(int rank, const std::string& reason, std::chrono::milliseconds grace) {
+  return fail(Verdict::Kind::kFailure, rank, reason, grace);
+}
+
+void GroupHealth::abort(const std::string& reason) {
+  fail(Verdict::Kind::kAbort, rank_, reason, std::chrono::milliseconds(0));
+}
+
+bool GroupHealth::fail(Verdict::Kind kind, int rank, const std::string& reason, std::chrono::milliseconds grace) {
   if (inForkedChild()) {
     return false;
   }
-  const auto kind = rank == rank_ && Leaving::here() ? Verdict::Kind::kDeparture : Verdict::Kind::kAbort;
+  if (rank == rank_ && Leaving::here()) {
+    kind = Verdict::Kind::kDeparture;
+  }
   const bool first = setReason(kind, rank, reason);
   if (first && monitor_) {
     monitor_->announce({kind, rank, rank_, reason});
@@ -131,7 +146,12 @@ void GroupHealth::receive(const Verdict& verdict) {
                           ? c10::str("rank ", verdict.rank, " died (", verdict.reason, ")")
                           : verdict.reason;
   setReason(verdict.kind, verdict.rank, reason);
-  endPending(kRemoteGrace);
+  endPending(graceAfter(verdict.kind));
+}
+
+std::chrono::milliseconds GroupHealth::remoteGrace() const {
+  std::lock_guard lock(mutex_);
+  return graceAfter(reasonKind_);
 }
 
 void GroupHealth::suspect(int rank, std::chrono::duration<double> silence, const core::Progress& last) {

@@ -43,7 +43,8 @@ namespace torchext {
 
 class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
  public:
-  // How long operations under way may finish by themselves after a peer's end was reported.
+  // How long operations under way may finish by themselves after a peer's end was reported. After its abort() they may
+  // not at all.
   static constexpr std::chrono::milliseconds kRemoteGrace{400};
 
   GroupHealth(std::string backend_name, int rank, int size);
@@ -79,8 +80,12 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   // rank: whom it is about, -1 if nobody; on a thread that leaves (leaving.h) this rank is one that is lost. grace: how
   // long operations under way may still finish by themselves.
   bool poison(int rank, const std::string& reason, std::chrono::milliseconds grace = std::chrono::milliseconds(0));
+  // The same about this rank, whose script wants an end at once, here and at the others: no grace anywhere.
+  void abort(const std::string& reason);
   // The same for a verdict that came by the monitor, which passes it on itself.
   void receive(const Verdict& verdict);
+  // What of kRemoteGrace the first reason leaves.
+  std::chrono::milliseconds remoteGrace() const;
   // The successor was silent for too long: names it, and says where it was.
   void suspect(int rank, std::chrono::duration<double> silence, const core::Progress& last);
   // To be called now and then: fails the group if an operation has passed its limit.
@@ -121,6 +126,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   void removeAbortCallback(uint64_t id);
 
  private:
+  bool fail(Verdict::Kind kind, int rank, const std::string& reason, std::chrono::milliseconds grace);
   bool setReason(Verdict::Kind kind, int rank, const std::string& reason);
   void endPending(std::chrono::milliseconds grace);
   void runAbortCallbacks();
@@ -143,7 +149,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   std::string groupName_;
   std::string reason_;
   int reasonRank_ = -1;
-  bool reasonIsLoss_ = false;  // of that rank
+  Verdict::Kind reasonKind_ = Verdict::Kind::kFailure;
   std::function<void()> closeConnections_;
   bool closing_ = false;  // closeConnections_ was taken and runs
   std::list<std::pair<uint64_t, std::function<void()>>> callbacks_;

@@ -59,7 +59,7 @@ Verdict parseVerdict(std::span<const std::byte> bytes, int size) {
   const auto message = readFront<Message>(bytes, "message on the control group");
   const auto is_rank = [size](std::int32_t rank) { return rank >= 0 && rank < size; };
   const bool known_kind = message.kind >= static_cast<std::uint16_t>(Verdict::Kind::kObituary) &&
-                          message.kind <= static_cast<std::uint16_t>(Verdict::Kind::kDeparture);
+                          message.kind <= static_cast<std::uint16_t>(Verdict::Kind::kAbort);
   if (message.magic != kMagic || message.version != kVersion || !known_kind || !is_rank(message.origin) ||
       (message.rank != -1 && !is_rank(message.rank)) || message.reason_length > kMaxReason) {
     throwMalformed("message on the control group (magic ", message.magic, ", version ", message.version, ", kind ",

@@ -10,10 +10,10 @@
 namespace torchext::core {
 
 struct Verdict {
-  // kAbort: about whom it may be, that one may live. kDeparture: it leaves while others count on it, as a script does
-  // that ends.
-  enum class Kind : std::uint16_t { kObituary = 1, kGoodbye = 2, kAbort = 3, kDeparture = 4 };
-  Kind kind = Kind::kAbort;
+  // kFailure: about whom it may be, that one may live. kDeparture: it leaves while others count on it, as a script does
+  // that ends. kAbort: its script wants an end at once, for everyone.
+  enum class Kind : std::uint16_t { kObituary = 1, kGoodbye = 2, kFailure = 3, kDeparture = 4, kAbort = 5 };
+  Kind kind = Kind::kFailure;
   int rank = -1;    // whom it is about: the rank that died or gave up; -1 when unknown
   int origin = -1;  // the rank that found out
   std::string reason;

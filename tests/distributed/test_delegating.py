@@ -357,19 +357,25 @@ def test_what_a_dead_attempt_left_is_not_read() -> None:
     assert run_ranks(body_dead_attempt, 3, free_port()) == [True] * 3
 
 
-def test_a_rank_that_never_joins_is_named() -> None:
-    with launch(body_absent, 3) as ranks:
-        first, second = ranks.outcomes([0, 1], deadline=30)
-        assert "ranks [2] did not join the group within 1 s" in first.value, first
-        assert "rank 1: ranks [2] did not join the group within 1 s" in second.value, second
+@pytest.mark.parametrize("backend", ["prague", "hop", "dssync", "dear"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_rank_that_never_joins_is_named(backend: str, size: int) -> None:
+    absent = size - 1
+    with launch(body_absent, size, backend, absent) as ranks:
+        ranks.expect("ready")
+        ranks.proceed(list(range(absent)))
+        for outcome in ranks.outcomes(list(range(absent)), deadline=30):
+            assert outcome.value.startswith(f"rank {outcome.rank}"), outcome
+            assert f": ranks [{absent}] did not join the group within 2 s" in outcome.value, outcome
 
 
-def body_absent(rank: Rank) -> str:
-    if rank.rank == 2:
-        rank.pause()
+def body_absent(rank: Rank, backend: str, absent: int) -> str:
+    rank.report("ready")  # so that none of the others comes late
+    rank.pause()
+    if rank.rank == absent:
         return ""
     try:
-        rank.init(timeout=1)
+        rank.init(backend, timeout=2)
     except dist.DistStoreError as error:
         return str(error)
-    return "joined without the third"
+    return "joined without the last"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -75,6 +76,55 @@ def test_abort_from_another_thread(backend: str, mode: str, size: int) -> None:
                 assert after_abort < 3  # at once; a loaded machine may not run the process for a second
             assert "rank 1 called abort()" in later[1] and later[2] < 3
             assert destroy < 2
+
+
+def body_abort_times(rank: Rank, backend_name: str, mode: str) -> Any:
+    """Returns when abort() was called (None where it was not), and when this rank's wait ended, each of five times."""
+    times: list[tuple[float | None, float]] = []
+    for i in range(5):
+        rank.init(backend_name, timeout=60, store=f"store{i}")
+        for _ in range(4 if mode == "predicted" else 0):  # from the third on calls are predicted, and start at once
+            dist.all_reduce(torch.ones(10))
+        dist.barrier()
+        backend = torchext.backend_of()
+        began: list[float] = []
+
+        def abort_later(backend: Any = backend, began: list[float] = began) -> None:
+            time.sleep(0.3)
+            began.append(time.monotonic())
+            backend.abort()
+
+        thread = threading.Thread(target=abort_later)
+        if rank.rank == 1:
+            thread.start()
+        if rank.rank == 0:
+            while backend.failure == (-1, ""):
+                time.sleep(0.01)
+        else:
+            call = functools.partial(dist.recv, src=0) if mode == "recv" else dist.all_reduce
+            kind, text, _ = elapsed_error(functools.partial(call, torch.ones(10)))
+            assert kind == "DistBackendError" and "rank 1 called abort()" in text, text
+        ended = time.monotonic()
+        if rank.rank == 1:
+            thread.join()
+        times.append((began[0] if began else None, ended))
+        dist.destroy_process_group()
+    return times
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "size"),
+    [
+        *(("prague", "new", 2), ("prague", "new", 8), ("prague", "predicted", 8), ("prague", "recv", 8)),
+        *((backend, "predicted", 4) for backend in ("prague", "hop", "dssync", "dear")),
+    ],
+)
+def test_abort_ends_the_waits_of_every_rank_at_once(backend: str, mode: str, size: int) -> None:
+    values = run_ranks(body_abort_times, size, backend, mode)
+    for rank, times in enumerate(values):
+        took = [ended - aborted[0] for (_, ended), aborted in zip(times, values[1], strict=True)]
+        # A loaded machine delays the one or the other; a period of grace would delay all.
+        assert min(took) < 0.1, (rank, took)
 
 
 def body_destroy_pending(rank: Rank, backend: str) -> Any:

@@ -281,8 +281,8 @@ TEST(Verdict, AReasonIsCutBetweenCharacters) {
 }
 
 TEST(Verdict, EveryKindArrivesAsItIs) {
-  for (const auto kind :
-       {Verdict::Kind::kObituary, Verdict::Kind::kGoodbye, Verdict::Kind::kAbort, Verdict::Kind::kDeparture}) {
+  for (const auto kind : {Verdict::Kind::kObituary, Verdict::Kind::kGoodbye, Verdict::Kind::kFailure,
+                          Verdict::Kind::kDeparture, Verdict::Kind::kAbort}) {
     const Verdict parsed = parseVerdict(encodeVerdict({kind, 3, kRank, "a reason"}), kWorld);
     EXPECT_EQ(parsed.kind, kind);
     EXPECT_EQ(parsed.rank, 3);
