@@ -99,8 +99,9 @@ class DelegatingBackend : public CompatBackend {
   void shutdown() override;
   // At once: every pending call on every rank raises; safe twice, from any thread.
   void abort() override;
-  void abortWithReason(const std::string& reason);
-  // What is under way on other ranks gets GroupHealth::kRemoteGrace. rank: whom the reason is about, -1 if nobody.
+  // For another reason than that a script wants it: what is under way on other ranks gets GroupHealth::kRemoteGrace, as
+  // it may hold all its data. rank: whom the reason is about, -1 if nobody.
+  void abortWithReason(const std::string& reason) { abortBecauseOf(rank_, reason); }
   void abortBecauseOf(int rank, const std::string& reason);
   // For process exit: shuts every living backend down and ends the threads of their inner groups, which must not touch
   // Python objects while the interpreter goes. Peers learn that this process leaves in order (empty reason), or why

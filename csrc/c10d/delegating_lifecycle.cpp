@@ -157,13 +157,11 @@ void DelegatingBackend::shutdown() {
   }
 }
 
-void DelegatingBackend::abort() { abortWithReason(c10::str("rank ", rank_, " called abort()")); }
-
-void DelegatingBackend::abortWithReason(const std::string& reason) {
+void DelegatingBackend::abort() {
   if (health_->inForkedChild() || shutDown_) {
     return;
   }
-  withoutInterpreterLock([&] { health_->abort(reason); });
+  withoutInterpreterLock([this] { health_->abort(c10::str("rank ", rank_, " called abort()")); });
 }
 
 void DelegatingBackend::abortBecauseOf(int rank, const std::string& reason) {
