@@ -9,8 +9,7 @@ A table of 1,000,000 x 64 float32, 8,192 bags of 20 uniform ids, mode sum: forwa
 
     python benchmarks/embedding_cuda.py
 
-Without a GPU it says so and measures nothing; --device cpu shows that it runs. No committed figures yet: no GPU has
-been at hand.
+Without a GPU it says so and measures nothing; --device cpu shows that it runs.
 """
 
 from __future__ import annotations

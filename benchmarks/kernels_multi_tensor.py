@@ -7,6 +7,7 @@ into a flat buffer, and a sum in the buffer is scattered back divided by a group
     torchext   torchext.ops.multi_tensor_flatten; multi_tensor_average_, one pass
 
     python benchmarks/kernels_multi_tensor.py
+    python benchmarks/kernels_multi_tensor.py --device cuda
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ MODELS: dict[str, list[tuple[int, ...]]] = {
 class Contender:
     """One way of doing both directions, on tensors and a buffer of its own."""
 
-    def __init__(self, name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(self, name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        self.flat = torch.empty(sum(t.numel() for t in self.tensors), dtype=dtype)
+        self.tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+        self.flat = torch.empty(sum(t.numel() for t in self.tensors), dtype=dtype, device=device)
         pieces = self.flat.split([t.numel() for t in self.tensors])
         self.views = [piece.view(t.shape) for piece, t in zip(pieces, self.tensors, strict=True)]
         self.calls: dict[str, Callable[[], None]] = {
@@ -96,25 +97,31 @@ class Contender:
         for _ in range(calls):
             started = time.perf_counter()
             self.calls[direction]()
+            if self.flat.is_cuda:
+                torch.cuda.synchronize()
             taken.append((time.perf_counter() - started) * 1e3)
         return statistics.median(taken)
 
 
 def main() -> None:
     """Checks and times every model, type and direction."""
-    arguments = cli.parser(__doc__ or "", contenders="foreach,torchext", repeats=15).parse_args()
+    parser = cli.parser(__doc__ or "", contenders="foreach,torchext", repeats=15)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    device = arguments.device
     repeats, calls = (2, 2) if arguments.quick else (arguments.repeats, 5)
     report = Report(
-        "kernels_multi_tensor",
+        "kernels_multi_tensor" if device == "cpu" else "kernels_multi_tensor_cuda",
         script=cli.script_line(),
         unit="ms",
         reference="foreach",
         higher_is_better=False,
-        conditions={"threads": torch.get_num_threads(), "scale": SCALE, "calls a repeat": calls, "device": "cpu"},
+        conditions={"threads": torch.get_num_threads(), "scale": SCALE, "calls a repeat": calls}
+        | {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"},
     )
     for model, shapes in MODELS.items():
         for label, dtype in DTYPES.items():
-            contenders = {name: Contender(name, shapes, dtype) for name in cli.names(arguments.contenders)}
+            contenders = {name: Contender(name, shapes, dtype, device) for name in cli.names(arguments.contenders)}
             for direction in ("flatten", "average"):
                 checks = Checks()
                 for name, contender in contenders.items():

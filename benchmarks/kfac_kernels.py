@@ -4,7 +4,7 @@ Parts, each on the CPU or a GPU (--device), in float32:
 
     factor     samples [count, d] -> packed triangle of sum x x^T with a bias's 1
                torch: cat of ones, matmul, index_select by indices made beforehand. operator: torchext::packed_gram_
-               (plain ATen on the CPU, cuBLAS's syrk and a kernel on a GPU)
+               (plain ATen on the CPU, cuBLAS and kernels around it on a GPU)
     unpack     packed triangles -> matrices. torch: index_select by indices made beforehand. operator: unpack_triangle
     update     step() of a model of equal Linear layers that makes all inverses and directions, no factors
                torch: cholesky and cholesky_inverse of each damped factor, two products a layer, the same KL clip.
@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 from torchext.optim import KFACPreconditioner
 
-FACTORS = {"256 samples of 128": (256, 128), "512 samples of 512": (512, 512), "4096 samples of 64": (4096, 64)}
+FACTORS = {
+    f"{count} samples of {inner}": (count, inner) for count, inner in ((256, 128), (512, 512), (4096, 64), (2048, 1024))
+}
 UNPACKED = {"16 of 64": (16, 64), "1 of 1024": (1, 1024)}
 MODELS = {"16 layers of 64": (16, 64), "4 layers of 512": (4, 512)}
 DAMPING, KAPPA = 0.01, 1e-3
@@ -150,7 +152,8 @@ def main() -> None:
         unit="ms",
         reference="torch",
         higher_is_better=False,
-        conditions={"threads": torch.get_num_threads(), "calls a repeat": calls, "device": device},
+        conditions={"threads": torch.get_num_threads(), "calls a repeat": calls}
+        | {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"},
     )
     torch.manual_seed(0)
     cases: dict[str, Calls] = {f"factor, {name}": factor_calls(*sizes, device) for name, sizes in FACTORS.items()}

@@ -3,7 +3,7 @@
 // A packed triangle (csrc/core/packed_triangle.h) holds the rows of the upper triangle one after the other. Packing
 // goes row by row: both sides are runs of memory. Unpacking goes by tiles of kTile x kTile elements of the upper half:
 // loadTile() reads a tile's rows into shared memory, and after a barrier storeTile() writes it to both halves of the
-// matrix, the lower one transposed, so that both writes are runs as well. The kernels (cuda/triangle_launch.cu) add
+// matrix, the lower one transposed, so that both writes are runs as well. The kernels (cuda/factor_launch.cu) add
 // nothing but the numbers of blocks and threads; tests/cpp/kernels run these functions on the host, thread by thread.
 #pragma once
 
@@ -24,11 +24,11 @@ TORCHEXT_HOST_DEVICE constexpr std::int64_t rowBegin(std::int64_t row, std::int6
 }
 TORCHEXT_HOST_DEVICE constexpr std::int64_t packedSize(std::int64_t d) { return d * (d + 1) / 2; }
 
-// Thread `lane` of `lanes`: its elements of one row of full, into packed or added to it.
+// Thread `lane` of `lanes`: its elements of one row of full, whose rows are `stride` apart, into packed or added to it.
 template <class T>
-TORCHEXT_HOST_DEVICE void packRow(const T* full, std::int64_t d, std::int64_t row, bool add, std::int64_t lane,
-                                  std::int64_t lanes, T* packed) {
-  const T* from = full + row * d;
+TORCHEXT_HOST_DEVICE void packRow(const T* full, std::int64_t stride, std::int64_t d, std::int64_t row, bool add,
+                                  std::int64_t lane, std::int64_t lanes, T* packed) {
+  const T* from = full + row * stride;
   T* to = packed + rowBegin(row, d) - row;
   for (std::int64_t column = row + lane; column < d; column += lanes) {
     to[column] = add ? to[column] + from[column] : from[column];

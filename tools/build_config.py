@@ -154,8 +154,7 @@ def _kernels_extension(root: Path, include_dirs: list[str], cxx: list[str], link
         return cpp_extension.CppExtension("torchext._kernels", sources, **settings)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCH_LIST)
     sources += _relative(root, "kernels/cuda/*.cpp", "kernels/cuda/*.cu")
-    # torch has loaded cuBLAS before this module is.
-    return cpp_extension.CUDAExtension("torchext._kernels", sources, libraries=["cublas"], **settings)
+    return cpp_extension.CUDAExtension("torchext._kernels", sources, **settings)
 
 
 def _compiler() -> str:

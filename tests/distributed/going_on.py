@@ -49,7 +49,8 @@ class GoingOn:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            inputs, targets = batch(self.rank, self.step)
+            device = next(self.ddp.parameters()).device
+            inputs, targets = (part.to(device) for part in batch(self.rank, self.step))
             self.optimizer.zero_grad()
             (self.ddp(inputs) - targets).square().mean().backward()
             self.optimizer.step()

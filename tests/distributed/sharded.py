@@ -120,6 +120,7 @@ class Pair:
 
     form = "sharded"
     """Or one of WAYS."""
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -135,7 +136,8 @@ class Pair:
     ) -> None:
         self.rank, self.size = rank.rank, rank.size
         self.dtype = next(model.parameters()).dtype
-        self.module, self.twin = model, copy.deepcopy(model)
+        self.module = model = model.to(Pair.device)
+        self.twin = copy.deepcopy(model)
         form, _, transport = (form or Pair.form).partition(" over ")
         options = torchext.DeAROptions(
             bucket_mb=bucket_mb, allreduce_fallback=fallback, form=form, transport=transport or "auto"
@@ -145,12 +147,13 @@ class Pair:
         self.optimizer, self.plain = optimizer(model.parameters()), optimizer(self.twin.parameters())
         self.sync = torchext.attach(self.ddp, self.optimizer)
         assert isinstance(self.sync, torchext.DearSynchronizer)
-        assert (self.sync._lane is not None) == bool(transport)
+        assert (self.sync._lane is not None) == bool(transport or Pair.device.type != "cpu")
         self.steps = 0
 
     def losses(self, step: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of this rank's rows by the attached model, and that of all rows by the twin."""
-        inputs, targets = batch(self.steps if step is None else step, self.size, self.dtype)
+        whole = batch(self.steps if step is None else step, self.size, self.dtype)
+        inputs, targets = (part.to(Pair.device) for part in whole)
         own = slice(self.rank, None, self.size)
         return (
             cross_entropy(self.ddp(inputs[own]).float(), targets[own]),
@@ -188,7 +191,7 @@ class Pair:
 
         Every other step is unscaled first, and then `unscaled` is called. Two overflow, with one row of the batch.
         """
-        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in range(2)]
+        scalers = [torch.amp.GradScaler(Pair.device.type, init_scale=2.0**10, growth_interval=3) for _ in range(2)]
         optimizers = (self.optimizer, self.plain)
         scales = []
         for step in range(12):

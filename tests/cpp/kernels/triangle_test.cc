@@ -32,17 +32,18 @@ TEST(Triangle, SizesAndRowsAreThoseOfTheCore) {
   EXPECT_EQ(rowBegin(99'999, 100'000), 5'000'049'999);
 }
 
-TEST(Triangle, PackingIsTheCores) {
+void packingIsTheCores(std::int64_t more) {
   for (const std::int64_t d : {1, 2, 3, 31, 32, 33, 64, 100}) {
-    const auto full = numbers(d * d, 1);
+    const std::int64_t stride = d + more;
+    const auto full = numbers(stride * stride, 1);
     std::vector<double> expected(sizeOf(packedSize(d)));
-    core::packTriangle(full.data(), sizeOf(d), sizeOf(d), expected.data());
+    core::packTriangle(full.data(), sizeOf(stride), sizeOf(d), expected.data());
     for (const std::int64_t lanes : {1, 7, 32, 128}) {
       for (const bool add : {false, true}) {
         std::vector<double> packed(expected.size(), 0.25);
         for (std::int64_t row = 0; row < d; ++row) {
           for (std::int64_t lane = 0; lane < lanes; ++lane) {
-            packRow(full.data(), d, row, add, lane, lanes, packed.data());
+            packRow(full.data(), stride, d, row, add, lane, lanes, packed.data());
           }
         }
         for (std::size_t i = 0; i < packed.size(); ++i) {
@@ -52,6 +53,9 @@ TEST(Triangle, PackingIsTheCores) {
     }
   }
 }
+
+TEST(Triangle, PackingIsTheCores) { packingIsTheCores(0); }
+TEST(Triangle, PackingOfAPartOfAMatrixIsTheCores) { packingIsTheCores(3); }
 
 TEST(Triangle, EveryTileOfTheUpperHalfHasOneNumber) {
   for (const std::int64_t d : {1, 31, 32, 33, 64, 65, 500, 3000}) {

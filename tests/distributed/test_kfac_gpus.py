@@ -1,10 +1,11 @@
-"""Distributed K-FAC of models on GPUs, over NCCL, is one process on the CPU with the whole batch."""
+"""Distributed K-FAC of models on GPUs is one process on the CPU with the whole batch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from attached import flat
+from gpus import NO_GPU, nccl_can, take_gpu
 from harness import Rank, run_ranks
 from kfac_net import EXACT, OPTIONS, Net, train, whole_batch
 from torch import Tensor, nn
@@ -12,20 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed, one a rank")
+pytestmark = NO_GPU
 STEPS = 8
 
 
 def body(rank: Rank, method: str) -> dict[str, Tensor]:
-    torch.cuda.set_device(rank.rank)
-    rank.init("nccl")
+    device = take_gpu(rank)
+    rank.init("nccl" if nccl_can(rank.size) else "gloo")
     found = {}
     for strategy in EXACT:
-        module = Net().cuda()
-        model = DistributedDataParallel(module, device_ids=[rank.rank])
+        module = Net().to(device)
+        model = DistributedDataParallel(module, device_ids=[device])
         optimizer = KFAC(model, strategy=strategy, method=method, **OPTIONS)
         for step in range(STEPS):
-            image, token, target = (part.chunk(rank.size)[rank.rank].cuda() for part in whole_batch(step))
+            image, token, target = (part.chunk(rank.size)[rank.rank].to(device) for part in whole_batch(step))
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(image, token), target).backward()
             optimizer.step()
