@@ -25,6 +25,7 @@ worker's. All begin with the exact average of their replicas.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import traceback
@@ -277,6 +278,7 @@ class Membership(ModelGroup):
             traceback.clear_frames(error.__traceback__)
             outcome = meeting.conclude(f"rank {self._me} did not come into it: {error}")
             if outcome == FORMED:
+                self._stay_behind()
                 raise _LeftBehind(
                     f"torchext: the others train on without rank {self._me}, which could not come into their group"
                     f" ({error}); start it anew"
@@ -387,11 +389,14 @@ class Membership(ModelGroup):
 
     def _give_up(self) -> None:
         """Leaves the group that stands already."""
+        self._stay_behind()
+        dist.destroy_process_group()
+
+    def _stay_behind(self) -> None:
+        """Tells those whose group stands that this worker is not in it: they miss it there, and need not wait."""
         self._roll.groups += 1  # as theirs
-        try:
+        with contextlib.suppress(RuntimeError):  # the store does not answer: they find out by themselves
             self._meeting().give_up(self._me)
-        finally:
-            dist.destroy_process_group()
 
     # ---- Where they meet in the store ----
 

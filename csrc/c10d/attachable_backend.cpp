@@ -14,6 +14,7 @@
 #include "c10d/leaving.h"
 #include "c10d/own_fault.h"
 #include "c10d/promises.h"
+#include "c10d/shared_windows.h"
 
 namespace torchext {
 
@@ -45,6 +46,15 @@ PointToPoint AttachableBackend::controlTransport() {
                                        {.name = what, .peer = peer, .limit = timeout()});
           },
           untilSeen(), refusal()};
+}
+
+std::unique_ptr<SharedWindows> AttachableBackend::shareMemory(int tag, bool enabled) {
+  try {
+    return SharedWindows::open(dataTransport(), tag, enabled);
+  } catch (...) {
+    // Where a peer has died, Gloo may refuse to post a message, before anybody has said who it is.
+    std::rethrow_exception(health()->explain(std::current_exception(), {.name = "sharing memory"}));
+  }
 }
 
 int AttachableBackend::nextChannel() {

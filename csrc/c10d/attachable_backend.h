@@ -23,6 +23,8 @@
 
 namespace torchext {
 
+class SharedWindows;
+
 class AttachableBackend : public DelegatingBackend {
  public:
   using DelegatingBackend::DelegatingBackend;
@@ -30,6 +32,8 @@ class AttachableBackend : public DelegatingBackend {
   // Transports over the inner groups, waiting under this group's timeout, interruptible by abort().
   PointToPoint dataTransport();
   PointToPoint controlTransport();
+  // SharedWindows::open() over the first. A peer that has died meanwhile is named, as in any wait.
+  std::unique_ptr<SharedWindows> shareMemory(int tag, bool enabled);
 
   // The first of kTagsPerChannel tags for one attached model; the same on all ranks that attach in the same order.
   int nextChannel();

@@ -117,7 +117,7 @@ ProcessGroupPrague::ProcessGroupPrague(int rank, int size, InnerBackends inner, 
   prague_options_->validate(size);
   std::unique_ptr<SharedWindows> windows;
   try {
-    windows = SharedWindows::open(dataTransport(), kGroupTags, prague_options_->shared_memory);
+    windows = shareMemory(kGroupTags, prague_options_->shared_memory);
   } catch (const std::exception& error) {
     if (!health()->failed()) {
       throw;

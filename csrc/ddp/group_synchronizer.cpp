@@ -45,9 +45,8 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   TORCH_CHECK_VALUE(bucketCount() <= kMaxBuckets, group_->getBackendName(), ": buckets of ", bucket_bytes,
                     " bytes make ", bucketCount(), " of them, where ", kMaxBuckets, " is the most; raise bucket_mb");
   const std::vector<int> host_of = hostsOf(*group_);
-  partial_ =
-      std::make_unique<SubsetAllreduce>(group_->dataTransport(), channel_,
-                                        SharedWindows::open(group_->dataTransport(), channel_, training.shared_memory));
+  partial_ = std::make_unique<SubsetAllreduce>(group_->dataTransport(), channel_,
+                                               group_->shareMemory(channel_, training.shared_memory));
   source_ = training.make_source(host_of, channel_);
   thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from datetime import timedelta
 from typing import Any
 
@@ -126,6 +127,31 @@ def test_who_fails_when_the_group_stands_is_told_so() -> None:
         ranks.kill(1)
         (failed,) = ranks.outcomes([3], deadline=20)
         assert failed.error == "_LeftBehind" and "without rank 3, which could not come" in failed.message, failed
+        outcomes = ranks.outcomes([0, 2, 4], deadline=60)
+    assert [outcome.value for outcome in outcomes] == [([1, 3], [], 3)] * 3, outcomes
+
+
+def body_comes_late(rank: Rank) -> Any:
+    hurry()
+    training = GoingOn(rank, "prague", {})
+    training.train(3)
+    if action := {2: "stop", 3: "throw"}.get(rank.rank):
+        _C.arm_fault_point("group.formed", action)
+    rank.report("ready")
+    while training.workers() > 3:
+        training.train(1)
+    return outcome_of(training)
+
+
+def test_a_dead_peer_where_a_group_is_finished_is_a_failure_of_that_group() -> None:
+    """Rank 2 finishes a group that stands already when rank 3 has left it: it goes on, as the others do."""
+    with launch(body_comes_late, 5) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1)
+        ranks.expect_stopped(2)
+        (failed,) = ranks.outcomes([3], deadline=20)
+        assert failed.error == "_LeftBehind", failed
+        ranks.kill(2, signal.SIGCONT)
         outcomes = ranks.outcomes([0, 2, 4], deadline=60)
     assert [outcome.value for outcome in outcomes] == [([1, 3], [], 3)] * 3, outcomes
 
