@@ -26,8 +26,8 @@ _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 # A step is cut into so many parts at most: each of them goes through the param groups.
 _PARTS = 16
 _CLIP = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
-# A comprehension has code of its own before Python 3.12.
-_CLIPS = {_CLIP, *(inside for inside in _CLIP.co_consts if isinstance(inside, types.CodeType))}
+# A comprehension has code of its own before Python 3.12. By their ids: to hash code is to hash all that it says.
+_CLIPS = {id(_CLIP), *(id(inside) for inside in _CLIP.co_consts if isinstance(inside, types.CodeType))}
 
 
 class DearOptimizer:
@@ -62,7 +62,7 @@ class DearOptimizer:
         self._held = False
         self._stepping = self._agreed = self._begun = self._checked = False
         self._over = False  # the gradients that were gathered last are those of a step that is over
-        self._replaced: dict[nn.Parameter, Mark] = {}  # what these took the place of, unless that was in a step
+        self._replaced: list[Mark] = []  # what these took the place of, unless that was in a step
         self._ended = False  # the step has just done so, and the C++ side has not heard of it
         self._deferring = False  # what is left of a step is being done
         self._early: set[int] = set()  # stepped while other gradients were on their way
@@ -116,7 +116,7 @@ class DearOptimizer:
         """
         if self._clearing or caller is _ZERO_GRAD:
             return self._parameters[position].grad
-        if caller in _CLIPS and self.state.sharded:
+        if id(caller) in _CLIPS and self.state.sharded:
             raise RuntimeError(
                 "dear: torch.nn.utils.clip_grad_norm_ on the optimizer's parameters would take the norm of this rank's "
                 "slices alone, in the sharded form; clip with sync.clip_grad_norm_()"
@@ -188,8 +188,9 @@ class DearOptimizer:
 
         A rank that had none of a parameter, or one in another memory order, has the averaged one elsewhere.
         """
-        own = {parameter: parameter.grad for parameter in self._replaced}
-        kept = {parameter for parameter, gradient in own.items() if is_marked(gradient, self._replaced[parameter])}
+        marked = [(p, mark) for p, mark in zip(self._watch.parameters, self._replaced, strict=False) if mark]
+        own = {parameter: parameter.grad for parameter, _ in marked}
+        kept = {parameter for parameter, mark in marked if is_marked(own[parameter], mark)}
         if all(own[parameter] is None for parameter in kept):
             return  # they have been cleared
         for position, parameter in enumerate(self._parameters):

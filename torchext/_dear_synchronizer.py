@@ -95,6 +95,7 @@ class DearSynchronizer(Synchronizer):
         self._synced = True  # the last forward pass was not inside no_sync()
         self._static_recorded = False
         self._reduced = True  # DDP's reducer has averaged gradients so far
+        self._settled = False  # plain all-reduce from now on
         self._unsent = False  # the optimizer's step is over, and what it has made stays here so far
         stepped = optimizer.register_step_post_hook(self._stepped)
         # In front of hooks that were there before.
@@ -304,6 +305,9 @@ class DearSynchronizer(Synchronizer):
         if allreduce:
             self.wait()
             self._step_at_once()
+            if not self._settled and self._core.stats()["decided"]:
+                self._settled = True
+                self._waits.end_forward()
         elif self._reduced:
             # After a forward pass without a backward pass it is awake, and would take part in the next one.
             self._ddp.reducer._reset_state()

@@ -106,26 +106,34 @@ class ForwardWaits:
         self._wait_tensors, self._wait_all = wait_tensors, wait_all
         self._called: set[nn.Module] | None = set()  # by a training forward; None once it is known who waits
         self._handles: list[Any] = []
+        self._forward: list[Any] = []  # the handles of hooks on forward passes
         for module in self._module.modules():
             self._handles.append(module.register_state_dict_pre_hook(_Hook(wait_all)))
         if any(_is_compiled(module) for module in ddp.modules()):
             # A hook inside a compiled graph would break it: such a model waits once, before the graph.
             outside = [ddp] if _is_graph(ddp) or _is_graph(self._module) else [ddp, self._module]
-            self._handles += [m.register_forward_pre_hook(_Hook(wait_all), prepend=True) for m in outside]
+            self._forward += [m.register_forward_pre_hook(_Hook(wait_all), prepend=True) for m in outside]
             return
         self._learning = [
             module.register_forward_pre_hook(self._note, prepend=True) for module in self._module.modules()
         ]
         self._learning.append(self._module.register_forward_hook(self._learn))
-        self._handles += self._learning
+        self._forward += self._learning
         # On the module, which evaluation may call without its wrapper.
-        self._handles.append(self._module.register_forward_pre_hook(self._enter, prepend=True))
+        self._forward.append(self._module.register_forward_pre_hook(self._enter, prepend=True))
 
     def remove(self) -> None:
         """Takes all hooks off."""
+        self.end_forward()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def end_forward(self) -> None:
+        """Takes those off that forward passes call: nothing will be on its way any more. Safe twice."""
+        for handle in self._forward:
+            handle.remove()
+        self._forward.clear()
 
     def __reduce__(self) -> Any:
         return _NoWaits, ()
@@ -149,9 +157,9 @@ class ForwardWaits:
             called, self._called = self._called, None
             for module, tensors in self._readers(called).items():
                 hook = _Hook(lambda tensors=tensors: self._wait_tensors(tensors))  # type: ignore[misc]
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+                self._forward.append(module.register_forward_pre_hook(hook, prepend=True))
             for module in set(self._module.modules()) - called:
-                self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+                self._forward.append(module.register_forward_pre_hook(self._enter, prepend=True))
             for handle in self._learning:
                 handle.remove()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torchext._uncompiled import uncompiled
 __all__ = ["GradientWatch", "Mark", "is_marked"]
 
 
-# A gradient, or none, and its version.
-Mark = tuple[TensorWeakRef | None, int]
+# A gradient, or none, and its version; instead of both None: nothing is known, or it need not stay.
+Mark = tuple[TensorWeakRef | None, int] | None
 
 
 class GradientWatch:
@@ -40,28 +40,35 @@ class GradientWatch:
 
     def __init__(self, named: Mapping[str, nn.Parameter], begins: Callable[[], None]) -> None:
         self._on_begin = begins
-        self._names = {parameter: name for name, parameter in named.items()}
-        self._left: dict[nn.Parameter, Mark] = {}  # what each was left with, and must have until forgotten
-        self._known: dict[nn.Parameter, Mark] = {}  # the same, until there is something else
-        self._before: dict[nn.Parameter, Mark] | None = None  # what each had in front of passes inside no_sync()
-        self._in_front: dict[nn.Parameter, torch.Tensor] = {}  # of the forward pass under way: the gradients
+        self.parameters: Sequence[nn.Parameter] = list(named.values())
+        """In the order of all marks."""
+        # Of every step: lists, since a tensor as a key of a dict is hashed in Python.
+        self._names = list(named)
+        self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        self._left: list[Mark] = []  # what each was left with, and must have until forgotten; empty: nothing
+        self._known: list[Mark] = [None] * len(self._names)  # the same, until there is something else
+        self._before: list[Mark] | None = None  # what each had in front of passes inside no_sync()
+        self._in_front: dict[int, torch.Tensor] = {}  # of the forward pass under way: the gradients
         self._averages = True  # the last forward pass was outside no_sync()
         self._new = False  # there was a backward pass since the last step
         self._apart = False  # and the last that reached a parameter was inside no_sync()
 
     def enter_forward(self) -> None:
         """A forward pass begins, in which DDP may move gradients to other buckets; :meth:`leave_forward` ends it."""
-        self._in_front = {p: p.grad for p in self._names if p.grad is not None}
+        self._in_front = {place: p.grad for place, p in enumerate(self.parameters) if p.grad is not None}
 
     def leave_forward(self) -> None:
         """What has been noted of gradients that DDP has moved is true of where they are now."""
-        moved = {p: before for p, before in self._in_front.items() if p.grad is not None and p.grad is not before}
+        gradients = [(place, before, self.parameters[place].grad) for place, before in self._in_front.items()]
+        moved = {place: before for place, before, now in gradients if now is not None and now is not before}
         self._in_front = {}
         if not moved:
             return
         now = self.marks()
-        for marks in (self._left, self._known, self._before or {}):
-            marks.update((p, now[p]) for p, before in moved.items() if p in marks and is_marked(before, marks[p]))
+        for marks in filter(None, (self._left, self._known, self._before)):
+            for place, before in moved.items():
+                if is_marked(before, marks[place]):
+                    marks[place] = now[place]
 
     @uncompiled("dear looks at the outputs of forward passes")
     def follow(self, output: Any, averages: bool) -> None:
@@ -83,8 +90,9 @@ class GradientWatch:
 
     def check(self) -> None:
         """Raises RuntimeError for the first gradient that is not what was noted."""
-        for parameter, mark in self._left.items():
-            if is_marked(parameter.grad, mark):
+        for place, mark in enumerate(self._left):
+            parameter = self.parameters[place]
+            if mark is None or is_marked(parameter.grad, mark):
                 continue
             if parameter.grad is None:
                 what = "dropped"
@@ -92,7 +100,7 @@ class GradientWatch:
                 reference = mark[0]
                 what = "replaced" if reference is None or parameter.grad is not reference() else "changed"
             raise RuntimeError(
-                f"dear: the gradient of {self._names[parameter]} was {what} after the backward pass, which would "
+                f"dear: the gradient of {self._names[place]} was {what} after the backward pass, which would "
                 "count in steps by plain all-reduce only, and be lost in others; clip with sync.clip_grad_norm_(), "
                 "drop all of them with optimizer.zero_grad(), and change others through optimizer.param_groups"
             )
@@ -101,16 +109,16 @@ class GradientWatch:
         """Raises RuntimeError if there are gradients, and they are not new or not averaged. For a step that begins."""
         if self._new and not self._apart:
             return
-        own = [parameter for parameter in self._names if parameter.grad is not None]
-        if own and (self._apart or all(p in self._known and is_marked(p.grad, self._known[p]) for p in own)):
+        own = [(p.grad, known) for p, known in zip(self.parameters, self._known, strict=True) if p.grad is not None]
+        if own and (self._apart or all(is_marked(gradient, known) for gradient, known in own)):
             raise RuntimeError(NOT_AVERAGED)
 
     def forget(self, parameter: nn.Parameter | None = None) -> None:
         """What has been noted, of one parameter or of all, need not stay."""
         if parameter is None:
-            self._left.clear()
-        else:
-            self._left.pop(parameter, None)
+            self._left = []
+        elif self._left:
+            self._left[self._place[id(parameter)]] = None
 
     def used(self, zeroed: bool = False) -> None:
         """A step is over, or gradients have been cleared; ``zeroed``: by zeros."""
@@ -131,26 +139,31 @@ class GradientWatch:
 
     def _note(self) -> None:
         self._known = self.marks()
-        self._left = dict(self._known)
+        self._left = list(self._known)
         if self._averages or self._before is None:
             self._new, self._apart = True, False
-        elif not all(is_marked(parameter.grad, mark) for parameter, mark in self._before.items()):
+        elif any(
+            mark is not None and not is_marked(parameter.grad, mark)
+            for parameter, mark in zip(self.parameters, self._before, strict=True)
+        ):
             self._new = self._apart = True  # else it was for gradients of inputs
 
-    def marks(self) -> dict[nn.Parameter, Mark]:
-        """The gradients as they are, by parameter."""
-        marks: dict[nn.Parameter, Mark] = {}
-        for parameter in self._names:
+    def marks(self) -> list[Mark]:
+        """The gradients as they are; of sparse ones nothing."""
+        marks: list[Mark] = []
+        for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
-                marks[parameter] = None, 0
-            elif not gradient.is_sparse:
-                marks[parameter] = TensorWeakRef(gradient), gradient._version
+                marks.append((None, 0))
+            else:
+                marks.append(None if gradient.is_sparse else (TensorWeakRef(gradient), gradient._version))
         return marks
 
 
 def is_marked(gradient: torch.Tensor | None, mark: Mark) -> bool:
-    """Whether it is what was marked, unchanged."""
+    """Whether it is known to be what was marked, unchanged."""
+    if mark is None:
+        return False
     reference, version = mark
     if gradient is None or reference is None:
         return gradient is None and reference is None
