@@ -48,6 +48,7 @@ def test_one_is_gone_when_the_others_connect(backend: str, stopped: int, own_gro
 
 def body_late(rank: Rank, own_group: bool) -> Any:
     _meeting.PATIENCE = timedelta(seconds=6)
+    _membership.GRACE = 10.0  # the late one has not heard that the others ask who lives
     real = _membership.Membership._form
 
     def form(self: Any, decided: Any, attempt: int) -> None:
