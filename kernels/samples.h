@@ -1,7 +1,7 @@
-// Samples with a 1 more at their end, for products by tensor cores or not: free of torch and of CUDA.
+// Samples with a 1 more at their end, laid out for a product: free of torch and of CUDA.
 //
-// K-FAC's factor of a layer with a bias is that of its inputs with a 1 appended. The copy that has it is laid out for
-// the product: rows of a length that is a multiple of kAligned, filled up with zeros, so that every row begins at 16
+// K-FAC's factor of a layer with a bias is that of its inputs with a 1 appended. The copy that has it has
+// rows of a length that is a multiple of kAligned, filled up with zeros, so that every row begins at 16
 // bytes; without that cuBLAS takes slower kernels.
 #pragma once
 

@@ -2,8 +2,7 @@
 //
 // The products are whole ones. cuBLAS's syrk would do half the work, but does not cut the sum over samples into pieces:
 // on an H200, in float32, it took 14 times as long for 4,096 samples of 64 and 5 times for 65,536 of 576. It pays where
-// samples are few and large (0.66 of the time for 4,096 of 4,096), where factors take least of a step. Everything is
-// queued on the current stream.
+// samples are few and large: 0.66 of the time for 4,096 of 4,096. Everything is queued on the current stream.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
