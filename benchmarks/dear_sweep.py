@@ -5,7 +5,7 @@ cell trains both contenders in turn at their defaults; dear may fall back to an 
 communication is nothing the ratio should be 1, and nowhere less: the smallest one of the map is what is asked.
 
 The time of a step in a cell is known beforehand to a factor (lab/bounds.py), from 90 ms to 12 s, and each cell is given
-repeats and windows to fit the budget. dear decides within 195 steps. Where these would take minutes there is one repeat
+repeats and windows to fit the budget. dear decides within 215 steps. Where these would take minutes there is one repeat
 of few steps, of dear with the buckets that it begins with and without its fallback: trying that would take all of them.
 Cells that the budget does not reach are left out, and said to be.
 
@@ -42,7 +42,7 @@ SESSION_S = 2.5  # a group's connections, the first steps, the comparison of the
 LAUNCH_S = 12.0
 SLOW_STEP_S = 1.0  # from here on nothing is tuned
 ONE_REPEAT_S = 0.5  # from here on tuning takes too long to do it twice
-DECIDING_STEPS = 195  # at most
+DECIDING_STEPS = 215  # at most
 LONGEST_TUNING_S = 150.0
 USUAL_SHARE = 0.3  # of the longest tuning: a search ends when it does not get better
 

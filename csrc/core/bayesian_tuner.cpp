@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "check.h"
+#include "step_times.h"
 
 namespace torchext::core {
 namespace {
@@ -44,12 +45,6 @@ struct Confirmation {
 };
 constexpr Confirmation kConfirmation{2, 2};
 constexpr Confirmation kNoisyConfirmation{3, 3};
-
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return values.size() % 2 == 1 ? *middle : (*middle + *std::max_element(values.begin(), middle)) / 2;
-}
 
 double normalCdf(double z) { return 0.5 * std::erfc(-z / std::numbers::sqrt2); }
 

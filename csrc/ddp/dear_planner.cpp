@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <set>
 #include <utility>
 
 #include <c10/util/Logging.h>
 
 #include "c10d/promises.h"
+#include "core/step_times.h"
 #include "ddp/elapsed.h"
 
 namespace torchext {
@@ -24,7 +24,10 @@ constexpr std::size_t kPatientTrials = 4;
 constexpr double kHopeless = 1.1;
 // No further apart than this the two are measured in turn, in so many windows each.
 constexpr double kClose = 1.25;
-constexpr std::size_t kConfirmations = 2;
+constexpr std::size_t kConfirmations = 3;
+// There buckets must win by so many standard errors of the difference: where steps vary, who wins by chance is the
+// slower one as often as not, and all-reduce loses nothing.
+constexpr double kStandardErrors = 2;
 // A decision is looked at first after so many steps, then after twice as many each time; by the median of the last few,
 // which pauses between steps (an evaluation) do not move.
 constexpr std::int64_t kFirstLook = 100;
@@ -35,15 +38,6 @@ core::BayesianTunerOptions tunerOptions(std::size_t model_bytes) {
   tuning.start_mb = std::clamp(static_cast<double>(model_bytes) / kMebibyte / 8, tuning.min_mb, tuning.max_mb);
   tuning.window_steps = kWindowSteps;
   return tuning;
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
-  return values[values.size() / 2];
-}
-
-double mean(const std::vector<double>& values) {
-  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
 // Each of `all` once: first those that were seen, in that order, then the others (unused in that step) in their own.
@@ -118,7 +112,7 @@ void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
     tune();
   } else {
     if (phase_ == Phase::kAllreduce) {
-      allreduce_seconds_ = median({window_.begin() + 1, window_.end()});
+      allreduce_seconds_ = core::median({window_.begin() + 1, window_.end()});
       plan_.allreduce = false;
     }
     phase_ = Phase::kTuning;
@@ -126,7 +120,7 @@ void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
 }
 
 void DearPlanner::tune() {
-  best_seconds_ = fixed_ ? median({window_.begin() + 1, window_.end()}) : tuner_.best()->step_seconds;
+  best_seconds_ = fixed_ ? core::median({window_.begin() + 1, window_.end()}) : tuner_.best()->step_seconds;
   if (!fixed_) {
     plan_.bucket_bytes = bytesOf(tuner_.propose());
   }
@@ -142,7 +136,7 @@ void DearPlanner::tune() {
   if (ratio > 1 / kClose && ratio < kClose) {
     compareAgain();
   } else {
-    settle();
+    settle(allreduce_seconds_ <= best_seconds_);
   }
 }
 
@@ -167,7 +161,7 @@ bool DearPlanner::watch(double seconds) {
   }
   watched_ = 0;
   next_look_ *= 2;
-  if (group_.getRank() == 0 && median(window_) > allreduce_seconds_) {
+  if (group_.getRank() == 0 && core::median(window_) > allreduce_seconds_) {
     compareAgain();
   }
   share();
@@ -181,23 +175,23 @@ void DearPlanner::confirm() {
   seconds.insert(seconds.end(), window_.begin() + 1, window_.end());
   plan_.allreduce = !plan_.allreduce;
   if (confirmed_[0].size() == kConfirmations * kWindowSteps) {  // the second of the two
-    best_seconds_ = mean(confirmed_[0]);
-    allreduce_seconds_ = mean(confirmed_[1]);
-    settle();
+    best_seconds_ = core::mean(confirmed_[0]);
+    allreduce_seconds_ = core::mean(confirmed_[1]);
+    settle(!core::clearlyFaster(confirmed_[0], confirmed_[1], kStandardErrors));
   }
 }
 
-void DearPlanner::settle() {
+void DearPlanner::settle(bool allreduce) {
   phase_ = Phase::kDecided;
-  plan_.allreduce = fallback_ && allreduce_seconds_ <= best_seconds_;
+  plan_.allreduce = fallback_ && allreduce;
   announce();
 }
 
 void DearPlanner::announce() const {
   if (plan_.allreduce) {
-    LOG(WARNING) << "dear: nothing to hide here: a step takes " << 1e3 * best_seconds_ << " ms with buckets of "
-                 << static_cast<double>(plan_.bucket_bytes) / kMebibyte << " MiB and " << 1e3 * allreduce_seconds_
-                 << " ms with plain all-reduce, which is used from now on";
+    LOG(WARNING) << "dear: nothing to hide here, or too little to tell: a step takes " << 1e3 * best_seconds_
+                 << " ms with buckets of " << static_cast<double>(plan_.bucket_bytes) / kMebibyte << " MiB and "
+                 << 1e3 * allreduce_seconds_ << " ms with plain all-reduce, which is used from now on";
   } else {
     LOG(INFO) << "dear: buckets of " << static_cast<double>(plan_.bucket_bytes) / kMebibyte << " MiB, "
               << 1e3 * best_seconds_ << " ms a step"

@@ -5,7 +5,8 @@
 //                           that is not counted, for links take their first steps to come up to their rate
 //   trials of bucket sizes  windows of a BayesianTuner, or a single one where the user has set the size
 //   both in turn            where the best size and all-reduce are close: the first window of all-reduce was early, the
-//                           best of many trials is a lucky one, and one median does not show rare stalls
+//                           best of many trials is a lucky one, and one median does not show rare stalls. Buckets must
+//                           win by more than chance
 //   what was best           with it training goes on. After 100, 200, 400 ... further steps it is seen whether a step
 //                           takes longer now than all-reduce did: then both in turn once more
 // With the first decision the observed orders of gradients and of forward waits replace the assumed ones.
@@ -52,7 +53,7 @@ class DearPlanner {
   void decide(const std::vector<std::int64_t>& gradient_order, const std::vector<std::int64_t>& forward_order);
   void tune();
   void confirm();
-  void settle();
+  void settle(bool allreduce);
   void compareAgain();
   bool watch(double seconds);
   void share();

@@ -55,7 +55,7 @@ def body_slower_later(rank: Rank) -> None:
         time.sleep(longer)
         pair.step()
     assert pair.sync.stats()["mode"] == "allreduce", pair.sync.stats()
-    stats = run_until_decided(pair, "dear", most=60, pause=longer)
+    stats = run_until_decided(pair, "dear", most=80, pause=longer)
     assert (stats["mode"], stats["decided"]) == ("allreduce", True), stats
     assert pair.done() < 1e-4  # 200 steps and more
 
