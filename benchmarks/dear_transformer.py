@@ -143,7 +143,7 @@ def arguments() -> argparse.Namespace:
     parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=3)
     parser.add_argument("--rate", default="300mbit", help="of each host's link, both ways")
     parser.add_argument("--samples", type=int, default=6, help="a rank and step, of 128 symbols")
-    parser.add_argument("--steps", type=int, default=235, help="of each contender, each repeat; dear decides in 195")
+    parser.add_argument("--steps", type=int, default=255, help="of each contender, each repeat; dear decides in 215")
     parser.add_argument("--timed", type=int, default=40, help="the last of them, that are timed")
     parsed = parser.parse_args()
     if parsed.quick:
