@@ -40,8 +40,8 @@ class KFACPreconditioner:
     other parameters keep their gradients, among them the projections of MultiheadAttention, weights that layers of
     different kinds share, and frozen ones.
 
-    Devices: the CPU, or one CUDA device for all of these layers (not yet run on a GPU, see docs/kfac.md). There work is
-    queued: a step waits for the device once, and again where inverses are made. Factors travel over NCCL.
+    Devices: the CPU, or one CUDA device for all of these layers. There work is queued: a step waits for the device
+    once, and again where inverses are made. Factors travel over NCCL. What was tried on a GPU: docs/kfac.md.
 
     Conventions: a is a layer's input with a 1 appended for the bias, g the gradient of the *mean* loss at its output, N
     the samples, T the positions of a convolution or a sequence. A = (1/N) sum a a^T, G = (N/T) sum g g^T (KFC,
