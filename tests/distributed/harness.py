@@ -15,18 +15,24 @@ A rank that is done stays alive until the test has every outcome it asked for: a
 connections, which would tell the others what the code under test must tell them.
 
 Processes come from a fork server that has imported torch once, so that starting eight of them takes a fraction of a
-second. Each leads a process group of its own; leaving the `with` block kills the groups.
+second. Each leads a process group of its own; leaving the `with` block kills the groups, and a rank whose test has
+been killed ends by itself.
+
+A test that fails says how long the machine held it up: where that comes near a limit of the test's, it may be why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -46,6 +52,8 @@ forkserver.set_forkserver_preload(
 
 # Generous: shared runners stall. Tests of speed assert times of their own.
 DEADLINE = 60.0
+
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 @dataclass
@@ -100,7 +108,18 @@ class Rank:
         self._line.recv()
 
 
+def _die_with_the_test() -> None:
+    """Even if stopped: the kernel ends a rank with the fork server, and that ends with the test's process.
+
+    It does so once nobody holds the write end of its pipe any more; each of its children has a copy of that, to start
+    children of its own by it, which ranks don't do.
+    """
+    os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _rank_main(body: Callable[..., Any], rank: int, size: int, folder: str, line: Connection, args: Any) -> None:
+    _die_with_the_test()
     os.setpgid(0, 0)
     import torch
 
@@ -240,13 +259,54 @@ class Ranks:
             os.kill(self.pid(rank), signal.SIGKILL)
 
 
+class _HoldUps:
+    """How long this process was held up while it ran: what a busy machine, or its host, does to a test's limits."""
+
+    _PERIOD = 0.02
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._longest = 0.0
+        self._stolen = self._stolen_seconds()
+        self._start = time.monotonic()
+        self._watch = threading.Thread(target=self._run, daemon=True, name="hold-ups")
+        self._watch.start()
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._done.wait(self._PERIOD):
+            now = time.monotonic()
+            self._longest = max(self._longest, now - before - self._PERIOD)
+            before = now
+
+    @staticmethod
+    def _stolen_seconds() -> float:
+        """By the host, of all cores together: proc(5), the eighth figure of /proc/stat."""
+        ticks = int(Path("/proc/stat").read_text().split(None, 9)[8])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        self._done.set()
+        self._watch.join()
+
+    def __str__(self) -> str:
+        took = time.monotonic() - self._start
+        return (
+            f"in {took:.1f} s the test's own process was held up for {self._longest:.2f} s at most, "
+            f"and the host took {self._stolen_seconds() - self._stolen:.2f} s of its cores"
+        )
+
+
 @contextlib.contextmanager
 def launch(body: Callable[..., Any], size: int, *args: Any) -> Iterator[Ranks]:
     """Starts `size` ranks of `body`; see the module's first lines."""
-    with tempfile.TemporaryDirectory(prefix="torchext-test-") as folder:
+    with tempfile.TemporaryDirectory(prefix="torchext-test-") as folder, contextlib.closing(_HoldUps()) as hold_ups:
         ranks = Ranks(body, size, folder, args)
         try:
             yield ranks
+        except BaseException as error:
+            error.add_note(str(hold_ups))
+            raise
         finally:
             ranks.close()
 
