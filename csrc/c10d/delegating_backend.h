@@ -206,7 +206,7 @@ class DelegatingBackend : public CompatBackend {
   Works pointToPoint(const char* name, c10d::OpType type, int peer, const Tensors& tensors, Call&& call);
   template <typename Call>
   Works forward(const OpInfo& op, c10::DeviceType device, Call&& call);
-  FailureMonitor::Events monitorEvents() const;
+  FailureMonitor::Events monitorEvents(std::chrono::milliseconds patience) const;
   Works wrap(const OpInfo& op, Works work, bool on_cpu);
   void noteCudaCallWhileCoalescing();
   void closeConnections() noexcept;

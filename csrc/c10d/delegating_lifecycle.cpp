@@ -72,11 +72,11 @@ DelegatingBackend::DelegatingBackend(int rank, int size, std::string name, Inner
                                                     : CallCheck::Mode::kNew;
     calls_ = std::make_shared<CallCheck>(health_, monitor_, inner_.control, mode);
   }
-  monitor_->start(watched.heartbeat_timeout, monitorEvents());
+  monitor_->start(watched.heartbeat_timeout, monitorEvents(watched.heartbeat_timeout));
 }
 
 // They hold what they use weakly: a thread of the monitor may outlive this object.
-FailureMonitor::Events DelegatingBackend::monitorEvents() const {
+FailureMonitor::Events DelegatingBackend::monitorEvents(std::chrono::milliseconds patience) const {
   const auto with_health = [health = std::weak_ptr<GroupHealth>(health_)](auto&& use) {
     if (auto alive = health.lock()) {
       use(*alive);
@@ -100,7 +100,12 @@ FailureMonitor::Events DelegatingBackend::monitorEvents() const {
                                                                            const core::Progress& last) {
     with_health([&](GroupHealth& health) { health.suspect(successor, silence, last); });
   };
-  events.heartbeat.tick = [with_health] { with_health([](GroupHealth& health) { health.expire(); }); };
+  events.heartbeat.tick = [with_health, patience] {
+    with_health([&](GroupHealth& health) {
+      health.expire();
+      health.noteStall(patience);
+    });
+  };
   return events;
 }
 

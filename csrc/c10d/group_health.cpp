@@ -178,6 +178,28 @@ void GroupHealth::expire() {
   }
 }
 
+void GroupHealth::noteStall(std::chrono::milliseconds patience) {
+  const auto now = std::chrono::steady_clock::now();
+  if (patience.count() == 0 || now < nextStallNotice_ || !usable() || !monitor_) {
+    return;
+  }
+  const auto op = pending_.oldestCollective(stallNoted_);
+  if (!op || now - op->since < patience) {
+    return;
+  }
+  const auto answer = monitor_->ask(op->sequence, patience / 10);
+  if (!answer) {
+    return;  // asks again: it may have been late, or a rank is stopped, which the heartbeat finds
+  }
+  stallNoted_ = op->since;
+  if (answer->laggard < 0 || failed()) {
+    return;  // every rank has called it: a slow link, which is no fault
+  }
+  nextStallNotice_ = now + 12 * patience;
+  LOG(WARNING) << label() << ": " << GroupProgress::ofLaggard(*answer, op->name) << "; rank " << rank_ << " called it "
+               << secondsOf(now - op->since) << " ago, and waits on";
+}
+
 void GroupHealth::close(std::chrono::milliseconds grace) {
   if (inForkedChild()) {
     return;

@@ -88,8 +88,12 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   std::chrono::milliseconds remoteGrace() const;
   // The successor was silent for too long: names it, and says where it was.
   void suspect(int rank, std::chrono::duration<double> silence, const core::Progress& last);
-  // To be called now and then: fails the group if an operation has passed its limit.
+  // To be called now and then, by one thread: fails the group if an operation has passed its limit.
   void expire();
+  // Likewise: says in the log which rank a collective has been waiting for, once for each that waits that long, and for
+  // one in twelve times `patience` at most. No failure: the rank lives, and may only be slow. Blocks for a tenth of
+  // `patience` at most. patience: 0 is never.
+  void noteStall(std::chrono::milliseconds patience);
   // From now on every call throws. Operations under way get `grace`, then the group is poisoned.
   void close(std::chrono::milliseconds grace);
 
@@ -144,6 +148,10 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
 
   std::atomic<bool> failed_{false};
   std::atomic<bool> closed_{false};
+  // Of the clock's thread.
+  std::chrono::steady_clock::time_point stallNoted_{};  // when the last collective was called that it told about
+  std::chrono::steady_clock::time_point nextStallNotice_{};
+
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::string groupName_;

@@ -15,13 +15,13 @@ std::int64_t nowNs() {
       .count();
 }
 
-std::string seconds(double value) {
+}  // namespace
+
+std::string secondsOf(std::chrono::duration<double> time) {
   std::array<char, 32> text{};
-  static_cast<void>(std::snprintf(text.data(), text.size(), "%.1f s", value));
+  static_cast<void>(std::snprintf(text.data(), text.size(), "%.1f s", time.count()));
   return text.data();
 }
-
-}  // namespace
 
 const char* opName(c10d::OpType type) {
   using c10d::OpType;
@@ -90,14 +90,15 @@ core::Progress GroupProgress::now() const {
 
 std::string GroupProgress::ofSilence(int rank, std::chrono::duration<double> silence, const core::Progress& last,
                                      int observer) const {
-  return c10::str("rank ", rank, " has been silent for ", seconds(silence.count()), "; it is at ", describe(last),
-                  ", rank ", observer, " at ", describe(now()));
+  return c10::str("rank ", rank, " has been silent for ", secondsOf(silence), "; it is at ", describe(last), ", rank ",
+                  observer, " at ", describe(now()));
 }
 
 std::string GroupProgress::ofLaggard(const core::LaggardQuery& query, const char* op) {
-  return c10::str("rank ", query.laggard, " has not called ", op, " #", query.sequence, ", its last call is ",
-                  describe(query.progress),
-                  query.progress.started > 0 ? ", " + seconds(query.progress.idle_ms / 1000.0) + " ago" : "");
+  return c10::str(
+      "rank ", query.laggard, " has not called ", op, " #", query.sequence, ", its last call is ",
+      describe(query.progress),
+      query.progress.started > 0 ? ", " + secondsOf(std::chrono::milliseconds(query.progress.idle_ms)) + " ago" : "");
 }
 
 }  // namespace torchext

@@ -14,6 +14,8 @@
 
 namespace torchext {
 
+// "5.2 s"
+std::string secondsOf(std::chrono::duration<double> time);
 // As users call it: "all_reduce".
 const char* opName(c10d::OpType type);
 // "all_reduce #41"; "no collective" before the first.

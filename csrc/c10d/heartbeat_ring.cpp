@@ -229,7 +229,7 @@ std::optional<core::LaggardQuery> HeartbeatRing::ask(std::uint64_t sequence, mil
   query.sequence = sequence;
   {
     std::lock_guard lock(state_->mutex);
-    state_->answers.emplace(sequence, std::nullopt);
+    state_->answers.insert_or_assign(sequence, std::nullopt);  // an older answer may be true no more
   }
   post(query);
   std::unique_lock lock(state_->mutex);

@@ -45,6 +45,18 @@ std::optional<OpInfo> PendingOperations::late() const {
   return std::nullopt;
 }
 
+std::optional<OpInfo> PendingOperations::oldestCollective(std::chrono::steady_clock::time_point after) const {
+  std::lock_guard lock(mutex_);
+  const OpInfo* oldest = nullptr;
+  for (const auto* operation = first_; operation != nullptr; operation = operation->next_) {
+    const OpInfo& op = operation->op_;
+    if (op.sequence > 0 && op.since > after && (oldest == nullptr || op.since < oldest->since)) {
+      oldest = &op;
+    }
+  }
+  return oldest == nullptr ? std::nullopt : std::optional(*oldest);
+}
+
 void PendingOperations::interruptBackground() {
   std::lock_guard lock(mutex_);
   for (auto* operation = first_; operation != nullptr; operation = operation->next_) {

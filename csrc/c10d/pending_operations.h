@@ -52,6 +52,8 @@ class PendingOperations {
 
   // One that has passed its limit.
   std::optional<OpInfo> late() const;
+  // The collective called first of those called after `after`.
+  std::optional<OpInfo> oldestCollective(std::chrono::steady_clock::time_point after) const;
 
   // Ends the waits of services (OpInfo::background).
   void interruptBackground();

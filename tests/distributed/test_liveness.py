@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import signal
 import subprocess
@@ -112,6 +113,8 @@ def test_stalls_below_the_limit_are_no_alarm() -> None:
 
 
 def body_stuck(rank: Rank, backend: str, numel: int) -> Any:
+    log = rank.folder / f"log of {rank.rank}"
+    os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
     init(rank, backend, 0.5, 3.0)
     for _ in range(8):
         dist.all_reduce(torch.ones(10))
@@ -119,26 +122,31 @@ def body_stuck(rank: Rank, backend: str, numel: int) -> Any:
     if rank.rank == 1:
         rank.pause()
         return None
-    return elapsed_error(lambda: dist.all_reduce(torch.ones(numel))), torchext.backend_of().failure
+    first = elapsed_error(lambda: dist.all_reduce(torch.ones(numel)))
+    untouched = torch.full((4,), 7.0)
+    second = elapsed_error(lambda: dist.all_reduce(untouched))
+    return first, second, untouched.tolist(), torchext.backend_of().failure, log.read_text()
 
 
 # A call like those before starts at once and waits in Gloo; a new one waits for all ranks to agree.
 @pytest.mark.parametrize(
     ("backend", "numel"), [("prague", 10), ("prague", 20), ("hop", 10), ("dssync", 10), ("dear", 10)]
 )
-def test_a_rank_that_is_stuck_elsewhere_is_named_at_the_timeout(backend: str, numel: int) -> None:
+def test_a_rank_that_is_stuck_elsewhere_is_suspected_then_named_at_the_timeout(backend: str, numel: int) -> None:
     with launch(body_stuck, 4, backend, numel) as ranks:
         ranks.expect("ready")
         start = time.monotonic()
         for outcome in ranks.outcomes([0, 2, 3], deadline=30):
             assert outcome.ok, outcome.trace
-            (kind, text, _), failure = outcome.value
-            assert kind == "DistBackendError"
-            says = (
-                r"rank 1 has not called all_reduce #9, its last call is all_reduce #8, [0-9.]+ s ago; rank \d timed out"
-            )
-            assert re.search(says, text), text
+            (kind, text, _), (kind2, text2, seconds2), untouched, failure, log = outcome.value
+            assert kind == kind2 == "DistBackendError"
+            says = r"rank 1 has not called all_reduce #9, its last call is all_reduce #8, [0-9.]+ s ago; rank \d "
+            assert re.search(says + "timed out", text) and re.search(says + "timed out", text2), (text, text2)
             assert failure[0] == 1, failure
+            assert untouched == [7.0] * 4 and seconds2 < 1 + SLACK
+            # Suspected long before, in the log of each that waits, once.
+            (after,) = re.findall(says + r"called it ([0-9.]+) s ago, and waits on", log)
+            assert 0.5 <= float(after) < 3.0, log
         assert 2.5 < time.monotonic() - start < 3.0 + SLACK
 
 
