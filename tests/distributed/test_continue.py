@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ import torchext
 
 
 def body_continue(rank: Rank, backend: str, options: dict[str, Any], sizes: list[int]) -> Any:
+    said: list[str] = []
+    logging.getLogger("torchext").addFilter(lambda record: not said.append(record.getMessage()))
     training = GoingOn(rank, backend, options)
     first = training.validation_loss()
     training.train(5)
@@ -38,7 +42,7 @@ def body_continue(rank: Rank, backend: str, options: dict[str, Any], sizes: list
             equal_everywhere(module)
             assert dist.get_world_size() == size
     training.sync.detach()
-    return first, training.validation_loss(), after
+    return first, training.validation_loss(), after, said
 
 
 DEATHS: list[tuple[list[int], str, dict[str, Any]]] = [
@@ -70,8 +74,11 @@ def test_the_living_train_on(victims: list[int], backend: str, options: dict[str
             ranks.kill(victim)
         for outcome in ranks.outcomes(deadline=60):
             assert outcome.ok, outcome.trace
-            first, last, stats = outcome.value
+            first, last, stats, said = outcome.value
             assert last < 0.8 * first
+            for victim, size, line in zip(victims, sizes, said, strict=True):
+                says = rf"torchext: lost rank {victim} \(.+\); training goes on with {size} workers"
+                assert re.match(says, line), said
             assert stats["lost_ranks"] == victims and stats["workers"] == sizes[-1]
             assert 0 < stats["recovery_ms"] < 10_000 * len(victims)
 

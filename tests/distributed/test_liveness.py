@@ -83,8 +83,8 @@ def test_without_heartbeats_the_timeout_ends_it() -> None:
         ranks.kill(1, signal.SIGCONT)
 
 
-def body_thousand(rank: Rank, heartbeat: float) -> Any:
-    init(rank, "prague", heartbeat, 60.0)
+def body_thousand(rank: Rank, backend: str, heartbeat: float) -> Any:
+    init(rank, backend, heartbeat, 60.0)
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
     rank.report("ready")
@@ -96,9 +96,10 @@ def body_thousand(rank: Rank, heartbeat: float) -> Any:
     return torchext.backend_of().failure
 
 
-def test_stalls_below_the_limit_are_no_alarm() -> None:
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_stalls_below_the_limit_are_no_alarm(backend: str) -> None:
     """A thousand iterations, in which ranks are stopped for a second at a time; a flap of a link looks the same."""
-    with launch(body_thousand, 4, 3.0) as ranks:
+    with launch(body_thousand, 4, backend, 3.0) as ranks:
         ranks.expect("ready")
         for stalls, step in enumerate(range(100, 700, 200)):
             ranks.expect(f"step {step}", [0])
