@@ -15,9 +15,9 @@ SUITES ?=
 export MAX_JOBS ?= 2
 # What `make sanitize` runs: threads, connections and faults of every backend.
 KINDS ?= thread address
-SANITIZE_TESTS ?= partial_all_reduce attach attach_exact attach_features attach_faults attach_collectives lifecycle \
+SANITIZE_TESTS ?= partial_all_reduce partial_all_reduce_line attach attach_exact attach_features attach_faults attach_collectives lifecycle \
   faults fault_points fault_points_recovery liveness call_check malformed shrink continue continue_groups continue_models continue_refused join \
-  join_state join_refused join_deaths resources dear_exact dear_features dear_errors dear_state dear_state_refused \
+  join_state join_refused join_deaths resources link fork fork_attached dear_exact dear_features dear_errors dear_state dear_state_refused \
   dear_steps dear_checkpointing dear_planner dear_deferred dear_two_passes dear_zeroing threads dssync hop hop_ends \
   hop_errors signals attach_buffers attach_float16 attach_frozen attach_writes several_models delegating \
   flight_recorder kfac kfac_faults kfac_group kfac_shared_memory kfac_interrupted adaptive_attached adaptive_shards

@@ -3,7 +3,8 @@
 Two, four and eight ranks on one machine make a fault each (``lab/faults.py``), with a group timeout of 12 s and
 heartbeats at their default of 5 s. Rank 1 is at fault. Times are seconds from the fault, of the first and the last
 survivor. There is nothing to compare as a ratio: the results are a table, ``fault_table.md``, and ``fault_table.json``
-with survivors' own words. torchrun's restarts are in ``restart.json``.
+with survivors' own words. Where a rank's log has said before whom it waits for, the table has that, too. torchrun's
+restarts are in ``restart.json``.
 
 The processes are those of the tests (tests/distributed/harness.py): survivors stay alive, because one that exits closes
 its connections, and would tell the others what the backend must tell them.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import signal
 import sys
@@ -43,6 +45,8 @@ LIMIT_S = 4 * TIMEOUT_S
 def body(rank: Rank, backend: str, name: str, setting: Any) -> dict[str, Any]:
     """Rank function: what this rank saw, and when."""
     fault = FAULTS[name]
+    log = rank.folder / f"log of {rank.rank}"
+    os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
     if fault.join is not None:
         fault.join(rank, backend, fault.options, setting)
     rank.report("ready")
@@ -54,7 +58,10 @@ def body(rank: Rank, backend: str, name: str, setting: Any) -> dict[str, Any]:
             saw, end = saw
     except Exception as error:  # what it is, is the question
         saw, kind = str(error), type(error).__name__
-    return {"kind": kind, "saw": saw, "begin": begin, "end": end or time.monotonic()}
+    end = end or time.monotonic()
+    suspected = re.search(r"has not called .+ called it ([0-9.]+) s ago, and waits on", log.read_text())
+    suspected_s = float(suspected[1]) if suspected else None
+    return {"kind": kind, "saw": saw, "begin": begin, "end": end, "suspected_s": suspected_s}
 
 
 def _ending(ranks: Ranks, outcome: Outcome) -> dict[str, Any]:
@@ -94,6 +101,8 @@ def _run(backend: str, name: str, world: int) -> dict[str, Any]:
             value = outcome.value
             seconds = round(value["end"] - (begin or value["begin"]), 3)
             seen.append({"rank": outcome.rank, "kind": value["kind"], "saw": value["saw"], "seconds": seconds})
+            if value["suspected_s"] is not None:
+                seen[-1]["suspected_s"] = value["suspected_s"]
     return {"backend": backend, "fault": name, "world_size": world, "seen": seen}
 
 
@@ -116,6 +125,9 @@ def _summary(row: dict[str, Any]) -> str:
         known = [value for value in seconds if value is not None]
         when = f", {min(known):.2f} to {max(known):.2f} s" if known else ""
         parts.append(f"{len(seconds)} {kind}{when}")
+    suspected = [saw["suspected_s"] for saw in row["seen"] if "suspected_s" in saw]
+    if suspected:
+        parts.append(f"suspected in the log of {len(suspected)} after {min(suspected):.1f} to {max(suspected):.1f} s")
     return "; ".join(parts)
 
 

@@ -15,7 +15,7 @@ TORCHEXT_SANITIZE=$kind TORCHEXT_CUDA=0 TORCHEXT_BATCH=1 "$python" setup.py --qu
 choice=()
 case $kind in
   # It knows no threads after a fork.
-  thread) library=libtsan.so choice=(-k "not forked_child") ;;
+  thread) library=libtsan.so choice=(-k "not forked") ;;
   address) library=libasan.so ;;
   *) echo "sanitize.sh: thread or address, not $kind" >&2; exit 2 ;;
 esac
