@@ -4,6 +4,9 @@
 // the target, and (x86-64 only) for AVX2 with F16C; cpuHasAvx2() chooses. onBestIsa() does the same for a whole kernel,
 // with AVX-512 as a third choice. Other processors run the baseline, which on
 // AArch64 is NEON already. No IFUNCs: they run before the sanitizers do.
+//
+// Loops give the same bits whichever way they run; whole kernels do up to rounding, since AVX-512 fuses a product with
+// the sum that follows it.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -20,6 +23,9 @@
 #define TORCHEXT_ALWAYS_INLINE __attribute__((always_inline)) inline
 
 namespace torchext::cpu {
+
+// From the narrowest; each processor has those up to its best.
+enum class Isa { kBaseline, kAvx2, kAvx512 };
 
 #if TORCHEXT_X86_DISPATCH
 inline bool cpuHasAvx2() {
@@ -55,19 +61,32 @@ TORCHEXT_TARGET_AVX2 void runAvx2(const Args&... args) {
 }  // namespace detail
 #endif
 
+inline Isa bestIsa() {
+#if TORCHEXT_X86_DISPATCH
+  return cpuHasAvx512() ? Isa::kAvx512 : cpuHasAvx2() ? Isa::kAvx2 : Isa::kBaseline;
+#else
+  return Isa::kBaseline;
+#endif
+}
+
 // Kernel::run(args...), compiled once for each instruction set. run and what it calls must be TORCHEXT_ALWAYS_INLINE:
 // what is not inlined runs with the baseline's instructions.
 template <class Kernel, class... Args>
-void onBestIsa(const Args&... args) {
+void onIsa([[maybe_unused]] Isa isa, const Args&... args) {
 #if TORCHEXT_X86_DISPATCH
-  if (cpuHasAvx512()) {
+  if (isa == Isa::kAvx512) {
     return detail::runAvx512<Kernel>(args...);
   }
-  if (cpuHasAvx2()) {
+  if (isa == Isa::kAvx2) {
     return detail::runAvx2<Kernel>(args...);
   }
 #endif
   Kernel::run(args...);
+}
+
+template <class Kernel, class... Args>
+void onBestIsa(const Args&... args) {
+  onIsa<Kernel>(bestIsa(), args...);
 }
 
 }  // namespace torchext::cpu
