@@ -33,24 +33,6 @@ def test_dense_gradient_equals_embedding_bag(seed: int) -> None:
         close(draw.call(ours, draw.ids, draw.weights, draw.offsets), expected)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
-@pytest.mark.parametrize("seed", range(200, 220))
-def test_sparse_gradient_equals_embedding_bag(seed: int, name: str) -> None:
-    draw = Draw(seed)
-    if draw.mode == "max" or draw.dtype in (torch.bfloat16, torch.float16):
-        draw.options |= {"mode": "sum", "dtype": torch.float64}
-        draw.mode, draw.dtype, draw.weights = "sum", torch.float64, None
-    for name_of_option in ("max_norm", "scale_grad_by_freq"):  # torch has neither with sparse gradients
-        draw.options.pop(name_of_option, None)
-    ours, theirs = draw.pair(training="sparse")
-    make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}[name]
-    optimizers = [make(module.parameters(), lr=0.1) for module in (ours, theirs)]
-    for _ in range(3):
-        _, _, upstream = draw.step(theirs, optimizers[1], None)
-        draw.step(ours, optimizers[0], upstream)
-    close(ours.weight, theirs.weight.detach())
-
-
 @pytest.mark.parametrize("training", ["dense", "sparse", "fused"])
 @pytest.mark.parametrize("budget", [1.0, 0.5])
 def test_a_frozen_table_stays_what_it_is(training: str, budget: float) -> None:
@@ -76,44 +58,6 @@ def test_a_frozen_table_stays_what_it_is(training: str, budget: float) -> None:
         assert train()
         holder.requires_grad_(False)
         assert not train()
-
-
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
-@pytest.mark.parametrize("seed", range(300, 330))
-def test_fused_update_equals_embedding_bag_and_optimizer(seed: int, name: str) -> None:
-    draw = Draw(seed)
-    if draw.mode == "max":  # no sparse gradient in torch
-        draw.options["mode"] = draw.mode = "sum"
-    draw.options.pop("max_norm", None)
-    if name != "adagrad":
-        draw.options.pop("scale_grad_by_freq", None)  # not in torch's sparse gradients
-    if draw.dtype in (torch.bfloat16, torch.float16) and name == "adam":
-        draw.options["dtype"] = draw.dtype = torch.float32  # state is float32 here, of the weight's type in torch
-        draw.weights = None if draw.weights is None else draw.weights.float()
-    # Row-wise Adagrad is not in torch: the reference is written here.
-    ours, theirs = draw.pair(training="fused", optimizer=name, lr=0.1, eps=1e-8)
-    if name == "adagrad":
-        theirs.sparse = False
-        optimizer: torch.optim.Optimizer | None = None
-    else:
-        theirs.sparse = True
-        optimizer = {"sgd": torch.optim.SGD, "adam": torch.optim.SparseAdam}[name](theirs.parameters(), lr=0.1)
-    sums = torch.zeros(draw.rows * ours.chunks, dtype=torch.float64)
-    for _ in range(3):
-        output, weights, upstream = draw.step(theirs, optimizer, None)
-        if name == "adagrad":
-            assert theirs.weight.grad is not None
-            gradient = theirs.weight.grad.double().view(-1, ours.chunk_dim)
-            sums += gradient.square().mean(1)
-            step = 0.1 * gradient / (sums.sqrt() + 1e-8).unsqueeze(1)
-            theirs.weight.data -= step.view_as(theirs.weight).to(theirs.weight.dtype)
-            theirs.zero_grad()
-        ours_output, ours_weights, _ = draw.step(ours, None, upstream)
-        close(ours_output, output)
-        if weights is not None:
-            close(ours_weights, weights)
-    close(ours.weight, theirs.weight.detach())
-    assert ours.pool.grad is None
 
 
 @pytest.mark.parametrize("training", ["dense", "sparse", "fused"])
