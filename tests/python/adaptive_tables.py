@@ -98,6 +98,23 @@ class Draw:
         return output.detach(), None if weights is None else weights.grad, upstream
 
 
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """Row-wise Adagrad, which torch has not: a mean of squares for each chunk, of either kind of gradient."""
+
+    def __init__(self, params: Any, chunk_dim: int, lr: float, eps: float = 1e-8) -> None:
+        super().__init__(params, {"chunk_dim": chunk_dim, "lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for held in group["params"]:
+                gradient = held.grad.to_dense().double().view(-1, group["chunk_dim"])
+                sums = self.state[held].setdefault("sums", torch.zeros_like(gradient))  # moves with a pool's chunks
+                sums += gradient.square().mean(1, keepdim=True)
+                change = group["lr"] * gradient / (sums.sqrt() + group["eps"])
+                held -= change.view_as(held).to(held.dtype)
+
+
 def trained(layout: str = "hash", **options: Any) -> AdaptiveEmbeddingBag:
     torch.manual_seed(4)
     given = {"budget": 0.3, "chunk_dim": 4, "layout": layout, "training": "fused", "optimizer": "adam", **options}

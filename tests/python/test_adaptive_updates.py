@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from adaptive_tables import Draw, close
+from adaptive_tables import Draw, RowwiseAdagrad, close
 from torch import Tensor, nn
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
@@ -17,23 +17,6 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": to
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype).to(weight.dtype)
-
-
-class Rowwise(torch.optim.Optimizer):
-    """Row-wise Adagrad, which torch has not: a mean of squares for each chunk."""
-
-    def __init__(self, params: list[nn.Parameter], chunk_dim: int, lr: float, eps: float) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps})
-        self.chunk_dim, self.sums = chunk_dim, torch.zeros(params[0].numel() // chunk_dim, dtype=torch.float64)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        (group,) = self.param_groups
-        (held,) = group["params"]
-        gradient = held.grad.to_dense().double().view(-1, self.chunk_dim)
-        self.sums += gradient.square().mean(1)
-        change = group["lr"] * gradient / (self.sums.sqrt() + group["eps"]).unsqueeze(1)
-        held -= change.view_as(held).to(held.dtype)
 
 
 class Oracle:
@@ -123,7 +106,7 @@ def test_fused_update_equals_embedding_bag_and_optimizer(seed: int, name: str) -
     ours, theirs = draw.pair(training="fused", optimizer=name, **update)
     oracle = Oracle(theirs, draw.dtype, theirs.weight.dtype)  # state of 16-bit tables is float32
     optimizer = (
-        Rowwise([oracle.held], ours.chunk_dim, **update)
+        RowwiseAdagrad([oracle.held], ours.chunk_dim, **update)
         if name == "adagrad"
         else OPTIMIZERS[name]([oracle.held], **update)
     )
@@ -198,7 +181,7 @@ def test_embedding_equals_embedding_in_training(seed: int, training: str) -> Non
     oracle = Oracle(theirs, dtype, wide)
     reference: torch.optim.Optimizer
     if training == "adagrad":
-        reference = Rowwise([oracle.held], 4, 0.1, 1e-8)
+        reference = RowwiseAdagrad([oracle.held], 4, 0.1)
     else:
         reference = OPTIMIZERS["adam" if training == "adam" else "sgd"]([oracle.held], lr=0.1)
     own = None if fused else torch.optim.SGD(ours.parameters(), lr=0.1)
