@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchext.nn import AdaptiveEmbeddingBag
+
 ROWS, DIM, BAGS, STEPS = 37, 8, 6, 12
 
 
@@ -15,3 +17,10 @@ def batch(rank: int, step: int, size: int = 4) -> Tensor:
 
 def loss(output: Tensor) -> Tensor:
     return (output - 1).square().mean()
+
+
+def hold(table: AdaptiveEmbeddingBag, keys: Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Prunes a table of the direct layout so that just these chunks are resident."""
+    table.utility.zero_()
+    table.utility[keys] = 1
+    table.prune(optimizer=optimizer, capacity=len(keys))
