@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adaptive_tables import Draw, close
-from torch import Tensor, nn
+from torch import nn
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
 
@@ -114,31 +114,6 @@ def test_padding_row_starts_at_zero() -> None:
     assert not AdaptiveEmbedding(5, 4, padding_idx=2).weight[2].any()
     assert not AdaptiveEmbeddingBag(5, 4, padding_idx=-1).weight[4].any()
     assert AdaptiveEmbeddingBag(5, 4).weight.all()
-
-
-def test_results_do_not_depend_on_threads() -> None:
-    def train(threads: int, layout: str) -> dict[str, Tensor]:
-        torch.set_num_threads(threads)
-        torch.manual_seed(5)
-        bag = AdaptiveEmbeddingBag(
-            3000, 16, mode="sum", training="fused", budget=0.3, chunk_dim=4, layout=layout, init_std=0.1
-        )
-        for _ in range(6):
-            ids = (torch.rand(20_000) ** 3 * 3000).long()
-            bag(ids, torch.arange(0, 20_000, 10)).square().sum().backward()
-            bag.prune(hysteresis=0.1)
-            bag(ids, torch.arange(0, 20_000, 10)).sin().sum().backward()
-        return bag.state_dict()
-
-    before = torch.get_num_threads()
-    try:
-        for layout in ("direct", "hash", "sketch"):
-            single = train(1, layout)
-            for threads in (2, 3):
-                for name, value in train(threads, layout).items():
-                    assert torch.equal(value, single[name]), (layout, threads, name)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("rows", [1, 40, 700])

@@ -102,6 +102,25 @@ def test_training_equals_the_masked_reference(layout: str, trained: tuple[str, s
     assert admitted > budget  # some have left, and others came
 
 
+@pytest.mark.parametrize(
+    ("budget", "layout"),
+    [
+        *((256, "identity"), (1.0, "identity"), (255, "direct")),
+        *((32, "direct"), (1 / 8, "direct"), (31, "hash")),  # from 1/8 of 256 chunks
+        *((8, "hash"), (1 / 32, "hash"), (7, "sketch"), (1, "sketch")),  # from 1/32
+    ],
+)
+def test_the_budget_chooses_the_layout(budget: float, layout: str) -> None:
+    table = AdaptiveEmbedding(64, 16, budget=budget, chunk_dim=4)
+    assert table.layout == table.stats()["layout"] == layout
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+def test_a_layout_that_is_named_is_taken_unless_everything_is_resident(layout: str) -> None:
+    made = [AdaptiveEmbedding(64, 16, budget=budget, chunk_dim=4, layout=layout).layout for budget in (1, 255, 256)]
+    assert made == [layout, layout, "identity"]
+
+
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
 def test_the_popular_become_wide_and_the_budget_holds(layout: str) -> None:
     torch.manual_seed(1)
