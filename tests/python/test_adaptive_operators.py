@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -65,6 +66,103 @@ def samples() -> list[tuple[str, tuple[Any, ...]]]:
 def test_opcheck(number: int) -> None:
     name, arguments = samples()[number]
     torch.library.opcheck(getattr(_ops, name).default, arguments)
+
+
+def of_table(layout: str) -> dict[str, tuple[Any, ...]]:
+    """Arguments of each operator, from a table of this layout."""
+    optimizer, options = "adam", {} if layout == "identity" else {"layout": layout}
+    budget = 1.0 if layout == "identity" else 0.3
+    torch.manual_seed(4)
+    bag = AdaptiveEmbeddingBag(50, 8, budget=budget, chunk_dim=4, training="fused", optimizer=optimizer, **options)
+    for _ in range(3):
+        bag(torch.randint(0, 50, (10, 4))).sub(1).square().sum().backward()
+        bag.prune()
+    pool, index, observed = bag.pool.detach(), bag.index, (bag.index, bag.utility, bag.sketch, bag.clock)
+    ids, offsets, weights = torch.randint(0, 50, (9,)), torch.tensor([0, 0, 4, 9], dtype=torch.int32), torch.rand(9)
+    weighted = (ids, offsets, 0, True, weights, 50, 2, 0, 3)
+    largest = (ids, offsets, 0, True, None, 50, 2, 2, 3)
+    argmax = _ops.adaptive_bag(pool, index, *largest)[1]
+    upstream, none = torch.randn(3, 8), torch.empty(0, 8, dtype=torch.int32)
+    updates = {
+        f"adaptive_bag_update_ {name}": (
+            *(upstream, none, pool, state, *observed, bag.lr, *weighted),
+            *(True, 0.99, name, 0.9, 0.999, 1e-8),
+        )
+        for name, state in (("sgd", []), ("adagrad", [torch.rand(len(pool))]), ("adam", bag.state))
+    }
+    size = (bag.budget_chunks, 50, 2)
+    of_pruning = {
+        "adaptive_table_prune_": (index, bag.utility, bag.sketch, *size, bag.budget_chunks, 5, 0.1),
+        "adaptive_table_candidates": (index, bag.utility, bag.sketch, *size),
+    }
+    return {
+        "adaptive_bag": (pool.clone().requires_grad_(), index, *weighted),
+        "adaptive_bag largest": (pool.clone().requires_grad_(), index, *largest),
+        "adaptive_bag_weight_gradient": (upstream, pool, index, *weighted),
+        "adaptive_bag_dense_gradient": (upstream, argmax, pool, index, *largest, False),
+        "adaptive_bag_observe_": (upstream, argmax, pool, *observed, *largest, False, 0.99),
+        "adaptive_bag_sparse_gradient": (upstream, argmax, pool, *observed, *largest, False, 0.99),
+        **updates,
+        "adaptive_bag_renorm_": (pool, index, ids, 50, 2, 0.5, 1.0),
+        **({} if layout == "identity" else of_pruning),
+    }
+
+
+@pytest.mark.parametrize("layout", ["identity", "direct", "hash", "sketch"])
+def test_opcheck_of_every_layout(layout: str) -> None:
+    for name in of_table(layout):
+        arguments = of_table(layout)[name]  # what the others have not written to
+        torch.library.opcheck(getattr(_ops, name.split()[0]).default, arguments)
+
+
+def test_opcheck_of_what_no_graph_has() -> None:
+    """It answers what the machine says, and has no fake kernel."""
+    operator = _ops.adaptive_table_advise_huge_pages.default
+    torch.library.opcheck(operator, (torch.ones(5, 4),), test_utils=("test_schema", "test_autograd_registration"))
+
+
+COMPILED: list[dict[str, Any]] = [
+    *({"budget": 0.5, "layout": layout, "mode": "sum", "weighted": True} for layout in ("direct", "hash", "sketch")),
+    {"budget": 0.5, "layout": "hash", "mode": "mean", "padding_idx": 3, "optimizer": "adam"},
+    {"budget": 0.5, "layout": "sketch", "mode": "max", "padding_idx": 3, "optimizer": "sgd"},
+    {"budget": 0.5, "layout": "direct", "mode": "sum", "max_norm": 0.5, "scale_grad_by_freq": True},
+    {"budget": 1.0, "mode": "max", "max_norm": 0.5, "norm_type": 1.0},
+    {"budget": 1.0, "mode": "sum", "padding_idx": -1, "include_last_offset": True, "weighted": True},
+]
+
+
+@pytest.mark.parametrize("training", ["dense", "fused"])
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_every_layout_and_bag_compiles_into_one_graph(case: dict[str, Any], training: str) -> None:
+    torch.compiler.reset()
+    options = {name: value for name, value in case.items() if name not in ("weighted", "optimizer")}
+    update = {"lr": 0.5, "optimizer": case.get("optimizer", "adagrad")} if training == "fused" else {}
+    torch.manual_seed(4)
+    eager = AdaptiveEmbeddingBag(30, 16, chunk_dim=4, training=training, **options, **update)
+    eager._take(torch.randn(30, 16))
+    compiled = copy.deepcopy(eager)
+    before = eager.weight.clone()
+    run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    for step in range(3):
+        ids, offsets = torch.randint(0, 30, (20 + step,)), torch.tensor([0, 4, 4, 11])
+        given = [torch.rand(20 + step).requires_grad_() if "weighted" in case else None]
+        given.append(None if given[0] is None else given[0].detach().clone().requires_grad_())
+        outputs = [module(ids, offsets, weights) for module, weights in zip((eager, run), given, strict=True)]
+        assert torch.equal(*outputs)
+        for module, output, weights in zip((eager, compiled), outputs, given, strict=True):
+            output.square().sum().backward()
+            assert weights is None or weights.grad is not None
+            if training == "dense":
+                torch.optim.SGD([module.pool], lr=0.1).step()
+                module.zero_grad()
+        if given[0] is not None and given[1] is not None:
+            assert torch.equal(given[0].grad, given[1].grad)
+        if eager.layout != "identity":
+            for module in (eager, compiled):
+                module.prune(optimizer=torch.optim.SGD([module.pool]) if training == "dense" else None)
+    assert not torch.equal(eager.weight, before)
+    for name, value in eager.state_dict().items():
+        assert torch.equal(compiled.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("training", ["dense", "fused"])
