@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from adaptive import DIM, ROWS
@@ -11,19 +14,39 @@ from torch import Tensor
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
 
 
-def sharded_badly(rank: Rank) -> tuple[str, str]:
+def seasoned(rank: Rank, table: AdaptiveEmbedding | AdaptiveEmbeddingBag) -> dict[str, Tensor]:
+    """Trains and prunes a table, so that all its tensors have something in them; what they are then."""
+    for _ in range(2):
+        table(torch.arange(rank.rank, rank.rank + 12).view(4, 3)).sub(1).square().sum().backward()
+        table.prune()
+    assert all(value.any() for value in table.state_dict().values() if value.numel())
+    return copy.deepcopy(table.state_dict())
+
+
+def check_unchanged(table: AdaptiveEmbedding | AdaptiveEmbeddingBag, before: dict[str, Tensor]) -> None:
+    for name, value in table.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+BUDGETS: list[dict[str, Any]] = [{}, *({"budget": 0.5, "layout": layout} for layout in ("direct", "hash", "sketch"))]
+
+
+def sharded_badly(rank: Rank, options: dict[str, Any]) -> tuple[str, str]:
     rank.init("gloo")
-    layer = AdaptiveEmbedding(ROWS, DIM, training="sharded", lr=0.1)
+    layer = AdaptiveEmbedding(ROWS, DIM, training="sharded", optimizer="adam", lr=0.1, chunk_dim=4, **options)
+    before = seasoned(rank, layer)
     try:
         layer(torch.tensor([1, 2, ROWS if rank.rank == 1 else 3]))
     except (IndexError, ValueError) as error:
+        check_unchanged(layer, before)
         # and nobody is left behind in another collective
         return type(error).__name__, f"{error} {layer(torch.tensor([[rank.rank]])).shape}"
     return "", "no error"
 
 
-def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
-    first, second = run_ranks(sharded_badly, 2)
+@pytest.mark.parametrize("options", BUDGETS, ids=lambda options: options.get("layout", "whole"))
+def test_a_bad_batch_of_one_rank_is_an_error_on_all(options: dict[str, Any]) -> None:
+    first, second = run_ranks(sharded_badly, 2, options)
     assert first[0] == "ValueError"
     assert "rank 1 was given a batch" in first[1]
     assert second[0] == "IndexError"
@@ -34,14 +57,16 @@ def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
 def badly_called(rank: Rank, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str) -> tuple[str, str]:
     """On rank 1, what never comes to a look-up."""
     rank.init("gloo", timeout=20)
-    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode=mode, training="sharded")
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode=mode, training="sharded", budget=0.5, chunk_dim=4)
+    before = seasoned(rank, bag)
     good = torch.tensor([[1, 2]])
     try:
         if rank.rank == 1:
             bag(ids, offsets, weights)
         else:
             bag(good)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (IndexError, TypeError, ValueError, NotImplementedError) as error:
+        check_unchanged(bag, before)
         return type(error).__name__, f"{error} {bag(good).shape}"
     return "", "no error"
 
@@ -50,6 +75,28 @@ def badly_called(rank: Rank, ids: Tensor, offsets: Tensor | None, weights: Tenso
     ("ids", "offsets", "weights", "mode", "kind", "text"),
     [
         (torch.zeros(2), None, None, "sum", "TypeError", "input is torch.float32; it must be int32"),
+        *(
+            (
+                torch.zeros(1, 2, dtype=kind),
+                None,
+                None,
+                "sum",
+                "TypeError",
+                f"input is {kind}; it must be int32 or int64",
+            )
+            for kind in (torch.bool, torch.int16, torch.complex64)
+        ),
+        (torch.tensor([1]), torch.tensor([0.0]), None, "sum", "TypeError", "offsets is torch.float32; it must be int"),
+        (torch.tensor([1, 2]), torch.tensor([1]), None, "sum", "ValueError", "offsets[0] is 1, but the first bag must"),
+        (torch.tensor([1, 2]), torch.tensor([0, 3]), None, "mean", "ValueError", "offsets[1] is 3, past the end of 2"),
+        (
+            torch.tensor([[1, -1]]),
+            None,
+            None,
+            "mean",
+            "IndexError",
+            "id -1 at position 1 is out of range; the table has",
+        ),
         (torch.tensor([1]), None, None, "sum", "ValueError", "offsets must be given with a 1-D input"),
         (torch.tensor([[1]]), torch.tensor([0]), None, "sum", "ValueError", "offsets must be None with a 2-D input"),
         (torch.tensor([1]), torch.tensor([[0]]), None, "sum", "ValueError", "offsets has shape (1, 1); it must be 1-D"),

@@ -11,20 +11,48 @@ from torch import Tensor
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner, _storage
 
+NO_IDS = (torch.bool, torch.uint8, torch.int16, torch.float16, torch.float64, torch.complex64)
+TABLES: list[dict[str, Any]] = [
+    {"training": "dense"},
+    {"training": "sparse"},
+    {"training": "fused"},
+    {"training": "sparse", "budget": 0.6, "layout": "direct"},
+    {"training": "fused", "budget": 0.6, "layout": "hash", "optimizer": "adam"},
+    {"training": "dense", "budget": 0.6, "layout": "sketch"},
+]
+NAMED = pytest.mark.parametrize("table", TABLES, ids=lambda table: "-".join(map(str, table.values())))
+CLIPPED = pytest.mark.parametrize("max_norm", [None, 0.1])  # which writes
 
-def problem(bag: AdaptiveEmbeddingBag, *args: Any) -> tuple[type[BaseException], str]:
-    before = copy.deepcopy(bag.state_dict())
+
+def seasoned(made: Any, ids: Tensor) -> Any:
+    """A table of which all tensors have something in them."""
+    optimizer = None if made.training_mode == "fused" else torch.optim.SGD(made.parameters(), lr=0.1)
+    for _ in range(2):
+        made(ids).sub(1).square().sum().backward()
+        made.prune(optimizer=optimizer)
+    made.zero_grad()
+    with torch.no_grad():
+        made.pool += 1  # far above max_norm
+    assert all(value.any() for value in made.state_dict().values() if value.numel())
+    return made
+
+
+def problem(module: Any, *args: Any) -> tuple[type[BaseException], str]:
+    """What is raised when it is called so; nothing of it is written: values, index, utilities, optimizer's state."""
+    before = copy.deepcopy(module.state_dict())
     with pytest.raises(Exception) as caught:  # noqa: PT011 - the callers compare the type
-        bag(*args)
-    for name, value in bag.state_dict().items():
+        module(*args)
+    for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
+    assert module.pool.grad is None
     return caught.type, str(caught.value)
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.1])  # which writes
-@pytest.mark.parametrize("training", ["dense", "fused"])
-def test_bad_batches_name_position_and_value(training: str, max_norm: float | None) -> None:
-    bag = AdaptiveEmbeddingBag(10, 8, mode="sum", training=training, max_norm=max_norm)
+@CLIPPED
+@NAMED
+def test_bad_batches_name_position_and_value(table: dict[str, Any], max_norm: float | None) -> None:
+    bag = AdaptiveEmbeddingBag(10, 8, mode="sum", max_norm=max_norm, chunk_dim=4, **table)
+    seasoned(bag, torch.arange(10).view(5, 2))
     ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2])
     long = torch.int64
 
@@ -42,6 +70,8 @@ def test_bad_batches_name_position_and_value(training: str, max_norm: float | No
         ((ids, t(0, -1)), ValueError, "offsets[1] is -1, less than"),
         ((ids.float(), offsets), TypeError, "input is torch.float32; it must be int32 or int64"),
         ((ids, offsets.float()), TypeError, "offsets is torch.float32"),
+        *(((ids.to(kind), offsets), TypeError, f"input is {kind}; it must be int32 or int64") for kind in NO_IDS),
+        *(((ids, offsets.to(kind)), TypeError, f"offsets is {kind}; it must be int32 or int64") for kind in NO_IDS),
         ((ids,), ValueError, "offsets must be given with a 1-D input"),
         ((ids, t(0).view(1, 1)), ValueError, "offsets has shape (1, 1); it must be 1-D"),
         ((ids, t(0).view(())), ValueError, "offsets has shape (); it must be 1-D"),
@@ -53,8 +83,27 @@ def test_bad_batches_name_position_and_value(training: str, max_norm: float | No
     for args, kind, text in cases:
         assert problem(bag, *args)[0] is kind, text
         assert text in problem(bag, *args)[1]
-    mean = AdaptiveEmbeddingBag(10, 8)
-    assert problem(mean, ids, offsets, torch.ones(4))[0] is NotImplementedError
+    for mode in ("mean", "max"):
+        other = AdaptiveEmbeddingBag(10, 8, mode=mode, max_norm=max_norm, chunk_dim=4, **table)
+        kind, text = problem(other, ids, offsets, torch.ones(4))
+        assert kind is NotImplementedError
+        assert text == f"per_sample_weights need mode 'sum', not {mode!r}"
+
+
+@CLIPPED
+@NAMED
+def test_bad_ids_of_single_vectors_name_position_and_value(table: dict[str, Any], max_norm: float | None) -> None:
+    layer = seasoned(AdaptiveEmbedding(10, 8, max_norm=max_norm, chunk_dim=4, **table), torch.arange(10))
+    good = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    for dtype in (torch.int32, torch.int64):
+        for bad in (10, -1, 2**31 - 1, -(2**31)):
+            ids = good.to(dtype)
+            ids[1, 1] = bad  # counted as it lies in memory
+            kind, text = problem(layer, ids)
+            assert kind is IndexError
+            assert f"id {bad} at position 4 is out of range; the table has rows 0..9" in text
+    for given in NO_IDS:
+        assert problem(layer, good.to(given)) == (TypeError, f"input is {given}; it must be int32 or int64")
 
 
 @pytest.mark.parametrize(
