@@ -12,8 +12,10 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from harness import free_port
 
 import torchext
@@ -77,6 +79,40 @@ def test_it_learns_and_resumes_with_another_world_size(data: Path, tmp_path: Pat
     resumed = run(data, 1, "--epochs", "3", "--resume", saved)
     assert len(resumed) == 1  # two of three epochs were done
     assert resumed[0] > first[1] - 0.03, (first, resumed)
+
+
+def trained(data: Path, world: int, epochs: int, saved: Path, *args: str) -> tuple[float, dict[str, Any]]:
+    """The last epoch's AUC, and the checkpoint."""
+    scores = run(data, world, "--epochs", str(epochs), "--checkpoint", str(saved), *args)
+    return scores[-1], torch.load(saved)
+
+
+def test_a_run_that_another_number_of_processes_goes_on_with_is_the_same(data: Path, tmp_path: Path) -> None:
+    """To rounding, with everything resident: otherwise another number observes, and prunes, otherwise."""
+    whole = ("--budget", "1.0")
+    _, expected = trained(data, 1, 2, tmp_path / "straight", *whole)
+    for before, after in ((1, 2), (2, 1)):
+        saved = tmp_path / str(before)
+        _, beginning = trained(data, before, 1, saved, *whole)
+        _, resumed = trained(data, after, 2, tmp_path / "resumed", "--resume", str(saved), *whole)
+        for name, value in expected["model"].items():
+            moved = (value - beginning["model"][name]).double().norm()
+            assert (value - resumed["model"][name]).double().norm() <= 1e-3 * moved, (before, after, name)
+
+
+def test_a_pruned_table_goes_on_where_it_was(data: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "first"
+    trained(data, 1, 1, saved)
+    score, expected = trained(data, 1, 2, tmp_path / "straight")
+    _, resumed = trained(data, 1, 2, tmp_path / "same", "--resume", str(saved))
+    leaves, others = (torch.utils._pytree.tree_flatten(state) for state in (expected, resumed))
+    assert leaves[1] == others[1]
+    for leaf, other in zip(leaves[0], others[0], strict=True):
+        assert torch.equal(leaf, other) if isinstance(leaf, torch.Tensor) else leaf == other
+    other_score, resumed = trained(data, 2, 2, tmp_path / "other", "--resume", str(saved))
+    assert resumed["pruner"] == expected["pruner"]
+    assert torch.equal(resumed["model"]["table.clock"], expected["model"]["table.clock"])
+    assert other_score > score - 0.03, (score, other_score)
 
 
 def test_a_checkpoint_that_cannot_be_written_is_refused_before_training(data: Path, tmp_path: Path) -> None:
