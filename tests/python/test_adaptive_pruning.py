@@ -121,6 +121,15 @@ def test_a_layout_that_is_named_is_taken_unless_everything_is_resident(layout: s
     assert made == [layout, layout, "identity"]
 
 
+@pytest.mark.parametrize(
+    ("budget", "layout", "a_row"), [(1 / 4, "direct", 100.1), (1 / 16, "hash", 24.0), (1 / 64, "sketch", 5.3)]
+)
+def test_bytes_a_row_are_those_of_the_docs(budget: float, layout: str, a_row: float) -> None:
+    stats = AdaptiveEmbeddingBag(8000, 64, budget=budget, training="fused").stats()
+    assert stats["layout"] == layout
+    assert stats["bytes"] / 8000 == pytest.approx(a_row, rel=0.01)
+
+
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
 def test_the_popular_become_wide_and_the_budget_holds(layout: str) -> None:
     torch.manual_seed(1)
