@@ -151,7 +151,9 @@ def main() -> None:
                 torch.save(state, unfinished)
                 unfinished.replace(arguments.checkpoint)
     if world > 1:
-        dist.barrier()  # the others leave when rank 0 has saved: torchrun ends all when one fails
+        # The others leave when rank 0 has saved: torchrun ends all when one fails. This barrier is done by this thread:
+        # of an ordinary one Gloo's may let go when Python is about to end, and the process aborts.
+        dist.monitored_barrier()
         dist.destroy_process_group()
 
 
