@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <optional>
 
 #include <c10/util/Exception.h>
@@ -18,7 +19,7 @@ namespace {
 constexpr auto kVerdictLimit = std::chrono::milliseconds(1000);
 // How long it may take to find out who has not called a collective that timed out: well below what peers, whose
 // connections this rank's timeout has closed, wait for the verdict.
-constexpr auto kLaggardLimit = std::chrono::milliseconds(400);
+constexpr std::chrono::milliseconds kLaggardLimit{400};
 
 std::chrono::milliseconds graceAfter(Verdict::Kind kind) {
   return kind == Verdict::Kind::kAbort ? std::chrono::milliseconds(0) : GroupHealth::kRemoteGrace;
@@ -187,9 +188,11 @@ void GroupHealth::noteStall(std::chrono::milliseconds patience) {
   if (!op || now - op->since < patience) {
     return;
   }
-  const auto answer = monitor_->ask(op->sequence, patience / 10);
+  const auto answer = monitor_->ask(op->sequence, std::min(patience / 10, kLaggardLimit));
   if (!answer) {
-    return;  // asks again: it may have been late, or a rank is stopped, which the heartbeat finds
+    // It may have been late, or a rank is stopped, which the heartbeat finds: not to be kept from its clock.
+    nextStallNotice_ = now + patience;
+    return;
   }
   stallNoted_ = op->since;
   if (answer->laggard < 0 || failed()) {

@@ -292,4 +292,4 @@ def test_who_ends_early_ends_the_others(tmp_path: Path, backend: str, order: str
     assert [ended.code for ended in results] == [1, 0, 1], results
     for rank in (0, 2):
         assert "DistBackendError" in results[rank].err and "rank 1" in results[rank].err, results[rank]
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 90  # most of it starts processes; the group's timeout is longer
