@@ -7,8 +7,8 @@
 //   predecessor of a silent rank names it and says where it was; the verdict then goes round as every other.
 //   A rank that lives and is stuck in the user's code goes on beating: it is no failure. When a collective has waited
 //   for as long as a silent rank is given, or times out, ask() sends a query once round the ring, which brings back who
-//   has not called it: for the log, or for the error. tell() lets every rank know how far the training of a model has come where it waits for others; who has heard of a further one passes on
-//   nothing.
+//   has not called it: for the log, or for the error. tell() lets every rank know how far the training of a model has
+//   come where it waits for others; who has heard of a further one passes on nothing.
 //
 // Threads
 //   One sends, and may block for as long as the predecessor takes nothing. One is the clock, and blocks on nothing but
