@@ -76,6 +76,7 @@ def main() -> None:
         print(optimizer.plan())  # type: ignore[attr-defined]
     if distributed:
         dist.barrier()
+        time.sleep(0.1)  # see train_digits.py: threads of Gloo let go of tensors before Python ends
         dist.destroy_process_group()
 
 
