@@ -12,9 +12,9 @@
 //
 // Threads
 //   One sends, and may block for as long as the predecessor takes nothing. One is the clock, and blocks on nothing but
-//   its time: it makes heartbeats, watches the silence, and calls Events::tick. Receiving is FailureMonitor's: take()
-//   runs on its thread. post(), ask(), tell() and furthest() from any thread. The interpreter lock is never needed: a
-//   rank that holds it for minutes still beats.
+//   its time and Events::tick, which may ask(), briefly: it makes heartbeats, and watches the silence. Receiving is
+//   FailureMonitor's: take() runs on its thread. post(), ask(), tell() and furthest() from any thread. The interpreter
+//   lock is never needed: a rank that holds it for minutes still beats.
 //
 // What it costs: a message of 32 bytes every half second, two threads.
 #pragma once
