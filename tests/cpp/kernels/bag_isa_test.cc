@@ -15,9 +15,6 @@
 namespace torchext::cpu {
 namespace {
 
-constexpr std::int64_t kRows = 60;
-constexpr int kChunks = 3;
-
 template <class T>
 std::vector<T> normal(std::size_t n, std::mt19937& random) {
   std::normal_distribution<float> draw(0.0F, 1.0F);
@@ -31,6 +28,9 @@ std::vector<T> normal(std::size_t n, std::mt19937& random) {
 // Two of three chunks are resident; bags of 0 to 30 positions, some of padding.
 template <class T>
 struct Case {
+  static constexpr std::int64_t kRows = 60;
+  static constexpr int kChunks = 3;
+
   Case(std::size_t width_in, BagMode mode, bool weighted) : width(width_in), cells(kRows * kChunks) {
     std::mt19937 random(3);
     std::int32_t slots = 0;
@@ -96,10 +96,10 @@ std::vector<std::vector<double>> stepOn(Isa isa, Case<T> step) {
     onIsa<WeightGradientKernel>(isa, weight_gradient, width, std::int64_t{0}, batch.bags());
     made.push_back(numbers(of_weights));
 
-    const GroupedIds grouped = groupIds(batch, kRows);
+    const GroupedIds grouped = groupIds(batch, Case<T>::kRows);
     const auto bag_of = batch.bagOf();
     const auto inverse = batch.inverseCounts();
-    std::vector<float> utilities(kRows * kChunks);
+    std::vector<float> utilities(Case<T>::kRows * Case<T>::kChunks);
     auto utility = core::ChunkUtility::floats(utilities);
     const BackwardArgs<T> backward{batch,
                                    grouped,
