@@ -15,8 +15,9 @@ from torch import nn
 from torchext import _C
 from torchext._dear_parameter import SteppedParameter
 from torchext._dear_refusals import ELEMENTWISE, NOT_AVERAGED
-from torchext._dear_state import DearState, groups_of, unhooked_step
+from torchext._dear_state import DearState, groups_of
 from torchext._gradient_watch import GradientWatch, Mark, is_marked
+from torchext._step_hooks import unhooked_step
 
 __all__ = ["DearOptimizer"]
 

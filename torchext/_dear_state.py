@@ -14,14 +14,9 @@ from torchext._dear_parameter import SteppedParameter
 from torchext._dear_refusals import ELEMENTWISE, refuse_checkpoint_functions
 from torchext._given_state import agreed_states
 from torchext._state_slices import StateSlices
+from torchext._step_hooks import unhooked_step
 
-__all__ = ["DearState", "groups_of", "unhooked_step"]
-
-
-def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The optimizer's ``step``, to call with it, behind the wrapper that runs its hooks."""
-    step = type(optimizer).step
-    return getattr(step, "__wrapped__", step)
+__all__ = ["DearState", "groups_of"]
 
 
 def groups_of(groups: Iterable[dict[str, Any]], chosen: Container[int]) -> list[dict[str, Any]]:

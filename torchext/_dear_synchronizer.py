@@ -18,6 +18,7 @@ from torchext._dear_optimizer import DearOptimizer
 from torchext._deferred_step import DeferredStep
 from torchext._forward_waits import FlushedMethod, _Hook, _OutputHook
 from torchext._gradient_watch import GradientWatch
+from torchext._step_hooks import after_step
 from torchext._uncompiled import UncompiledStep
 from torchext.backends import backend_of
 from torchext.synchronizer import Synchronizer, _check_max_norm
@@ -97,7 +98,7 @@ class DearSynchronizer(Synchronizer):
         self._reduced = True  # DDP's reducer has averaged gradients so far
         self._settled = False  # plain all-reduce from now on
         self._unsent = False  # the optimizer's step is over, and what it has made stays here so far
-        stepped = optimizer.register_step_post_hook(self._stepped)
+        stepped = after_step(optimizer, self._stepped)
         # In front of hooks that were there before.
         optimizer._optimizer_step_post_hooks.move_to_end(stepped.id, last=False)  # type: ignore[attr-defined]
         self._handles += [

@@ -11,7 +11,8 @@ import torch
 
 from torchext._dear_parameter import SteppedParameter
 from torchext._dear_refusals import ELEMENTWISE
-from torchext._dear_state import groups_of, unhooked_step
+from torchext._dear_state import groups_of
+from torchext._step_hooks import unhooked_step
 from torchext._uncompiled import STEP_IS_EAGER, uncompiled
 
 __all__ = ["DeferredStep"]

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext._forward_waits import ForwardWaits
+from torchext._step_hooks import after_step, before_step
 
 __all__ = ["Synchronizer", "in_use", "left_alone"]
 
@@ -63,8 +64,8 @@ class Synchronizer(abc.ABC):
         alone = left_alone(ddp)
         self._frozen = [p for p in ddp.module.parameters() if not p.requires_grad and id(p) not in alone]
         self._waits = ForwardWaits(ddp, tensors, self._wait_tensors, self._wait_readable)
-        self._after_step_hook = optimizer.register_step_post_hook(self._after_step)
-        self._handles: list[Any] = [optimizer.register_step_pre_hook(self._before_step), self._after_step_hook]
+        self._after_step_hook = after_step(optimizer, self._after_step)
+        self._handles: list[Any] = [before_step(optimizer, self._before_step), self._after_step_hook]
 
     def __reduce__(self) -> Any:
         # In copies and pickles of the model, which stands for itself: None, not attached.

@@ -13,7 +13,7 @@ _CLASSES = 10
 
 
 class _Block(nn.Module):
-    """A basic block of ResNet-20 (He et al. 2016, for 32 x 32 images)."""
+    """A basic block of the ResNets for small images (He et al. 2016, section 4.2)."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -30,11 +30,12 @@ class _Block(nn.Module):
         return torch.relu(self.body(images) + self.shortcut(images))
 
 
-def _resnet20() -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+def _resnet(channels: int, blocks: int) -> nn.Sequential:
+    """Three stages of so many blocks, 16, 32 and 64 wide: 3 blocks make ResNet-20, 1 makes ResNet-8."""
+    layers: list[nn.Module] = [nn.Conv2d(channels, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     inputs = 16
     for width, stride in ((16, 1), (32, 2), (64, 2)):
-        for block in range(3):
+        for block in range(blocks):
             layers.append(_Block(inputs, width, stride if block == 0 else 1))
             inputs = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, _CLASSES))
@@ -67,7 +68,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn": (_cnn, (64,)),
     "wide": (lambda: _mlp(256, 1024, 1024, 1024, _CLASSES), (256,)),
     "wide8": (lambda: _mlp(*[1024] * 8, _CLASSES), (1024,)),
-    "resnet20": (_resnet20, (3, 32, 32)),
+    "resnet8": (lambda: nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *_resnet(1, 1)), (64,)),
+    "resnet20": (lambda: _resnet(3, 3), (3, 32, 32)),
 }
 
 

@@ -1,5 +1,8 @@
 // What KfacEngine does at its start: options compared, costs measured, the plan made and its buffers laid out.
+#include <ATen/CPUGeneratorImpl.h>
+
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 #include <set>
@@ -38,6 +41,13 @@ void multiplySquares(const at::Tensor& square, at::Tensor& result) {
   const std::int64_t size = square.size(0);
   const T* data = square.const_data_ptr<T>();
   multiply(false, true, size, size, size, data, size, data, size, T(0), result.mutable_data_ptr<T>(), size);
+}
+
+// Of full rank and well conditioned: a decomposition of fewer ranks would be faster than those to come.
+at::Tensor exampleFactor(std::int64_t dim, const at::Generator& generator) {
+  const at::Tensor noise = at::rand({dim, dim}, generator);
+  const double radius = 2 * std::sqrt(static_cast<double>(dim) / 6);  // of the symmetric part's spectrum (Wigner)
+  return (noise + noise.t()).sub_(1).div_(radius).add_(at::eye(dim), 2);
 }
 
 at::Device deviceOf(const std::vector<KfacLayerSpec>& layers) {
@@ -98,6 +108,8 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
 void KfacEngine::measureCosts() {
   // Sizes of the model's own factors, up to one that takes some milliseconds; beyond it the fit's cubic holds.
   constexpr std::int64_t kLargest = 512;
+  constexpr int kRepeats = 3;
+  constexpr double kEnough = 2e-3;  // seconds for one size: the script waits, and what takes longer varies less
   std::set<std::int64_t> dims{16, 64};
   for (const FactorSlot& slot : statistics_->slots()) {
     if (!slot.diagonal) {
@@ -112,14 +124,14 @@ void KfacEngine::measureCosts() {
   }
   std::vector<core::InversionSample> samples;
   std::vector<double> seconds;
+  at::Generator generator = at::detail::createCPUGenerator(/*seed_val=*/1);  // the script's numbers stay its own
   for (const std::int64_t dim : dims) {
-    const at::Tensor noise = at::arange(dim * dim, at::kFloat).mul_(0.7548776662).sin_().view({dim, dim});
-    const at::Tensor factor = at::mm(noise, noise.t()).div_(static_cast<double>(dim)).to(statistics_->options());
-    const at::Tensor batch = factor.unsqueeze(0);
-    const at::Tensor damping = at::full({1}, 0.1, factor.options());
+    const at::Tensor batch = exampleFactor(dim, generator).to(statistics_->options()).unsqueeze(0);
+    const at::Tensor damping = at::full({1}, 0.1, batch.options());
     InverseFailures ignored;
     double best = std::numeric_limits<double>::infinity();
-    for (int repeat = 0; repeat < 3; ++repeat) {
+    double spent = 0;
+    for (int repeat = 0; repeat < kRepeats && spent < kEnough; ++repeat) {
       waitForDevice(device_);
       const double start = monotonicSeconds();
       if (queued_) {
@@ -130,7 +142,9 @@ void KfacEngine::measureCosts() {
         decomposeFactor(batch, ignored);
       }
       waitForDevice(device_);
-      best = std::min(best, monotonicSeconds() - start);
+      const double taken = monotonicSeconds() - start;
+      best = std::min(best, taken);
+      spent += taken;
     }
     samples.push_back({static_cast<std::size_t>(dim), 0});
     seconds.push_back(best);
@@ -171,7 +185,7 @@ void KfacEngine::measureCosts() {
 // that those which share a processor are in each other's way.
 double KfacEngine::secondsOfProduct() {
   constexpr std::int64_t kSize = 192;
-  constexpr double kWindow = 0.03;  // seconds
+  constexpr double kWindow = 0.01;  // seconds
   const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
   at::Tensor result = at::empty_like(square);
   const auto multiply_once = [&] {

@@ -82,6 +82,7 @@ class Trainer:
         *,
         model: nn.Module | None = None,
         lr: float = 0.1,
+        optimizer: type[torch.optim.SGD] = torch.optim.SGD,
         ddp: dict[str, Any] | None = None,
         bucket_mb: float = 0.001,
         backend: str = "prague",
@@ -92,7 +93,7 @@ class Trainer:
         self.group = group if group is not None else new_group(backend, **options)
         self.module = model if model is not None else mlp()
         self.ddp = DistributedDataParallel(self.module, process_group=self.group, **(ddp or {}))
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=lr)
+        self.optimizer = optimizer(self.ddp.parameters(), lr=lr)
         whole = torchext.backend_of(self.group).name() == "hop"
         self.sync = torchext.attach(self.ddp, self.optimizer, bucket_mb="auto" if whole else bucket_mb)
         self.step_count = 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchext._dear_parameter import stood_for
+from torchext._step_hooks import before_step
 
 if TYPE_CHECKING:
     from torchext.optim.preconditioner import KFACPreconditioner
@@ -53,7 +54,7 @@ def stand_before(optimizer: torch.optim.Optimizer, kfac: KFACPreconditioner) -> 
     The optimizer then keeps ``kfac`` alive. The handles, which do not, take it away from there.
     """
 
-    def before_step(used: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def precondition(used: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             _precondition(kfac, used)
@@ -61,7 +62,7 @@ def stand_before(optimizer: torch.optim.Optimizer, kfac: KFACPreconditioner) -> 
         then = _after(closure, kfac, used)  # there are no gradients yet
         return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
 
-    return [optimizer.register_step_pre_hook(before_step), _TakesScale(optimizer)]
+    return [before_step(optimizer, precondition), _TakesScale(optimizer)]
 
 
 def _after(closure: Callable[[], Any], kfac: KFACPreconditioner, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
