@@ -66,7 +66,7 @@ def body(rank: Rank, backend: str, closure: bool, options: dict[str, Any]) -> fl
                 trainer.step_count += 1
             else:
                 trainer.step()
-            if options.get("order") == "atc":
+            if backend == "prague":
                 trainer.sync.synchronize()  # under which step an average ends is a matter of time
         trainer.sync.synchronize()
         assert trainer.sync.state_dict()["steps"] == STEPS
