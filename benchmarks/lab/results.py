@@ -97,6 +97,7 @@ class Case:
         ratios: Of each challenger over the reference.
         target: That the ratio should reach, if one was set.
         notes: Further numbers, into the JSON.
+        machine: Where and when it was measured, if not in the report's run.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Case:
     ratios: dict[str, Spread]
     target: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] | None = None
 
 
 class Report:
@@ -179,7 +181,8 @@ class Report:
         """Takes over the cases of an earlier results file that this report has not measured anew, in their order."""
         measured = {case.name: case for case in self.cases}
         self.cases = []
-        for old in json.loads(path.read_text())["cases"]:
+        earlier = json.loads(path.read_text())
+        for old in earlier["cases"]:
             again = measured.pop(old["case"], None)
             if again is not None:
                 self.cases.append(again)
@@ -188,7 +191,8 @@ class Report:
                 key: {name: Spread(tuple(of["values"])) for name, of in old[key].items()}
                 for key in ("figures", "ratios")
             }
-            self.cases.append(Case(old["case"], **spreads, target=old["target"], notes=old["notes"]))
+            machine = old.get("machine", earlier["machine"])
+            self.cases.append(Case(old["case"], **spreads, target=old["target"], notes=old["notes"], machine=machine))
         self.cases.extend(measured.values())
 
     def _lines(self, case: Case) -> str:
@@ -224,6 +228,7 @@ class Report:
                     "ratios": {name: spread.as_json() for name, spread in case.ratios.items()},
                     "target": case.target,
                     "notes": case.notes,
+                    **({} if case.machine is None else {"machine": case.machine}),
                 }
                 for case in self.cases
             ],

@@ -144,6 +144,8 @@ def test_a_map_is_drawn_with_holes(tmp_path: Path) -> None:
     assert [case.name for case in again.cases] == ["1gbit, 1 MB", "no limit, 2 MB", "3gbit, 1 MB"]
     assert [case.ratios["b"].median for case in again.cases] == [1.75, 5.0, 5.0]
     assert again.cases[0].figures["a"].values == (1.0, 2.0)
+    assert [case.machine for case in again.cases] == [report.machine, None, None]  # of another run, and of this one
+    assert ["machine" in case for case in again.as_json()["cases"]] == [True, False, False]
 
 
 # --- the language model ------------------------------------------------------------------------------------------
