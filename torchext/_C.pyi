@@ -290,6 +290,8 @@ def attach_dssync(
     bucket_bytes: int,
 ) -> AveragingSynchronizer: ...
 
+def has_tiles() -> bool: ...
+
 class KfacOptions:
     def __init__(
         self,
@@ -307,6 +309,7 @@ class KfacOptions:
         exchange_always: bool,
         max_run_mb: float,
         split_directions: bool | None,
+        direction_precision: str,
         shared_memory: bool,
         queued: bool,
     ) -> None: ...

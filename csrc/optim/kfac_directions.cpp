@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "optim/tiled_direction.h"
+
 namespace torchext {
 namespace {
 
@@ -43,6 +45,11 @@ KfacDirections::KfacDirections(const std::vector<KfacLayerSpec>& layers, const a
 
 bool KfacDirections::splits(const KfacLayerSpec& spec, InverseForm form) {
   return form == InverseForm::kInverse && spec.kind != Kind::kEmbedding && spec.groups == 1;
+}
+
+bool KfacDirections::usesTiles(const KfacLayerSpec& spec, InverseForm form) {
+  return form == InverseForm::kInverse && spec.kind != Kind::kEmbedding &&
+         TiledDirection::pays(spec.outputs(), spec.inputDim());
 }
 
 std::int64_t KfacDirections::size(int layer) const {

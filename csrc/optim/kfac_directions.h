@@ -6,7 +6,8 @@
 // precondition() of this rank's layers and parts, (the engine exchanges the others), write(). Not thread-safe: the
 // engine locks.
 //
-// The arithmetic has two implementations. makeCpuDirections(): loops and BLAS on raw memory. makeQueuedDirections():
+// The arithmetic has two implementations. makeCpuDirections(): loops on raw memory, and BLAS or the processor's matrix
+// tiles (tiled_direction.h). makeQueuedDirections():
 // ATen on any device; the answer of collect() is the one thing that waits for it, once a step.
 #pragma once
 
@@ -27,12 +28,15 @@ class KfacDirections {
   struct Layout {
     std::vector<int> order;  // layers in the order of the buffer
     std::vector<int> parts;  // [layer] 1, or into how many it is split
+    bool tiles = false;      // the processor's, for layers where usesTiles()
   };
   virtual ~KfacDirections() = default;
   KfacDirections(const KfacDirections&) = delete;
   KfacDirections& operator=(const KfacDirections&) = delete;
   // Whether a layer can be split: the products of one matrix, in the form that needs no full intermediate.
   static bool splits(const KfacLayerSpec& spec, InverseForm form);
+  // Whether a layer is one for the tiles, where the processor has them.
+  static bool usesTiles(const KfacLayerSpec& spec, InverseForm form);
 
   // Copies the parameters' gradients, times `scale`. Layers whose weight has none take no part. False: one of them, or
   // of `others`, is not finite.

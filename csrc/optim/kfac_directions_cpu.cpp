@@ -1,10 +1,11 @@
-// KfacDirections on the CPU: loops over raw memory, and torch's BLAS.
+// KfacDirections on the CPU: loops over raw memory, and torch's BLAS or the processor's matrix tiles.
 #include <algorithm>
 #include <cmath>
 
 #include "optim/kfac_directions.h"
 #include "optim/matrix_product.h"
 #include "optim/reductions.h"
+#include "optim/tiled_direction.h"
 
 namespace torchext {
 namespace {
@@ -15,14 +16,14 @@ template <class T>
 class CpuDirections final : public KfacDirections {
  public:
   CpuDirections(const std::vector<KfacLayerSpec>& layers, Layout layout)
-      : KfacDirections(layers, at::TensorOptions(kType), std::move(layout)) {}
+      : KfacDirections(layers, at::TensorOptions(kType), layout), tiles_(layout.tiles), tiled_(layers.size()) {}
 
   bool collect(double scale, const std::vector<at::Tensor>& others) override;
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
   void write(const std::vector<double>& rates, std::optional<double> kl_clip) override;
   double clip() const override { return clip_; }
-  std::size_t bytes() const override { return KfacDirections::bytes() + work_.bytes(); }
+  std::size_t bytes() const override;
 
  private:
   static constexpr at::ScalarType kType = c10::CppTypeToScalarType<T>::value;
@@ -41,6 +42,7 @@ class CpuDirections final : public KfacDirections {
     bool bias = false;
   };
   bool collectLayer(int layer, T scale);
+  void preconditionOnTiles(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs);
   void preconditionEmbedding(int layer, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                              T lambda);
   double product(int layer) const;
@@ -61,8 +63,20 @@ class CpuDirections final : public KfacDirections {
 
   std::vector<Source> sources_;  // [layer]
   Scratch work_;
+  bool tiles_;
+  std::vector<TiledDirection> tiled_;  // [layer], of the part that this rank computes
+  TiledDirection::Work tiled_work_;
   double clip_ = 1;
 };
+
+template <class T>
+std::size_t CpuDirections<T>::bytes() const {
+  std::size_t bytes = KfacDirections::bytes() + work_.bytes() + tiled_work_.bytes();
+  for (const TiledDirection& tiled : tiled_) {
+    bytes += tiled.bytes();
+  }
+  return bytes;
+}
 
 template <class T>
 bool CpuDirections<T>::collect(double scale, const std::vector<at::Tensor>& others) {
@@ -131,6 +145,10 @@ void CpuDirections<T>::precondition(int layer, int part, const FactorInverse& in
     preconditionEmbedding(layer, inverse_of_inputs, inverse_of_outputs, form, static_cast<T>(damping));
     return;
   }
+  if (tiles_ && usesTiles(spec(layer), form)) {
+    preconditionOnTiles(layer, part, inverse_of_inputs, inverse_of_outputs);
+    return;
+  }
   const std::int64_t out = spec(layer).outputs();
   const std::int64_t dim = spec(layer).inputDim();
   const std::int64_t count = columns.of_weight + (columns.bias ? 1 : 0);
@@ -178,6 +196,21 @@ void CpuDirections<T>::precondition(int layer, int part, const FactorInverse& in
     a += dim * dim;
   }
 }
+
+template <class T>
+void CpuDirections<T>::preconditionOnTiles(int layer, int part, const FactorInverse& inverse_of_inputs,
+                                           const FactorInverse& inverse_of_outputs) {
+  if constexpr (std::is_same_v<T, float>) {
+    const Columns of = columns(layer, part);
+    TiledDirection& tiled = tiled_[static_cast<std::size_t>(layer)];
+    tiled.prepare(inverse_of_outputs.matrix, inverse_of_inputs.matrix, of.begin, of.of_weight + (of.bias ? 1 : 0));
+    T* to = directions().template mutable_data_ptr<T>() + place(layer, part);
+    T* to_bias = of.bias ? to + rows(layer) * of.of_weight : nullptr;
+    tiled.compute({source(layer).weight_data, source(layer).bias_data, inputs(layer)}, {to, to_bias, of.of_weight},
+                  tiled_work_);
+  }
+}
+
 template <class T>
 void CpuDirections<T>::preconditionEmbedding(int layer, const FactorInverse& inputs, const FactorInverse& outputs,
                                              InverseForm form, T lambda) {

@@ -116,6 +116,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   const std::vector<FactorSlot>& slots() const { return statistics_->slots(); }
   const core::KfacPlan& plan() const { return plan_; }
   const core::KfacCosts& costs() const { return input_.costs; }
+  // Whether directions of larger layers are made on the processor's matrix tiles; alike on all ranks.
+  bool usesTiles() const { return tiles_; }
   core::KfacPrediction prediction() const { return core::predictKfac(plan_, input_); }
   KfacStats stats() const;
 
@@ -148,7 +150,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
 
   void makePlan();
   void measureCosts();
-  double secondsOfProduct();
+  bool allHaveTiles() const;
+  double secondsOfProduct(bool tiles);
   void backward(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass);
   bool defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
   void addDeferred();
@@ -214,6 +217,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   int rank_ = 0;
   int ranks_ = 1;
   std::unique_ptr<KfacStatistics> statistics_;
+  bool tiles_ = false;
   core::KfacPlanInput input_;
   core::KfacPlan plan_;
   std::unique_ptr<KfacDirections> directions_;

@@ -11,6 +11,7 @@
 #include "optim/factor_batch.h"
 #include "optim/kfac_engine.h"
 #include "optim/matrix_product.h"
+#include "optim/tiled_direction.h"
 #include "optim/timed.h"
 
 namespace torchext {
@@ -94,6 +95,7 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
         {"max_run_mb", options_.max_run_mb},
         {"exchange_always", options_.exchange_always},
         {"split_directions", options_.split_directions},
+        {"direction_precision", core::enumName(kPrecisionNames, "direction_precision", options_.precision)},
         {"shared_memory", options_.shared_memory},
         {"the type of the device", c10::DeviceTypeName(device_.type(), /*lower_case=*/true)},
     });
@@ -101,8 +103,18 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
       exchange_->shareMemory();
     }
   }
+  tiles_ = allHaveTiles();
   measureCosts();
   makePlan();
+}
+
+// Replicas stay equal only where all ranks round alike.
+bool KfacEngine::allHaveTiles() const {
+  const bool here = options_.precision == DirectionPrecision::kHigh && !queued_ && statistics_->type() == at::kFloat &&
+                    std::any_of(layers_.begin(), layers_.end(),
+                                [&](const auto& spec) { return KfacDirections::usesTiles(spec, options_.form); }) &&
+                    TiledDirection::available();
+  return exchange_ ? exchange_->mean(here ? 1 : 0) > 1 - 0.5 / ranks_ : here;
 }
 
 void KfacEngine::measureCosts() {
@@ -171,8 +183,13 @@ void KfacEngine::measureCosts() {
   }
   input_.costs.inversion = core::fitInversion(samples);
 
-  const double product = secondsOfProduct();
+  // Each only where there is a layer for it: the script waits.
+  double on_tiles = 0;
+  double by_blas = 0;
   for (const KfacLayerSpec& spec : layers_) {
+    const bool tiled = tiles_ && KfacDirections::usesTiles(spec, options_.form);
+    double& product = tiled ? on_tiles : by_blas;
+    product = product > 0 ? product : secondsOfProduct(tiled);
     const auto out = static_cast<double>(spec.outputs());
     const auto in = static_cast<double>(spec.inputDim());
     const double diagonal = spec.diagonalInput() ? out * in : out * in * in;
@@ -183,13 +200,21 @@ void KfacEngine::measureCosts() {
 
 // Of a multiplication and an addition in a product of a common size. All ranks compute at once, as they will: so long
 // that those which share a processor are in each other's way.
-double KfacEngine::secondsOfProduct() {
+double KfacEngine::secondsOfProduct(bool tiles) {
   constexpr std::int64_t kSize = 192;
   constexpr double kWindow = 0.01;  // seconds
   const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
   at::Tensor result = at::empty_like(square);
+  TiledDirection direction;
+  TiledDirection::Work work;
+  if (tiles) {
+    direction.prepare(square.unsqueeze(0), square.unsqueeze(0), /*begin=*/0, kSize);
+  }
   const auto multiply_once = [&] {
-    if (queued_) {
+    if (tiles) {  // two products
+      direction.compute({square.const_data_ptr<float>(), nullptr, kSize},
+                        {result.mutable_data_ptr<float>(), nullptr, kSize}, work);
+    } else if (queued_) {
       at::mm_out(result, square, square);
     } else if (statistics_->type() == at::kDouble) {
       multiplySquares<double>(square, result);
@@ -210,7 +235,7 @@ double KfacEngine::secondsOfProduct() {
     ++products;
     seconds = monotonicSeconds() - start;
   }
-  seconds /= static_cast<double>(products) * static_cast<double>(kSize * kSize * kSize);
+  seconds /= static_cast<double>(tiles ? 2 * products : products) * static_cast<double>(kSize * kSize * kSize);
   // The mean may differ in its last bit from rank to rank, and plans may not.
   return exchange_ ? exchange_->fromRankZero({exchange_->mean(seconds)}).front() : seconds;
 }
@@ -248,7 +273,7 @@ void KfacEngine::makePlan() {
       parts[layer] = ranks_;
     }
   }
-  KfacDirections::Layout layout{std::move(order), std::move(parts)};
+  KfacDirections::Layout layout{std::move(order), std::move(parts), tiles_};
   directions_ = queued_ ? makeQueuedDirections(layers_, statistics_->options(), std::move(layout))
                         : makeCpuDirections(layers_, statistics_->type(), std::move(layout));
   planInstalments();

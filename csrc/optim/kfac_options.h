@@ -10,12 +10,16 @@
 namespace torchext {
 
 enum class FactorScaling { kKfc, kKfacPytorch };
+// Of the products of directions: 16 bits where the processor is faster then, or all 24.
+enum class DirectionPrecision { kHigh, kHighest };
 
 // As the user calls them.
 inline constexpr core::EnumNames<InverseForm, 2> kMethodNames{
     {{InverseForm::kInverse, "inverse"}, {InverseForm::kEigen, "eigen"}}};
 inline constexpr core::EnumNames<FactorScaling, 2> kScalingNames{
     {{FactorScaling::kKfc, "kfc"}, {FactorScaling::kKfacPytorch, "kfac-pytorch"}}};
+inline constexpr core::EnumNames<DirectionPrecision, 2> kPrecisionNames{
+    {{DirectionPrecision::kHigh, "high"}, {DirectionPrecision::kHighest, "highest"}}};
 
 struct KfacOptions {
   double damping = 0.003;                 // lambda, above 0
@@ -31,6 +35,7 @@ struct KfacOptions {
   bool exchange_always = false;          // exchange factors in every step that updates them
   double max_run_mb = 25;                // of factors that travel together, MiB, above 0
   std::optional<bool> split_directions;  // none: where that costs less by the measured costs
+  DirectionPrecision precision = DirectionPrecision::kHigh;
   bool shared_memory = true;             // between ranks of one host, on the CPU
   bool queued = false;                   // take an accelerator's path on the CPU too; for tests
 

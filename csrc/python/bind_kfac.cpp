@@ -5,6 +5,7 @@
 
 #include "core/enum_names.h"
 #include "optim/kfac_engine.h"
+#include "optim/tiled_direction.h"
 
 namespace torchext {
 namespace {
@@ -22,7 +23,7 @@ KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_de
                             int factor_update_steps, int inverse_update_steps, const std::string& method,
                             const std::string& factor_scaling, std::string strategy, double worker_fraction,
                             bool exchange_always, double max_run_mb, std::optional<bool> split_directions,
-                            bool shared_memory, bool queued) {
+                            const std::string& direction_precision, bool shared_memory, bool queued) {
   KfacOptions options{damping,
                       factor_decay,
                       martens_decay,
@@ -36,6 +37,7 @@ KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_de
                       exchange_always,
                       max_run_mb,
                       split_directions,
+                      core::parseEnum(kPrecisionNames, "direction_precision", direction_precision),
                       shared_memory,
                       queued};
   options.validate();
@@ -116,6 +118,7 @@ py::dict planDict(const KfacEngine& engine) {
   result["predicted_precondition_seconds"] = predicted.precondition;
   result["predicted_gradients_seconds"] = predicted.gradients;
   result["split_directions"] = plan.split_directions;
+  result["tiles"] = engine.usesTiles();
   return result;
 }
 
@@ -145,12 +148,15 @@ void loadState(KfacEngine& engine, const std::vector<StateTuple>& factors, std::
 }  // namespace
 
 void bindKfac(py::module_& module) {
+  module.def("has_tiles", &TiledDirection::available);
+
   py::class_<KfacOptions>(module, "KfacOptions")
       .def(py::init(&makeKfacOptions), py::kw_only(), py::arg("damping"), py::arg("factor_decay"),
            py::arg("martens_decay"), py::arg("kl_clip").none(true), py::arg("factor_update_steps"),
            py::arg("inverse_update_steps"), py::arg("method"), py::arg("factor_scaling"), py::arg("strategy"),
            py::arg("worker_fraction"), py::arg("exchange_always"), py::arg("max_run_mb"),
-           py::arg("split_directions").none(true), py::arg("shared_memory"), py::arg("queued"));
+           py::arg("split_directions").none(true), py::arg("direction_precision"), py::arg("shared_memory"),
+           py::arg("queued"));
 
   py::class_<KfacLayerSpec>(module, "KfacLayer")
       .def(py::init(&makeLayer), py::kw_only(), py::arg("name"), py::arg("kind"), py::arg("weight"),

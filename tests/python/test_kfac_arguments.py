@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("path")
         ({"strategy": "kaisa"}, 'strategy = "kaisa": allowed spd, pad'),
         ({"worker_fraction": 0.0}, "worker_fraction = 0: allowed above 0, up to 1"),
         ({"factor_scaling": "x"}, 'factor_scaling = "x": allowed kfc, kfac-pytorch'),
+        ({"direction_precision": "medium"}, 'direction_precision = "medium": allowed high, highest'),
         ({"sequences": "sum"}, 'sequences = "sum": allowed expand, reduce'),
         ({"max_run_mb": 0.0}, "max_run_mb = 0: allowed above 0"),
         ({"lr": -1.0}, "lr = -1.0: allowed 0 or more"),

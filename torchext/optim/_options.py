@@ -47,6 +47,8 @@ class PreconditionerOptions(TypedDict, total=False):
     """MiB of factors that travel together, above 0. None: 25."""
     split_directions: bool | None
     """Each rank computes a share of every direction's columns. None: where that costs less."""
+    direction_precision: str
+    """``"high"`` (default): products of directions in 16 bits on CPUs with AMX. ``"highest"``: in float32."""
     shared_memory: bool
     """What ranks of one host exchange goes through memory; default True."""
     process_group: dist.ProcessGroup | None
