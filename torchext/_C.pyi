@@ -289,7 +289,6 @@ def attach_dssync(
     frozen: Sequence[Tensor],
     bucket_bytes: int,
 ) -> AveragingSynchronizer: ...
-
 def has_tiles() -> bool: ...
 
 class KfacOptions:
