@@ -1,9 +1,9 @@
 // Products of float matrices on the matrix tiles of an x86-64 processor (AMX); free of torch.
 //
-// A tile multiplies bfloat16 at 16 times the rate of AVX-512 in float. Here a float is the sum of two of them, x = high +
-// low up to 2^-16 of x, and a product of matrices is three of theirs, summed in float: high high + high low + low high.
-// What is left out, low low, is at most 2^-16 of each product as well: 16 bits, where float has 24; sums of products of
-// random signs are right to 6e-6. (Three bfloat16 would hold all 24 bits, and take six products.)
+// A tile multiplies bfloat16 at 16 times the rate of AVX-512 in float. Here a float is the sum of two of them, x = high
+// + low up to 2^-16 of x, and a product of matrices is three of theirs, summed in float: high high + high low + low
+// high. What is left out, low low, is at most 2^-16 of each product as well: 16 bits, where float has 24; sums of
+// products of random signs are right to 6e-6. (Three bfloat16 would hold all 24 bits, and take six products.)
 //
 // Operands are laid out in blocks of 32 x 32, zeros behind their last row and column. A matrix that is used often is
 // laid out once. A left operand's blocks lie row of blocks by row of blocks, a right one's column by column, so that a
@@ -31,7 +31,8 @@
 
 namespace torchext::cpu {
 
-// Whether the processor has tiles for bfloat16 and the system lets this process use them, which the first call asks for.
+// Whether the processor has tiles for bfloat16 and the system lets this process use them, which the first call asks
+// for.
 inline bool cpuHasTiles() {
 #if TORCHEXT_TILES
   static const bool has = [] {
@@ -247,7 +248,8 @@ TORCHEXT_TARGET_TILES inline void multiplyToRight(const TileBlock* left, const T
   }
 }
 
-// The same into memory: rows and columns of it that there are, up to 32; `last`, if given, takes the column behind them.
+// The same into memory: rows and columns of it that there are, up to 32; `last`, if given, takes the column behind
+// them.
 TORCHEXT_TARGET_TILES inline void multiplyToMatrix(const TileBlock* left, const TileBlock* right, std::int64_t steps,
                                                    float* to, std::int64_t stride, std::int64_t rows,
                                                    std::int64_t columns, float* last) {

@@ -1,5 +1,5 @@
-// Products on matrix tiles against double, for sizes around the blocks' borders, strides, a last column, both layouts of
-// results. Without tiles in the processor there is nothing to run, and the tests skip.
+// Products on matrix tiles against double, for sizes around the blocks' borders, strides, a last column, both layouts
+// of results. Without tiles in the processor there is nothing to run, and the tests skip.
 #include "kernels/cpu/tiles.h"
 
 #if TORCHEXT_TILES
