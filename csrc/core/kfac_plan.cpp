@@ -112,13 +112,14 @@ double factorSeconds(const KfacPlan& plan, const KfacPlanInput& input) {
 }
 
 bool splittingPays(const KfacPlan& plan, const KfacPlanInput& input) {
-  // Every step then waits for its slowest rank once more. On two ranks that shared a machine this made the exchange of
-  // a small model five times as long as in the measurement at start (benchmarks/kfac_iteration.py): start-up counts so,
-  // but not the bytes.
-  constexpr double kWaiting = 5;
+  // Every step then waits for its slowest rank once more, which by messages made the exchange of a small model five
+  // times as long as in the measurement at start (benchmarks/kfac_iteration.py): start-up counts so, but not the bytes.
+  // Through memory the exchange takes longer, too, but the step does not: who has waited there waits less in the next
+  // all-reduce of gradients.
+  const double waiting = input.costs.sharing ? 1 : 5;
   const SharedDirections shared = sharedDirections(plan, input);
   const double start_up = gatherSeconds({0, 0}, input);
-  return shared.seconds * (1 - 1.0 / plan.ranks) > (kWaiting - 1) * start_up + gatherSeconds(shared, input);
+  return shared.seconds * (1 - 1.0 / plan.ranks) > (waiting - 1) * start_up + gatherSeconds(shared, input);
 }
 
 std::vector<FusionTask> fusionTasks(const KfacPlan& plan, const KfacPlanInput& input) {

@@ -170,7 +170,11 @@ TEST(KfacPlan, RanksThatShareMemorySplitSmallDirections) {
   EXPECT_FALSE(makeKfacPlan(KfacStrategy::kSpd, in).split_directions);  // 0.4 ms saved; 5 x 0.2 + 0.36 ms
   in.costs.sharing = AlphaBeta{3e-5, 1e-10};
   const KfacPlan split = makeKfacPlan(KfacStrategy::kSpd, in);
-  EXPECT_TRUE(split.split_directions);  // 5 x 0.03 + 0.072 ms
+  EXPECT_TRUE(split.split_directions);  // 0.03 + 0.072 ms
+  in.precondition = {1.1e-4, 1.1e-4};
+  EXPECT_TRUE(makeKfacPlan(KfacStrategy::kSpd, in).split_directions);  // 0.11 ms saved
+  in.precondition = {1e-4, 1e-4};
+  EXPECT_FALSE(makeKfacPlan(KfacStrategy::kSpd, in).split_directions);
   EXPECT_DOUBLE_EQ(predictKfac(split, in).gradients, 3e-5 + 1e-10 * 2 * 360000);
   // Directions of one rank alone go the same way, all together.
   const KfacPlan alone = makeKfacPlan(KfacStrategy::kMemOpt, in);
