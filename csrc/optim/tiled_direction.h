@@ -1,4 +1,4 @@
-// A layer's direction V = G^-1 dW A^-1 on the matrix tiles of the processor (kernels/cpu/tiles.h), 3 to 5 times as fast
+// A layer's direction V = G^-1 dW A^-1 on the matrix tiles of the processor (kernels/cpu/tiles.h), 2 to 4 times as fast
 // as BLAS in float and right to 16 bits: as much as an inverse of a damped factor in float is, or more.
 //
 // The inverses are laid out when they are new, once for all steps that use them. A step lays out the gradient,
