@@ -84,8 +84,8 @@ class KFACPreconditioner:
             all would compute everything (never with ``"mem-opt"`` and ``"dp"``); ``"inverse"`` only. None: where that
             costs less. Same result.
         direction_precision: of the products that make a direction. ``"high"``: on a CPU with AMX a float32 is there the
-            sum of two bfloat16, 16 bits, which takes a quarter to a half of the time; where some rank's CPU has none, on
-            CUDA, in float64 and with ``"eigen"`` the same as ``"highest"``: float32 throughout.
+            sum of two bfloat16, 16 bits, which takes a quarter to a half of the time; where some rank's CPU has none,
+            on CUDA, in float64 and with ``"eigen"`` the same as ``"highest"``: float32 throughout.
         shared_memory: what ranks exchange goes through memory where all are on one host and can map each other's; the
             same on all ranks. On the CPU.
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
