@@ -309,6 +309,7 @@ class KfacOptions:
         max_run_mb: float,
         split_directions: bool | None,
         direction_precision: str,
+        early_directions: bool,
         shared_memory: bool,
         queued: bool,
     ) -> None: ...
@@ -342,6 +343,8 @@ class KfacEngine:
         gradient_scale: float,
         found_inf: bool,
     ) -> bool: ...
+    def watch_gradients(self) -> None: ...
+    def unwatch_gradients(self) -> None: ...
     def discard(self) -> None: ...
     damping: float
     kl_clip: float | None

@@ -117,7 +117,9 @@ class Peer:
 def make_optimizer(
     contender: str, model: nn.Module, *, lr: float, factors: int, inverses: int, group: Any = None
 ) -> Any:
-    """Returns ``sgd``, K-FAC with the strategy (and ``/method``) of that name, or the peer.
+    """Returns ``sgd``, K-FAC with the strategy of that name, or the peer.
+
+    Behind the strategy may stand ``/eigen`` or ``/early``: that method, or directions made in the backward pass.
 
     The peer is ``kfac-pytorch`` (its defaults: comm-opt, eigen), followed by ``/inverse``, ``/mem-opt`` or both.
     """
@@ -127,12 +129,13 @@ def make_optimizer(
         return Peer(model, lr=lr, factor_update_steps=factors, inverse_update_steps=inverses, variant=contender)
     from torchext.optim import KFAC
 
-    strategy, _, method = contender.partition("/")
+    strategy, _, variant = contender.partition("/")
     return KFAC(
         model,
         lr=lr,
         strategy=strategy,
-        method=method or "inverse",
+        method="eigen" if variant == "eigen" else "inverse",
+        early_directions=variant == "early",
         factor_update_steps=factors,
         inverse_update_steps=inverses,
         process_group=group,

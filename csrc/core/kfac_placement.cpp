@@ -54,7 +54,9 @@ void placePad(KfacPlan& plan, const KfacPlanInput& input) {
   for (std::size_t layer = 0; layer < layers.size(); ++layer) {
     const double inverse_step =
         input.costs.broadcast.seconds(layers[layer].inverse_bytes) / static_cast<double>(input.steps_per_inverse);
-    if (layers[layer].one_owner && input.costs.broadcast.seconds(input.gradient_bytes[layer]) < inverse_step) {
+    const bool everywhere = !input.early.empty() && input.early[layer];
+    if (!everywhere && layers[layer].one_owner &&
+        input.costs.broadcast.seconds(input.gradient_bytes[layer]) < inverse_step) {
       plan.workers[layer] = 1;
       plan.layer_owner[layer] = layers[layer].owner;
     }

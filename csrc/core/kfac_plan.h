@@ -91,6 +91,8 @@ struct KfacPlanInput {
   std::vector<std::size_t> gradient_bytes;  // [layer]
   std::vector<double> ready;                // [task] seconds; empty: all at once
   std::vector<double> precondition;         // [layer] seconds on one rank; empty: as if it cost nothing
+  // [layer] made in the backward pass, in steps without an update: all ranks have its inverses. Empty: none.
+  std::vector<bool> early;
   KfacCosts costs;
   int ranks = 1;
   int steps_per_inverse = 10;     // steps from one update of the inverses to the next

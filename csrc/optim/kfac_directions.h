@@ -46,9 +46,15 @@ class KfacDirections {
   // V of one part of a layer; the gradient itself where an inverse was never made. damping is used by kEigen only.
   virtual void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
                             InverseForm form, double damping) = 0;
+  // Layers whose .grad is V already, but for the factor of collect(), and what they add to the sum that makes nu, the
+  // factor in it: one float64 on the device, undefined for none.
+  struct Finished {
+    std::vector<bool> layers;  // [layer]; empty: none
+    at::Tensor product;
+  };
   // .grad = nu V, with nu = min(1, sqrt(kl_clip / |sum of rates[layer]^2 <V, dW>|)) over the active layers; 1 without
   // kl_clip.
-  virtual void write(const std::vector<double>& rates, std::optional<double> kl_clip) = 0;
+  virtual void write(const std::vector<double>& rates, std::optional<double> kl_clip, const Finished& finished) = 0;
   virtual double clip() const = 0;  // nu of the last write()
 
   // Layers in one part, and those that are split, as they lie in the buffer.
@@ -64,6 +70,9 @@ class KfacDirections {
   KfacDirections(const std::vector<KfacLayerSpec>& layers, const at::TensorOptions& options, Layout layout);
 
   const std::vector<KfacLayerSpec>& layers() const { return layers_; }
+  static bool has(const Finished& finished, int layer) {
+    return !finished.layers.empty() && finished.layers[static_cast<std::size_t>(layer)];
+  }
   // Finds out which layers are active: those whose weight has a gradient.
   void findActive();
   // Undefined without a bias, and where it was frozen in training: its column is zero then, and goes nowhere.

@@ -21,7 +21,7 @@ class CpuDirections final : public KfacDirections {
   bool collect(double scale, const std::vector<at::Tensor>& others) override;
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
-  void write(const std::vector<double>& rates, std::optional<double> kl_clip) override;
+  void write(const std::vector<double>& rates, std::optional<double> kl_clip, const Finished& finished) override;
   double clip() const override { return clip_; }
   std::size_t bytes() const override;
 
@@ -47,6 +47,7 @@ class CpuDirections final : public KfacDirections {
                              T lambda);
   double product(int layer) const;
   void writeLayer(int layer, T factor);
+  void scaleGradients(int layer, double factor);
   void forgetSources() { sources_.assign(layers().size(), Source()); }
   const KfacLayerSpec& spec(int layer) const { return layers()[static_cast<std::size_t>(layer)]; }
   const Source& source(int layer) const { return sources_[static_cast<std::size_t>(layer)]; }
@@ -66,6 +67,7 @@ class CpuDirections final : public KfacDirections {
   bool tiles_;
   std::vector<TiledDirection> tiled_;  // [layer], of the part that this rank computes
   TiledDirection::Work tiled_work_;
+  double scale_ = 1;  // of the last collect()
   double clip_ = 1;
 };
 
@@ -82,6 +84,7 @@ template <class T>
 bool CpuDirections<T>::collect(double scale, const std::vector<at::Tensor>& others) {
   findActive();
   forgetSources();
+  scale_ = scale;
   bool finite = true;
   for (int layer = 0; layer < count() && finite; ++layer) {
     finite = collectLayer(layer, static_cast<T>(scale));
@@ -261,22 +264,36 @@ double CpuDirections<T>::product(int layer) const {
 }
 
 template <class T>
-void CpuDirections<T>::write(const std::vector<double>& rates, std::optional<double> kl_clip) {
+void CpuDirections<T>::write(const std::vector<double>& rates, std::optional<double> kl_clip,
+                             const Finished& finished) {
   clip_ = 1;
   if (kl_clip) {
-    double sum = 0;
+    double sum = finished.product.defined() ? scale_ * finished.product.template item<double>() : 0;
     for (int layer = 0; layer < count(); ++layer) {
       const double rate = rates[static_cast<std::size_t>(layer)];
-      sum += active(layer) ? rate * rate * product(layer) : 0;
+      sum += active(layer) && !has(finished, layer) ? rate * rate * product(layer) : 0;
     }
     clip_ = std::abs(sum) > 0 ? std::min(1.0, std::sqrt(*kl_clip / std::abs(sum))) : 1.0;
   }
   for (int layer = 0; layer < count(); ++layer) {
-    if (active(layer)) {
+    if (active(layer) && has(finished, layer)) {
+      scaleGradients(layer, clip_ * scale_);
+    } else if (active(layer)) {
       writeLayer(layer, static_cast<T>(clip_));
     }
   }
   forgetSources();
+}
+
+template <class T>
+void CpuDirections<T>::scaleGradients(int layer, double factor) {
+  if (factor == 1) {
+    return;
+  }
+  spec(layer).weight.grad().mul_(factor);
+  if (const at::Tensor bias = biasGradient(layer); bias.defined()) {
+    bias.mul_(factor);
+  }
 }
 
 template <class T>

@@ -18,7 +18,7 @@ class QueuedDirections final : public KfacDirections {
   bool collect(double scale, const std::vector<at::Tensor>& others) override;
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
-  void write(const std::vector<double>& rates, std::optional<double> kl_clip) override;
+  void write(const std::vector<double>& rates, std::optional<double> kl_clip, const Finished& finished) override;
   double clip() const override { return clip_.defined() ? clip_.item<double>() : 1; }
 
  private:
@@ -40,7 +40,8 @@ class QueuedDirections final : public KfacDirections {
   };
   void append(int layer, const at::Tensor& matrix, Pairs& pairs) const;
 
-  at::Tensor clip_;  // one number on the device; undefined: 1
+  double scale_ = 1;  // of the last collect()
+  at::Tensor clip_;   // one number on the device; undefined: 1
 };
 
 void QueuedDirections::append(int layer, const at::Tensor& matrix, Pairs& pairs) const {
@@ -70,6 +71,7 @@ bool QueuedDirections::collect(double scale, const std::vector<at::Tensor>& othe
   if (!pairs.own.empty()) {
     at::_foreach_copy_(pairs.ours, pairs.own);
   }
+  scale_ = scale;
   if (scale != 1) {
     gradients().mul_(scale);
   }
@@ -140,12 +142,16 @@ at::Tensor QueuedDirections::product(int layer) const {
   return sum;
 }
 
-void QueuedDirections::write(const std::vector<double>& rates, std::optional<double> kl_clip) {
+void QueuedDirections::write(const std::vector<double>& rates, std::optional<double> kl_clip,
+                             const Finished& finished) {
   clip_ = at::Tensor();
   std::vector<at::Tensor> terms;
+  if (kl_clip && finished.product.defined()) {
+    terms.push_back(finished.product * scale_);
+  }
   for (int layer = 0; layer < count() && kl_clip; ++layer) {
     const double rate = rates[static_cast<std::size_t>(layer)];
-    if (active(layer)) {
+    if (active(layer) && !has(finished, layer)) {
       terms.push_back(product(layer) * (rate * rate));
     }
   }
@@ -158,6 +164,10 @@ void QueuedDirections::write(const std::vector<double>& rates, std::optional<dou
   Pairs pairs;
   for (int layer = 0; layer < count(); ++layer) {
     if (!active(layer)) {
+      continue;
+    }
+    if (has(finished, layer)) {  // collect() has copied what is V here, and taken the factor in
+      append(layer, clip_.defined() ? gradient(layer).mul_(clip_) : gradient(layer), pairs);
       continue;
     }
     std::vector<at::Tensor> of_parts;

@@ -62,7 +62,8 @@ void KfacEngine::setKlClip(std::optional<double> kl_clip) {
 }
 
 void KfacEngine::forward(int layer, const at::Tensor& input, const at::Tensor& output) {
-  if (!at::GradMode::is_enabled() || !output.requires_grad() || stats_.steps % options_.factor_update_steps != 0) {
+  const bool seen = stats_.steps % options_.factor_update_steps == 0 || (isEarly(layer) && inEarlyStep());
+  if (!seen || !at::GradMode::is_enabled() || !output.requires_grad()) {
     return;
   }
   const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
@@ -97,6 +98,12 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
   const PlainMode plain;
   const Turn turn(*this, "backward");
   const Timed timed(stats_.factor_seconds);
+  if (isEarly(layer) && inEarlyStep()) {
+    early_->keep(layer, input, gradient.detach(), torch::autograd::get_current_graph_task_id());
+  }
+  if (stats_.steps % options_.factor_update_steps != 0) {
+    return;
+  }
   seen_backward_ = true;
   if (defer(layer, input, gradient.detach(), pass)) {
     return;
@@ -188,10 +195,18 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     scaled_loss_ = true;
   }
   const bool finite = directions_->collect(gradient_scale, others) && !found_inf;
+  const bool early = inEarlyStep();
   if (!finite) {
+    if (early) {
+      refuseMisuse();
+    }
     drop(/*sent=*/true);
     ++stats_.skipped;
     return false;
+  }
+  KfacDirections::Finished finished;
+  if (early) {
+    finished = finishEarly(rates, loss_scale);
   }
   seen_backward_ = false;  // whatever this step comes to, discard() has nothing to end
   if (stats_.steps % options_.factor_update_steps == 0) {
@@ -209,9 +224,9 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
       other.mul_(gradient_scale);
     }
   }
-  makeDirections();
+  makeDirections(early);
   const Timed timed(stats_.precondition_seconds);
-  directions_->write(rates, options_.kl_clip);
+  directions_->write(rates, options_.kl_clip, finished);
   endPass();
   ++stats_.steps;
   replanRuns();
@@ -237,6 +252,9 @@ void KfacEngine::endPass() {
   several_streams_ = false;
   seen_backward_ = false;
   stale_ = false;
+  if (early_) {
+    early_->forget();
+  }
 }
 
 KfacStats KfacEngine::stats() const {
@@ -247,7 +265,8 @@ KfacStats KfacEngine::stats() const {
   if (exchange_) {
     stats.bytes = exchange_->bytes();
   }
-  std::size_t bytes = statistics_->bytes() + directions_->bytes();
+  std::size_t bytes = statistics_->bytes() + directions_->bytes() + (early_ ? early_->bytes() : 0);
+  stats.early_directions = early_ ? early_->count() : 0;
   for (const at::Tensor* buffer : {&payload_, &shares_, &inverse_buffer_}) {
     bytes += buffer->defined() ? buffer->nbytes() : 0;
   }

@@ -27,6 +27,10 @@
 // collective, and each rank says there whether it takes the step: if they differ, all throw, and as nothing is merged
 // or counted before that, they go on as if the step had never been.
 //
+// Early directions, if asked for: in steps that make no inverses the directions of Linear layers are made in the
+// backward pass, before the ranks average gradients (early_directions.h); step() then finds the mean direction in
+// .grad, and has only the clip to do. The other layers go the usual way.
+//
 // On an accelerator nothing waits for the device but one question a step (are all gradients finite?), in updates of the
 // inverses another or two (did all succeed? were those of other ranks ever made?), and stats(). All is queued on the
 // streams where the hooks and step() run: sums at once in the hook, not deferred; inverses of equal size in one call
@@ -58,6 +62,7 @@
 #include <c10/core/Stream.h>
 
 #include "core/kfac_plan.h"
+#include "optim/early_directions.h"
 #include "optim/kfac_directions.h"
 #include "optim/kfac_exchange.h"
 #include "optim/kfac_options.h"
@@ -74,7 +79,8 @@ struct KfacStats {
   std::int64_t factors_left_out = 0;  // not finite on this rank alone
   std::int64_t runs_overlapped = 0;   // left before step()
   std::int64_t runs = 0;
-  double clip = 1;  // nu of the last step
+  std::int64_t early_directions = 0;  // of layers, made in backward passes
+  double clip = 1;                    // nu of the last step
   InverseFailures failures;
   ExchangeBytes bytes;
   std::int64_t memory_bytes = 0;
@@ -105,6 +111,10 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   // nobody has done so). found_inf: the caller knows already. Collective. False: skip this step.
   bool step(const std::vector<double>& rates, const std::vector<at::Tensor>& others, double loss_scale,
             double gradient_scale, bool found_inf);
+  // With early_directions: has the gradients of Linear layers come by here before they reach .grad, until it is told to
+  // let them. Twice is harmless.
+  void watchGradients();
+  void unwatchGradients();
   // Forgets what a backward pass left that no step() used. Collective in a step that sends factors.
   void discard();
 
@@ -147,6 +157,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   static constexpr int kInversesTag = 1 << 20;  // + slot
   static constexpr int kSharesTag = 2 << 20;    // + instalment
   static constexpr int kSumsTag = 3 << 20;      // + run
+  static constexpr int kEarlyTag = 4 << 20;
 
   void makePlan();
   void measureCosts();
@@ -196,7 +207,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void takeInverses();
   bool leavesEarly() const;
   void planInstalments();
-  void makeDirections();
+  void makeDirections(bool early);
   void precondition(int layer, int part);
   struct OwnedDirections {
     at::Tensor slice;  // undefined: none
@@ -205,8 +216,14 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   OwnedDirections ownedBy(int owner) const;
   std::vector<KfacExchange::Message> ownedMessages(bool sends) const;
   std::vector<KfacExchange::Message> shareMessages(std::size_t instalment, bool sends) const;
-  void gatherDirections();
+  void gatherDirections(std::size_t instalments);
   bool onFirstStream();
+  bool isEarly(int layer) const;
+  bool inEarlyStep() const;
+  at::Tensor atGradient(int layer, bool is_bias, const at::Tensor& gradient);
+  at::Tensor gatherRows(const at::Tensor& own, int tag);
+  void refuseMisuse();
+  KfacDirections::Finished finishEarly(const std::vector<double>& rates, double loss_scale);
   void endPass();
 
   std::vector<KfacLayerSpec> layers_;
@@ -221,11 +238,18 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   core::KfacPlanInput input_;
   core::KfacPlan plan_;
   std::unique_ptr<KfacDirections> directions_;
+  std::unique_ptr<EarlyDirections> early_;  // null: not asked for
+  struct Watched {
+    at::Tensor parameter;
+    unsigned place = 0;  // of our hook
+  };
+  std::vector<Watched> watched_;
   struct Instalment {
     std::size_t begin = 0;
     std::size_t end = 0;
   };
   std::vector<Instalment> instalments_;  // places in directions_->split() whose shares leave together
+  std::size_t late_instalments_ = 0;     // those of layers that are not early, which come first
   std::vector<FactorInverse> inverses_;  // [slot]
 
   at::Tensor payload_;                     // what is summed over ranks, laid out as the running averages
@@ -234,7 +258,6 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   std::vector<KfacExchange::Sum> sums_;    // [run]
   at::Tensor shares_;                      // of other ranks, in factors that this one adds up
   std::vector<std::int64_t> share_place_;  // [slot] in those of one rank, -1: added up elsewhere or by the group
-  at::Tensor verdicts_;                    // [rank] what it does with this step
   at::Tensor traces_;                      // of all factors, summed over ranks, where tracesTravel()
   KfacExchange::Sum traces_sum_;
   at::Tensor inverse_buffer_;                // inverses that travel, by owner

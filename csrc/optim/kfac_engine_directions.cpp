@@ -22,46 +22,51 @@ void append(Messages& messages, Messages more) { std::move(more.begin(), more.en
 // Messages between CPUs need no call for all of them together: some are on their way while others are made.
 bool KfacEngine::leavesEarly() const { return exchange_ && !queued_ && !throughMemory(); }
 
-// Puts split layers together until a message is worth its start-up; alike on all ranks.
+// Puts split layers together until a message is worth its start-up; alike on all ranks. Those of early layers, which
+// come last, are apart: in most steps they stay at home.
 void KfacEngine::planInstalments() {
   const auto& split = directions_->split();
   std::size_t begin = 0;
   for (std::size_t end = 1; end <= split.size(); ++end) {
     const bool enough = leavesEarly() && directions_->splitSlice(/*part=*/0, begin, end).nbytes() >= kLeastMessage;
-    if (enough || end == split.size()) {
+    const bool last = end == split.size() || isEarly(split[end]) != isEarly(split[end - 1]);
+    if (enough || last) {
       instalments_.push_back({begin, end});
       begin = end;
+      late_instalments_ += isEarly(split[end - 1]) ? 0 : 1;
     }
   }
 }
 
-void KfacEngine::makeDirections() {
+// early: those of early layers are made.
+void KfacEngine::makeDirections(bool early) {
+  const std::size_t instalments = early ? late_instalments_ : instalments_.size();
   std::vector<KfacExchange::Work> works;
   const auto start = [&](const Messages& messages) {
     const Timed timed(stats_.distribute_seconds);
     auto started = exchange_->start(messages);
     std::move(started.begin(), started.end(), std::back_inserter(works));
   };
-  const bool early = leavesEarly();
+  const bool at_once = leavesEarly();
   Messages late;  // of a device: all together, when all is made
-  const auto send = [&](Messages messages) { early ? start(messages) : append(late, std::move(messages)); };
+  const auto send = [&](Messages messages) { at_once ? start(messages) : append(late, std::move(messages)); };
   const bool by_messages = exchange_ && !throughMemory();
   if (by_messages) {
     Messages coming = ownedMessages(/*sends=*/false);
-    for (std::size_t i = 0; i < instalments_.size(); ++i) {
+    for (std::size_t i = 0; i < instalments; ++i) {
       append(coming, shareMessages(i, /*sends=*/false));
     }
     send(std::move(coming));
   }
   for (const int layer : directions_->whole()) {
-    if (worksOn(layer)) {
+    if (worksOn(layer) && !(early && isEarly(layer))) {
       precondition(layer, /*part=*/0);
     }
   }
   if (by_messages) {
     send(ownedMessages(/*sends=*/true));
   }
-  for (std::size_t i = 0; i < instalments_.size(); ++i) {
+  for (std::size_t i = 0; i < instalments; ++i) {
     for (std::size_t place = instalments_[i].begin; place < instalments_[i].end; ++place) {
       precondition(directions_->split()[place], rank_);
     }
@@ -73,7 +78,7 @@ void KfacEngine::makeDirections() {
     start(late);
   }
   if (throughMemory()) {
-    gatherDirections();
+    gatherDirections(instalments);
   }
   const Timed timed(stats_.distribute_seconds);
   KfacExchange::wait(works);
@@ -139,13 +144,14 @@ Messages KfacEngine::shareMessages(std::size_t instalment, bool sends) const {
   return messages;
 }
 
-void KfacEngine::gatherDirections() {
+void KfacEngine::gatherDirections(std::size_t instalments) {
+  const std::size_t split = instalments > 0 ? instalments_[instalments - 1].end : 0;
   const Timed timed(stats_.distribute_seconds);
   std::vector<at::Tensor> owned;
   std::vector<at::Tensor> shares;
   for (int rank = 0; rank < ranks_; ++rank) {
     owned.push_back(ownedBy(rank).slice);  // other workers have the same already
-    shares.push_back(directions_->splitSlice(rank, 0, directions_->split().size()));
+    shares.push_back(directions_->splitSlice(rank, 0, split));
   }
   exchange_->gatherParts(owned);
   exchange_->gatherParts(shares);

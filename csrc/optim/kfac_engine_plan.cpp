@@ -96,12 +96,16 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
         {"exchange_always", options_.exchange_always},
         {"split_directions", options_.split_directions},
         {"direction_precision", core::enumName(kPrecisionNames, "direction_precision", options_.precision)},
+        {"early_directions", options_.early_directions},
         {"shared_memory", options_.shared_memory},
         {"the type of the device", c10::DeviceTypeName(device_.type(), /*lower_case=*/true)},
     });
     if (options_.shared_memory && !queued_) {
       exchange_->shareMemory();
     }
+  }
+  if (options_.early_directions) {
+    early_ = std::make_unique<EarlyDirections>(layers_, statistics_->options());
   }
   tiles_ = allHaveTiles();
   measureCosts();
@@ -251,6 +255,9 @@ void KfacEngine::makePlan() {
   for (const KfacLayerSpec& spec : layers_) {
     input_.gradient_bytes.push_back(static_cast<std::size_t>(spec.groups * spec.outputs() * spec.inputDim()) * width);
   }
+  for (int layer = 0; early_ && layer < static_cast<int>(layers_.size()); ++layer) {
+    input_.early.push_back(isEarly(layer));
+  }
   input_.ranks = ranks_;
   input_.steps_per_inverse = options_.inverse_update_steps;
   input_.worker_fraction = options_.worker_fraction;
@@ -258,12 +265,12 @@ void KfacEngine::makePlan() {
   plan_ = core::makeKfacPlan(core::parseKfacStrategy(options_.strategy), input_);
   plan_.split_directions = options_.split_directions.value_or(plan_.split_directions) && ranks_ > 1;
 
-  // Directions that few ranks compute lie together by owner, and so do inverses that travel.
+  // Directions that few ranks compute lie together by owner, and so do inverses that travel. Early ones come last.
   std::vector<int> order(layers_.size());
   std::iota(order.begin(), order.end(), 0);
   const auto key = [&](int layer) {
     const auto i = static_cast<std::size_t>(layer);
-    return plan_.workers[i] < ranks_ ? plan_.layer_owner[i] : ranks_;
+    return plan_.workers[i] < ranks_ ? plan_.layer_owner[i] : ranks_ + (isEarly(layer) ? 1 : 0);
   };
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return key(a) < key(b); });
   std::vector<int> parts(layers_.size(), 1);

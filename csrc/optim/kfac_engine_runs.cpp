@@ -88,20 +88,8 @@ void KfacEngine::startRest(double loss_scale) {
 // must send again.
 bool KfacEngine::agreeOnStep(bool takes_step) {
   const Verdict own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
-  verdicts_ = at::empty({ranks_}, at::kByte);
-  verdicts_.fill_(static_cast<std::int64_t>(own));
-  if (throughMemory()) {
-    std::vector<at::Tensor> parts;
-    parts.reserve(core::index(ranks_));
-    for (int rank = 0; rank < ranks_; ++rank) {
-      parts.push_back(verdicts_.narrow(0, rank, 1));
-    }
-    exchange_->gatherParts(parts);
-  } else {
-    auto works = exchange_->gather(verdicts_, kVerdictTag);
-    KfacExchange::wait(works);
-  }
-  const auto* verdicts = verdicts_.const_data_ptr<std::uint8_t>();
+  const at::Tensor all = gatherRows(at::full({1}, static_cast<std::int64_t>(own), at::kByte), kVerdictTag);
+  const auto* verdicts = all.const_data_ptr<std::uint8_t>();
   const auto* end = verdicts + ranks_;
   const auto* other = std::find_if(verdicts, end, [&](auto verdict) { return (verdict != kLeavesStep) != takes_step; });
   if (other == end) {

@@ -31,7 +31,23 @@ void KfacOptions::validate() const {
   if (!(max_run_mb > 0) || !std::isfinite(max_run_mb)) {
     throwInvalid("max_run_mb", max_run_mb, "above 0, finite");
   }
-  core::parseKfacStrategy(strategy);
+  const core::KfacStrategy parsed = core::parseKfacStrategy(strategy);
+  if (early_directions) {
+    using core::KfacStrategy;
+    if (form != InverseForm::kInverse) {
+      throwInvalid("early_directions", "True", "with method=\"inverse\" only; leave it out");
+    }
+    if (parsed == KfacStrategy::kMemOpt || parsed == KfacStrategy::kHybrid || parsed == KfacStrategy::kDp) {
+      throwInvalid("early_directions", "True",
+                   core::concat("where all ranks have all inverses, and strategy=\"", strategy,
+                                "\" leaves them with few; leave it out"));
+    }
+    if (inverse_update_steps == 1) {
+      throwInvalid("early_directions", "True",
+                   "with inverse_update_steps above 1, for steps that make inverses make "
+                   "directions afterwards; leave it out");
+    }
+  }
 }
 
 }  // namespace torchext

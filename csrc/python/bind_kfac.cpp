@@ -23,7 +23,8 @@ KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_de
                             int factor_update_steps, int inverse_update_steps, const std::string& method,
                             const std::string& factor_scaling, std::string strategy, double worker_fraction,
                             bool exchange_always, double max_run_mb, std::optional<bool> split_directions,
-                            const std::string& direction_precision, bool shared_memory, bool queued) {
+                            const std::string& direction_precision, bool early_directions, bool shared_memory,
+                            bool queued) {
   KfacOptions options{damping,
                       factor_decay,
                       martens_decay,
@@ -38,6 +39,7 @@ KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_de
                       max_run_mb,
                       split_directions,
                       core::parseEnum(kPrecisionNames, "direction_precision", direction_precision),
+                      early_directions,
                       shared_memory,
                       queued};
   options.validate();
@@ -65,6 +67,7 @@ py::dict kfacToDict(const KfacStats& stats) {
   result["factors_left_out"] = stats.factors_left_out;
   result["runs"] = stats.runs;
   result["runs_overlapped"] = stats.runs_overlapped;
+  result["early_directions"] = stats.early_directions;
   result["clip"] = stats.clip;
   result["inverses_retried"] = stats.failures.retried;
   result["inverses_kept"] = stats.failures.kept;
@@ -119,6 +122,7 @@ py::dict planDict(const KfacEngine& engine) {
   result["predicted_gradients_seconds"] = predicted.gradients;
   result["split_directions"] = plan.split_directions;
   result["tiles"] = engine.usesTiles();
+  result["early_directions"] = engine.options().early_directions;
   return result;
 }
 
@@ -155,8 +159,8 @@ void bindKfac(py::module_& module) {
            py::arg("martens_decay"), py::arg("kl_clip").none(true), py::arg("factor_update_steps"),
            py::arg("inverse_update_steps"), py::arg("method"), py::arg("factor_scaling"), py::arg("strategy"),
            py::arg("worker_fraction"), py::arg("exchange_always"), py::arg("max_run_mb"),
-           py::arg("split_directions").none(true), py::arg("direction_precision"), py::arg("shared_memory"),
-           py::arg("queued"));
+           py::arg("split_directions").none(true), py::arg("direction_precision"), py::arg("early_directions"),
+           py::arg("shared_memory"), py::arg("queued"));
 
   py::class_<KfacLayerSpec>(module, "KfacLayer")
       .def(py::init(&makeLayer), py::kw_only(), py::arg("name"), py::arg("kind"), py::arg("weight"),
@@ -170,6 +174,8 @@ void bindKfac(py::module_& module) {
       .def("forward", &KfacEngine::forward, py::arg("layer"), py::arg("input"), py::arg("output"))
       .def("step", &KfacEngine::step, py::arg("rates"), py::arg("others"), py::arg("loss_scale"),
            py::arg("gradient_scale"), py::arg("found_inf"), NoGil())
+      .def("watch_gradients", &KfacEngine::watchGradients, NoGil())
+      .def("unwatch_gradients", &KfacEngine::unwatchGradients, NoGil())
       .def("discard", &KfacEngine::discard, NoGil())
       .def_property(
           "damping", [](const KfacEngine& self) { return self.options().damping; },

@@ -49,6 +49,8 @@ class PreconditionerOptions(TypedDict, total=False):
     """Each rank computes a share of every direction's columns. None: where that costs less."""
     direction_precision: str
     """``"high"`` (default): products of directions in 16 bits on CPUs with AMX. ``"highest"``: in float32."""
+    early_directions: bool
+    """Directions of Linear layers are made in the backward pass, before gradients are averaged; default False."""
     shared_memory: bool
     """What ranks of one host exchange goes through memory; default True."""
     process_group: dist.ProcessGroup | None

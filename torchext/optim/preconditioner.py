@@ -19,7 +19,7 @@ from torchext.optim._arguments import check_together, no_copies, no_such
 from torchext.optim._attached import dear_of, living, refusal_of_dear
 from torchext.optim._before_step import Handle, remove_all, stand_before, stepped_by
 from torchext.optim._group import agree_that_all_can, end, end_after, own_group
-from torchext.optim._layers import check_devices, find_layers, install_hooks
+from torchext.optim._layers import Watch, check_devices, find_layers, install_hooks
 from torchext.optim._plan import KFACPlan
 from torchext.optim._state import VERSION, check_state
 
@@ -86,6 +86,13 @@ class KFACPreconditioner:
         direction_precision: of the products that make a direction. ``"high"``: on a CPU with AMX a float32 is there the
             sum of two bfloat16, 16 bits, which takes a quarter to a half of the time; where some rank's CPU has none,
             on CUDA, in float64 and with ``"eigen"`` the same as ``"highest"``: float32 throughout.
+        early_directions: directions of Linear layers are made inside the backward pass, of each rank's own gradient and
+            before DDP averages: none has to travel, and with fewer rows in a batch than a layer is wide each costs a
+            fraction. ``.grad`` of these layers then holds *directions* from ``backward()`` on, which is what clipping
+            between it and ``step()`` sees; a penalty on their weights in the loss is refused, as is any use of them
+            outside of their layers. In steps that make inverses all goes the usual way. Same result. Needs
+            ``"inverse"``, ``inverse_update_steps`` above 1, a Linear layer, and a strategy with all inverses everywhere
+            (not ``"mem-opt"``, ``"hybrid"``, ``"dp"``). Keeps a second set of these layers' gradients.
         shared_memory: what ranks exchange goes through memory where all are on one host and can map each other's; the
             same on all ranks. On the CPU.
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
@@ -123,6 +130,7 @@ class KFACPreconditioner:
         max_run_mb: float | None = None,
         split_directions: bool | None = None,
         direction_precision: str = "high",
+        early_directions: bool = False,
         shared_memory: bool = True,
         process_group: dist.ProcessGroup | None = None,
         _failure: Exception | None = None,
@@ -163,6 +171,7 @@ class KFACPreconditioner:
                 max_run_mb=25.0 if max_run_mb is None else max_run_mb,
                 split_directions=split_directions,
                 direction_precision=direction_precision,
+                early_directions=early_directions,
                 shared_memory=shared_memory,
                 queued=_queued,
             )
@@ -179,9 +188,14 @@ class KFACPreconditioner:
             stepped = stepped_by(optimizer or _inside)
             self._layers = find_layers(module, skip=skip_layers, sequences=sequences, stepped=stepped)
             check_devices(self._layers)
+            if early_directions and not any(isinstance(layer.modules[0], nn.Linear) for layer in self._layers):
+                raise ValueError(
+                    "early_directions = True: allowed for models with Linear layers that K-FAC takes, and this has "
+                    "none; leave it out"
+                )
             self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
             dear = dear_of(layer.weight for layer in self._layers)
-            refusal = None if dear is None else refusal_of_dear(inside, dear._sharded)
+            refusal = None if dear is None else refusal_of_dear(inside, dear._sharded, early_directions)
             if refusal is not None:
                 raise refusal
         except Exception as error:  # told to the other ranks first: they wait for this one
@@ -196,11 +210,12 @@ class KFACPreconditioner:
         self._several = group is not None
         self._inside = inside
         self._in_front_of: weakref.ref[torch.optim.Optimizer] | None = None
+        self._early_directions = early_directions
         self._method = method
         self._scaling = factor_scaling
         self._grad_scaler = grad_scaler
         self._unseen = set(range(len(self._layers)))
-        self._handles: list[Handle] = [*install_hooks(self._engine, self._layers, self._unseen)]
+        self._handles: list[Handle] = [*install_hooks(self._engine, self._layers, self._unseen), Watch(self._engine)]
         # Hooks that outlived it would go on computing factors for nobody.
         self._remove = weakref.finalize(self, remove_all, self._handles)
         self._remove.atexit = False
@@ -337,7 +352,8 @@ class KFACPreconditioner:
 
         ``steps``, ``skipped`` (not finite, on all ranks), ``factors_left_out`` (overflowed on this rank alone),
         ``factor_updates`` (steps in which they were due), ``inverse_updates``, ``inverses_retried`` (in float64),
-        ``inverses_kept`` (failed; the last good one was used), ``clip`` (of the last step), ``runs`` and
+        ``inverses_kept`` (failed; the last good one was used), ``early_directions`` (of layers, made in backward
+        passes), ``clip`` (of the last step), ``runs`` and
         ``runs_overlapped`` (that left during a backward pass), ``*_bytes`` of the tensors passed to collectives,
         ``memory_bytes`` of K-FAC's own buffers, ``*_seconds`` (of the host: on CUDA they end when the work is queued).
         On CUDA it waits for the device.
