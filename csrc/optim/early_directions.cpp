@@ -87,7 +87,7 @@ void EarlyDirections::compare(int layer, const at::Tensor& found, const at::Tens
 }
 
 at::Tensor EarlyDirections::ofWeight(int layer, const at::Tensor& gradient, const FactorInverse& inputs,
-                                     const FactorInverse& outputs, int pass) {
+                                     const FactorInverse& outputs, KfacDirections::Tiles tiles, int pass) {
   hold(&Held::weight, layer, gradient);
   ++count_;
   if (!inputs.defined() || !outputs.defined()) {
@@ -105,7 +105,25 @@ at::Tensor EarlyDirections::ofWeight(int layer, const at::Tensor& gradient, cons
   const at::Tensor of_inputs = inverse_a.narrow(0, 0, in).narrow(1, 0, in);
   const at::Tensor of_one = trainsBias(layer) ? inverse_a.select(0, in).narrow(0, 0, in) : at::Tensor();
   at::Tensor direction;
-  if (a.size(0) * (out * out + in * in + out * in) < out * in * (out + in)) {
+  const bool few = a.size(0) * (out * out + in * in + out * in) < out * in * (out + in);
+  if (tiles.direction != nullptr && a.size(0) > 0) {
+    direction = at::empty({out, in}, options_);
+    const TiledDirection::Result result{direction.mutable_data_ptr<float>(), nullptr, in};
+    tiles.direction->prepare(outputs.matrix, inputs.matrix, /*begin=*/0, in);
+    const bool bias = of_one.defined();
+    if (few) {
+      const at::Tensor transposed = g.t().contiguous();
+      const at::Tensor ones = bias ? at::ones({a.size(0)}, options_) : at::Tensor();
+      tiles.direction->computeOfRows({a.const_data_ptr<float>(), bias ? ones.const_data_ptr<float>() : nullptr,
+                                      transposed.const_data_ptr<float>(), a.size(0), in},
+                                     result, *tiles.work);
+    } else {
+      const at::Tensor dense = own.contiguous();
+      const at::Tensor of_bias = bias ? g.sum(0) : at::Tensor();
+      tiles.direction->compute({dense.const_data_ptr<float>(), bias ? of_bias.const_data_ptr<float>() : nullptr, in},
+                               result, *tiles.work);
+    }
+  } else if (few) {
     const at::Tensor right = of_one.defined() ? at::addmm(of_one, a, of_inputs) : at::mm(a, of_inputs);
     direction = at::mm(at::mm(g, inverse_g).t(), right);
   } else {

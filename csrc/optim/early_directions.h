@@ -16,7 +16,8 @@
 // weight's times a vector of signs), and where they differ the direction is not a number. Then no rank takes that step,
 // and misused() says which layer it was.
 //
-// In ATen, on any device; nothing waits for an accelerator but misused(). Not thread-safe: the engine locks.
+// In ATen, on any device, and the products on the processor's matrix tiles where others use them; nothing waits for an
+// accelerator but misused(). Not thread-safe: the engine locks.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,7 @@
 #include <ATen/ATen.h>
 
 #include "optim/factor_inverse.h"
+#include "optim/kfac_directions.h"
 #include "optim/kfac_layer.h"
 
 namespace torchext {
@@ -41,7 +43,7 @@ class EarlyDirections {
   void keep(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass);
   // Where inverses were never made the gradient is the direction. pass: as that of the calls.
   at::Tensor ofWeight(int layer, const at::Tensor& gradient, const FactorInverse& inputs, const FactorInverse& outputs,
-                      int pass);
+                      KfacDirections::Tiles tiles, int pass);
   at::Tensor ofBias(int layer, const at::Tensor& gradient, const FactorInverse& inputs, const FactorInverse& outputs,
                     int pass);
 

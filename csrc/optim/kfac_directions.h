@@ -20,6 +20,7 @@
 
 #include "optim/factor_inverse.h"
 #include "optim/kfac_layer.h"
+#include "optim/tiled_direction.h"
 
 namespace torchext {
 
@@ -43,6 +44,13 @@ class KfacDirections {
   virtual bool collect(double scale, const std::vector<at::Tensor>& others) = 0;
   bool active(int layer) const { return active_[static_cast<std::size_t>(layer)]; }
   int parts(int layer) const { return parts_[static_cast<std::size_t>(layer)]; }
+  // A layer's on the processor's matrix tiles, where it is one for them: laid out, and work memory, for whom directions
+  // are not made here.
+  struct Tiles {
+    TiledDirection* direction = nullptr;  // null: none
+    TiledDirection::Work* work = nullptr;
+  };
+  virtual Tiles tiles(int /*layer*/) { return {}; }
   // V of one part of a layer; the gradient itself where an inverse was never made. damping is used by kEigen only.
   virtual void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
                             InverseForm form, double damping) = 0;

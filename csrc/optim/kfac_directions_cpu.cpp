@@ -21,6 +21,10 @@ class CpuDirections final : public KfacDirections {
   bool collect(double scale, const std::vector<at::Tensor>& others) override;
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
+  Tiles tiles(int layer) override {
+    const bool used = tiles_ && usesTiles(spec(layer), InverseForm::kInverse);
+    return used ? Tiles{&tiled_[static_cast<std::size_t>(layer)], &tiled_work_} : Tiles{};
+  }
   void write(const std::vector<double>& rates, std::optional<double> kl_clip, const Finished& finished) override;
   double clip() const override { return clip_; }
   std::size_t bytes() const override;

@@ -86,7 +86,7 @@ at::Tensor KfacEngine::atGradient(int layer, bool is_bias, const at::Tensor& gra
   const FactorInverse& of_inputs = inverses_[outputs + 1];
   const FactorInverse& of_outputs = inverses_[outputs];
   return is_bias ? early_->ofBias(layer, gradient, of_inputs, of_outputs, pass)
-                 : early_->ofWeight(layer, gradient, of_inputs, of_outputs, pass);
+                 : early_->ofWeight(layer, gradient, of_inputs, of_outputs, directions_->tiles(layer), pass);
 }
 
 // What each rank has, for all: [ranks, elements]. Blocks.

@@ -11,7 +11,7 @@ std::size_t bytesOf(const TileBlocks& blocks) { return blocks.capacity() * sizeo
 
 }  // namespace
 
-std::size_t TiledDirection::Work::bytes() const { return bytesOf(gradient) + bytesOf(middle); }
+std::size_t TiledDirection::Work::bytes() const { return bytesOf(gradient) + bytesOf(middle) + bytesOf(left); }
 
 std::size_t TiledDirection::bytes() const { return bytesOf(outputs_) + bytesOf(inputs_); }
 
@@ -130,11 +130,68 @@ void TiledDirection::compute(const Gradient& gradient, const Result& result, Wor
   }
 }
 
+void TiledDirection::computeOfRows(const Rows& given, const Result& result, Work& work) const {
+  const std::int64_t out = of_outputs_.size(1);
+  const std::int64_t in = of_inputs_.size(1);
+  const std::int64_t rows = tileBlocks(out);
+  const std::int64_t steps = tileBlocks(in);
+  const std::int64_t columns = tileBlocks(count_);
+  const std::int64_t samples = tileBlocks(given.count);
+  fit(work.gradient, std::max(samples * steps, samples * rows));
+  fit(work.middle, columns * samples);
+  fit(work.left, rows * samples);
+  TileBlock* laid = work.gradient.data();
+  TileBlock* middle = work.middle.data();
+  TileBlock* left = work.left.data();
+  // (a 1) A^-1, as the right operand of the last product.
+  const cpu::TileSource of_inputs{given.inputs, given.columns, given.count, given.columns, given.ones};
+  for (std::int64_t sample = 0; sample < samples; ++sample) {
+    cpu::layLeft(of_inputs, sample, in, laid + sample * steps);
+  }
+  forRows(columns, samples, steps, [&](std::int64_t begin, std::int64_t end) {
+    cpu::configureTiles();
+    for (std::int64_t column = begin; column < end; ++column) {
+      for (std::int64_t sample = 0; sample < samples; ++sample) {
+        cpu::multiplyToRight(laid + sample * steps, inputs_.data() + column * steps, steps,
+                             middle[column * samples + sample]);
+      }
+    }
+    cpu::releaseTiles();
+  });
+  // G^-1 g^T, as its left operand.
+  const cpu::TileSource of_gradients{given.gradients, given.count, out, given.count};
+  for (std::int64_t sample = 0; sample < samples; ++sample) {
+    cpu::layRight(of_gradients, sample, laid + sample * rows);
+  }
+  forRows(rows, samples, rows, [&](std::int64_t begin, std::int64_t end) {
+    cpu::configureTiles();
+    for (std::int64_t row = begin; row < end; ++row) {
+      for (std::int64_t sample = 0; sample < samples; ++sample) {
+        cpu::multiplyToLeft(outputs_.data() + row * rows, laid + sample * rows, rows, left[row * samples + sample]);
+      }
+    }
+    cpu::releaseTiles();
+  });
+  forRows(rows, columns, samples, [&](std::int64_t begin, std::int64_t end) {
+    cpu::configureTiles();
+    forBlocks(begin, end, columns, samples, [&](std::int64_t row, std::int64_t column) {
+      const std::int64_t first_row = row * kTileBlock;
+      const std::int64_t first = column * kTileBlock;
+      cpu::multiplyToMatrix(
+          left + row * samples, middle + column * samples, samples, result.weight + first_row * result.columns + first,
+          result.columns, std::min(kTileBlock, out - first_row), std::min(kTileBlock, result.columns - first), nullptr);
+    });
+    cpu::releaseTiles();
+  });
+}
+
 #else
 
 void TiledDirection::prepare(const at::Tensor&, const at::Tensor&, std::int64_t, std::int64_t) {}
 
 void TiledDirection::compute(const Gradient&, const Result&, Work&) const {}
+
+void TiledDirection::computeOfRows(const Rows&, const Result&, Work&) const {}
 
 #endif
 

@@ -33,6 +33,7 @@ class TiledDirection {
   struct Work {
     TileBlocks gradient;
     TileBlocks middle;
+    TileBlocks left;  // of computeOfRows()
     std::size_t bytes() const;
   };
   // dW of all groups: weight [groups * outputs, columns]; bias, if the layer has one that is not frozen, is the column
@@ -53,6 +54,18 @@ class TiledDirection {
   // `count` of them. Float, contiguous. Nothing is done where they are those of the last call.
   void prepare(const at::Tensor& outputs, const at::Tensor& inputs, std::int64_t begin, std::int64_t count);
   void compute(const Gradient& gradient, const Result& result, Work& work) const;
+  // dW of one group as the sum of g a^T over `count` rows: inputs [count, columns]; gradients transposed, [out, count].
+  // ones, if the layer has a bias that is not frozen: count of them, which are another column of the inputs.
+  struct Rows {
+    const float* inputs = nullptr;
+    const float* ones = nullptr;
+    const float* gradients = nullptr;
+    std::int64_t count = 0;
+    std::int64_t columns = 0;
+  };
+  // The same of such a gradient, for the columns that prepare() was given, which begin with the first; without a bias'
+  // column. Three products with `count` on one side, where compute() has two of full matrices.
+  void computeOfRows(const Rows& rows, const Result& result, Work& work) const;
   std::size_t bytes() const;
 
  private:

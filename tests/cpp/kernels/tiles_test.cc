@@ -164,6 +164,54 @@ TEST_F(Tiles, GiveTheColumnBehindTheMatrixToAnotherPlace) {
   }
 }
 
+// The same where the first product is the left one.
+TEST_F(Tiles, ChainProductsFromTheLeft) {
+  const std::int64_t m = 45;
+  const std::int64_t k = 35;
+  const std::int64_t n = 70;
+  const auto outer = normals(m * m);
+  const auto middle = normals(m * k);
+  const auto inner = normals(k * n);
+  const TileSource g{outer.data(), m, m, m};
+  const TileSource x{middle.data(), k, m, k};
+  const TileSource a{inner.data(), n, k, n};
+  const auto of_g = leftOf(g, m);
+  const auto of_x = rightOf(x);
+  const auto of_a = rightOf(a);
+  std::vector<TileBlock> between(static_cast<std::size_t>(tileBlocks(m) * tileBlocks(k)));
+  std::vector<float> result(static_cast<std::size_t>(m * n), kGuard);
+  configureTiles();
+  for (std::int64_t row = 0; row < tileBlocks(m); ++row) {
+    for (std::int64_t column = 0; column < tileBlocks(k); ++column) {
+      multiplyToLeft(of_g.data() + row * tileBlocks(m), of_x.data() + column * tileBlocks(m), tileBlocks(m),
+                     between[static_cast<std::size_t>(row * tileBlocks(k) + column)]);
+    }
+  }
+  for (std::int64_t row = 0; row < tileBlocks(m); ++row) {
+    for (std::int64_t column = 0; column < tileBlocks(n); ++column) {
+      multiplyToMatrix(between.data() + row * tileBlocks(k), of_a.data() + column * tileBlocks(k), tileBlocks(k),
+                       result.data() + row * kTileBlock * n + column * kTileBlock, n,
+                       std::min(kTileBlock, m - row * kTileBlock), std::min(kTileBlock, n - column * kTileBlock),
+                       nullptr);
+    }
+  }
+  releaseTiles();
+  const auto first = inDouble(g, m, x);
+  double error = 0;
+  double norm = 0;
+  for (std::int64_t i = 0; i < m; ++i) {
+    for (std::int64_t j = 0; j < n; ++j) {
+      double expected = 0;
+      for (std::int64_t l = 0; l < k; ++l) {
+        expected += first.values[static_cast<std::size_t>(i * k + l)] * inner[static_cast<std::size_t>(l * n + j)];
+      }
+      error += std::pow(result[static_cast<std::size_t>(i * n + j)] - expected, 2);
+      norm += expected * expected;
+    }
+  }
+  EXPECT_LT(std::sqrt(error / norm), 2e-5);
+}
+
 // (a b) c with the first product laid out for the second.
 TEST_F(Tiles, ChainProducts) {
   const std::int64_t m = 45;
