@@ -168,6 +168,19 @@ std::vector<int> cutLongRuns(const std::vector<FusionTask>& tasks, const std::ve
   return cut;
 }
 
+// A run's factors are inverted once all of it has come, while later ones travel: it is as long as makes its start-up
+// count little, not longer.
+std::size_t longestRun(const KfacPlanInput& input) {
+  constexpr double kStartUps = 16;
+  const AlphaBeta& costs = input.costs.all_reduce;
+  if (input.costs.sharing || !(costs.alpha > 0) || !(costs.beta > 0)) {
+    return input.max_run_bytes;
+  }
+  const double bytes = std::max(1.0, kStartUps * costs.alpha / costs.beta);
+  return input.max_run_bytes == 0 || bytes < static_cast<double>(input.max_run_bytes) ? static_cast<std::size_t>(bytes)
+                                                                                      : input.max_run_bytes;
+}
+
 KfacPlan makePreset(KfacStrategy strategy, const KfacPlanInput& input) {
   KfacPlan plan;
   plan.strategy = strategy;
@@ -185,7 +198,7 @@ KfacPlan makePreset(KfacStrategy strategy, const KfacPlanInput& input) {
       plan.fusion_ends.push_back(static_cast<int>(i) + 1);
     }
   } else {
-    plan.fusion_ends = cutLongRuns(tasks, fuseFactors(tasks, input.costs.all_reduce), input.max_run_bytes);
+    plan.fusion_ends = cutLongRuns(tasks, fuseFactors(tasks, input.costs.all_reduce), longestRun(input));
   }
   return plan;
 }

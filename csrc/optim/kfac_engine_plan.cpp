@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <set>
 
@@ -145,9 +144,12 @@ void KfacEngine::measureCosts() {
     const at::Tensor batch = exampleFactor(dim, generator).to(statistics_->options()).unsqueeze(0);
     const at::Tensor damping = at::full({1}, 0.1, batch.options());
     InverseFailures ignored;
-    double best = std::numeric_limits<double>::infinity();
     double spent = 0;
-    for (int repeat = 0; repeat < kRepeats && spent < kEnough; ++repeat) {
+    int repeats = 0;
+    if (exchange_) {
+      exchange_->mean(0);  // all begin together, as they will: those that share a processor are in each other's way
+    }
+    for (; repeats < kRepeats && spent < kEnough; ++repeats) {
       waitForDevice(device_);
       const double start = monotonicSeconds();
       if (queued_) {
@@ -158,14 +160,15 @@ void KfacEngine::measureCosts() {
         decomposeFactor(batch, ignored);
       }
       waitForDevice(device_);
-      const double taken = monotonicSeconds() - start;
-      best = std::min(best, taken);
-      spent += taken;
+      spent += monotonicSeconds() - start;
     }
     samples.push_back({static_cast<std::size_t>(dim), 0});
-    seconds.push_back(best);
+    seconds.push_back(spent / repeats);
   }
   if (exchange_) {
+    for (double& taken : seconds) {
+      taken = exchange_->mean(taken);
+    }
     seconds = exchange_->fromRankZero(seconds);
     if (exchange_->sharesMemory()) {
       // What everybody writes, everybody reads.

@@ -146,6 +146,21 @@ TEST(KfacPlan, RunsKeepToTheLimit) {
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends.size(), 8U);
 }
 
+TEST(KfacPlan, RunsAreNoLongerThanMakesTheirStartUpCountLittle) {
+  auto in = input({1000, 1000}, 2);  // four factors of 2.002 MB
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{1, 2, 3, 4}));  // 16 x 0.1 MB
+  in.costs.all_reduce = {4.1e-4, 1e-9};
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{3, 4}));
+  in.costs.all_reduce = {1e-3, 1e-9};
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{4}));
+  in.max_run_bytes = 5'000'000;
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{2, 4}));
+  in.max_run_bytes = 0;
+  in.costs.all_reduce = {1e-4, 1e-9};
+  in.costs.sharing = AlphaBeta{3e-5, 1e-10};  // all in one go anyway
+  EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{4}));
+}
+
 TEST(KfacPlan, DirectionsAreSplitWhereTheLinkIsFastEnough) {
   auto in = input({300, 300}, 2);
   in.precondition = {4e-3, 4e-3};
