@@ -78,8 +78,8 @@ class KFACPreconditioner:
             preconditioners stand in front of one optimizer; else the optimizer is told.
         exchange_always: exchange factors in all steps that update them, not only where inverses are made. Same result.
             Not with ``"dp"``, where none travel.
-        max_run_mb: MiB of factors that travel together, above 0; default 25. Neither with ``"d-kfac"``, where each
-            travels alone, nor with ``"dp"``.
+        max_run_mb: MiB of factors that travel together at most, above 0; default 25. Neither with ``"d-kfac"``, where
+            each travels alone, nor with ``"dp"``.
         split_directions: each rank computes a share of every direction's columns, and sends it to the others, where
             all would compute everything (never with ``"mem-opt"`` and ``"dp"``); ``"inverse"`` only. None: where that
             costs less. Same result.
