@@ -211,13 +211,14 @@ TEST(KfacPlan, RanksThatShareMemorySplitSmallDirections) {
 TEST(KfacPlan, EarlyDirectionsNeedAllInversesEverywhere) {
   auto in = input({300, 300}, 2);
   in.precondition = {4e-3, 4e-3};
-  in.steps_per_inverse = 2;  // pad's owners send directions then, which are smaller than two inverses
+  in.steps_per_inverse = 1;  // pad's owners send directions then, which are smaller than two inverses
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kPad, in).workers, (std::vector<int>{1, 1}));
   in.early = {false, true};
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kPad, in).workers, (std::vector<int>{1, 2}));
   in.early = {true, true};
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kPad, in).workers, (std::vector<int>{2, 2}));
   // Nothing but the updates makes directions afterwards.
+  in.steps_per_inverse = 2;
   const KfacPlan spd = makeKfacPlan(KfacStrategy::kSpd, in);
   EXPECT_TRUE(spd.split_directions);
   EXPECT_DOUBLE_EQ(predictKfac(spd, in).precondition, 4e-3 / 2);
