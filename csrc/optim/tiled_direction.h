@@ -65,7 +65,7 @@ class TiledDirection {
   };
   // The same of such a gradient, for the columns that prepare() was given, which begin with the first; without a bias'
   // column. Three products with `count` on one side, where compute() has two of full matrices.
-  void computeOfRows(const Rows& rows, const Result& result, Work& work) const;
+  void computeOfRows(const Rows& given, const Result& result, Work& work) const;
   std::size_t bytes() const;
 
  private:
