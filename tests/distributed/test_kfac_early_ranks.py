@@ -35,6 +35,7 @@ def body(rank: Rank, shared: bool, queued: bool) -> dict[str, float]:
                 split_directions=split,
                 shared_memory=shared,
                 early_directions=True,
+                exchange_always=split is True,
                 **OPTIONS,
             )
             train(model, optimizer, STEPS, rank=rank.rank, size=rank.size)
