@@ -73,24 +73,56 @@ std::vector<TileBlock> rightOf(const TileSource& from) {
   return blocks;
 }
 
+// Into memory, of operands that are laid out.
+void multiplyLaid(const TileBlock* left, const TileBlock* right, std::int64_t rows, std::int64_t inner,
+                  std::int64_t columns, float* to, std::int64_t stride) {
+  const std::int64_t steps = tileBlocks(inner);
+  for (std::int64_t row = 0; row < tileBlocks(rows); ++row) {
+    for (std::int64_t column = 0; column < tileBlocks(columns); ++column) {
+      multiplyToMatrix(left + row * steps, right + column * steps, steps,
+                       to + row * kTileBlock * stride + column * kTileBlock, stride,
+                       std::min(kTileBlock, rows - row * kTileBlock),
+                       std::min(kTileBlock, columns - column * kTileBlock), nullptr);
+    }
+  }
+}
+
+// Of a float matrix, relative to that of the expected one.
+double errorOf(const std::vector<float>& found, const std::vector<double>& expected) {
+  double error = 0;
+  double norm = 0;
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    error += std::pow(found[i] - expected[i], 2);
+    norm += std::pow(expected[i], 2);
+  }
+  return std::sqrt(error / norm);
+}
+
+// left[m, k] right[k, n].
+template <class Left, class Right>
+std::vector<double> productInDouble(const std::vector<Left>& left, const std::vector<Right>& right, std::size_t m,
+                                    std::size_t k, std::size_t n) {
+  std::vector<double> product(m * n, 0);
+  for (std::size_t i = 0; i < m; ++i) {
+    for (std::size_t l = 0; l < k; ++l) {
+      for (std::size_t j = 0; j < n; ++j) {
+        product[i * n + j] += static_cast<double>(left[i * k + l]) * static_cast<double>(right[l * n + j]);
+      }
+    }
+  }
+  return product;
+}
+
 // The product in memory, with a guard behind every row.
 constexpr float kGuard = 12345.0F;
 
 std::vector<float> product(const TileSource& a, std::int64_t inner, const TileSource& b) {
   const std::int64_t stride = b.columns + 3;
-  const std::int64_t steps = tileBlocks(inner);
   std::vector<float> result(static_cast<std::size_t>(a.rows * stride), kGuard);
   const auto left = leftOf(a, inner);
   const auto right = rightOf(b);
   configureTiles();
-  for (std::int64_t row = 0; row < tileBlocks(a.rows); ++row) {
-    for (std::int64_t column = 0; column < tileBlocks(b.columns); ++column) {
-      multiplyToMatrix(left.data() + row * steps, right.data() + column * steps, steps,
-                       result.data() + row * kTileBlock * stride + column * kTileBlock, stride,
-                       std::min(kTileBlock, a.rows - row * kTileBlock),
-                       std::min(kTileBlock, b.columns - column * kTileBlock), nullptr);
-    }
-  }
+  multiplyLaid(left.data(), right.data(), a.rows, inner, b.columns, result.data(), stride);
   releaseTiles();
   return result;
 }
@@ -164,7 +196,30 @@ TEST_F(Tiles, GiveTheColumnBehindTheMatrixToAnotherPlace) {
   }
 }
 
-// The same where the first product is the left one.
+// a (b c) and (a b) c, with the first product laid out for the second.
+TEST_F(Tiles, ChainProducts) {
+  const std::int64_t m = 45;
+  const std::int64_t n = 70;
+  const auto outer = normals(m * m);
+  const auto middle = normals(m * n);
+  const auto inner = normals(n * n);
+  const auto of_x = leftOf({middle.data(), n, m, n}, n);
+  const auto of_a = rightOf({inner.data(), n, n, n});
+  const auto of_g = leftOf({outer.data(), m, m, m}, m);
+  std::vector<TileBlock> between(static_cast<std::size_t>(tileBlocks(n) * tileBlocks(m)));
+  std::vector<float> result(static_cast<std::size_t>(m * n), kGuard);
+  configureTiles();
+  for (std::int64_t row = 0; row < tileBlocks(m); ++row) {
+    for (std::int64_t column = 0; column < tileBlocks(n); ++column) {
+      multiplyToRight(of_x.data() + row * tileBlocks(n), of_a.data() + column * tileBlocks(n), tileBlocks(n),
+                      between[static_cast<std::size_t>(column * tileBlocks(m) + row)]);
+    }
+  }
+  multiplyLaid(of_g.data(), between.data(), m, m, n, result.data(), n);
+  releaseTiles();
+  EXPECT_LT(errorOf(result, productInDouble(outer, productInDouble(middle, inner, m, n, n), m, m, n)), 1e-5);
+}
+
 TEST_F(Tiles, ChainProductsFromTheLeft) {
   const std::int64_t m = 45;
   const std::int64_t k = 35;
@@ -172,12 +227,9 @@ TEST_F(Tiles, ChainProductsFromTheLeft) {
   const auto outer = normals(m * m);
   const auto middle = normals(m * k);
   const auto inner = normals(k * n);
-  const TileSource g{outer.data(), m, m, m};
-  const TileSource x{middle.data(), k, m, k};
-  const TileSource a{inner.data(), n, k, n};
-  const auto of_g = leftOf(g, m);
-  const auto of_x = rightOf(x);
-  const auto of_a = rightOf(a);
+  const auto of_g = leftOf({outer.data(), m, m, m}, m);
+  const auto of_x = rightOf({middle.data(), k, m, k});
+  const auto of_a = rightOf({inner.data(), n, k, n});
   std::vector<TileBlock> between(static_cast<std::size_t>(tileBlocks(m) * tileBlocks(k)));
   std::vector<float> result(static_cast<std::size_t>(m * n), kGuard);
   configureTiles();
@@ -187,80 +239,9 @@ TEST_F(Tiles, ChainProductsFromTheLeft) {
                      between[static_cast<std::size_t>(row * tileBlocks(k) + column)]);
     }
   }
-  for (std::int64_t row = 0; row < tileBlocks(m); ++row) {
-    for (std::int64_t column = 0; column < tileBlocks(n); ++column) {
-      multiplyToMatrix(between.data() + row * tileBlocks(k), of_a.data() + column * tileBlocks(k), tileBlocks(k),
-                       result.data() + row * kTileBlock * n + column * kTileBlock, n,
-                       std::min(kTileBlock, m - row * kTileBlock), std::min(kTileBlock, n - column * kTileBlock),
-                       nullptr);
-    }
-  }
+  multiplyLaid(between.data(), of_a.data(), m, k, n, result.data(), n);
   releaseTiles();
-  const auto first = inDouble(g, m, x);
-  double error = 0;
-  double norm = 0;
-  for (std::int64_t i = 0; i < m; ++i) {
-    for (std::int64_t j = 0; j < n; ++j) {
-      double expected = 0;
-      for (std::int64_t l = 0; l < k; ++l) {
-        expected += first.values[static_cast<std::size_t>(i * k + l)] * inner[static_cast<std::size_t>(l * n + j)];
-      }
-      error += std::pow(result[static_cast<std::size_t>(i * n + j)] - expected, 2);
-      norm += expected * expected;
-    }
-  }
-  EXPECT_LT(std::sqrt(error / norm), 2e-5);
-}
-
-// (a b) c with the first product laid out for the second.
-TEST_F(Tiles, ChainProducts) {
-  const std::int64_t m = 45;
-  const std::int64_t n = 70;
-  const auto outer = normals(m * m);
-  const auto middle = normals(m * n);
-  const auto inner = normals(n * n);
-  const TileSource g{outer.data(), m, m, m};
-  const TileSource x{middle.data(), n, m, n};
-  const TileSource a{inner.data(), n, n, n};
-  const auto of_x = leftOf(x, n);
-  const auto of_a = rightOf(a);
-  std::vector<TileBlock> between(static_cast<std::size_t>(tileBlocks(n) * tileBlocks(m)));
-  configureTiles();
-  for (std::int64_t row = 0; row < tileBlocks(m); ++row) {
-    for (std::int64_t column = 0; column < tileBlocks(n); ++column) {
-      multiplyToRight(of_x.data() + row * tileBlocks(n), of_a.data() + column * tileBlocks(n), tileBlocks(n),
-                      between[static_cast<std::size_t>(column * tileBlocks(m) + row)]);
-    }
-  }
-  const auto of_g = leftOf(g, m);
-  std::vector<float> result(static_cast<std::size_t>(m * n), kGuard);
-  configureTiles();
-  for (std::int64_t row = 0; row < tileBlocks(m); ++row) {
-    for (std::int64_t column = 0; column < tileBlocks(n); ++column) {
-      multiplyToMatrix(of_g.data() + row * tileBlocks(m), between.data() + column * tileBlocks(m), tileBlocks(m),
-                       result.data() + row * kTileBlock * n + column * kTileBlock, n,
-                       std::min(kTileBlock, m - row * kTileBlock), std::min(kTileBlock, n - column * kTileBlock),
-                       nullptr);
-    }
-  }
-  releaseTiles();
-  const auto first = inDouble(x, n, a);
-  double error = 0;
-  double norm = 0;
-  for (std::int64_t i = 0; i < m; ++i) {
-    for (std::int64_t j = 0; j < n; ++j) {
-      double expected = 0;
-      for (std::int64_t k = 0; k < m; ++k) {
-        expected += static_cast<double>(outer[static_cast<std::size_t>(i * m + k)]) *
-                    first.values[static_cast<std::size_t>(k * n + j)];
-      }
-      const double difference = result[static_cast<std::size_t>(i * n + j)] - expected;
-      error += difference * difference;
-      norm += expected * expected;
-    }
-  }
-  EXPECT_LT(std::sqrt(error / norm), 1e-5);
-  EXPECT_GT(norm, 0);
+  EXPECT_LT(errorOf(result, productInDouble(productInDouble(outer, middle, m, m, k), inner, m, k, n)), 1e-5);
 }
 
 // Beyond the eight bits of bfloat16 the low part counts; small and large numbers keep it.
