@@ -39,13 +39,13 @@ PointToPoint AttachableBackend::dataTransport() {
 }
 
 PointToPoint AttachableBackend::controlTransport() {
-  return {control(),
-          [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
-            // Not Gloo's timeout: it closes the connections by which the ranks watch each other.
-            health()->waitPointToPoint(work, FailureMonitor::kForever,
-                                       {.name = what, .peer = peer, .limit = timeout()});
-          },
-          untilSeen(), refusal()};
+  return {
+      control(),
+      [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
+        // Not Gloo's timeout: it closes the connections by which the ranks watch each other.
+        health()->waitPointToPoint(work, FailureMonitor::kForever, {.name = what, .peer = peer, .limit = timeout()});
+      },
+      untilSeen(), refusal(), [monitor = sharedMonitor()](const PointToPoint::WorkPtr& work) { monitor->keep(work); }};
 }
 
 std::unique_ptr<SharedWindows> AttachableBackend::shareMemory(int tag, bool enabled) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <iterator>
 #include <span>
 #include <utility>
 
@@ -107,15 +106,13 @@ void CallCheck::agree(const Ticket& ticket, OpInfo op) {
   const core::CallMessage message{.sender = rank_, .number = ticket.number, .header = ticket.header};
   monitor_->post(message);
   faultPoint(FaultPoint::kCallAsked);
-  std::vector<at::Tensor> tensors{messageBuffer()};
-  std::memcpy(tensors[0].mutable_data_ptr(), &message, sizeof(message));
-  std::vector<at::Tensor> own{tensors[0]};
+  std::vector<at::Tensor> own{messageBuffer()};
+  std::memcpy(own[0].mutable_data_ptr(), &message, sizeof(message));
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   try {
     for (int distance = 1; distance < size_; distance *= 2) {
       const int source = (rank_ + size_ - distance) % size_;
       std::vector<at::Tensor> theirs{messageBuffer()};
-      tensors.push_back(theirs[0]);
       works.push_back(control_->recv(theirs, source, kAgreementTag));
       const auto arrival = works.back();
       works.push_back(control_->send(own, (rank_ + distance) % size_, kAgreementTag));
@@ -133,9 +130,7 @@ void CallCheck::agree(const Ticket& ticket, OpInfo op) {
       health_->waitPointToPoint(works[sent], FailureMonitor::kForever, op);  // Gloo reads `own` until then
     }
   } catch (...) {
-    std::lock_guard lock(mutex_);
-    std::move(tensors.begin(), tensors.end(), std::back_inserter(kept_));
-    std::move(works.begin(), works.end(), std::back_inserter(kept_works_));
+    std::for_each(works.begin(), works.end(), [this](const auto& work) { monitor_->keep(work); });
     throw;
   }
 }

@@ -33,7 +33,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -93,10 +92,6 @@ class CallCheck : public std::enable_shared_from_this<CallCheck> {
   std::optional<core::CallMessage> early_;  // of a call that is not made here yet
   std::uint64_t waiting_ = 0;               // calls that have not started
   bool failed_ = false;
-  // What the messages of an agreement that failed are in. Gloo stops reading from a peer when a message arrives whose
-  // memory has gone, and the verdict that comes behind it would be lost.
-  std::vector<at::Tensor> kept_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> kept_works_;
   std::unique_ptr<TaskThread> thread_;  // made when first needed
 };
 

@@ -67,6 +67,7 @@ class DelegatingBackend : public CompatBackend {
   // The control group. Its tags from FailureMonitor::kReservedTags upwards are taken.
   const c10::intrusive_ptr<c10d::Backend>& control() const { return inner_.control; }
   FailureMonitor& failureMonitor() const { return *monitor_; }
+  const std::shared_ptr<FailureMonitor>& sharedMonitor() const { return monitor_; }
   const std::shared_ptr<GroupHealth>& health() const { return health_; }
   // The group's timeout for one call.
   std::chrono::milliseconds timeout() const { return options_->timeout; }

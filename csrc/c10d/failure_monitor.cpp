@@ -55,8 +55,8 @@ struct FailureMonitor::State {
   bool successor_left = false;
   bool left_alone = false;  // stop() could not wait for the thread
   c10::intrusive_ptr<c10d::Work> pending;
-  // Messages under way: Gloo reads their tensors until the peer took them, so they stay until the group goes.
-  std::list<std::pair<at::Tensor, c10::intrusive_ptr<c10d::Work>>> sent;
+  // Messages under way, with their tensors: Gloo needs them until the peer's side of them is there, which may be never.
+  std::list<c10::intrusive_ptr<c10d::Work>> kept;
   BoundedThread thread;
   std::shared_ptr<State> itself;  // of abandon()
 };
@@ -77,7 +77,7 @@ c10::intrusive_ptr<c10d::Work> FailureMonitor::State::send(const Verdict& verdic
     std::memcpy(tensors[0].mutable_data_ptr(), message.data(), message.size());
     auto work = group->send(tensors, predecessor(), kRingTag);
     std::lock_guard lock(mutex);
-    sent.emplace_back(tensors[0], work);
+    kept.push_back(work);
     return work;
   } catch (const std::exception&) {
     return nullptr;  // the predecessor is gone; it needs no news, and those behind it have another witness
@@ -240,6 +240,13 @@ void FailureMonitor::announce(Verdict verdict) noexcept {
   state_->send(verdict);
 }
 
+void FailureMonitor::keep(c10::intrusive_ptr<c10d::Work> work) noexcept {
+  std::lock_guard lock(state_->mutex);
+  if (state_->control) {
+    state_->kept.push_back(std::move(work));
+  }
+}
+
 void FailureMonitor::stop(bool goodbye) noexcept {
   BoundedThread thread;
   {
@@ -275,7 +282,7 @@ void FailureMonitor::releaseGroup() noexcept {
   if (state_->left_alone || !state_->heartbeat) {
     return;  // the thread lets go of it when it ends
   }
-  state_->sent.clear();
+  state_->kept.clear();
   state_->heartbeat->releaseGroup();
   state_->control.reset();
 }

@@ -79,6 +79,10 @@ class FailureMonitor {
   // How far the training of a model has come; see HeartbeatRing. Neither blocks.
   void tell(const core::StepNotice& notice) noexcept;
   std::optional<core::StepNotice> furthest(int model) const;
+  // A message of the control group that nobody will wait for any more, whose tensor owns its memory: it stays until the
+  // group goes. Gloo takes no receive back, and what comes for one that is gone stops all that comes from that rank:
+  // verdicts, too.
+  void keep(c10::intrusive_ptr<c10d::Work> work) noexcept;
   // Ends the threads, sending GOODBYE first if asked for. Safe twice.
   void stop(bool goodbye) noexcept;
   // After stop(): lets go of the control group, whose connections then close.

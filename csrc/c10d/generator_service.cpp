@@ -1,8 +1,9 @@
 #include "c10d/generator_service.h"
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
+#include <cstring>
+#include <span>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -19,6 +20,19 @@ namespace {
 enum Tag { kToService = 0, kToWorker = 1 };
 
 constexpr const char* kService = "the group generator";
+
+// Zeros: Gloo accepts a message that is too short, which must not be completed by one before.
+at::Tensor emptyMessage(std::size_t bytes) { return at::zeros({static_cast<std::int64_t>(bytes)}, at::kByte); }
+
+at::Tensor messageOf(std::span<const std::byte> bytes) {
+  at::Tensor message = emptyMessage(bytes.size());
+  std::memcpy(message.mutable_data_ptr(), bytes.data(), bytes.size());
+  return message;
+}
+
+std::span<const std::byte> bytesOf(const at::Tensor& message) {
+  return {static_cast<const std::byte*>(message.const_data_ptr()), message.nbytes()};
+}
 
 }  // namespace
 
@@ -38,7 +52,13 @@ GeneratorService::GeneratorService(PointToPoint control, int tag_base, const cor
   }
 }
 
-GeneratorService::~GeneratorService() { stop("the group generator was shut down"); }
+GeneratorService::~GeneratorService() {
+  stop("the group generator was shut down");
+  control_.keep(pending_receive_);
+  for (const auto& works : outgoing_) {
+    std::for_each(works.begin(), works.end(), [&](const auto& work) { control_.keep(work); });
+  }
+}
 
 void GeneratorService::stop(const std::string& reason) {
   {
@@ -72,8 +92,7 @@ double GeneratorService::now() const {
 void GeneratorService::serve() {
   c10::setThreadName("tx_generator");
   while (true) {
-    // Gloo accepts a message that is too short: it must not be completed by the one before.
-    request_.fill(std::byte{0});
+    const at::Tensor request = emptyMessage(sizeof(GeneratorMessage));
     PointToPoint::WorkPtr receive;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -81,7 +100,7 @@ void GeneratorService::serve() {
         return;
       }
       try {
-        receive = control_.recvAnySource(request_.data(), request_.size(), tag_base_ + kToService);
+        receive = control_.recvAnySource(request, tag_base_ + kToService);
       } catch (const std::exception& error) {
         LOG(WARNING) << "prague: the group generator cannot receive any more: " << error.what();
         return;
@@ -96,7 +115,7 @@ void GeneratorService::serve() {
       // Without the lock: what is malformed ends the group, whose callbacks stop this service.
       const auto message =
           parseOrRefuse([&](const char* error) { return control_.refuse(receive->sourceRank(), kService, error); },
-                        core::parseGeneratorMessage, request_, control_.size());
+                        core::parseGeneratorMessage, bytesOf(request), control_.size());
       std::lock_guard<std::mutex> lock(mutex_);
       pending_receive_ = nullptr;
       faultPoint(FaultPoint::kGeneratorAsked);
@@ -149,8 +168,8 @@ void GeneratorService::handle(const GeneratorMessage& message) {
   if (message.kind != GeneratorMessage::kComplete) {
     // A worker asks or pauses only when it has received all that was sent to it, so these waits are over already. It
     // completes while deliveries of a drain may still be on their way.
-    for (Outgoing& sent : outgoing_[worker]) {
-      sent.work->wait(kNoTimeout);
+    for (const auto& sent : outgoing_[worker]) {
+      sent->wait(kNoTimeout);
     }
     outgoing_[worker].clear();
   }
@@ -177,9 +196,8 @@ void GeneratorService::deliver(const std::vector<core::Delivery>& deliveries) {
       local_.push_back(std::move(group));
       continue;
     }
-    Outgoing out{core::encodeDelivery(group), nullptr};
-    out.work = control_.send(out.memory.data(), out.memory.size(), delivery.worker, tag_base_ + kToWorker);
-    outgoing_[worker].push_back(std::move(out));
+    outgoing_[worker].push_back(
+        control_.send(messageOf(core::encodeDelivery(group)), delivery.worker, tag_base_ + kToWorker));
   }
 }
 
@@ -209,11 +227,12 @@ AssignedGroup GeneratorService::awaitLocally(std::chrono::milliseconds timeout) 
 
 GeneratorClient::GeneratorClient(PointToPoint control, int tag_base, std::shared_ptr<GeneratorService> service,
                                  std::chrono::milliseconds timeout)
-    : control_(std::move(control)),
-      tag_base_(tag_base),
-      service_(std::move(service)),
-      timeout_(timeout),
-      reply_(core::deliveryBytes(static_cast<std::size_t>(control_.size()))) {}
+    : control_(std::move(control)), tag_base_(tag_base), service_(std::move(service)), timeout_(timeout) {}
+
+GeneratorClient::~GeneratorClient() {
+  control_.keep(pending_reply_);
+  control_.keep(sent_);
+}
 
 void GeneratorClient::ask() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -278,24 +297,24 @@ void GeneratorClient::pauseAndDrain(WaitingFor what, const std::function<void(co
 
 void GeneratorClient::sendMessage(GeneratorMessage::Kind kind) {
   if (sent_) {
-    control_.wait(sent_, 0, "the group generator");
+    control_.wait(sent_, 0, kService);
     sent_ = nullptr;
   }
-  message_ = GeneratorMessage{};
-  message_.kind = kind;
-  message_.worker = control_.rank();
-  message_.completed = std::exchange(completed_, 0);
+  GeneratorMessage message;
+  message.kind = kind;
+  message.worker = control_.rank();
+  message.completed = std::exchange(completed_, 0);
   if (service_) {
-    service_->handleLocally(message_);
+    service_->handleLocally(message);
   } else {
-    sent_ = control_.send(&message_, sizeof(message_), 0, tag_base_ + kToService);
+    sent_ = control_.send(messageOf(std::as_bytes(std::span(&message, 1))), 0, tag_base_ + kToService);
   }
 }
 
 void GeneratorClient::postReply() {
   if (!service_) {
-    std::fill(reply_.begin(), reply_.end(), std::byte{0});
-    pending_reply_ = control_.recv(reply_.data(), reply_.size(), 0, tag_base_ + kToWorker);
+    reply_ = emptyMessage(core::deliveryBytes(static_cast<std::size_t>(control_.size())));
+    pending_reply_ = control_.recv(reply_, 0, tag_base_ + kToWorker);
   }
 }
 
@@ -303,14 +322,21 @@ AssignedGroup GeneratorClient::awaitDelivery() {
   if (service_) {
     return service_->awaitLocally(timeout_);
   }
-  PointToPoint::WorkPtr reply;
+  PointToPoint::WorkPtr work;
+  at::Tensor reply;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    reply = std::exchange(pending_reply_, nullptr);
+    work = std::exchange(pending_reply_, nullptr);
+    reply = reply_;
   }
-  control_.wait(reply, 0, "the group generator");
+  try {
+    control_.wait(work, 0, kService);
+  } catch (...) {
+    control_.keep(work);
+    throw;
+  }
   return parseOrRefuse([&](const char* error) { return control_.refuse(0, kService, error); }, core::parseDelivery,
-                       reply_, control_.size(), control_.rank());
+                       bytesOf(reply), control_.size(), control_.rank());
 }
 
 }  // namespace torchext

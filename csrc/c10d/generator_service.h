@@ -17,7 +17,6 @@
 // Shutdown: the service ends with stop() (safe twice) or its destructor; bounded, it aborts its own pending receive.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -60,11 +59,6 @@ class GeneratorService {
   AssignedGroup awaitLocally(std::chrono::milliseconds timeout);
 
  private:
-  struct Outgoing {
-    std::vector<std::byte> memory;
-    PointToPoint::WorkPtr work;
-  };
-
   void serve();
   void watchDeadlines();
   void breakOff(const std::exception_ptr& error);
@@ -82,9 +76,7 @@ class GeneratorService {
   std::vector<std::int64_t> requests_;
   std::deque<AssignedGroup> local_;
   // A delivery is sent and forgotten; its memory lives until the next message of that worker shows that it has arrived.
-  std::vector<std::vector<Outgoing>> outgoing_;
-  // Before the work that writes it, which may outlive the wait and the thread.
-  std::array<std::byte, sizeof(core::GeneratorMessage)> request_{};
+  std::vector<std::vector<PointToPoint::WorkPtr>> outgoing_;
   PointToPoint::WorkPtr pending_receive_;
   bool stopped_ = false;
   std::string reason_;        // of stop()
@@ -101,6 +93,9 @@ class GeneratorClient {
   // service: rank 0's, null elsewhere.
   GeneratorClient(PointToPoint control, int tag_base, std::shared_ptr<GeneratorService> service,
                   std::chrono::milliseconds timeout);
+  ~GeneratorClient();
+  GeneratorClient(const GeneratorClient&) = delete;
+  GeneratorClient& operator=(const GeneratorClient&) = delete;
 
   // Idempotent until awaitGroup() has returned. While a group is running the question is sent by finished().
   void ask();
@@ -123,9 +118,8 @@ class GeneratorClient {
   bool asked_ = false;
   bool running_ = false;         // awaitGroup() has returned, finished() not been called
   std::uint64_t completed_ = 0;  // not yet reported
-  std::vector<std::byte> reply_;
+  at::Tensor reply_;
   PointToPoint::WorkPtr pending_reply_;
-  GeneratorMessage message_;
   PointToPoint::WorkPtr sent_;
 };
 

@@ -5,7 +5,9 @@
 // the WaitFunction's business (DelegatingBackend::waitPointToPoint in production). That a group ends where a peer sends
 // what is malformed is the RefuseFunction's.
 //
-// Ownership: holds the inner backend. The caller keeps a message's memory alive until wait() has returned.
+// Ownership: holds the inner backend. The caller keeps a message's memory alive until wait() has returned. One that
+// nobody will wait for is to be handed to keep(), where the connection is to live on: Gloo takes no receive back, and
+// what comes for one that is gone, or the turn of a send that is, stops all that comes after it from or to that rank.
 // Threads: any; Gloo serializes per connection. Messages of one (source, destination, tag) match in the order posted.
 #pragma once
 
@@ -35,33 +37,52 @@ class PointToPoint {
   // `peer` sent what is malformed, and others may wait for the rank that got it. Returns the error to throw.
   using RefuseFunction = std::function<std::exception_ptr(int peer, const char* what, const std::string& error)>;
 
+  // Takes works of tensors that own their memory, until the connections are closed.
+  using KeepFunction = std::function<void(const WorkPtr& work)>;
+
+  // keep: null where a wait that fails is followed by the end of the connections.
   PointToPoint(c10::intrusive_ptr<c10d::Backend> backend, WaitFunction wait, WaitUntilFunction wait_until,
-               RefuseFunction refuse)
+               RefuseFunction refuse, KeepFunction keep = nullptr)
       : backend_(std::move(backend)),
         wait_(std::move(wait)),
         wait_until_(std::move(wait_until)),
-        refuse_(std::move(refuse)) {}
+        refuse_(std::move(refuse)),
+        keep_(std::move(keep)) {}
 
   int rank() const { return backend_->getRank(); }
   int size() const { return backend_->getSize(); }
 
   // A receive may be longer than the message that arrives (Gloo copies what came), never shorter.
   WorkPtr send(const void* data, std::size_t bytes, int destination, int tag) const {
-    std::vector<at::Tensor> tensors{view(const_cast<void*>(data), bytes)};
-    return backend_->send(tensors, destination, tag);
+    return send(view(const_cast<void*>(data), bytes), destination, tag);
   }
   WorkPtr recv(void* data, std::size_t bytes, int source, int tag) const {
-    std::vector<at::Tensor> tensors{view(data, bytes)};
+    return recv(view(data, bytes), source, tag);
+  }
+  // The same of contiguous memory, which the work holds.
+  WorkPtr send(at::Tensor message, int destination, int tag) const {
+    std::vector<at::Tensor> tensors{std::move(message)};
+    return backend_->send(tensors, destination, tag);
+  }
+  WorkPtr recv(at::Tensor memory, int source, int tag) const {
+    std::vector<at::Tensor> tensors{std::move(memory)};
     return backend_->recv(tensors, source, tag);
   }
-  WorkPtr recvAnySource(void* data, std::size_t bytes, int tag) const {
-    std::vector<at::Tensor> tensors{view(data, bytes)};
+  WorkPtr recvAnySource(at::Tensor memory, int tag) const {
+    std::vector<at::Tensor> tensors{std::move(memory)};
     return backend_->recvAnysource(tensors, tag);
   }
   void wait(const WorkPtr& work, int peer, const char* what) const { wait_(work, peer, what); }
   void waitUntil(const Look& look, int peer, const char* what) const { wait_until_(look, peer, what); }
   std::exception_ptr refuse(int peer, const char* what, const std::string& error) const {
     return refuse_(peer, what, error);
+  }
+
+  // work: may be null.
+  void keep(const WorkPtr& work) const {
+    if (work && keep_) {
+      keep_(work);
+    }
   }
 
   const c10::intrusive_ptr<c10d::Backend>& backend() const { return backend_; }
@@ -75,6 +96,7 @@ class PointToPoint {
   WaitFunction wait_;
   WaitUntilFunction wait_until_;
   RefuseFunction refuse_;
+  KeepFunction keep_;
 };
 
 }  // namespace torchext
