@@ -36,8 +36,44 @@ void placeSpd(KfacPlan& plan, const KfacPlanInput& input) {
   }
 }
 
+// Over links the owner of the last layers to come would get all of them over its own link, while the others' are idle,
+// and then send all that it makes of them: so whole layers go to owners in several rounds, as many as leave blocks that
+// are worth a message's start-up and loads about as even as in one.
+std::vector<int> ownersInOrder(const KfacPlan& plan, const KfacPlanInput& input) {
+  constexpr double kStartUps = 16;
+  constexpr double kLoad = 1.1;
+  const auto costs = inversionCosts(input);
+  auto rank_of = splitInOrder(costs, plan.ranks);
+  const AlphaBeta& link = input.costs.broadcast;
+  if (input.costs.sharing || !(link.alpha > 0) || !(link.beta > 0)) {
+    return rank_of;
+  }
+  const double limit = kLoad * largestLoad(costs, rank_of, plan.ranks);
+  std::vector<double> layer_costs;  // in the order of tasks, where those of a layer are neighbours
+  std::vector<std::size_t> place(costs.size());
+  double bytes = 0;
+  for (std::size_t i = 0; i < costs.size(); ++i) {
+    if (i == 0 || input.tasks[i].layer != input.tasks[i - 1].layer) {
+      layer_costs.push_back(0);
+    }
+    layer_costs.back() += costs[i];
+    place[i] = layer_costs.size() - 1;
+    bytes += static_cast<double>(input.tasks[i].factor_bytes);
+  }
+  const double worth_it = bytes / plan.ranks / (kStartUps * link.alpha / link.beta);
+  const auto most = static_cast<double>(layer_costs.size() / index(plan.ranks));
+  for (int rounds = static_cast<int>(std::min(worth_it, most)); rounds > 1; --rounds) {
+    const auto rank_of_layer = splitInRounds(layer_costs, plan.ranks, rounds);
+    if (largestLoad(layer_costs, rank_of_layer, plan.ranks) <= limit) {
+      std::transform(place.begin(), place.end(), rank_of.begin(), [&](std::size_t i) { return rank_of_layer[i]; });
+      break;
+    }
+  }
+  return rank_of;
+}
+
 void placePad(KfacPlan& plan, const KfacPlanInput& input) {
-  const auto rank_of = splitInOrder(inversionCosts(input), plan.ranks);
+  const auto rank_of = ownersInOrder(plan, input);
   struct LayerSums {
     bool one_owner = true;
     int owner = -1;

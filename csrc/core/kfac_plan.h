@@ -8,7 +8,8 @@
 //                                    a broadcast, else the rank with
 //                                    the least load, which broadcasts
 //   pad        reduced to the owner  the owner: consecutive blocks   all ranks, or the owner of both factors where
-//                                    of equal cost                   sending the gradient costs less
+//                                    of equal cost, over links in     sending the gradient costs less
+//                                    several rounds
 //   comm-opt   all-reduced           the layer's owner, broadcasts   all ranks
 //   mem-opt    all-reduced           the layer's owner               the owner, which broadcasts the result
 //   hybrid     all-reduced           the layer's owner, to a         those workers; each sends the result to the ranks

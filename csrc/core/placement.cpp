@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <iterator>
 #include <limits>
 #include <numeric>
 
@@ -21,16 +23,23 @@ void checkArguments(const std::vector<double>& costs, int ranks) {
   }
 }
 
+// The places of values, sorted by them; of equal ones the first comes first.
+template <class Order>
+std::vector<std::size_t> ranked(const std::vector<double>& values, Order order) {
+  std::vector<std::size_t> places(values.size());
+  std::iota(places.begin(), places.end(), std::size_t{0});
+  std::stable_sort(places.begin(), places.end(),
+                   [&](std::size_t a, std::size_t b) { return order(values[a], values[b]); });
+  return places;
+}
+
 }  // namespace
 
 std::vector<int> balanceLoad(const std::vector<double>& costs, int ranks) {
   checkArguments(costs, ranks);
-  std::vector<std::size_t> order(costs.size());
-  std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return costs[a] > costs[b]; });
   std::vector<double> load(index(ranks), 0.0);
   std::vector<int> rank_of(costs.size(), 0);
-  for (const std::size_t task : order) {
+  for (const std::size_t task : ranked(costs, std::greater<>())) {
     const auto least = std::min_element(load.begin(), load.end());
     *least += costs[task];
     rank_of[task] = static_cast<int>(least - load.begin());
@@ -66,6 +75,37 @@ std::vector<int> splitInOrder(const std::vector<double>& costs, int ranks) {
     std::fill(rank_of.begin() + static_cast<std::ptrdiff_t>(begin), rank_of.begin() + static_cast<std::ptrdiff_t>(end),
               static_cast<int>(rank));
     end = begin;
+  }
+  return rank_of;
+}
+
+std::vector<int> splitInRounds(const std::vector<double>& costs, int ranks, int rounds) {
+  checkArguments(costs, ranks);
+  if (rounds < 1) {
+    throwInvalid("rounds", rounds, "1 or more");
+  }
+  const auto round_of = splitInOrder(costs, rounds);
+  std::vector<double> load(index(ranks), 0.0);
+  std::vector<int> rank_of;
+  rank_of.reserve(costs.size());
+  while (rank_of.size() < costs.size()) {
+    const auto first = costs.begin() + static_cast<std::ptrdiff_t>(rank_of.size());
+    const auto tasks = std::count(round_of.begin(), round_of.end(), round_of[rank_of.size()]);
+    const std::vector<double> part(first, first + tasks);
+    const auto block_of = splitInOrder(part, ranks);
+    std::vector<double> sums(index(ranks), 0.0);  // [block]
+    for (std::size_t task = 0; task < part.size(); ++task) {
+      sums[index(block_of[task])] += part[task];
+    }
+    const auto blocks = ranked(sums, std::greater<>());
+    const auto receivers = ranked(load, std::less<>());
+    std::vector<int> rank_of_block(index(ranks), 0);
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      rank_of_block[blocks[i]] = static_cast<int>(receivers[i]);
+      load[receivers[i]] += sums[blocks[i]];
+    }
+    std::transform(block_of.begin(), block_of.end(), std::back_inserter(rank_of),
+                   [&](int block) { return rank_of_block[index(block)]; });
   }
   return rank_of;
 }

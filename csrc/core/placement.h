@@ -18,6 +18,11 @@ std::vector<int> balanceLoad(const std::vector<double>& costs, int ranks);
 // O(n^2 ranks).
 std::vector<int> splitInOrder(const std::vector<double>& costs, int ranks);
 
+// The same in `rounds` rounds: the list is cut into as many consecutive parts of equal cost, and each of these into
+// consecutive blocks, the largest of which goes to the rank with the least so far. Where tasks become ready in their
+// order, every rank has work early, and the last tasks belong to different ranks.
+std::vector<int> splitInRounds(const std::vector<double>& costs, int ranks, int rounds);
+
 // The largest load of any rank.
 double largestLoad(const std::vector<double>& costs, const std::vector<int>& rank_of, int ranks);
 

@@ -70,12 +70,8 @@ at::Tensor KfacDirections::slice(int layer) const {
   return directions_.narrow(0, places_[static_cast<std::size_t>(layer)][0], size(layer));
 }
 
-at::Tensor KfacDirections::splitSlice(int part, std::size_t begin, std::size_t end) const {
-  if (begin == end) {
-    return directions_.narrow(0, 0, 0);
-  }
-  const int last = split_[end - 1];
-  const std::int64_t from = place(split_[begin], part);
+at::Tensor KfacDirections::splitSlice(int part, int first, int last) const {
+  const std::int64_t from = place(first, part);
   const std::int64_t columns = column(last, part + 1) - column(last, part);
   return directions_.narrow(0, from, place(last, part) + rows(last) * columns - from);
 }

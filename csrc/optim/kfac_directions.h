@@ -69,8 +69,8 @@ class KfacDirections {
   const std::vector<int>& whole() const { return whole_; }
   const std::vector<int>& split() const { return split_; }
   at::Tensor slice(int layer) const;  // of the directions, of a layer in one part
-  // That part of some layers that are split: from place `begin` of split() up to `end`.
-  at::Tensor splitSlice(int part, std::size_t begin, std::size_t end) const;
+  // That part of some layers that are split: from `first` to `last` of split(), and of those between.
+  at::Tensor splitSlice(int part, int first, int last) const;
   virtual std::size_t bytes() const { return gradients_.nbytes() + directions_.nbytes(); }
 
  protected:

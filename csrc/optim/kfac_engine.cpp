@@ -216,6 +216,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     }
     mergeStep(loss_scale);
   }
+  startDirections(early);
   if (exchanging() || stats_.steps % options_.inverse_update_steps == 0) {
     updateInverses();
   }
@@ -224,7 +225,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
       other.mul_(gradient_scale);
     }
   }
-  makeDirections(early);
+  finishDirections();
   const Timed timed(stats_.precondition_seconds);
   directions_->write(rates, options_.kl_clip, finished);
   endPass();

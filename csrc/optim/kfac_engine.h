@@ -16,12 +16,14 @@
 // does it in all, to compare). In such a step a factor that has had as many calls as in the steps before is packed by
 // the backward hook, and a run of factors (core/kfac_plan.h) leaves as soon as its last one is packed, while the
 // backward pass goes on; runs leave in the order of the plan on every rank, the rest of them in step(). They are waited
-// for in step(), run by run. A layer that is called once more when its factors have left makes its rank ask for all
-// to be sent again. A layer whose factors have come is inverted while later runs travel, and its inverse
-// leaves at once, point to point. Only d-kfac, the plain algorithm, waits for all first. Directions leave layer by
-// layer as they are made (small ones together), and are waited for at the end.
-// Ranks that share a host's memory send nothing early: there all factors are summed in one pass of step(), which takes
-// less time than the threads of sockets would from the backward pass, and inverses go together once all are made.
+// for and inverted on a thread of their own (early_inverses.h), mostly while the backward pass waits for DDP's last
+// all-reduces; what it has made is used only once all ranks are known to take the step. A layer that is called once
+// more when its factors have left makes its rank ask for all to be sent again. In step() an inverse leaves as soon as
+// it is there, point to point, and a layer whose inverses are there gets its direction while later ones travel. Only
+// d-kfac, the plain algorithm, waits for all each time, and has no such thread. Directions leave layer by layer as they
+// are made (small ones together), and are waited for at the end. Ranks that share a host's memory send nothing early:
+// there all factors are summed in one pass of step(), which takes less time than the threads of sockets would from the
+// backward pass, and inverses go together once all are made.
 //
 // A step that is left out. Gradients may be cleared without step(), on all ranks alike. In a step that sends, that is
 // collective, and each rank says there whether it takes the step: if they differ, all throw, and as nothing is merged
@@ -44,7 +46,8 @@
 // the step's sums, and the caller must not step. Sums that overflow on one rank while gradients are finite are left out
 // there. Both are counted.
 //
-// Threads: hooks run in autograd's thread, everything else where the caller is; one lock. No call needs the GIL, and
+// Threads: hooks run in autograd's thread, everything else where the caller is; one lock. That of early inverses reads
+// factors that have left, and never takes the lock. No call needs the GIL, and
 // none may be made with it: a wait that holds the lock takes it to run signal handlers.
 // Errors: std::invalid_argument for an option; c10::ValueError for layers on several devices; c10::DistBackendError if
 // ranks disagree, at construction; errors of the group as they come.
@@ -63,6 +66,8 @@
 
 #include "core/kfac_plan.h"
 #include "optim/early_directions.h"
+#include "optim/early_inverses.h"
+#include "optim/factor_inverter.h"
 #include "optim/kfac_directions.h"
 #include "optim/kfac_exchange.h"
 #include "optim/kfac_options.h"
@@ -153,11 +158,10 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   };
   // Tags of messages: each kind has a range of its own.
   static constexpr int kVerdictTag = 0;
-  static constexpr int kDirectionsTag = 1;      // + owner
+  static constexpr int kDirectionsTag = 1;      // + instalment
   static constexpr int kInversesTag = 1 << 20;  // + slot
-  static constexpr int kSharesTag = 2 << 20;    // + instalment
-  static constexpr int kSumsTag = 3 << 20;      // + run
-  static constexpr int kEarlyTag = 4 << 20;
+  static constexpr int kSumsTag = 2 << 20;      // + run
+  static constexpr int kEarlyTag = 3 << 20;
 
   void makePlan();
   void measureCosts();
@@ -170,6 +174,11 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   double currentDecay() const;
   bool exchanging() const;
   bool throughMemory() const { return exchange_ && exchange_->sharesMemory(); }
+  bool overlaps() const;
+  bool followsRuns() const { return exchange_ && !queued_ && overlaps(); }
+  std::vector<std::size_t> invertedAfter(std::size_t end);
+  bool madeEarly() const;
+  void waitForRun(std::size_t run);
   bool invertsHere(std::size_t slot) const;
   bool worksOn(int layer) const;
   void prepare(std::size_t slot, double loss_scale);
@@ -190,12 +199,9 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void invertLayer(std::size_t first_slot);
   void invert(std::size_t slot, const at::Tensor& damping);
   void invertQueued();
-  at::Tensor dampingOf(const at::Tensor& own_mean, const at::Tensor& other_mean) const;
   std::array<at::Tensor, 2> dampingOfLayer(std::size_t first_slot);
-  FactorInverse diagonalInverse(const at::Tensor& factor, const at::Tensor& damping) const;
   bool tracesTravel() const;
   at::Tensor tracesOf(std::size_t slot) const;
-  at::Tensor meanFactor(std::size_t slot) const;
   void packInverse(std::size_t slot);
   void unpackInverse(std::size_t slot);
   bool comesHere(std::size_t slot) const;
@@ -204,19 +210,25 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void gatherInverses();
   void receiveInverses();
   void sendInverse(std::size_t slot);
-  void takeInverses();
+  void takeInverses(std::size_t end);
+  void finishInverses();
   bool leavesEarly() const;
-  void planInstalments();
-  void makeDirections(bool early);
-  void precondition(int layer, int part);
-  struct OwnedDirections {
-    at::Tensor slice;  // undefined: none
-    int workers = 0;
+  // Directions that leave together, when all of them are made.
+  struct Instalment {
+    std::vector<int> layers;
+    int owner = 0;            // kSplit: of each layer every rank makes its part
+    int workers = 0;          // that make them; see KfacPlan
+    std::size_t missing = 0;  // in this step so far
   };
-  OwnedDirections ownedBy(int owner) const;
-  std::vector<KfacExchange::Message> ownedMessages(bool sends) const;
-  std::vector<KfacExchange::Message> shareMessages(std::size_t instalment, bool sends) const;
-  void gatherDirections(std::size_t instalments);
+  static constexpr int kSplit = -1;
+  void planInstalments();
+  at::Tensor sliceOf(const Instalment& instalment, int part) const;
+  void startDirections(bool early);
+  void makeDirection(int layer);
+  void finishDirections();
+  void startMessages(const std::vector<KfacExchange::Message>& messages);
+  std::vector<KfacExchange::Message> messagesOf(std::size_t number, bool sends) const;
+  void gatherDirections();
   bool onFirstStream();
   bool isEarly(int layer) const;
   bool inEarlyStep() const;
@@ -233,7 +245,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   std::unique_ptr<KfacExchange> exchange_;  // null: one rank
   int rank_ = 0;
   int ranks_ = 1;
-  std::unique_ptr<KfacStatistics> statistics_;
+  std::shared_ptr<KfacStatistics> statistics_;
+  FactorInverter inverter_;
   bool tiles_ = false;
   core::KfacPlanInput input_;
   core::KfacPlan plan_;
@@ -244,18 +257,20 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
     unsigned place = 0;  // of our hook
   };
   std::vector<Watched> watched_;
-  struct Instalment {
-    std::size_t begin = 0;
-    std::size_t end = 0;
-  };
-  std::vector<Instalment> instalments_;  // places in directions_->split() whose shares leave together
-  std::size_t late_instalments_ = 0;     // those of layers that are not early, which come first
+  std::vector<Instalment> instalments_;
+  std::size_t late_instalments_ = 0;  // those of layers that are not early, which come first
+  std::vector<int> instalment_of_;    // [layer] -1: all ranks make all of it
+  std::size_t in_play_ = 0;           // of the instalments, in this step
+  std::vector<bool> made_;            // [layer] in this step, here
+  std::vector<KfacExchange::Work> direction_works_;
   std::vector<FactorInverse> inverses_;  // [slot]
 
   at::Tensor payload_;                     // what is summed over ranks, laid out as the running averages
   std::vector<bool> prepared_;             // [slot] packed for this step's exchange
   std::size_t started_ = 0;                // runs that have left
-  std::vector<KfacExchange::Sum> sums_;    // [run]
+  std::vector<KfacExchange::Sum> sums_;    // [run] none where early_inverses_ has them
+  std::size_t followed_ = 0;               // slots whose inversion has been asked for
+  double followed_damping_ = 0;            // with which they are inverted
   at::Tensor shares_;                      // of other ranks, in factors that this one adds up
   std::vector<std::int64_t> share_place_;  // [slot] in those of one rank, -1: added up elsewhere or by the group
   at::Tensor traces_;                      // of all factors, summed over ranks, where tracesTravel()
@@ -263,7 +278,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   at::Tensor inverse_buffer_;                // inverses that travel, by owner
   std::vector<std::int64_t> inverse_place_;  // [slot] in it, -1: does not travel
   std::vector<KfacExchange::Work> inverses_sent_;
-  std::vector<std::pair<std::size_t, KfacExchange::Work>> inverses_coming_;  // by slot
+  std::vector<KfacExchange::Work> inverses_coming_;  // [slot]
+  std::size_t taken_ = 0;                            // slots whose inverses are here, in this update
 
   struct Calls {
     int expected = -1;
@@ -286,10 +302,10 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool scaled_loss_ = false;
   bool seen_backward_ = false;  // since the last step; the same on all ranks, even where a batch is empty
   bool stale_ = false;          // a factor was packed before all of its step was known
-  bool discarded_ = false;
   KfacStats stats_;
   mutable std::recursive_mutex mutex_;
-  const char* inside_ = nullptr;  // the call whose turn it is
+  const char* inside_ = nullptr;                   // the call whose turn it is
+  std::unique_ptr<EarlyInverses> early_inverses_;  // made when first needed
 };
 
 }  // namespace torchext

@@ -304,6 +304,11 @@ void KfacEngine::makePlan() {
   if (exchange_) {
     payload_ = at::empty({statistics_->elements()}, statistics_->options());
   }
+  inverter_ = {statistics_, exchange_ ? payload_ : statistics_->running(), {}, options_.form};
+  for (const core::FactorPlan& factor : plan_.factors) {
+    const bool summed = exchange_ && factor.exchange != core::FactorExchange::kOwnersOwn;
+    inverter_.divisors.push_back(summed ? ranks_ : 1);
+  }
   share_place_.assign(slots.size(), -1);
   const bool added_here = device_.is_cpu() && !throughMemory();
   std::int64_t owned = 0;

@@ -46,17 +46,23 @@ void KfacEngine::startRuns(bool overlapped) {
     const FactorSlot& first = statistics_->slots()[begin];
     const FactorSlot& last = statistics_->slots()[end - 1];
     const at::Tensor run = payload_.narrow(0, first.offset, last.offset + last.size - first.offset);
-    switch (plan_.factors[begin].exchange) {
-      case core::FactorExchange::kAllReduce:
-        sums_.push_back(exchange_->allReduce(run));
-        break;
-      case core::FactorExchange::kReduceToOwner:
-        sums_.push_back(exchange_->reduce(run, plan_.factors[begin].owner, kSumsTag + static_cast<int>(started_),
-                                          sharesOf(begin, run.numel())));
-        break;
-      case core::FactorExchange::kOwnersOwn:
-        sums_.emplace_back();
-        break;
+    KfacExchange::Sum sum;  // of kOwnersOwn: there is nothing to wait for
+    if (plan_.factors[begin].exchange == core::FactorExchange::kAllReduce) {
+      sum = exchange_->allReduce(run);
+    } else if (plan_.factors[begin].exchange == core::FactorExchange::kReduceToOwner) {
+      sum = exchange_->reduce(run, plan_.factors[begin].owner, kSumsTag + static_cast<int>(started_),
+                              sharesOf(begin, run.numel()));
+    }
+    if (followsRuns()) {
+      if (started_ == 0) {
+        followed_damping_ = options_.damping;
+      }
+      if (!early_inverses_) {
+        early_inverses_ = std::make_unique<EarlyInverses>();
+      }
+      early_inverses_->follow(std::move(sum), invertedAfter(end), inverter_, followed_damping_);
+    } else {
+      sums_.push_back(std::move(sum));
     }
     ++started_;
     ++stats_.runs;
@@ -147,15 +153,30 @@ void KfacEngine::sumThroughMemory() {
   }
 }
 
+void KfacEngine::waitForRun(std::size_t run) {
+  if (followsRuns()) {
+    early_inverses_->waitForRuns(run + 1);
+  } else {
+    sums_[run].wait();
+  }
+}
+
 void KfacEngine::waitForRuns() {
+  if (early_inverses_) {
+    early_inverses_->waitForRuns(early_inverses_->runs());
+  }
   for (auto& sum : sums_) {
     sum.wait();
   }
 }
 
 void KfacEngine::endRuns() {
+  if (early_inverses_) {
+    early_inverses_->end();
+  }
   sums_.clear();
   started_ = 0;
+  followed_ = 0;
   std::fill(prepared_.begin(), prepared_.end(), false);
 }
 

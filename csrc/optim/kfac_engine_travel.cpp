@@ -64,6 +64,8 @@ void KfacEngine::sendInverse(std::size_t slot) {
 }
 
 void KfacEngine::receiveInverses() {
+  taken_ = 0;
+  inverses_coming_.assign(inverses_.size(), KfacExchange::Work());
   if (throughMemory()) {
     return;
   }
@@ -71,32 +73,37 @@ void KfacEngine::receiveInverses() {
   for (std::size_t i = 0; i < slots.size(); ++i) {
     if (comesHere(i)) {
       const int tag = kInversesTag + static_cast<int>(i);
-      inverses_coming_.emplace_back(i, exchange_->receive(inverseBuffer(i), plan_.factors[i].owner, tag));
+      inverses_coming_[i] = exchange_->receive(inverseBuffer(i), plan_.factors[i].owner, tag);
     }
   }
 }
 
-void KfacEngine::takeInverses() {
-  const Timed timed(stats_.distribute_seconds);
-  const auto take = [this](std::size_t slot) {
-    if (!std::isnan(inverseBuffer(slot).select(0, 0).item<double>())) {
-      unpackInverse(slot);
-    }
-  };
-  if (throughMemory()) {
-    gatherInverses();
-    for (std::size_t slot = 0; slot < inverses_.size(); ++slot) {
-      if (comesHere(slot)) {
-        take(slot);
+// Waits for other ranks' inverses up to slot `end`, and makes the directions for which they come.
+void KfacEngine::takeInverses(std::size_t end) {
+  for (; taken_ < end; ++taken_) {
+    if (comesHere(taken_)) {
+      const Timed timed(stats_.distribute_seconds);
+      if (!throughMemory()) {
+        inverses_coming_[taken_]->wait();
+      }
+      if (!std::isnan(inverseBuffer(taken_).select(0, 0).item<double>())) {
+        unpackInverse(taken_);
       }
     }
-    return;
+    if (overlaps() && taken_ % 2 == 1) {
+      makeDirection(statistics_->slots()[taken_].layer);
+    }
   }
-  for (const auto& [slot, work] : inverses_coming_) {
-    work->wait();
-    take(slot);
+}
+
+// The rest of them.
+void KfacEngine::finishInverses() {
+  if (throughMemory()) {
+    const Timed timed(stats_.distribute_seconds);
+    gatherInverses();
   }
-  inverses_coming_.clear();
+  takeInverses(inverses_.size());
+  const Timed timed(stats_.distribute_seconds);
   KfacExchange::wait(inverses_sent_);
 }
 

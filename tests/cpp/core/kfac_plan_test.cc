@@ -70,6 +70,31 @@ TEST(KfacPlan, PadReducesToConsecutiveOwners) {
   EXPECT_EQ(plan.fusion_ends, (std::vector<int>{4, 8}));  // one reduce an owner
 }
 
+TEST(KfacPlan, PadGoesRoundTheOwnersOverLinks) {
+  const auto owners = [](const KfacPlanInput& in) {
+    std::vector<int> of_layers;
+    const KfacPlan plan = makeKfacPlan(KfacStrategy::kPad, in);
+    for (std::size_t i = 0; i < plan.factors.size(); i += 2) {
+      EXPECT_EQ(plan.factors[i].owner, plan.factors[i + 1].owner);
+      of_layers.push_back(plan.factors[i].owner);
+    }
+    return of_layers;
+  };
+  // 32 MB of factors, 8 MB a rank: worth two messages of 16 x 0.1 ms x 2 GB/s = 3.2 MB.
+  auto in = input(std::vector<std::size_t>(8, 1000), 4);
+  EXPECT_EQ(owners(in), (std::vector<int>{0, 1, 2, 3, 0, 1, 2, 3}));
+  in.costs.broadcast.alpha = 3e-4;
+  EXPECT_EQ(owners(in), (std::vector<int>{0, 0, 1, 1, 2, 2, 3, 3}));
+  in.costs.broadcast.alpha = 1e-4;
+  in.costs.sharing = AlphaBeta{3e-5, 1e-10};  // all in one go anyway
+  EXPECT_EQ(owners(in), (std::vector<int>{0, 0, 1, 1, 2, 2, 3, 3}));
+  // Rounds of one large layer and three small ones would be no even load.
+  auto uneven = input({1400, 400, 400, 400, 400, 400, 400, 400, 400, 400, 400, 400}, 2);
+  const KfacPlan plan = makeKfacPlan(KfacStrategy::kPad, uneven);
+  EXPECT_EQ(plan.factors[1].owner, 0);
+  EXPECT_EQ(plan.factors[2].owner, 1);
+}
+
 TEST(KfacPlan, PadSendsGradientsWhereInversesCostMore) {
   auto in = input({500, 500}, 2);
   in.steps_per_inverse = 1;

@@ -86,7 +86,30 @@ TEST(Placement, BalanceAgainstTheLowerBoundAtScale) {
   EXPECT_LE(largestLoad(costs, balanceLoad(costs, ranks), ranks), 4.0 / 3 * bound);
 }
 
+TEST(Placement, RoundsAreBlocksInOrderForTheLeastLoaded) {
+  Random random(6);
+  for (int round = 0; round < 200; ++round) {
+    const Costs costs = randomCosts(random, random.below(30));
+    const int ranks = 1 + static_cast<int>(random.below(5));
+    const int rounds = 1 + static_cast<int>(random.below(4));
+    const auto rank_of = splitInRounds(costs, ranks, rounds);
+    ASSERT_EQ(rank_of.size(), costs.size());
+    int blocks = 0;
+    for (std::size_t i = 0; i < rank_of.size(); ++i) {
+      blocks += i == 0 || rank_of[i] != rank_of[i - 1] ? 1 : 0;
+    }
+    ASSERT_LE(blocks, ranks * rounds);
+    if (rounds == 1) {
+      ASSERT_EQ(largestLoad(costs, rank_of, ranks), largestLoad(costs, splitInOrder(costs, ranks), ranks));
+    }
+  }
+}
+
 TEST(Placement, ExactValues) {
+  EXPECT_EQ(splitInRounds({1, 1, 1, 1, 1, 1, 1, 1}, 4, 2), (std::vector<int>{0, 1, 2, 3, 0, 1, 2, 3}));
+  EXPECT_EQ(splitInRounds({4, 2, 3, 3, 1, 5}, 2, 3), (std::vector<int>{0, 1, 1, 0, 0, 1}));
+  EXPECT_EQ(splitInRounds({}, 3, 2), std::vector<int>{});
+
   EXPECT_EQ(balanceLoad({3, 3, 2, 2, 2}, 2), (std::vector<int>{0, 1, 0, 1, 0}));
   EXPECT_EQ(splitInOrder({1, 2, 3, 4, 5}, 2), (std::vector<int>{0, 0, 0, 1, 1}));
   EXPECT_EQ(splitInOrder({}, 3), std::vector<int>{});
@@ -96,6 +119,7 @@ TEST(Placement, ExactValues) {
 TEST(Placement, BadArguments) {
   EXPECT_THROW_MESSAGE(balanceLoad({1}, 0), std::invalid_argument, "ranks = 0");
   EXPECT_THROW_MESSAGE(splitInOrder({1, -1}, 2), std::invalid_argument, "cost = -1");
+  EXPECT_THROW_MESSAGE(splitInRounds({1}, 2, 0), std::invalid_argument, "rounds = 0");
   EXPECT_THROW(splitInOrder({std::numeric_limits<double>::quiet_NaN()}, 2), std::invalid_argument);
   EXPECT_THROW(largestLoad({1}, {2}, 2), std::out_of_range);
 }

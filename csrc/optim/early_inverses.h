@@ -1,0 +1,50 @@
+// EarlyInverses: a thread that waits for factors on their way and inverts them, while the backward pass waits for
+// gradients to be averaged.
+//
+// A step's runs of factors are followed in the order in which they leave; each names the slots that can be inverted
+// once it has come. Whoever owns the object collects what it needs, in the same order, and waits only for what is not
+// there yet. What is collected is as good as made by the owner: a step that is left out drops it unseen.
+//
+// Threads: the owner's calls under a lock of its own; one thread that owns all it uses, without the interpreter lock.
+// Between follow() and end() nobody else writes the factors that have left. Waits look up for signals on the script's
+// thread, and end when the run's own wait does: with the group's timeout or failure. What is thrown on the thread is
+// thrown by every call that needs it, or what comes after it. The destructor does not wait for a peer: a thread that
+// does goes on by itself, and ends with its wait.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "c10d/bounded_thread.h"
+#include "optim/factor_inverter.h"
+#include "optim/kfac_exchange.h"
+
+namespace torchext {
+
+class EarlyInverses {
+ public:
+  EarlyInverses();
+  ~EarlyInverses();
+  EarlyInverses(const EarlyInverses&) = delete;
+  EarlyInverses& operator=(const EarlyInverses&) = delete;
+
+  // The step's next run, and slots whose own factor and whose layer's other one are in it or in earlier ones. Never
+  // blocks. All runs of a step have the same inverter and damping.
+  void follow(KfacExchange::Sum run, std::vector<std::size_t> slots, const FactorInverter& inverter, double damping);
+  std::size_t runs() const;
+  // Until the first `runs` have come.
+  void waitForRuns(std::size_t runs);
+  // A slot's inverse, once, and what went wrong with it is added to failures.
+  FactorInverse collect(std::size_t slot, InverseFailures& failures);
+  // Drops what was not collected, and returns when the thread is at rest: the factors' memory may be written again.
+  void end();
+
+ private:
+  struct State;
+  const std::shared_ptr<State> state_;
+  BoundedThread thread_;
+  const int creator_;  // process
+};
+
+}  // namespace torchext
