@@ -61,8 +61,8 @@ std::vector<int> ownersInOrder(const KfacPlan& plan, const KfacPlanInput& input)
     bytes += static_cast<double>(input.tasks[i].factor_bytes);
   }
   const double worth_it = bytes / plan.ranks / (kStartUps * link.alpha / link.beta);
-  const auto most = static_cast<double>(layer_costs.size() / index(plan.ranks));
-  for (int rounds = static_cast<int>(std::min(worth_it, most)); rounds > 1; --rounds) {
+  const std::size_t most = layer_costs.size() / index(plan.ranks);
+  for (int rounds = static_cast<int>(std::min(worth_it, static_cast<double>(most))); rounds > 1; --rounds) {
     const auto rank_of_layer = splitInRounds(layer_costs, plan.ranks, rounds);
     if (largestLoad(layer_costs, rank_of_layer, plan.ranks) <= limit) {
       std::transform(place.begin(), place.end(), rank_of.begin(), [&](std::size_t i) { return rank_of_layer[i]; });
