@@ -166,11 +166,10 @@ FactorInverse EarlyInverses::collect(std::size_t slot, InverseFailures& failures
   if (found == state_->made.end()) {
     std::rethrow_exception(state_->failed ? state_->failed : state_->lost);
   }
-  State::Made made = std::move(found->second);
-  state_->made.erase(found);
-  failures.retried += made.failures.retried;
-  failures.kept += made.failures.kept;
-  return std::move(made.inverse);
+  const InverseFailures counted = std::exchange(found->second.failures, {});
+  failures.retried += counted.retried;
+  failures.kept += counted.kept;
+  return found->second.inverse;  // kept: a step that was interrupted here may be taken again
 }
 
 void EarlyInverses::end() {

@@ -35,9 +35,10 @@ class EarlyInverses {
   std::size_t runs() const;
   // Until the first `runs` have come.
   void waitForRuns(std::size_t runs);
-  // A slot's inverse, once, and what went wrong with it is added to failures.
+  // A slot's inverse; the first time what went wrong with it is added to failures. Slots that follow() did not name
+  // must not be asked for.
   FactorInverse collect(std::size_t slot, InverseFailures& failures);
-  // Drops what was not collected, and returns when the thread is at rest: the factors' memory may be written again.
+  // Drops what was made, and returns when the thread is at rest: the factors' memory may be written again.
   void end();
 
  private:

@@ -11,8 +11,8 @@ namespace torchext {
 namespace {
 
 // Inverses of the last so many slots are left the time to come while this rank makes its own of later ones, for which
-// others wait. Eight layers 1024 wide over four hosts (benchmarks/kfac_network.py), milliseconds a step: 1289 with 2,
-// 1232 with 4, 1219 with 8, 1347 with 12.
+// others wait. Eight layers 1024 wide over four hosts (benchmarks/kfac_network.py), milliseconds a step: 1223 with 2,
+// 1233 with 4, 1209 with 8, 1228 with 12, all within what runs vary by; making none before the last run, 1349.
 constexpr std::size_t kOnTheirWay = 8;
 
 }  // namespace
