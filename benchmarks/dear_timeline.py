@@ -1,7 +1,7 @@
 """What lies under what? A picture of three steps of one rank: reduce-scatter under backward, all-gather under forward.
 
-The network and the model of dear_network.py. Rank 0 records five steps by torch.profiler, and the middle three are
-drawn; their ranges are also written beside the picture, ``dear_timeline_trace.json``, for chrome://tracing or
+The network and the coarser model of dear_network.py. Rank 0 records five steps by torch.profiler, and the middle three
+are drawn; their ranges are also written beside the picture, ``dear_timeline_trace.json``, for chrome://tracing or
 ui.perfetto.dev (a process is a contender). dear may not fall back to an all-reduce here.
 
 Steps under a profiler are a little longer than others: speed is dear_network.py's question.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dear_network import WORKLOAD
+from dear_network import MODELS
 from lab import cli, plot, timeline
 from lab.contenders import Contender, contender
 from lab.launch import launch
@@ -34,6 +34,7 @@ from lab.stragglers import parse
 from lab.training import Run
 
 RECORDED = 5
+WORKLOAD = MODELS["coarse"]  # its ranges can be read
 FIRST, LAST = 1, 3  # of them: the ranges of the first began before the recording, those of the last end after it
 CHECK_STEPS = 4
 TOLERANCE = 1e-4

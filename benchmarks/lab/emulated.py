@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,10 +127,19 @@ class EmulatedModel(nn.Module):
         forward_ms: Of the whole forward pass, split evenly over the layers.
         backward_ms: Of the whole backward pass, split evenly over the layers.
         growth: The last layer has ``1 + growth`` times the parameters of the first; 0 is uniform.
+        sizes: How many parameters each layer has, in place of ``growth``; they need not add up to ``parameter_bytes``,
+            only their proportions count.
     """
 
     def __init__(
-        self, *, layers: int, parameter_bytes: int, forward_ms: float, backward_ms: float, growth: float = 0.0
+        self,
+        *,
+        layers: int,
+        parameter_bytes: int,
+        forward_ms: float,
+        backward_ms: float,
+        growth: float = 0.0,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         if layers < 1 or parameter_bytes < 4 * layers or forward_ms < 0 or backward_ms < 0 or growth < 0:
@@ -137,12 +147,16 @@ class EmulatedModel(nn.Module):
                 "emulated model: need layers >= 1, 4 bytes a layer, times and growth >= 0; "
                 f"got {layers=}, {parameter_bytes=}, {forward_ms=}, {backward_ms=}, {growth=}"
             )
+        if sizes is not None and (len(sizes) != layers or min(sizes) < 1 or growth):
+            raise ValueError(
+                f"emulated model: sizes must be {layers} numbers of at least 1, without growth; got {sizes=}, {growth=}"
+            )
         self.clock = SleepClock()
         self.step_ms = forward_ms + backward_ms
         self.body = nn.Sequential(
             *(
                 _Layer(numel, forward_ms / layers / 1e3, backward_ms / layers / 1e3, self.clock)
-                for numel in layer_sizes(layers, parameter_bytes // 4, growth)
+                for numel in layer_sizes(layers, parameter_bytes // 4, growth, sizes)
             )
         )
 
@@ -164,11 +178,26 @@ class EmulatedModel(nn.Module):
         return output
 
 
-def layer_sizes(layers: int, numel: int, growth: float) -> list[int]:
-    """Splits ``numel`` elements over the layers; the sizes add up exactly and grow linearly by ``growth``."""
-    weights = [1 + growth * index / max(1, layers - 1) for index in range(layers)]
+def layer_sizes(layers: int, numel: int, growth: float, sizes: Sequence[int] | None = None) -> list[int]:
+    """Splits ``numel`` elements over the layers, as ``sizes`` are to each other, or growing linearly by ``growth``.
+
+    What is returned adds up exactly.
+    """
+    weights: Sequence[float] = sizes or [1 + growth * index / max(1, layers - 1) for index in range(layers)]
     marks = [round(numel * sum(weights[:index]) / sum(weights)) for index in range(layers + 1)]
     return [max(1, upper - lower) for lower, upper in itertools.pairwise(marks)]
+
+
+def resnet50_sizes() -> list[int]:
+    """Returns the elements of ResNet-50's 54 weights (He et al. 2016, table 1), first layer first."""
+    sizes, width = [3 * 64 * 7 * 7], 64
+    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            sizes += [width * planes, planes * planes * 3 * 3, planes * 4 * planes]
+            if block == 0:
+                sizes.append(width * 4 * planes)  # the projection beside the stage's first block
+            width = 4 * planes
+    return [*sizes, 1000 * width]
 
 
 @dataclass(frozen=True)

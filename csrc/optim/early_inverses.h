@@ -1,15 +1,14 @@
 // EarlyInverses: a thread that waits for factors on their way and inverts them, while the backward pass waits for
 // gradients to be averaged.
 //
-// A step's runs of factors are followed in the order in which they leave; each names the slots that can be inverted
-// once it has come. Whoever owns the object collects what it needs, in the same order, and waits only for what is not
-// there yet. What is collected is as good as made by the owner: a step that is left out drops it unseen.
+// A step's runs of factors are followed in the order in which they leave (followed_runs.h); each names the slots that
+// can be inverted once it has come. Whoever owns the object collects what it needs. What is collected is as good as
+// made by the owner: a step that is left out drops it unseen.
 //
 // Threads: the owner's calls under a lock of its own; one thread that owns all it uses, without the interpreter lock.
-// Between follow() and end() nobody else writes the factors that have left. Waits look up for signals on the script's
-// thread, and end when the run's own wait does: with the group's timeout or failure. What is thrown on the thread is
-// thrown by every call that needs it, or what comes after it. The destructor does not wait for a peer: a thread that
-// does goes on by itself, and ends with its wait.
+// Between follow() and end() nobody else writes the factors that have left. Waits end when the run's own wait does:
+// with the group's timeout or failure. The destructor does not wait for a peer: a thread that does goes on by itself,
+// and ends with its wait.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +17,7 @@
 
 #include "c10d/bounded_thread.h"
 #include "optim/factor_inverter.h"
+#include "optim/followed_runs.h"
 #include "optim/kfac_exchange.h"
 
 namespace torchext {
@@ -42,8 +42,11 @@ class EarlyInverses {
   void end();
 
  private:
-  struct State;
-  const std::shared_ptr<State> state_;
+  struct Made {
+    FactorInverse inverse;
+    InverseFailures failures;
+  };
+  const std::shared_ptr<FollowedRuns<Made>> runs_;
   BoundedThread thread_;
   const int creator_;  // process
 };

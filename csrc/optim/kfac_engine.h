@@ -134,6 +134,9 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   // Whether directions of larger layers are made on the processor's matrix tiles; alike on all ranks.
   bool usesTiles() const { return tiles_; }
   core::KfacPrediction prediction() const { return core::predictKfac(plan_, input_); }
+  // Seconds of an average step's prediction that early_directions would take into the backward pass, where their rows
+  // cost something, too; 0 where it is on already, or not for this model, method or plan.
+  double earlySaving() const;
   KfacStats stats() const;
 
   // Collective. One entry a slot. load() takes what any world size saved; the caller has compared names and sizes.
@@ -167,6 +170,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void measureCosts();
   bool allHaveTiles() const;
   double secondsOfProduct(bool tiles);
+  double typicalSeconds(double seconds);
   void backward(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass);
   bool defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
   void addDeferred();

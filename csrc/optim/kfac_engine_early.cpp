@@ -31,6 +31,22 @@ bool KfacEngine::isEarly(int layer) const { return early_ && EarlyDirections::ta
 // The same on all ranks, who count steps together.
 bool KfacEngine::inEarlyStep() const { return early_ && stats_.steps % options_.inverse_update_steps != 0; }
 
+double KfacEngine::earlySaving() const {
+  if (early_ || !device_.is_cpu() || options_.form != InverseForm::kInverse || options_.inverse_update_steps == 1) {
+    return 0;
+  }
+  core::KfacPlanInput input = input_;
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    input.early.push_back(EarlyDirections::takes(layers_[layer]));
+    if (input.early.back() && plan_.workers[layer] < ranks_) {
+      return 0;
+    }
+  }
+  const core::KfacPrediction now = prediction();
+  const core::KfacPrediction then = core::predictKfac(plan_, input);
+  return std::max(0.0, now.precondition + now.gradients - then.precondition - then.gradients);
+}
+
 void KfacEngine::watchGradients() {
   const Lock lock(mutex_);
   if (!early_ || !watched_.empty()) {

@@ -167,7 +167,7 @@ void KfacEngine::measureCosts() {
   }
   if (exchange_) {
     for (double& taken : seconds) {
-      taken = exchange_->mean(taken);
+      taken = typicalSeconds(taken);
     }
     seconds = exchange_->fromRankZero(seconds);
     if (exchange_->sharesMemory()) {
@@ -209,7 +209,7 @@ void KfacEngine::measureCosts() {
 // that those which share a processor are in each other's way.
 double KfacEngine::secondsOfProduct(bool tiles) {
   constexpr std::int64_t kSize = 192;
-  constexpr double kWindow = 0.01;  // seconds
+  constexpr double kWindow = 0.02;  // seconds
   const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
   at::Tensor result = at::empty_like(square);
   TiledDirection direction;
@@ -244,8 +244,12 @@ double KfacEngine::secondsOfProduct(bool tiles) {
   }
   seconds /= static_cast<double>(tiles ? 2 * products : products) * static_cast<double>(kSize * kSize * kSize);
   // The mean may differ in its last bit from rank to rank, and plans may not.
-  return exchange_ ? exchange_->fromRankZero({exchange_->mean(seconds)}).front() : seconds;
+  return exchange_ ? exchange_->fromRankZero({typicalSeconds(seconds)}).front() : seconds;
 }
+
+// Of what all ranks have timed at once, by the mean of their speeds: where more ranks than processors share a host, one
+// may have slept through all of its measurement, and its seconds would be most of a mean.
+double KfacEngine::typicalSeconds(double seconds) { return 1 / exchange_->mean(1 / std::max(seconds, 1e-12)); }
 
 void KfacEngine::makePlan() {
   const auto& slots = statistics_->slots();

@@ -123,6 +123,7 @@ py::dict planDict(const KfacEngine& engine) {
   result["split_directions"] = plan.split_directions;
   result["tiles"] = engine.usesTiles();
   result["early_directions"] = engine.options().early_directions;
+  result["early_saving_seconds"] = engine.earlySaving();
   return result;
 }
 

@@ -68,6 +68,18 @@ def test_layer_sizes_add_up(growth: float) -> None:
     assert sizes[-1] / sizes[0] == pytest.approx(1 + growth, rel=0.01)
 
 
+def test_sizes_of_a_resnet50() -> None:
+    """torchvision's resnet50() has 25 557 032 parameters, of which 53 120 are of batch normalization, 1000 biases."""
+    sizes = emulated.resnet50_sizes()
+    assert len(sizes) == 54
+    assert sum(sizes) == 25_557_032 - 53_120 - 1_000
+    scaled = emulated.layer_sizes(54, 10_000_000, 0.0, sizes)
+    assert sum(scaled) == 10_000_000
+    assert scaled[-1] / 10_000_000 == pytest.approx(2_048_000 / sum(sizes), rel=1e-4)
+    with pytest.raises(ValueError, match="sizes must be 53 numbers"):
+        emulated.EmulatedModel(layers=53, parameter_bytes=4000, forward_ms=1, backward_ms=1, sizes=sizes)
+
+
 def test_bad_models_are_refused() -> None:
     with pytest.raises(ValueError, match="layers=0"):
         emulated.EmulatedModel(layers=0, parameter_bytes=4, forward_ms=1, backward_ms=1)
