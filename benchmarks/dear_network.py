@@ -129,11 +129,64 @@ def verdicts(
     return found
 
 
-def main() -> None:
-    """Builds the network, probes, trains, and writes ``dear_network.json`` and ``.png``."""
-    args = arguments()
-    settings: dict[str, Any] = {"options": {}, "stragglers": "none", "seed": 0}
+def train(
+    lab: NetLab, settings: Mapping[str, Any], model: str, contenders: list[str], repeats: int, spans: dict[str, float]
+) -> list[Any]:
+    """Trains one model by every contender in turn, on all hosts; returns what each rank found."""
+    seconds = sum(spans.values()) + 45
+    return launch(
+        "lab.training:ranks",
+        ranks=lab.hosts,
+        settings={**settings, **spans, "workload": MODELS[model], "contenders": contenders, "repeats": repeats},
+        deadline_s=120 + repeats * len(contenders) * seconds,
+        lab=lab,
+    )
+
+
+def measure(
+    args: argparse.Namespace, lab: NetLab, rates: list[float], report: Report, model: str, wishes: list[str]
+) -> None:
+    """Probes for the best of what is wished for, trains, prints the verdicts and adds the case to the report."""
+    settings = {"options": {}, "stragglers": "none", "seed": 0}
     spans = {"warmup_s": args.warmup, "window_s": args.window, "tuning_s": args.tuning}
+
+    def probe(texts: list[str]) -> dict[str, float]:
+        short = {"warmup_s": min(2.0, args.warmup), "window_s": args.probe}
+        results = train(lab, settings, model, texts, 1, short)
+        return {name: values[0] for name, values in gradients_per_second(results, args.probe).items()}
+
+    contenders, chosen = tuning.resolve(wishes, probe)
+    for wish, choice in chosen.items():
+        print(f"{model}: {wish} is {choice['best']}: gradients/s {choice['probed']}", flush=True)
+    results = train(lab, settings, model, contenders, args.repeats, spans)
+    gradients = gradients_per_second(results, args.window)
+    figures = {name: [value / args.hosts for value in values] for name, values in gradients.items()}
+    print(f"{model}:")
+    for name, runs in results[0]["runs"].items():
+        states = [{key: run["stats"][key] for key in ("mode", "decided", "bucket_mb")} for run in runs if run["stats"]]
+        if states:
+            print(f"{name}: {states}")
+    bound = against_bounds(MODELS[model], figures, rates, args.hosts) if rates else None
+    best = contender(chosen["ddp:best"]["best"]).name if "ddp:best" in chosen else None
+    asked = model == ASKED
+    report.add(
+        f"{model}, {args.hosts} hosts, {args.rate}",
+        figures,
+        checks=results[0]["checks"],
+        target=TARGET_DEFAULT if asked else None,
+        notes={
+            **summarize(results),
+            "best": chosen,
+            "bounds": bound,
+            "verdicts": verdicts(figures, best, bound, asked=asked),
+        },
+    )
+
+
+def main() -> None:
+    """Builds the network, measures model by model, and writes ``dear_network.json`` and ``.png``."""
+    args = arguments()
+    models, contenders = cli.names(args.models), cli.names(args.contenders)
     with NetLab(args.hosts, rate=args.rate) as lab:
         network = lab.describe()
         rates = [lab.measure_rate(0, host) for host in range(1, args.hosts)] if lab.emulated and args.hosts > 1 else []
@@ -141,74 +194,23 @@ def main() -> None:
         print(f"network: {network}", flush=True)
         if rates and min(rates) < (1 - BOUND_ERROR) * max(rates):
             print("NOTICE: the measured rates differ: this machine is busy, and its figures are not to be quoted")
-        models = cli.names(args.models)
         report = Report(
             "dear_network",
             script=cli.script_line(),
             unit="iterations/s",
             reference="ddp",
             conditions={
-                **settings,
-                **spans,
                 "models": {name: MODELS[name] for name in models},
+                "warmup_s": args.warmup,
+                "window_s": args.window,
+                "tuning_s": args.tuning,
                 "probe_s": args.probe,
                 **network,
             },
         )
-
-        def train(model: str, contenders: list[str], repeats: int, spans: dict[str, float]) -> list[Any]:
-            seconds = sum(spans.values()) + 45
-            return launch(
-                "lab.training:ranks",
-                ranks=args.hosts,
-                settings={
-                    **settings,
-                    **spans,
-                    "workload": MODELS[model],
-                    "contenders": contenders,
-                    "repeats": repeats,
-                },
-                deadline_s=120 + repeats * len(contenders) * seconds,
-                lab=lab,
-            )
-
         for number, model in enumerate(models):
-
-            def probe(texts: list[str], model: str = model) -> dict[str, float]:
-                results = train(model, texts, 1, {"warmup_s": min(2.0, args.warmup), "window_s": args.probe})
-                return {name: values[0] for name, values in gradients_per_second(results, args.probe).items()}
-
-            wishes = cli.names(args.contenders)
-            if number:
-                wishes = [wish for wish in wishes if wish in OTHER_CONTENDERS]
-            contenders, chosen = tuning.resolve(wishes, probe)
-            for wish, choice in chosen.items():
-                print(f"{model}: {wish} is {choice['best']}: gradients/s {choice['probed']}", flush=True)
-            results = train(model, contenders, args.repeats, spans)
-            gradients = gradients_per_second(results, args.window)
-            figures = {name: [value / args.hosts for value in values] for name, values in gradients.items()}
-            print(f"{model}:")
-            bound = against_bounds(MODELS[model], figures, rates, args.hosts) if rates else None
-            best = contender(chosen["ddp:best"]["best"]).name if "ddp:best" in chosen else None
-            for name, runs in results[0]["runs"].items():
-                states = [
-                    {key: run["stats"][key] for key in ("mode", "decided", "bucket_mb")} for run in runs if run["stats"]
-                ]
-                if states:
-                    print(f"{name}: {states}")
-            asked = model == ASKED
-            report.add(
-                f"{model}, {args.hosts} hosts, {args.rate}",
-                figures,
-                checks=results[0]["checks"],
-                target=TARGET_DEFAULT if asked else None,
-                notes={
-                    **summarize(results),
-                    "best": chosen,
-                    "bounds": bound,
-                    "verdicts": verdicts(figures, best, bound, asked=asked),
-                },
-            )
+            wishes = contenders if number == 0 else [wish for wish in contenders if wish in OTHER_CONTENDERS]
+            measure(args, lab, rates, report, model, wishes)
     report.write(args.results)
 
 
