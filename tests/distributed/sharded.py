@@ -199,7 +199,7 @@ class Pair:
             own, whole = self.losses()
             if step in (3, 7):  # one rank's gradient, and with it everybody's
                 whole = whole * float("inf")
-                own = own * float("inf") if self.rank == 1 else own
+                own = own * float("inf") if self.rank == min(1, self.size - 1) else own
             for scaler, optimizer, loss in zip(scalers, optimizers, (own, whole), strict=True):
                 scaler.scale(loss).backward()
                 if step % 2:

@@ -35,8 +35,9 @@ def body_clipping(rank: Rank) -> float:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradient_clipping(form: str) -> None:
-    assert max(run_ranks(in_form, 3, form, body_clipping)) < EXACT
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradient_clipping(size: int, form: str) -> None:
+    assert max(run_ranks(in_form, size, form, body_clipping)) < EXACT
 
 
 def body_clipped_doubles(rank: Rank, fallback: bool) -> bool:

@@ -18,6 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 EXACT = 1e-5
 
+SIZES = [1, 2, 3, 4]
+
 
 def body_accumulation(rank: Rank) -> list[float]:
     rank.init("dear")
@@ -43,8 +45,9 @@ def body_accumulation(rank: Rank) -> list[float]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradient_accumulation(form: str) -> None:
-    for worst in run_ranks(in_form, 3, form, body_accumulation):
+@pytest.mark.parametrize("size", SIZES)
+def test_gradient_accumulation(size: int, form: str) -> None:
+    for worst in run_ranks(in_form, size, form, body_accumulation):
         assert max(worst) < EXACT, worst
 
 
@@ -116,8 +119,9 @@ def body_groups_and_schedules(rank: Rank) -> float:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_parameter_groups_and_lr_schedules(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_groups_and_schedules)) < EXACT
+@pytest.mark.parametrize("size", SIZES)
+def test_parameter_groups_and_lr_schedules(size: int, form: str) -> None:
+    assert max(run_ranks(in_form, size, form, body_groups_and_schedules)) < EXACT
 
 
 def body_scaler(rank: Rank) -> tuple[float, list[float]]:
@@ -133,8 +137,9 @@ def body_scaler(rank: Rank) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_grad_scaler_skips_on_all_ranks_or_none(form: str) -> None:
-    results = run_ranks(in_form, 3, form, body_scaler)
+@pytest.mark.parametrize("size", SIZES)
+def test_grad_scaler_skips_on_all_ranks_or_none(size: int, form: str) -> None:
+    results = run_ranks(in_form, size, form, body_scaler)
     assert max(worst for worst, _ in results) < EXACT
     scales = results[0][1]
     assert scales[3] < scales[2] and scales[6] > scales[3] > 0  # it went down, and up
@@ -151,8 +156,9 @@ def body_freezing(rank: Rank) -> float:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_frozen_later_and_unfrozen_again(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_freezing)) < EXACT
+@pytest.mark.parametrize("size", SIZES)
+def test_frozen_later_and_unfrozen_again(size: int, form: str) -> None:
+    assert max(run_ranks(in_form, size, form, body_freezing)) < EXACT
 
 
 def body_branch_by_rank(rank: Rank, steps: int = 6, **options: Any) -> float:
@@ -177,8 +183,9 @@ def body_branch_by_rank(rank: Rank, steps: int = 6, **options: Any) -> float:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_branches_that_only_some_ranks_use(form: str) -> None:
-    assert max(run_ranks(in_form, 3, form, body_branch_by_rank)) < EXACT
+@pytest.mark.parametrize("size", SIZES)
+def test_branches_that_only_some_ranks_use(size: int, form: str) -> None:
+    assert max(run_ranks(in_form, size, form, body_branch_by_rank)) < EXACT
 
 
 def body_looking(rank: Rank) -> float:
@@ -223,8 +230,9 @@ def body_looking(rank: Rank) -> float:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_parameters_are_complete_whenever_looked_at(form: str) -> None:
-    assert max(run_ranks(in_form, 3, form, body_looking)) < EXACT
+@pytest.mark.parametrize("size", SIZES)
+def test_parameters_are_complete_whenever_looked_at(size: int, form: str) -> None:
+    assert max(run_ranks(in_form, size, form, body_looking)) < EXACT
 
 
 def body_closure(rank: Rank) -> float:
@@ -245,8 +253,9 @@ def body_closure(rank: Rank) -> float:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_closures(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_closure)) < EXACT
+@pytest.mark.parametrize("size", SIZES)
+def test_closures(size: int, form: str) -> None:
+    assert max(run_ranks(in_form, size, form, body_closure)) < EXACT
 
 
 def body_detach(rank: Rank) -> float:
