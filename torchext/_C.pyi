@@ -310,6 +310,7 @@ class KfacOptions:
         split_directions: bool | None,
         direction_precision: str,
         early_directions: bool,
+        gather_rows: bool | None,
         shared_memory: bool,
         queued: bool,
     ) -> None: ...

@@ -119,7 +119,8 @@ def make_optimizer(
 ) -> Any:
     """Returns ``sgd``, K-FAC with the strategy of that name, or the peer.
 
-    Behind the strategy may stand ``/eigen`` or ``/early``: that method, or directions made in the backward pass.
+    Behind the strategy may stand ``/eigen``, that method; ``/early``, directions made in the backward pass; or
+    ``/whole``, none made of rows.
 
     The peer is ``kfac-pytorch`` (its defaults: comm-opt, eigen), followed by ``/inverse``, ``/mem-opt`` or both.
     """
@@ -136,6 +137,7 @@ def make_optimizer(
         strategy=strategy,
         method="eigen" if variant == "eigen" else "inverse",
         early_directions=variant == "early",
+        gather_rows=False if variant == "whole" else None,
         factor_update_steps=factors,
         inverse_update_steps=inverses,
         process_group=group,

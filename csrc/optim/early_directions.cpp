@@ -114,9 +114,13 @@ at::Tensor EarlyDirections::ofWeight(int layer, const at::Tensor& gradient, cons
     if (few) {
       const at::Tensor transposed = g.t().contiguous();
       const at::Tensor ones = bias ? at::ones({a.size(0)}, options_) : at::Tensor();
-      tiles.direction->computeOfRows({a.const_data_ptr<float>(), bias ? ones.const_data_ptr<float>() : nullptr,
+      const at::Tensor left = at::empty({out, a.size(0)}, options_);
+      const at::Tensor right = at::empty({a.size(0), in}, options_);
+      tiles.direction->computeHalves({a.const_data_ptr<float>(), bias ? ones.const_data_ptr<float>() : nullptr,
                                       transposed.const_data_ptr<float>(), a.size(0), in},
-                                     result, *tiles.work);
+                                     left.mutable_data_ptr<float>(), right.mutable_data_ptr<float>(), *tiles.work);
+      TiledDirection::joinHalves({left.const_data_ptr<float>(), right.const_data_ptr<float>(), out, a.size(0), in},
+                                 result, *tiles.work);
     } else {
       const at::Tensor dense = own.contiguous();
       const at::Tensor of_bias = bias ? g.sum(0) : at::Tensor();

@@ -1,37 +1,8 @@
 #include "optim/early_inverses.h"
 
-#include <unistd.h>
-
-#include <new>
 #include <utility>
 
-#include <ATen/Parallel.h>
-
-#include "optim/plain_mode.h"
-
 namespace torchext {
-
-EarlyInverses::EarlyInverses()
-    : runs_(std::make_shared<FollowedRuns<Made>>()),
-      thread_("tx_inverses",
-              [runs = runs_] {
-                at::init_num_threads();  // as many as the script has chosen
-                const PlainMode plain;
-                runs->work();
-              }),
-      creator_(getpid()) {}
-
-EarlyInverses::~EarlyInverses() {
-  if (getpid() != creator_) {
-    // A forked child has neither the thread nor, for certain, its lock: both are leaked.
-    thread_.abandon();
-    static_cast<void>(new (std::nothrow) std::shared_ptr<FollowedRuns<Made>>(runs_));
-    return;
-  }
-  runs_->close();
-  // An inversion takes no longer, as a rule.
-  thread_.finish(std::chrono::milliseconds(200));
-}
 
 void EarlyInverses::follow(KfacExchange::Sum run, std::vector<std::size_t> slots, const FactorInverter& inverter,
                            double damping) {

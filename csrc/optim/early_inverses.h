@@ -7,28 +7,21 @@
 //
 // Threads: the owner's calls under a lock of its own; one thread that owns all it uses, without the interpreter lock.
 // Between follow() and end() nobody else writes the factors that have left. Waits end when the run's own wait does:
-// with the group's timeout or failure. The destructor does not wait for a peer: a thread that does goes on by itself,
-// and ends with its wait.
+// with the group's timeout or failure.
 #pragma once
 
 #include <cstddef>
 #include <memory>
 #include <vector>
 
-#include "c10d/bounded_thread.h"
 #include "optim/factor_inverter.h"
-#include "optim/followed_runs.h"
+#include "optim/following_thread.h"
 #include "optim/kfac_exchange.h"
 
 namespace torchext {
 
 class EarlyInverses {
  public:
-  EarlyInverses();
-  ~EarlyInverses();
-  EarlyInverses(const EarlyInverses&) = delete;
-  EarlyInverses& operator=(const EarlyInverses&) = delete;
-
   // The step's next run, and slots whose own factor and whose layer's other one are in it or in earlier ones. Never
   // blocks. All runs of a step have the same inverter and damping.
   void follow(KfacExchange::Sum run, std::vector<std::size_t> slots, const FactorInverter& inverter, double damping);
@@ -46,9 +39,7 @@ class EarlyInverses {
     FactorInverse inverse;
     InverseFailures failures;
   };
-  const std::shared_ptr<FollowedRuns<Made>> runs_;
-  BoundedThread thread_;
-  const int creator_;  // process
+  FollowingThread<Made> runs_{"tx_inverses"};
 };
 
 }  // namespace torchext

@@ -20,6 +20,7 @@
 
 #include "optim/factor_inverse.h"
 #include "optim/kfac_layer.h"
+#include "optim/row_direction.h"
 #include "optim/tiled_direction.h"
 
 namespace torchext {
@@ -40,20 +41,23 @@ class KfacDirections {
   static bool usesTiles(const KfacLayerSpec& spec, InverseForm form);
 
   // Copies the parameters' gradients, times `scale`. Layers whose weight has none take no part. False: one of them, or
-  // of `others`, is not finite.
-  virtual bool collect(double scale, const std::vector<at::Tensor>& others) = 0;
+  // of `others`, is not finite. of_rows: layers, in one part, for which takeRows() may be called; empty: none.
+  virtual bool collect(double scale, const std::vector<at::Tensor>& others, const std::vector<bool>& of_rows) = 0;
   bool active(int layer) const { return active_[static_cast<std::size_t>(layer)]; }
   int parts(int layer) const { return parts_[static_cast<std::size_t>(layer)]; }
   // A layer's on the processor's matrix tiles, where it is one for them: laid out, and work memory, for whom directions
   // are not made here.
   struct Tiles {
-    TiledDirection* direction = nullptr;  // null: none
+    std::shared_ptr<TiledDirection> direction;  // null: none
     TiledDirection::Work* work = nullptr;
   };
   virtual Tiles tiles(int /*layer*/) { return {}; }
   // V of one part of a layer; the gradient itself where an inverse was never made. damping is used by kEigen only.
   virtual void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
                             InverseForm form, double damping) = 0;
+  // V of a layer in one part is to be that of rows, if its gradient is theirs (row_direction.h). expected: the factor,
+  // but for that of collect(). False: the gradient is another; nothing was done.
+  virtual bool takeRows(int /*layer*/, const RowDirection& /*made*/, double /*expected*/) { return false; }
   // Layers whose .grad is V already, but for the factor of collect(), and what they add to the sum that makes nu, the
   // factor in it: one float64 on the device, undefined for none.
   struct Finished {

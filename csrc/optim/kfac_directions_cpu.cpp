@@ -16,14 +16,19 @@ template <class T>
 class CpuDirections final : public KfacDirections {
  public:
   CpuDirections(const std::vector<KfacLayerSpec>& layers, Layout layout)
-      : KfacDirections(layers, at::TensorOptions(kType), layout), tiles_(layout.tiles), tiled_(layers.size()) {}
+      : KfacDirections(layers, at::TensorOptions(kType), layout), tiles_(layout.tiles), tiled_(layers.size()) {
+    for (auto& tiled : tiled_) {
+      tiled = std::make_shared<TiledDirection>();
+    }
+  }
 
-  bool collect(double scale, const std::vector<at::Tensor>& others) override;
+  bool collect(double scale, const std::vector<at::Tensor>& others, const std::vector<bool>& of_rows) override;
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
+  bool takeRows(int layer, const RowDirection& made, double expected) override;
   Tiles tiles(int layer) override {
     const bool used = tiles_ && usesTiles(spec(layer), InverseForm::kInverse);
-    return used ? Tiles{&tiled_[static_cast<std::size_t>(layer)], &tiled_work_} : Tiles{};
+    return used ? Tiles{tiled_[static_cast<std::size_t>(layer)], &tiled_work_} : Tiles{};
   }
   void write(const std::vector<double>& rates, std::optional<double> kl_clip, const Finished& finished) override;
   double clip() const override { return clip_; }
@@ -38,6 +43,9 @@ class CpuDirections final : public KfacDirections {
     at::Tensor bias;
     const T* weight_data = nullptr;
     const T* bias_data = nullptr;
+    std::vector<double> times_signs;   // of layers that may be of rows
+    std::optional<double> row_factor;  // none: V is in the buffer
+    RowDirection rows;
   };
   // Columns of a part, which lie as a matrix of those of the weight and, behind it, that of the bias.
   struct Columns {
@@ -45,7 +53,7 @@ class CpuDirections final : public KfacDirections {
     std::int64_t of_weight = 0;
     bool bias = false;
   };
-  bool collectLayer(int layer, T scale);
+  bool collectLayer(int layer, T scale, bool compared);
   void preconditionOnTiles(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs);
   void preconditionEmbedding(int layer, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                              T lambda);
@@ -69,7 +77,7 @@ class CpuDirections final : public KfacDirections {
   std::vector<Source> sources_;  // [layer]
   Scratch work_;
   bool tiles_;
-  std::vector<TiledDirection> tiled_;  // [layer], of the part that this rank computes
+  std::vector<std::shared_ptr<TiledDirection>> tiled_;  // [layer], of the part that this rank computes
   TiledDirection::Work tiled_work_;
   double scale_ = 1;  // of the last collect()
   double clip_ = 1;
@@ -78,20 +86,21 @@ class CpuDirections final : public KfacDirections {
 template <class T>
 std::size_t CpuDirections<T>::bytes() const {
   std::size_t bytes = KfacDirections::bytes() + work_.bytes() + tiled_work_.bytes();
-  for (const TiledDirection& tiled : tiled_) {
-    bytes += tiled.bytes();
+  for (const auto& tiled : tiled_) {
+    bytes += tiled->bytes();
   }
   return bytes;
 }
 
 template <class T>
-bool CpuDirections<T>::collect(double scale, const std::vector<at::Tensor>& others) {
+bool CpuDirections<T>::collect(double scale, const std::vector<at::Tensor>& others, const std::vector<bool>& of_rows) {
   findActive();
   forgetSources();
   scale_ = scale;
   bool finite = true;
   for (int layer = 0; layer < count() && finite; ++layer) {
-    finite = collectLayer(layer, static_cast<T>(scale));
+    const bool compared = !of_rows.empty() && of_rows[static_cast<std::size_t>(layer)];
+    finite = collectLayer(layer, static_cast<T>(scale), compared);
   }
   finite = finite && std::all_of(others.begin(), others.end(), isFinite);
   if (!finite) {
@@ -101,7 +110,7 @@ bool CpuDirections<T>::collect(double scale, const std::vector<at::Tensor>& othe
 }
 
 template <class T>
-bool CpuDirections<T>::collectLayer(int layer, T scale) {
+bool CpuDirections<T>::collectLayer(int layer, T scale, bool compared) {
   Source& from = sources_[static_cast<std::size_t>(layer)];
   T* copy = gradients().template mutable_data_ptr<T>() + offset(layer);
   const std::int64_t of_weight = rows(layer) * inputs(layer);
@@ -122,7 +131,13 @@ bool CpuDirections<T>::collectLayer(int layer, T scale) {
     return to;
   };
   from.weight_data = take(spec(layer).weight.grad(), of_weight, copy, from.weight);
-  bool finite = allFinite(from.weight_data, of_weight);
+  bool finite = false;
+  if (compared) {  // of memory read once: what is not finite stays so in a sum
+    from.times_signs = timesSigns(from.weight_data, rows(layer), inputs(layer));
+    finite =
+        std::all_of(from.times_signs.begin(), from.times_signs.end(), [](double sum) { return std::isfinite(sum); });
+  }
+  finite = finite || allFinite(from.weight_data, of_weight);
   if (spec(layer).bias) {
     from.bias_data = take(active(layer) ? biasGradient(layer) : at::Tensor(), rows(layer), copy + of_weight, from.bias);
     finite = finite && allFinite(from.bias_data, rows(layer));
@@ -209,13 +224,27 @@ void CpuDirections<T>::preconditionOnTiles(int layer, int part, const FactorInve
                                            const FactorInverse& inverse_of_outputs) {
   if constexpr (std::is_same_v<T, float>) {
     const Columns of = columns(layer, part);
-    TiledDirection& tiled = tiled_[static_cast<std::size_t>(layer)];
+    TiledDirection& tiled = *tiled_[static_cast<std::size_t>(layer)];
     tiled.prepare(inverse_of_outputs.matrix, inverse_of_inputs.matrix, of.begin, of.of_weight + (of.bias ? 1 : 0));
     T* to = directions().template mutable_data_ptr<T>() + place(layer, part);
     T* to_bias = of.bias ? to + rows(layer) * of.of_weight : nullptr;
     tiled.compute({source(layer).weight_data, source(layer).bias_data, inputs(layer)}, {to, to_bias, of.of_weight},
                   tiled_work_);
   }
+}
+
+template <class T>
+bool CpuDirections<T>::takeRows(int layer, const RowDirection& made, double expected) {
+  Source& from = sources_[static_cast<std::size_t>(layer)];
+  if (!active(layer) || !made.left.defined()) {
+    return false;
+  }
+  const T* bias = biasGradient(layer).defined() ? from.bias_data : nullptr;
+  from.row_factor = factorOf(made, from.times_signs, bias, expected * scale_);
+  if (from.row_factor) {
+    from.rows = made;
+  }
+  return from.row_factor.has_value();
 }
 
 template <class T>
@@ -249,6 +278,9 @@ void CpuDirections<T>::preconditionEmbedding(int layer, const FactorInverse& inp
 
 template <class T>
 double CpuDirections<T>::product(int layer) const {
+  if (const auto& factor = source(layer).row_factor) {
+    return *factor * *factor * source(layer).rows.product;
+  }
   double sum = 0;
   for (int part = 0; part < parts(layer); ++part) {
     const Columns of = columns(layer, part);
@@ -310,7 +342,13 @@ void CpuDirections<T>::writeLayer(int layer, T factor) {
   const at::Tensor weight = plain(of.weight.grad());
   const at::Tensor bias_gradient = biasGradient(layer);
   const at::Tensor bias = bias_gradient.defined() ? plain(bias_gradient) : at::Tensor();
-  for (int part = 0; part < parts(layer); ++part) {
+  const std::optional<double> row_factor = source(layer).row_factor;
+  if (row_factor) {
+    writeRowDirection<T>(source(layer).rows, factor * *row_factor, tiles_ && usesTiles(of, InverseForm::kInverse),
+                         weight.mutable_data_ptr<T>(), bias.defined() ? bias.mutable_data_ptr<T>() : nullptr,
+                         tiled_work_);
+  }
+  for (int part = 0; part < parts(layer) && !row_factor; ++part) {
     const Columns columns = this->columns(layer, part);
     const T* from = direction(layer, part);
     T* to = weight.mutable_data_ptr<T>() + columns.begin;

@@ -15,7 +15,7 @@ class QueuedDirections final : public KfacDirections {
   QueuedDirections(const std::vector<KfacLayerSpec>& layers, const at::TensorOptions& options, Layout layout)
       : Base(layers, options, std::move(layout)) {}
 
-  bool collect(double scale, const std::vector<at::Tensor>& others) override;
+  bool collect(double scale, const std::vector<at::Tensor>& others, const std::vector<bool>& of_rows) override;
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
   void write(const std::vector<double>& rates, std::optional<double> kl_clip, const Finished& finished) override;
@@ -55,7 +55,8 @@ void QueuedDirections::append(int layer, const at::Tensor& matrix, Pairs& pairs)
   }
 }
 
-bool QueuedDirections::collect(double scale, const std::vector<at::Tensor>& others) {
+bool QueuedDirections::collect(double scale, const std::vector<at::Tensor>& others,
+                               const std::vector<bool>& /*of_rows*/) {
   findActive();
   Pairs pairs;
   for (int layer = 0; layer < count(); ++layer) {

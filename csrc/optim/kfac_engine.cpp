@@ -62,7 +62,8 @@ void KfacEngine::setKlClip(std::optional<double> kl_clip) {
 }
 
 void KfacEngine::forward(int layer, const at::Tensor& input, const at::Tensor& output) {
-  const bool seen = stats_.steps % options_.factor_update_steps == 0 || (isEarly(layer) && inEarlyStep());
+  const bool seen =
+      stats_.steps % options_.factor_update_steps == 0 || (isEarly(layer) && inEarlyStep()) || takesRows(layer);
   if (!seen || !at::GradMode::is_enabled() || !output.requires_grad()) {
     return;
   }
@@ -101,6 +102,7 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
   if (isEarly(layer) && inEarlyStep()) {
     early_->keep(layer, input, gradient.detach(), torch::autograd::get_current_graph_task_id());
   }
+  keepRows(layer, input, gradient.detach());
   if (stats_.steps % options_.factor_update_steps != 0) {
     return;
   }
@@ -194,11 +196,19 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     stale_ = stale_ || std::any_of(prepared_.begin(), prepared_.end(), [](bool done) { return done; });
     scaled_loss_ = true;
   }
-  const bool finite = directions_->collect(gradient_scale, others) && !found_inf;
+  const bool of_rows = rows_ && stats_.steps % options_.inverse_update_steps != 0;
+  if (of_rows) {
+    const Timed timed(stats_.exchange_wait_seconds);
+    rows_->leave();
+  }
+  const bool finite = directions_->collect(gradient_scale, others, ofRows()) && !found_inf;
   const bool early = inEarlyStep();
   if (!finite) {
     if (early) {
       refuseMisuse();
+    }
+    if (of_rows) {
+      endRows();
     }
     drop(/*sent=*/true);
     ++stats_.skipped;
@@ -226,8 +236,17 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     }
   }
   finishDirections();
-  const Timed timed(stats_.precondition_seconds);
-  directions_->write(rates, options_.kl_clip, finished);
+  {
+    const Timed timed(stats_.precondition_seconds);
+    directions_->write(rates, options_.kl_clip, finished);
+  }
+  if (of_rows) {
+    const Timed timed(stats_.exchange_wait_seconds);
+    endRows();
+  }
+  if (stats_.steps % options_.inverse_update_steps == 0) {
+    agreeOnRows();
+  }
   endPass();
   ++stats_.steps;
   replanRuns();
@@ -268,6 +287,7 @@ KfacStats KfacEngine::stats() const {
   }
   std::size_t bytes = statistics_->bytes() + directions_->bytes() + (early_ ? early_->bytes() : 0);
   stats.early_directions = early_ ? early_->count() : 0;
+  bytes += rows_ ? rows_->bytes() : 0;
   for (const at::Tensor* buffer : {&payload_, &shares_, &inverse_buffer_}) {
     bytes += buffer->defined() ? buffer->nbytes() : 0;
   }

@@ -29,6 +29,10 @@
 // collective, and each rank says there whether it takes the step: if they differ, all throw, and as nothing is merged
 // or counted before that, they go on as if the step had never been.
 //
+// Directions of rows, where the measured costs say so: in steps that make no inverses, the ranks gather the rows of
+// which Linear layers' gradients are made, and make directions of those (row_directions.h, kfac_engine_rows.cpp). A
+// layer whose gradient in .grad is not that of its rows gets its direction the usual way, on every rank by itself.
+//
 // Early directions, if asked for: in steps that make no inverses the directions of Linear layers are made in the
 // backward pass, before the ranks average gradients (early_directions.h); step() then finds the mean direction in
 // .grad, and has only the clip to do. The other layers go the usual way.
@@ -73,6 +77,7 @@
 #include "optim/kfac_options.h"
 #include "optim/kfac_statistics.h"
 #include "optim/ready_clock.h"
+#include "optim/row_directions.h"
 
 namespace torchext {
 
@@ -84,8 +89,10 @@ struct KfacStats {
   std::int64_t factors_left_out = 0;  // not finite on this rank alone
   std::int64_t runs_overlapped = 0;   // left before step()
   std::int64_t runs = 0;
-  std::int64_t early_directions = 0;  // of layers, made in backward passes
-  double clip = 1;                    // nu of the last step
+  std::int64_t early_directions = 0;        // of layers, made in backward passes
+  std::int64_t row_directions = 0;          // of layers, made of the rows of all ranks
+  std::int64_t row_directions_refused = 0;  // gradients that were not those of their rows
+  double clip = 1;                          // nu of the last step
   InverseFailures failures;
   ExchangeBytes bytes;
   std::int64_t memory_bytes = 0;
@@ -116,6 +123,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   // nobody has done so). found_inf: the caller knows already. Collective. False: skip this step.
   bool step(const std::vector<double>& rates, const std::vector<at::Tensor>& others, double loss_scale,
             double gradient_scale, bool found_inf);
+  // How many layers have directions of rows now, in steps that make no inverses.
+  std::size_t rowLayers() const;
   // With early_directions: has the gradients of Linear layers come by here before they reach .grad, until it is told to
   // let them. Twice is harmless.
   void watchGradients();
@@ -135,7 +144,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool usesTiles() const { return tiles_; }
   core::KfacPrediction prediction() const { return core::predictKfac(plan_, input_); }
   // Seconds of an average step's prediction that early_directions would take into the backward pass, where their rows
-  // cost something, too; 0 where it is on already, or not for this model, method or plan.
+  // cost something, too; 0 where it is on already, or not for this model, method or plan, or gathered rows save more.
   double earlySaving() const;
   KfacStats stats() const;
 
@@ -165,6 +174,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   static constexpr int kInversesTag = 1 << 20;  // + slot
   static constexpr int kSumsTag = 2 << 20;      // + run
   static constexpr int kEarlyTag = 3 << 20;
+  static constexpr int kRowCountsTag = kEarlyTag + 1;
+  static constexpr int kRowsTag = 4 << 20;  // + message
 
   void makePlan();
   void measureCosts();
@@ -239,6 +250,16 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   at::Tensor atGradient(int layer, bool is_bias, const at::Tensor& gradient);
   at::Tensor gatherRows(const at::Tensor& own, int tag);
   void refuseMisuse();
+  bool mayTakeRows(int layer) const;
+  bool takesRows(int layer) const;
+  void keepRows(int layer, const at::Tensor& input, const at::Tensor& gradient);
+  bool takeRows(int layer);
+  std::vector<bool> ofRows() const;
+  void prepareRows();
+  void forgetRows();
+  void endRows();
+  void agreeOnRows();
+  core::AlphaBeta costOfRows() const;
   KfacDirections::Finished finishEarly(const std::vector<double>& rates, double loss_scale);
   void endPass();
 
@@ -261,6 +282,15 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
     unsigned place = 0;  // of our hook
   };
   std::vector<Watched> watched_;
+  std::unique_ptr<RowDirections> rows_;  // null: of no layer
+  bool rows_void_ = false;               // their directions in this step are made with other inverses
+  static constexpr std::int64_t kNoRows = -1;
+  struct RowCount {
+    std::int64_t seen = 0;  // rows of this rank, in a step that makes inverses
+    std::int64_t tried = 0;
+    std::int64_t refused = 0;
+  };
+  std::vector<RowCount> row_counts_;  // [layer]
   std::vector<Instalment> instalments_;
   std::size_t late_instalments_ = 0;  // those of layers that are not early, which come first
   std::vector<int> instalment_of_;    // [layer] -1: all ranks make all of it

@@ -92,7 +92,7 @@ void KfacEngine::makeDirection(int layer) {
     return;
   }
   made_[core::index(layer)] = true;
-  if (worksOn(layer)) {
+  if (worksOn(layer) && !takeRows(layer)) {
     const Timed timed(stats_.precondition_seconds);
     const std::size_t outputs = 2 * (layers_.size() - 1 - core::index(layer));
     directions_->precondition(layer, directions_->parts(layer) > 1 ? rank_ : 0, inverses_[outputs + 1],

@@ -32,7 +32,8 @@ bool KfacEngine::isEarly(int layer) const { return early_ && EarlyDirections::ta
 bool KfacEngine::inEarlyStep() const { return early_ && stats_.steps % options_.inverse_update_steps != 0; }
 
 double KfacEngine::earlySaving() const {
-  if (early_ || !device_.is_cpu() || options_.form != InverseForm::kInverse || options_.inverse_update_steps == 1) {
+  if (early_ || rows_ || !device_.is_cpu() || options_.form != InverseForm::kInverse ||
+      options_.inverse_update_steps == 1) {
     return 0;
   }
   core::KfacPlanInput input = input_;

@@ -76,6 +76,7 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
                   : makeCpuStatistics(layers_, typeOf(layers_), options_.scaling)),
       inverses_(statistics_->slots().size()),
       prepared_(statistics_->slots().size(), false),
+      row_counts_(layers_.size()),
       calls_(layers_.size()),
       ready_(device_, statistics_->slots().size()) {
   if (exchange_) {
@@ -96,6 +97,7 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
         {"split_directions", options_.split_directions},
         {"direction_precision", core::enumName(kPrecisionNames, "direction_precision", options_.precision)},
         {"early_directions", options_.early_directions},
+        {"gather_rows", options_.gather_rows},
         {"shared_memory", options_.shared_memory},
         {"the type of the device", c10::DeviceTypeName(device_.type(), /*lower_case=*/true)},
     });

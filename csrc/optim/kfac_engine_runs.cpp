@@ -183,6 +183,7 @@ void KfacEngine::endRuns() {
 void KfacEngine::forgetStep() {
   statistics_->discard();
   forgetDeferred();
+  forgetRows();
   endPass();
 }
 

@@ -72,6 +72,8 @@ void KfacEngine::load(const std::vector<FactorState>& state, std::int64_t steps,
       inverses_[i] = {copy(state[i].matrix), copy(state[i].values)};
     }
   }
+  rows_void_ = true;  // what was made of those that have left
+  prepareRows();
   stats_.steps = steps;
   stats_.factor_updates = factor_updates;
 }

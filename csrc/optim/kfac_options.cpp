@@ -32,6 +32,28 @@ void KfacOptions::validate() const {
     throwInvalid("max_run_mb", max_run_mb, "above 0, finite");
   }
   const core::KfacStrategy parsed = core::parseKfacStrategy(strategy);
+  if (gather_rows == true) {
+    if (form != InverseForm::kInverse) {
+      throwInvalid("gather_rows", "True", "with method=\"inverse\" only; leave it out");
+    }
+    if (parsed == core::KfacStrategy::kMemOpt || parsed == core::KfacStrategy::kDp ||
+        parsed == core::KfacStrategy::kDkfac) {
+      throwInvalid("gather_rows", "True",
+                   core::concat("where all ranks make the same directions, and strategy=\"", strategy,
+                                "\" is not one for it; leave it out"));
+    }
+    if (inverse_update_steps == 1) {
+      throwInvalid("gather_rows", "True",
+                   "with inverse_update_steps above 1, for steps that make inverses do without rows; leave it out");
+    }
+    if (early_directions) {
+      throwInvalid("gather_rows", "True",
+                   "without early_directions, which are made of each rank's own rows; leave one out");
+    }
+    if (split_directions == true) {
+      throwInvalid("gather_rows", "True", "without split_directions, which leaves each rank a share; leave one out");
+    }
+  }
   if (early_directions) {
     using core::KfacStrategy;
     if (form != InverseForm::kInverse) {

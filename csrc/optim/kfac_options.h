@@ -36,9 +36,10 @@ struct KfacOptions {
   double max_run_mb = 25;                // of factors that travel together, MiB, above 0
   std::optional<bool> split_directions;  // none: where that costs less by the measured costs
   DirectionPrecision precision = DirectionPrecision::kHigh;
-  bool early_directions = false;  // of Linear layers, in the backward pass
-  bool shared_memory = true;      // between ranks of one host, on the CPU
-  bool queued = false;            // take an accelerator's path on the CPU too; for tests
+  bool early_directions = false;    // of Linear layers, in the backward pass
+  std::optional<bool> gather_rows;  // for directions of Linear layers; none: where that costs less
+  bool shared_memory = true;        // between ranks of one host, on the CPU
+  bool queued = false;              // take an accelerator's path on the CPU too; for tests
 
   void validate() const;  // std::invalid_argument: name, value, allowed range
 };

@@ -11,7 +11,7 @@ std::size_t bytesOf(const TileBlocks& blocks) { return blocks.capacity() * sizeo
 
 }  // namespace
 
-std::size_t TiledDirection::Work::bytes() const { return bytesOf(gradient) + bytesOf(middle) + bytesOf(left); }
+std::size_t TiledDirection::Work::bytes() const { return bytesOf(gradient) + bytesOf(middle); }
 
 std::size_t TiledDirection::bytes() const { return bytesOf(outputs_) + bytesOf(inputs_); }
 
@@ -130,20 +130,15 @@ void TiledDirection::compute(const Gradient& gradient, const Result& result, Wor
   }
 }
 
-void TiledDirection::computeOfRows(const Rows& given, const Result& result, Work& work) const {
+void TiledDirection::computeHalves(const Rows& given, float* left, float* right, Work& work) const {
   const std::int64_t out = of_outputs_.size(1);
   const std::int64_t in = of_inputs_.size(1);
   const std::int64_t rows = tileBlocks(out);
   const std::int64_t steps = tileBlocks(in);
   const std::int64_t columns = tileBlocks(count_);
   const std::int64_t samples = tileBlocks(given.count);
-  fit(work.gradient, std::max(samples * steps, samples * rows));
-  fit(work.middle, columns * samples);
-  fit(work.left, rows * samples);
+  fit(work.gradient, samples * std::max(steps, rows));
   TileBlock* laid = work.gradient.data();
-  TileBlock* middle = work.middle.data();
-  TileBlock* left = work.left.data();
-  // (a 1) A^-1, as the right operand of the last product.
   const cpu::TileSource of_inputs{given.inputs, given.columns, given.count, given.columns, given.ones};
   for (std::int64_t sample = 0; sample < samples; ++sample) {
     cpu::layLeft(of_inputs, sample, in, laid + sample * steps);
@@ -151,14 +146,16 @@ void TiledDirection::computeOfRows(const Rows& given, const Result& result, Work
   forRows(columns, samples, steps, [&](std::int64_t begin, std::int64_t end) {
     cpu::configureTiles();
     for (std::int64_t column = begin; column < end; ++column) {
+      const std::int64_t first = column * kTileBlock;
       for (std::int64_t sample = 0; sample < samples; ++sample) {
-        cpu::multiplyToRight(laid + sample * steps, inputs_.data() + column * steps, steps,
-                             middle[column * samples + sample]);
+        const std::int64_t row = sample * kTileBlock;
+        cpu::multiplyToMatrix(laid + sample * steps, inputs_.data() + column * steps, steps,
+                              right + row * count_ + first, count_, std::min(kTileBlock, given.count - row),
+                              std::min(kTileBlock, count_ - first), nullptr);
       }
     }
     cpu::releaseTiles();
   });
-  // G^-1 g^T, as its left operand.
   const cpu::TileSource of_gradients{given.gradients, given.count, out, given.count};
   for (std::int64_t sample = 0; sample < samples; ++sample) {
     cpu::layRight(of_gradients, sample, laid + sample * rows);
@@ -166,20 +163,45 @@ void TiledDirection::computeOfRows(const Rows& given, const Result& result, Work
   forRows(rows, samples, rows, [&](std::int64_t begin, std::int64_t end) {
     cpu::configureTiles();
     for (std::int64_t row = begin; row < end; ++row) {
+      const std::int64_t first = row * kTileBlock;
       for (std::int64_t sample = 0; sample < samples; ++sample) {
-        cpu::multiplyToLeft(outputs_.data() + row * rows, laid + sample * rows, rows, left[row * samples + sample]);
+        const std::int64_t column = sample * kTileBlock;
+        cpu::multiplyToMatrix(outputs_.data() + row * rows, laid + sample * rows, rows,
+                              left + first * given.count + column, given.count, std::min(kTileBlock, out - first),
+                              std::min(kTileBlock, given.count - column), nullptr);
       }
     }
     cpu::releaseTiles();
   });
+}
+
+void TiledDirection::joinHalves(const Halves& halves, const Result& result, Work& work) {
+  const std::int64_t rows = tileBlocks(halves.outputs);
+  const std::int64_t columns = tileBlocks(halves.columns);
+  const std::int64_t samples = tileBlocks(halves.count);
+  fit(work.gradient, rows * samples);
+  fit(work.middle, columns * samples);
+  TileBlock* left = work.gradient.data();
+  TileBlock* right = work.middle.data();
+  const cpu::TileSource of_left{halves.left, halves.count, halves.outputs, halves.count};
+  for (std::int64_t row = 0; row < rows; ++row) {
+    cpu::layLeft(of_left, row, halves.count, left + row * samples);
+  }
+  const cpu::TileSource of_right{halves.right, halves.columns, halves.count, halves.columns};
+  for (std::int64_t column = 0; column < columns; ++column) {
+    cpu::layRight(of_right, column, right + column * samples);
+  }
   forRows(rows, columns, samples, [&](std::int64_t begin, std::int64_t end) {
     cpu::configureTiles();
     forBlocks(begin, end, columns, samples, [&](std::int64_t row, std::int64_t column) {
       const std::int64_t first_row = row * kTileBlock;
       const std::int64_t first = column * kTileBlock;
-      cpu::multiplyToMatrix(
-          left + row * samples, middle + column * samples, samples, result.weight + first_row * result.columns + first,
-          result.columns, std::min(kTileBlock, out - first_row), std::min(kTileBlock, result.columns - first), nullptr);
+      const std::int64_t of_weight = std::min(kTileBlock, result.columns - first);
+      const bool last = result.bias != nullptr && of_weight < kTileBlock;
+      cpu::multiplyToMatrix(left + row * samples, right + column * samples, samples,
+                            result.weight + first_row * result.columns + first, result.columns,
+                            std::min(kTileBlock, halves.outputs - first_row), of_weight,
+                            last ? result.bias + first_row : nullptr);
     });
     cpu::releaseTiles();
   });
@@ -191,7 +213,9 @@ void TiledDirection::prepare(const at::Tensor&, const at::Tensor&, std::int64_t,
 
 void TiledDirection::compute(const Gradient&, const Result&, Work&) const {}
 
-void TiledDirection::computeOfRows(const Rows&, const Result&, Work&) const {}
+void TiledDirection::computeHalves(const Rows&, float*, float*, Work&) const {}
+
+void TiledDirection::joinHalves(const Halves&, const Result&, Work&) {}
 
 #endif
 

@@ -33,7 +33,6 @@ class TiledDirection {
   struct Work {
     TileBlocks gradient;
     TileBlocks middle;
-    TileBlocks left;  // of computeOfRows()
     std::size_t bytes() const;
   };
   // dW of all groups: weight [groups * outputs, columns]; bias, if the layer has one that is not frozen, is the column
@@ -63,9 +62,17 @@ class TiledDirection {
     std::int64_t count = 0;
     std::int64_t columns = 0;
   };
-  // The same of such a gradient, for the columns that prepare() was given, which begin with the first; without a bias'
-  // column. Three products with `count` on one side, where compute() has two of full matrices.
-  void computeOfRows(const Rows& given, const Result& result, Work& work) const;
+  // L = G^-1 g^T [out, count] and R = (a 1) A^-1 [count, columns that prepare() was given, which begin with the first]:
+  // V is their product.
+  void computeHalves(const Rows& given, float* left, float* right, Work& work) const;
+  struct Halves {
+    const float* left = nullptr;
+    const float* right = nullptr;
+    std::int64_t outputs = 0;
+    std::int64_t count = 0;
+    std::int64_t columns = 0;  // of right
+  };
+  static void joinHalves(const Halves& halves, const Result& result, Work& work);
   std::size_t bytes() const;
 
  private:

@@ -23,8 +23,8 @@ KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_de
                             int factor_update_steps, int inverse_update_steps, const std::string& method,
                             const std::string& factor_scaling, std::string strategy, double worker_fraction,
                             bool exchange_always, double max_run_mb, std::optional<bool> split_directions,
-                            const std::string& direction_precision, bool early_directions, bool shared_memory,
-                            bool queued) {
+                            const std::string& direction_precision, bool early_directions,
+                            std::optional<bool> gather_rows, bool shared_memory, bool queued) {
   KfacOptions options{damping,
                       factor_decay,
                       martens_decay,
@@ -40,6 +40,7 @@ KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_de
                       split_directions,
                       core::parseEnum(kPrecisionNames, "direction_precision", direction_precision),
                       early_directions,
+                      gather_rows,
                       shared_memory,
                       queued};
   options.validate();
@@ -68,6 +69,8 @@ py::dict kfacToDict(const KfacStats& stats) {
   result["runs"] = stats.runs;
   result["runs_overlapped"] = stats.runs_overlapped;
   result["early_directions"] = stats.early_directions;
+  result["row_directions"] = stats.row_directions;
+  result["row_directions_refused"] = stats.row_directions_refused;
   result["clip"] = stats.clip;
   result["inverses_retried"] = stats.failures.retried;
   result["inverses_kept"] = stats.failures.kept;
@@ -124,6 +127,7 @@ py::dict planDict(const KfacEngine& engine) {
   result["tiles"] = engine.usesTiles();
   result["early_directions"] = engine.options().early_directions;
   result["early_saving_seconds"] = engine.earlySaving();
+  result["row_layers"] = engine.rowLayers();
   return result;
 }
 
@@ -161,7 +165,7 @@ void bindKfac(py::module_& module) {
            py::arg("inverse_update_steps"), py::arg("method"), py::arg("factor_scaling"), py::arg("strategy"),
            py::arg("worker_fraction"), py::arg("exchange_always"), py::arg("max_run_mb"),
            py::arg("split_directions").none(true), py::arg("direction_precision"), py::arg("early_directions"),
-           py::arg("shared_memory"), py::arg("queued"));
+           py::arg("gather_rows").none(true), py::arg("shared_memory"), py::arg("queued"));
 
   py::class_<KfacLayerSpec>(module, "KfacLayer")
       .def(py::init(&makeLayer), py::kw_only(), py::arg("name"), py::arg("kind"), py::arg("weight"),

@@ -234,16 +234,7 @@ TORCHEXT_TARGET_TILES inline void layRight(const TileSource& from, std::int64_t 
   }
 }
 
-// A block of left right, laid out as a block of a left operand. left and right: `steps` blocks.
-TORCHEXT_TARGET_TILES inline void multiplyToLeft(const TileBlock* left, const TileBlock* right, std::int64_t steps,
-                                                 TileBlock& to) {
-  alignas(64) std::array<float, kTileBlock * kTileBlock> block;
-  detail::multiplyBlocks(left, right, steps);
-  detail::storeTiles(block.data(), kTileBlock);
-  layLeft({block.data(), kTileBlock, kTileBlock, kTileBlock}, 0, kTileBlock, &to);
-}
-
-// The same as a block of a right operand.
+// A block of left right, laid out as a block of a right operand. left and right: `steps` blocks.
 TORCHEXT_TARGET_TILES inline void multiplyToRight(const TileBlock* left, const TileBlock* right, std::int64_t steps,
                                                   TileBlock& to) {
   alignas(64) std::array<float, kTileBlock * kTileBlock> block;

@@ -51,6 +51,8 @@ class PreconditionerOptions(TypedDict, total=False):
     """``"high"`` (default): products of directions in 16 bits on CPUs with AMX. ``"highest"``: in float32."""
     early_directions: bool
     """Directions of Linear layers are made in the backward pass, before gradients are averaged; default False."""
+    gather_rows: bool | None
+    """Directions of Linear layers are made of the rows of all ranks' batches. None: where that costs less."""
     shared_memory: bool
     """What ranks of one host exchange goes through memory; default True."""
     process_group: dist.ProcessGroup | None

@@ -36,6 +36,11 @@ class KFACPlan:
             lines.append("  directions are split by columns: every rank computes a share of each")
         if plan["early_directions"]:
             lines.append("  directions of Linear layers are made in the backward pass, but in updates of the inverses")
+        if plan["row_layers"]:
+            lines.append(
+                f"  directions of {plan['row_layers']} Linear layers are made of gathered rows, but in updates of the "
+                "inverses"
+            )
         if plan["tiles"]:
             lines.append('  directions of larger layers are made by AMX in 16 bits (direction_precision="high")')
         updates, steps = max(self._stats["inverse_updates"], 1), max(self._stats["steps"], 1)

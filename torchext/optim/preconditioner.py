@@ -93,6 +93,12 @@ class KFACPreconditioner:
             outside of their layers. In steps that make inverses all goes the usual way. Same result. Needs
             ``"inverse"``, ``inverse_update_steps`` above 1, a Linear layer, and a strategy with all inverses everywhere
             (not ``"mem-opt"``, ``"hybrid"``, ``"dp"``). Keeps a second set of these layers' gradients.
+        gather_rows: in steps that make no inverses the ranks gather the rows of which Linear layers' gradients are made
+            (what each read, and the gradients at its output), and make directions of them, which with fewer rows than
+            two thirds of a layer's width costs a fraction. None: where that costs less. A gradient that is not that of
+            its rows (a penalty in the loss, another use of the weight, a clip by value, 16 bits) is taken whole, and
+            ``row_directions_refused`` in ``stats()`` counts it. Same result. ``"inverse"`` only, on the CPU, and where
+            all ranks make the same directions (not ``"mem-opt"``, ``"dp"``, ``"d-kfac"``).
         shared_memory: what ranks exchange goes through memory where all are on one host and can map each other's; the
             same on all ranks. On the CPU.
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
@@ -131,6 +137,7 @@ class KFACPreconditioner:
         split_directions: bool | None = None,
         direction_precision: str = "high",
         early_directions: bool = False,
+        gather_rows: bool | None = None,
         shared_memory: bool = True,
         process_group: dist.ProcessGroup | None = None,
         _failure: Exception | None = None,
@@ -172,6 +179,7 @@ class KFACPreconditioner:
                 split_directions=split_directions,
                 direction_precision=direction_precision,
                 early_directions=early_directions,
+                gather_rows=gather_rows,
                 shared_memory=shared_memory,
                 queued=_queued,
             )
@@ -192,6 +200,11 @@ class KFACPreconditioner:
                 raise ValueError(
                     "early_directions = True: allowed for models with Linear layers that K-FAC takes, and this has "
                     "none; leave it out"
+                )
+            if gather_rows and not any(isinstance(layer.modules[0], nn.Linear) for layer in self._layers):
+                raise ValueError(
+                    "gather_rows = True: allowed for models with Linear layers that K-FAC takes, and this has none; "
+                    "leave it out"
                 )
             self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
             dear = dear_of(layer.weight for layer in self._layers)
@@ -353,7 +366,8 @@ class KFACPreconditioner:
         ``steps``, ``skipped`` (not finite, on all ranks), ``factors_left_out`` (overflowed on this rank alone),
         ``factor_updates`` (steps in which they were due), ``inverse_updates``, ``inverses_retried`` (in float64),
         ``inverses_kept`` (failed; the last good one was used), ``early_directions`` (of layers, made in backward
-        passes), ``clip`` (of the last step), ``runs`` and
+        passes), ``row_directions`` (made of rows), ``row_directions_refused`` (their gradients were not those of rows),
+        ``clip`` (of the last step), ``runs`` and
         ``runs_overlapped`` (that left during a backward pass), ``*_bytes`` of the tensors passed to collectives,
         ``memory_bytes`` of K-FAC's own buffers, ``*_seconds`` (of the host: on CUDA they end when the work is queued).
         On CUDA it waits for the device.

@@ -220,30 +220,6 @@ TEST_F(Tiles, ChainProducts) {
   EXPECT_LT(errorOf(result, productInDouble(outer, productInDouble(middle, inner, m, n, n), m, m, n)), 1e-5);
 }
 
-TEST_F(Tiles, ChainProductsFromTheLeft) {
-  const std::int64_t m = 45;
-  const std::int64_t k = 35;
-  const std::int64_t n = 70;
-  const auto outer = normals(m * m);
-  const auto middle = normals(m * k);
-  const auto inner = normals(k * n);
-  const auto of_g = leftOf({outer.data(), m, m, m}, m);
-  const auto of_x = rightOf({middle.data(), k, m, k});
-  const auto of_a = rightOf({inner.data(), n, k, n});
-  std::vector<TileBlock> between(static_cast<std::size_t>(tileBlocks(m) * tileBlocks(k)));
-  std::vector<float> result(static_cast<std::size_t>(m * n), kGuard);
-  configureTiles();
-  for (std::int64_t row = 0; row < tileBlocks(m); ++row) {
-    for (std::int64_t column = 0; column < tileBlocks(k); ++column) {
-      multiplyToLeft(of_g.data() + row * tileBlocks(m), of_x.data() + column * tileBlocks(m), tileBlocks(m),
-                     between[static_cast<std::size_t>(row * tileBlocks(k) + column)]);
-    }
-  }
-  multiplyLaid(between.data(), of_a.data(), m, k, n, result.data(), n);
-  releaseTiles();
-  EXPECT_LT(errorOf(result, productInDouble(productInDouble(outer, middle, m, m, k), inner, m, k, n)), 1e-5);
-}
-
 // Beyond the eight bits of bfloat16 the low part counts; small and large numbers keep it.
 TEST_F(Tiles, KeepSixteenBits) {
   const std::vector<float> left{1.0F + std::ldexp(1.0F, -12), -3.0F, std::ldexp(1.0F, -100), 1e30F};

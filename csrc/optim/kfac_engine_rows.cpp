@@ -1,0 +1,185 @@
+// Directions of Linear layers that are made of the rows of all ranks' batches (row_directions.h), in all steps but
+// those that make inverses. In those every rank says how many rows its layers have had, and all choose alike for the
+// steps to come.
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/kfac_rows.h"
+#include "optim/kfac_engine.h"
+#include "optim/timed.h"
+
+namespace torchext {
+namespace {
+
+// A layer whose gradients are not those of its rows in most of so many steps never has such ones again.
+constexpr std::int64_t kTries = 8;
+// Of rows that are kept for a step, of all ranks: beyond it they are no longer small beside a model.
+constexpr std::size_t kMostBytes = std::size_t{256} << 20;
+
+// Whether what is there has enough places for `layers`, and not many more. Alike on all ranks.
+bool hasPlaces(const std::vector<BatchRows::Layer>& there, const std::vector<BatchRows::Layer>& layers) {
+  return std::equal(there.begin(), there.end(), layers.begin(), layers.end(), [](const auto& old, const auto& now) {
+    return old.number == now.number && old.places >= now.places && old.places <= 2 * now.places;
+  });
+}
+
+}  // namespace
+
+bool KfacEngine::mayTakeRows(int layer) const {
+  return options_.gather_rows.value_or(true) && !early_ && !queued_ && options_.form == InverseForm::kInverse &&
+         plan_.strategy != core::KfacStrategy::kDkfac && options_.inverse_update_steps > 1 &&
+         layers_[core::index(layer)].kind == KfacLayerSpec::Kind::kLinear &&
+         plan_.workers[core::index(layer)] == ranks_ && directions_->parts(layer) == 1;
+}
+
+bool KfacEngine::takesRows(int layer) const {
+  return rows_ && stats_.steps % options_.inverse_update_steps != 0 && rows_->has(layer);
+}
+
+void KfacEngine::keepRows(int layer, const at::Tensor& input, const at::Tensor& gradient) {
+  if (takesRows(layer)) {
+    rows_->keep(layer, input, gradient);
+  } else if (stats_.steps % options_.inverse_update_steps == 0) {
+    row_counts_[core::index(layer)].seen += input.numel() / layers_[core::index(layer)].inputs();
+  }
+}
+
+void KfacEngine::forgetRows() {
+  for (RowCount& count : row_counts_) {
+    count.seen = 0;
+  }
+  if (rows_) {
+    rows_->forget();
+  }
+}
+
+void KfacEngine::endRows() {
+  rows_->next();
+  rows_void_ = false;
+}
+
+std::size_t KfacEngine::rowLayers() const {
+  const Lock lock(mutex_);
+  return rows_ ? rows_->layers().size() : 0;
+}
+
+// Whether this rank's direction of a layer is that of rows, which are all that its gradient is made of.
+bool KfacEngine::takeRows(int layer) {
+  if (!takesRows(layer) || rows_void_ || !directions_->active(layer)) {
+    return false;
+  }
+  RowDirection made;
+  {
+    const Timed timed(rows_->travels() ? stats_.exchange_wait_seconds : stats_.precondition_seconds);
+    made = rows_->made(layer);
+  }
+  const Timed timed(stats_.precondition_seconds);
+  const bool taken = directions_->takeRows(layer, made, 1.0 / ranks_);
+  RowCount& count = row_counts_[core::index(layer)];
+  ++count.tried;
+  count.refused += taken ? 0 : 1;
+  stats_.row_directions += taken ? 1 : 0;
+  stats_.row_directions_refused += taken ? 0 : 1;
+  return taken;
+}
+
+std::vector<bool> KfacEngine::ofRows() const {
+  std::vector<bool> layers;
+  for (int layer = 0; rows_ && layer < static_cast<int>(layers_.size()); ++layer) {
+    layers.push_back(takesRows(layer));
+  }
+  return layers;
+}
+
+// Whenever there are other inverses, or other layers.
+void KfacEngine::prepareRows() {
+  for (int layer = 0; rows_ && layer < static_cast<int>(layers_.size()); ++layer) {
+    if (rows_->has(layer)) {
+      const KfacLayerSpec& spec = layers_[core::index(layer)];
+      const std::size_t outputs = 2 * (layers_.size() - 1 - core::index(layer));
+      rows_->prepare(layer, {inverses_[outputs + 1], inverses_[outputs], spec.bias && spec.bias->requires_grad(),
+                             directions_->tiles(layer).direction});
+    }
+  }
+}
+
+// At the end of a step that made inverses. Collective where a layer may take rows.
+void KfacEngine::agreeOnRows() {
+  const auto count = static_cast<std::int64_t>(layers_.size());
+  std::vector<std::int64_t> own;
+  bool possible = false;  // the same on all ranks
+  for (int layer = 0; layer < static_cast<int>(count); ++layer) {
+    const RowCount& rows = row_counts_[core::index(layer)];
+    const bool in_vain = rows.tried >= kTries && 2 * rows.refused > rows.tried;
+    possible = possible || mayTakeRows(layer);
+    own.push_back(!mayTakeRows(layer) || in_vain ? kNoRows : rows.seen);
+    row_counts_[core::index(layer)].seen = 0;
+  }
+  if (!possible) {
+    return;
+  }
+  at::Tensor all;
+  {
+    const Timed timed(stats_.exchange_wait_seconds);
+    all = gatherRows(at::tensor(own, at::kLong), kRowCountsTag);
+  }
+  const at::Tensor most = std::get<0>(all.max(0));
+  const at::Tensor none = all.eq(kNoRows).any(0);
+  const at::Tensor sum = all.sum(0);
+  std::vector<core::RowLayer> candidates;
+  const auto width = c10::elementSize(statistics_->type());
+  std::size_t bytes = 0;
+  for (std::int64_t layer = 0; layer < count; ++layer) {
+    const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
+    core::RowLayer candidate{static_cast<std::size_t>(spec.outputs()), static_cast<std::size_t>(spec.inputDim()),
+                             /*rows=*/0, /*bytes=*/0, input_.precondition[static_cast<std::size_t>(layer)]};
+    if (!none[layer].item<bool>()) {
+      candidate.rows = static_cast<std::size_t>(sum[layer].item<std::int64_t>());
+      candidate.bytes = static_cast<std::size_t>(most[layer].item<std::int64_t>() * (spec.outputs() + spec.inputs())) *
+                        static_cast<std::size_t>(width);
+      if (bytes + candidate.bytes * core::index(ranks_) > kMostBytes) {
+        candidate.rows = 0;
+      } else {
+        bytes += candidate.bytes * core::index(ranks_);
+      }
+    }
+    candidates.push_back(candidate);
+  }
+  std::vector<bool> chosen = core::chooseRows(candidates, costOfRows());
+  for (std::size_t i = 0; options_.gather_rows == true && i < chosen.size(); ++i) {
+    chosen[i] = candidates[i].rows > 0;
+  }
+  std::vector<BatchRows::Layer> layers;
+  for (std::int64_t layer = count - 1; layer >= 0; --layer) {
+    const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
+    if (chosen[static_cast<std::size_t>(layer)]) {
+      layers.push_back({static_cast<int>(layer), spec.inputs(), spec.outputs(), most[layer].item<std::int64_t>()});
+    }
+  }
+  if (layers.empty()) {
+    rows_.reset();
+  } else if (!rows_ || !hasPlaces(rows_->layers(), layers)) {
+    rows_ = std::make_unique<RowDirections>(std::move(layers), statistics_->options(), exchange_.get(), kRowsTag);
+  }
+  for (std::int64_t layer = 0; rows_ && layer < count; ++layer) {
+    if (chosen[static_cast<std::size_t>(layer)]) {
+      rows_->expect(static_cast<int>(layer), own[static_cast<std::size_t>(layer)]);
+    }
+  }
+  prepareRows();
+}
+
+// Of the bytes of one rank until all ranks have those of all.
+core::AlphaBeta KfacEngine::costOfRows() const {
+  const core::KfacCosts& costs = input_.costs;
+  if (!exchange_) {
+    return {};
+  }
+  if (costs.sharing) {
+    return {costs.sharing->alpha, ranks_ * costs.sharing->beta};
+  }
+  // An all-reduce of n bytes gathers n / ranks of each, after it has scattered as much.
+  return {costs.all_reduce.alpha / 2, costs.all_reduce.beta * ranks_ / 2};
+}
+
+}  // namespace torchext

@@ -1,0 +1,44 @@
+#include "core/kfac_rows.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace torchext::core {
+namespace {
+
+using Chosen = std::vector<bool>;
+
+TEST(KfacRows, ShareIsThatOfTheMultiplications) {
+  // 64 (1024^2 + 1024^2 + 1024^2) of 2 1024^3.
+  EXPECT_DOUBLE_EQ(shareOfRows(1024, 1024, 64), 64 * 3.0 / (2 * 1024));
+  // 5 (9 + 16 + 12) of 12 * 7.
+  EXPECT_DOUBLE_EQ(shareOfRows(3, 4, 5), 5 * 37.0 / 84);
+  EXPECT_EQ(shareOfRows(100, 100, 0), 0);
+}
+
+TEST(KfacRows, FewRowsOfWideLayersAreChosen) {
+  const AlphaBeta nothing;
+  EXPECT_EQ(chooseRows({{1024, 1024, 64, 0, 5e-3}}, nothing), Chosen{true});
+  EXPECT_EQ(chooseRows({{1024, 1024, 680, 0, 5e-3}}, nothing), Chosen{false});  // as many multiplications
+  EXPECT_EQ(chooseRows({{32, 32, 2, 0, 20e-6}}, nothing), Chosen{false});       // cheap as it is
+  EXPECT_EQ(chooseRows({{1024, 1024, 0, 0, 5e-3}}, nothing), Chosen{false});    // none
+  EXPECT_TRUE(chooseRows({}, nothing).empty());
+}
+
+TEST(KfacRows, WhatGatheringCostsCounts) {
+  const RowLayer layer{1024, 1024, 64, 128 << 10, 5e-3};
+  EXPECT_EQ(chooseRows({layer}, {0, 1e-8}), Chosen{true});    // 1.3 ms of 4.2 saved
+  EXPECT_EQ(chooseRows({layer}, {0, 4e-8}), Chosen{false});   // 5.2 ms
+  EXPECT_EQ(chooseRows({layer}, {10e-3, 0}), Chosen{false});  // to begin with
+  EXPECT_EQ(chooseRows({layer, layer, layer}, {10e-3, 0}), Chosen(3, true));
+}
+
+TEST(KfacRows, ALayerIsChosenForItself) {
+  EXPECT_EQ(
+      chooseRows({{1024, 1024, 64, 1000, 5e-3}, {10, 1024, 64, 1000, 10e-6}, {512, 512, 64, 1000, 1e-3}}, {1e-4, 1e-9}),
+      (Chosen{true, false, true}));
+}
+
+}  // namespace
+}  // namespace torchext::core
