@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ from sharded import (
     made,
     mlp,
     sgd,
+    wide,
 )
 from test_dear_known_faults import body_branch_by_rank, check_beside_a_fault, in_forms_and_at_fault, late
 from torch import nn
@@ -103,6 +106,26 @@ def body_looking(rank: Rank) -> dict[str, float]:
 def test_parameters_are_complete_whenever_looked_at(size: int, dtype: str) -> None:
     for found in run_ranks(in_forms_and_at_fault, size, dtype, body_looking, late):
         check_beside_a_fault(found, dtype)
+
+
+def body_copying(rank: Rank) -> dict[str, float]:
+    copies: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+        "an average made now": lambda module: AveragedModel(module).module,
+    }
+    found = {}
+    for name, copied in copies.items():
+        pair = Pair(rank, made(wide), sgd).run(3)
+        found[name] = difference(copied(pair.module), pair.twin)
+        pair.done()
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_copy_of_the_model_is_complete(size: int) -> None:
+    for worst in run_ranks(in_forms, size, body_copying):
+        assert max(worst.values()) < EXACT, worst
 
 
 class Parted(nn.Module):
