@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,11 @@ import torchext
 FORMS = ["sharded", "replicated"]
 # As on CUDA, by the collectives of a group of their own.
 WAYS = [*FORMS, *(f"{form} over collectives" for form in FORMS)]
+SIZES = [1, 2, 3, 4]
+DTYPES = ["float32", "bfloat16"]
+EXACT = 1e-5  # of float32; sums in another order than the twin's
+PHASES = [False, True]  # with the fallback the first steps are plain all-reduce
+PLAIN = "plain DDP"
 ROWS = 4  # of every rank's batch
 
 
@@ -91,16 +97,21 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 4))
 
 
-def made(kind: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+def wide() -> nn.Module:
+    """Large enough that exchanges are still on their way when the next thing happens."""
+    return nn.Sequential(nn.Linear(16, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4))
+
+
+def made(kind: Callable[[], nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
     torch.manual_seed(0)
-    return kind().to(dtype)
+    return kind().to(dtype or Pair.dtype)
 
 
-def batch(step: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int, size: int, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole batch of a step; rank r's part is [r::size]."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.rand(ROWS * size, 16, generator=generator) * 2 - 1
-    return inputs.to(dtype), (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
+    return inputs.to(dtype or Pair.dtype), (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -115,12 +126,43 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.02)
 
 
+def adamw_or_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """In 8 bits many gradients are but rounding, and Adam would step with those as with any."""
+    return (adamw if Pair.dtype == torch.float32 else sgd)(parameters)
+
+
+class PlainDDP:
+    """In place of the synchronizer: what a script does that trains with DDP alone."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    def wait(self) -> None:
+        pass
+
+    synchronize = detach = wait
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(self._pair.module.parameters(), max_norm, norm_type)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        yield self._pair.module
+
+    def stats(self) -> dict[str, Any]:
+        return {"mode": "allreduce", "steps": self._pair.steps}
+
+
 class Pair:
     """One model trained on all ranks, and its twin trained by this process alone, on the whole batch."""
 
     form = "sharded"
-    """Or one of WAYS."""
+    """Or one of WAYS, or PLAIN: DDP alone, which rounds as "dear" does, and in whose place a test has it measured."""
     device = torch.device("cpu")
+    dtype = torch.float32
+    """Of models and batches whose type is not given."""
+    fault: Callable[[Pair], None] | None = None
+    """Done to every new pair: makes a mistake that the test is to notice."""
 
     def __init__(
         self,
@@ -136,19 +178,27 @@ class Pair:
     ) -> None:
         self.rank, self.size = rank.rank, rank.size
         self.dtype = next(model.parameters()).dtype
-        self.module = model = model.to(Pair.device)
-        self.twin = copy.deepcopy(model)
+        self.module: Any = model.to(Pair.device)
+        self.twin: Any = copy.deepcopy(self.module)
         form, _, transport = (form or Pair.form).partition(" over ")
+        plain = form == PLAIN
         options = torchext.DeAROptions(
-            bucket_mb=bucket_mb, allreduce_fallback=fallback, form=form, transport=transport or "auto"
+            bucket_mb=bucket_mb,
+            allreduce_fallback=fallback,
+            form=FORMS[0] if plain else form,
+            transport=transport or "auto",
         )
         self.group = dist.new_group(backend="dear", timeout=timedelta(seconds=timeout), pg_options=options)
-        self.ddp = DistributedDataParallel(model, process_group=self.group, **ddp)
-        self.optimizer, self.plain = optimizer(model.parameters()), optimizer(self.twin.parameters())
-        self.sync = torchext.attach(self.ddp, self.optimizer)
-        assert isinstance(self.sync, torchext.DearSynchronizer)
-        assert (self.sync._lane is not None) == bool(transport or Pair.device.type != "cpu")
+        self.ddp = DistributedDataParallel(self.module, process_group=self.group, **ddp)
+        self.optimizer, self.plain = optimizer(self.module.parameters()), optimizer(self.twin.parameters())
         self.steps = 0
+        self.sync: Any = PlainDDP(self)
+        if not plain:
+            self.sync = torchext.attach(self.ddp, self.optimizer)
+            assert isinstance(self.sync, torchext.DearSynchronizer)
+            assert (self.sync._lane is not None) == bool(transport or Pair.device.type != "cpu")
+        if Pair.fault is not None:
+            Pair.fault(self)
 
     def losses(self, step: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of this rank's rows by the attached model, and that of all rows by the twin."""
@@ -170,6 +220,15 @@ class Pair:
                 module.choice = self.steps
         for loss in self.losses():
             (factor * loss).backward()
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Both models' gradients; returns how far their norms are apart, relative to them."""
+        norm = self.sync.clip_grad_norm_(max_norm, norm_type)
+        expected = self.clip_twin(max_norm, norm_type)
+        return abs(float(norm / expected) - 1)
+
+    def clip_twin(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(self.twin.parameters(), max_norm, norm_type)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -230,6 +289,28 @@ def difference(one: nn.Module, other: nn.Module) -> float:
         float(((a - b).abs().max() / b.abs().max().clamp(min=0.1)).detach())
         for a, b in zip(one.parameters(), other.parameters(), strict=True)
     )
+
+
+def in_forms(rank: Rank, body: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """How far a body's Pairs are apart, in one form after the other; the body finds the ranks joined.
+
+    It returns one figure, or several by their names.
+    """
+    rank.init("dear")
+    found: dict[str, float] = {}
+    for form in FORMS:
+        found |= {f"{form} {name}": figure for name, figure in figures_of(form, body, rank, *args).items()}
+    return found
+
+
+def figures_of(form: str, body: Callable[..., Any], *args: Any) -> dict[str, float]:
+    Pair.form = form
+    try:
+        found = body(*args)
+    except BaseException as error:
+        error.add_note(f"in the form {form!r}, with the fault {Pair.fault!r}")
+        raise
+    return found if isinstance(found, dict) else {"": found}
 
 
 def in_form(rank: Rank, form: str, body: Callable[..., Any], *args: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from attached import Normalized, batch
 from harness import Rank, run_ranks
-from sharded import FORMS
+from sharded import EXACT, FORMS, PHASES, SIZES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,7 +47,6 @@ class Trained:
 
 
 def body_passes(rank: Rank, form: str, fallback: bool) -> None:
-    rank.init("dear")
     options = torchext.DeAROptions(form=form, allreduce_fallback=fallback, bucket_mb=0.001)
     group = dist.new_group(backend="dear", timeout=timedelta(seconds=30), pg_options=options)
     ours, plain = Trained(group, True), Trained(group, False)
@@ -57,15 +56,21 @@ def body_passes(rank: Rank, form: str, fallback: bool) -> None:
     for step, what in enumerate(passes):
         inputs, targets = batch(rank.rank, step)
         output, expected = (model.run(what, inputs, targets) for model in (ours, plain))
-        where = f"pass {step}, {what} after {passes[max(0, step - 1)]}"
+        where = f"{form}, {fallback=}: pass {step}, {what} after {passes[max(0, step - 1)]}"
         for (name, one), (_, other) in zip(ours.ddp.named_buffers(), plain.ddp.named_buffers(), strict=True):
             assert torch.equal(one, other), f"{where}: {name}"
-        assert torch.equal(output, expected), f"{where}: {output - expected}"
+        # Three summands and more are added in another order.
+        assert (output - expected).abs().max() <= (EXACT if rank.size > 2 else 0), f"{where}: {output - expected}"
     assert ours.sync is not None
     ours.sync.detach()
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_forward_passes_of_every_kind(form: str, fallback: bool) -> None:
-    run_ranks(body_passes, 2, form, fallback)
+def body_all(rank: Rank) -> None:
+    rank.init("dear")
+    for form, fallback in itertools.product(FORMS, PHASES):
+        body_passes(rank, form, fallback)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_forward_passes_of_every_kind(size: int) -> None:
+    run_ranks(body_all, size)

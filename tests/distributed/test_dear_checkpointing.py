@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import FORMS, Pair, in_form, made, sgd
+from sharded import EXACT, ROWS, SIZES, Pair, in_forms, made, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-EXACT = 1e-5
 
 
 class Checkpointed(nn.Module):
@@ -34,31 +35,23 @@ class InOneDict(Checkpointed):
         return {"logits": [super().forward(x)]}
 
 
-def body_training(rank: Rank, reentrant: bool, static_graph: bool) -> float:
-    rank.init("dear")
-    Checkpointed.reentrant = reentrant
-    pair = Pair(rank, made(Checkpointed), sgd, static_graph=static_graph)
-    for _ in range(10):
-        pair.step()
-    return pair.done()
-
-
-@pytest.mark.parametrize("static_graph", [False, True], ids=["", "static graph"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "by hooks"])
-@pytest.mark.parametrize("form", FORMS)
-def test_checkpoints(form: str, reentrant: bool, static_graph: bool) -> None:
-    assert max(run_ranks(in_form, 2, form, body_training, reentrant, static_graph)) < EXACT
+def body_training(rank: Rank) -> dict[str, float]:
+    found = {}
+    for Checkpointed.reentrant in (True, False):
+        for static_graph in (False, True):
+            pair = Pair(rank, made(Checkpointed), sgd, static_graph=static_graph)
+            found[f"reentrant={Checkpointed.reentrant} {static_graph=}"] = pair.run(10).done()
+    return found
 
 
 def body_penalty(rank: Rank) -> float:
     """torch.autograd.grad walks the output's hooks, and is no backward pass of the parameters."""
-    rank.init("dear")
     pair = Pair(rank, made(lambda: nn.Sequential(nn.Linear(16, 9), nn.Tanh(), nn.Linear(9, 4))), sgd)
     for step in range(6):
         pair.zero_grad()
         for model, share in ((pair.ddp, slice(rank.rank, None, rank.size)), (pair.twin, slice(None))):
             generator = torch.Generator().manual_seed(step)
-            inputs = torch.rand(8, 16, generator=generator)[share].requires_grad_()
+            inputs = torch.rand(ROWS * rank.size, 16, generator=generator)[share].requires_grad_()
             outputs = model(inputs)
             (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
             (outputs.square().mean() + slope.square().mean()).backward()
@@ -66,23 +59,20 @@ def body_penalty(rank: Rank) -> float:
     return pair.done()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_gradient_penalty(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_penalty)) < EXACT
-
-
 def body_nested_output(rank: Rank) -> float:
-    rank.init("dear")
     Checkpointed.reentrant = True
     pair = Pair(rank, made(InOneDict), sgd)
     for step in range(6):
         pair.zero_grad()
         for model, share in ((pair.ddp, slice(rank.rank, None, rank.size)), (pair.twin, slice(None))):
-            inputs = torch.rand(8, 16, generator=torch.Generator().manual_seed(step))[share]
+            inputs = torch.rand(ROWS * rank.size, 16, generator=torch.Generator().manual_seed(step))[share]
             model(inputs)["logits"][0].square().mean().backward()
         pair.update()
     return pair.done()
 
 
-def test_outputs_in_containers() -> None:
-    assert max(run_ranks(in_form, 2, "sharded", body_nested_output)) < EXACT
+@pytest.mark.parametrize("body", [body_training, body_penalty, body_nested_output])
+@pytest.mark.parametrize("size", SIZES)
+def test_checkpoints(size: int, body: Callable[[Rank], Any]) -> None:
+    for worst in run_ranks(in_forms, size, body):
+        assert max(worst.values()) < EXACT, worst

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,39 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, elapsed_error, run_ranks
-from sharded import FORMS, Branches, Pair, in_form, made, mlp, sgd
+from sharded import EXACT, FORMS, PHASES, SIZES, Branches, Pair, in_form, in_forms, made, mlp, sgd
 from torch import nn
 
-EXACT = 1e-5
-PHASES = [False, True]  # with the fallback the first steps are plain all-reduce
 
-
-def body_clipping(rank: Rank) -> float:
-    rank.init("dear")
-    worst = 0.0
-    for norm_type in (2.0, 1.0, float("inf")):
-        for fallback in PHASES:
-            pair = Pair(rank, made(mlp), sgd, fallback=fallback)
-            for _ in range(6):
-                pair.zero_grad()
-                pair.backward(10)
-                norm = pair.sync.clip_grad_norm_(0.5, norm_type)
-                expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.5, norm_type)
-                assert float(expected) > 0.5  # it is clipped
-                torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
-                pair.update()
-            worst = max(worst, pair.done())
-    return worst
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_gradient_clipping(size: int, form: str) -> None:
-    assert max(run_ranks(in_form, size, form, body_clipping)) < EXACT
-
-
-def body_clipped_doubles(rank: Rank, fallback: bool) -> bool:
-    rank.init("dear")
+def clipped_doubles(rank: Rank, fallback: bool) -> float:
     pair = Pair(rank, made(mlp, torch.float64), sgd, fallback=fallback)
     pair.losses()[0].backward()
     for refused in (-1.0, float("nan")):
@@ -52,16 +25,21 @@ def body_clipped_doubles(rank: Rank, fallback: bool) -> bool:
     left = torch.zeros((), dtype=torch.float64)
     for parameter in stepped(pair):
         left += parameter.grad.square().sum()
-    if not pair.sync._core.replicated and not fallback:
+    if not pair.sync._core.replicated and pair.sync.stats()["mode"] == "dear":
         dist.all_reduce(left)
     expected = 1e-3 * norm / (norm + 1e-6)
-    return norm.dtype == torch.float64 and abs(float(left.sqrt() / expected) - 1) < 1e-12
+    assert norm.dtype == torch.float64
+    return abs(float(left.sqrt() / expected) - 1)
 
 
-@pytest.mark.parametrize("fallback", PHASES)
-@pytest.mark.parametrize("form", FORMS)
-def test_clipping_keeps_the_precision_of_doubles(form: str, fallback: bool) -> None:
-    assert run_ranks(in_form, 2, form, body_clipped_doubles, fallback) == [True, True]
+def body_clipped_doubles(rank: Rank) -> dict[str, float]:
+    return {f"{fallback=}": clipped_doubles(rank, fallback) for fallback in PHASES}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_clipping_keeps_the_precision_of_doubles(size: int) -> None:
+    for worst in run_ranks(in_forms, size, body_clipped_doubles):
+        assert max(worst.values()) < 1e-12, worst
 
 
 def stepped(pair: Pair) -> list[Any]:
@@ -243,53 +221,52 @@ def clip_two_batches(pair: Pair) -> None:
     pair.steps += 100
     pair.backward()
     pair.steps -= 100
-    pair.sync.clip_grad_norm_(0.05)
-    nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)
+    pair.clip(0.05)
 
 
-def body_changed(rank: Rank, fallback: bool, change: Callable[[Pair], None], ddp: dict[str, Any]) -> float:
-    rank.init("dear")
-    pair = Pair(rank, made(Branches if ddp.get("find_unused_parameters") else mlp), sgd, fallback=fallback, **ddp)
-    for _ in range(6):
-        pair.zero_grad()
-        change(pair)
-        pair.update()
-    return pair.done()
+CHANGES: list[tuple[Callable[[Pair], None], str]] = [
+    *((change, "") for change in (change_values, drop_one, model_zero_grad, clip_two_batches)),
+    *((change_values, ddp) for ddp in ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")),
+]
 
 
-@pytest.mark.parametrize("fallback", PHASES)
-@pytest.mark.parametrize(
-    ("form", "change", "ddp"),
-    [
-        ("replicated", clip_what_is_stepped, {}),
-        *((form, change_values, {}) for form in FORMS),
-        *((form, drop_one, {}) for form in FORMS),
-        *((form, model_zero_grad, {}) for form in FORMS),
-        *((form, clip_two_batches, {}) for form in FORMS),
-        *((form, change_values, {"static_graph": True}) for form in FORMS),
-        *((form, change_values, {"find_unused_parameters": True}) for form in FORMS),
-        *((form, change_values, {"gradient_as_bucket_view": True}) for form in FORMS),
-    ],
-)
-def test_what_is_done_through_the_optimizer_counts_in_every_step(
-    form: str, change: Callable[[Pair], None], ddp: dict[str, Any], fallback: bool
-) -> None:
-    assert max(run_ranks(in_form, 2, form, body_changed, fallback, change, ddp)) < EXACT
+def body_changed(rank: Rank) -> dict[str, float]:
+    found = {}
+    of_whole_gradients = [] if Pair.form == "sharded" else [(clip_what_is_stepped, "")]
+    for (change, ddp), fallback in itertools.product(CHANGES + of_whole_gradients, PHASES):
+        kind = Branches if ddp == "find_unused_parameters" else mlp
+        pair = Pair(rank, made(kind), sgd, fallback=fallback, **({ddp: True} if ddp else {}))
+        for _ in range(4):
+            pair.zero_grad()
+            change(pair)
+            pair.update()
+        found[f"{change.__name__} {ddp} {fallback=}"] = pair.done()
+    return found
 
 
-def body_clipped_after_unscaling(rank: Rank, fallback: bool) -> float:
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_done_through_the_optimizer_counts_in_every_step(size: int) -> None:
+    for worst in run_ranks(in_forms, size, body_changed):
+        assert max(worst.values()) < EXACT, worst
+
+
+def body_clipped_after_unscaling(rank: Rank) -> dict[str, float]:
     """In the replicated form gradients are whole once they are unscaled, and the parameters' own."""
     rank.init("dear")
-    pair = Pair(rank, made(mlp), sgd, fallback=fallback)
+    found = {}
+    for fallback in PHASES:
+        pair = Pair(rank, made(mlp), sgd, fallback=fallback)
 
-    def clip() -> None:
-        for module in (pair.module, pair.twin):
-            nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+        def clip(pair: Pair = pair) -> None:
+            for module in (pair.module, pair.twin):
+                nn.utils.clip_grad_norm_(module.parameters(), 0.3)
 
-    pair.run_scaled(clip)
-    return pair.done()
+        pair.run_scaled(clip)
+        found[f"{fallback=}"] = pair.done()
+    return found
 
 
-@pytest.mark.parametrize("fallback", PHASES)
-def test_gradients_that_have_been_gathered_are_clipped_by_torch(fallback: bool) -> None:
-    assert max(run_ranks(in_form, 2, "replicated", body_clipped_after_unscaling, fallback)) < EXACT
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_that_have_been_gathered_are_clipped_by_torch(size: int) -> None:
+    for worst in run_ranks(in_form, size, "replicated", body_clipped_after_unscaling):
+        assert max(worst.values()) < EXACT, worst

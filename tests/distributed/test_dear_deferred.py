@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import Pair, adamw, batch, made, mlp, sgd
+from sharded import EXACT, SIZES, Pair, adamw, batch, made, mlp, sgd
 from torch.nn.functional import cross_entropy
-
-EXACT = 1e-5
 
 
 def adafactor(parameters: Any) -> torch.optim.Optimizer:
@@ -19,9 +17,8 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.01)
 
 
-def body_autocast(rank: Rank, dtype: torch.dtype) -> bool:
+def autocast(rank: Rank, dtype: torch.dtype) -> bool:
     """Two models, of which one is stepped before the forward pass."""
-    rank.init("dear")
     pairs = [Pair(rank, made(mlp), adafactor, form="replicated") for _ in range(2)]
     rows = slice(rank.rank, None, rank.size)
     for step in range(6):
@@ -40,28 +37,35 @@ def body_autocast(rank: Rank, dtype: torch.dtype) -> bool:
     return all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_forward_pass_under_autocast(dtype: torch.dtype) -> None:
-    assert run_ranks(body_autocast, 2, dtype) == [True] * 2
+def body_autocast(rank: Rank) -> dict[torch.dtype, bool]:
+    rank.init("dear")
+    return {dtype: autocast(rank, dtype) for dtype in (torch.float16, torch.bfloat16)}
 
 
-def body_inference(rank: Rank, optimizer: Callable[[Any], torch.optim.Optimizer]) -> float:
+@pytest.mark.parametrize("size", SIZES)
+def test_a_forward_pass_under_autocast(size: int) -> None:
+    for same in run_ranks(body_autocast, size):
+        assert all(same.values()), same
+
+
+def body_inference(rank: Rank) -> dict[str, float]:
     """Evaluation right after the first step, which makes the optimizer's state."""
     rank.init("dear")
-    worst = 0.0
-    for wrapped in (True, False):
+    found = {}
+    for optimizer, wrapped in itertools.product((sgd, adamw), (True, False)):
         pair = Pair(rank, made(mlp), optimizer, form="replicated").run(1)
         with torch.inference_mode():
             (pair.ddp if wrapped else pair.module)(batch(9, 2)[0])
         state = pair.optimizer.state.values()
         assert state and not any(value.is_inference() for values in state for value in values.values())
-        worst = max(worst, pair.run(3).done())
-    return worst
+        found[f"{optimizer.__name__} {wrapped=}"] = pair.run(3).done()
+    return found
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-def test_a_forward_pass_in_inference_mode(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
-    assert max(run_ranks(body_inference, 2, optimizer)) < EXACT
+@pytest.mark.parametrize("size", SIZES)
+def test_a_forward_pass_in_inference_mode(size: int) -> None:
+    for worst in run_ranks(body_inference, size):
+        assert max(worst.values()) < EXACT, worst
 
 
 class Plain(torch.optim.Optimizer):
@@ -90,5 +94,6 @@ def body_without_gradients(rank: Rank) -> float:
     return pair.done()
 
 
-def test_an_optimizer_that_does_not_turn_gradients_off() -> None:
-    assert max(run_ranks(body_without_gradients, 2)) < EXACT
+@pytest.mark.parametrize("size", SIZES)
+def test_an_optimizer_that_does_not_turn_gradients_off(size: int) -> None:
+    assert max(run_ranks(body_without_gradients, size)) < EXACT

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Rank, run_ranks
 from sharded import (
+    DTYPES,
+    EXACT,
     FORMS,
+    PLAIN,
+    SIZES,
     WAYS,
     Branches,
     Pair,
@@ -18,14 +24,16 @@ from sharded import (
     Transformer,
     adagrad,
     adamw,
+    adamw_or_sgd,
     in_form,
+    in_forms,
     made,
     mlp,
     sgd,
 )
+from test_dear_known_faults import check_beside_a_fault, in_forms_and_at_fault, late
 from torch import nn
 
-SIZES = [1, 2, 3, 4]
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "adagrad": adagrad}
 
 
@@ -44,7 +52,7 @@ def body_models(rank: Rank) -> dict[str, float]:
 @pytest.mark.parametrize("size", SIZES)
 def test_models_and_optimizers(form: str, size: int) -> None:
     for worst in run_ranks(in_form, size, form, body_models, deadline=120):
-        assert max(worst.values()) < 1e-5, str(worst)
+        assert max(worst.values()) < EXACT, str(worst)
 
 
 def body_bfloat16(rank: Rank) -> dict[str, tuple[float, float]]:
@@ -94,7 +102,6 @@ def test_float16_means_whose_sums_would_be_infinite(way: str) -> None:
 
 
 def body_all_optimizers(rank: Rank) -> dict[str, float]:
-    rank.init("dear")
     optim = torch.optim
     makers: dict[str, Any] = {
         "Adam amsgrad": lambda p: optim.Adam(p, amsgrad=True),
@@ -112,12 +119,12 @@ def body_all_optimizers(rank: Rank) -> dict[str, float]:
     return {name: Pair(rank, made(mlp), maker).run(8).done() for name, maker in makers.items()}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_all_elementwise_optimizers(form: str) -> None:
-    for worst in run_ranks(in_form, 3, form, body_all_optimizers, deadline=90):
-        # Rprop decides by signs: a gradient that is zero but for rounding may go either way.
-        assert max(value for name, value in worst.items() if name != "Rprop") < 1e-5, str(worst)
-        assert worst["Rprop"] < 1e-3, str(worst)
+@pytest.mark.parametrize("size", SIZES)
+def test_all_elementwise_optimizers(size: int) -> None:
+    for worst in run_ranks(in_forms, size, body_all_optimizers, deadline=90):
+        for name, figure in worst.items():
+            # Rprop decides by signs: a gradient that is zero but for rounding may go either way.
+            assert figure < (1e-3 if "Rprop" in name else EXACT), worst
 
 
 def body_ddp_options(rank: Rank) -> dict[str, float]:
@@ -138,35 +145,58 @@ def body_ddp_options(rank: Rank) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("form", WAYS)
-def test_options_of_ddp_layouts_and_bucket_sizes(form: str) -> None:
-    for worst in run_ranks(in_form, 3, form, body_ddp_options, deadline=90):
-        assert max(worst.values()) < 1e-5, str(worst)
+@pytest.mark.parametrize(("size", "form"), [*itertools.product(SIZES, FORMS), *((3, way) for way in WAYS[2:])])
+def test_options_of_ddp_layouts_and_bucket_sizes(size: int, form: str) -> None:
+    for worst in run_ranks(in_form, size, form, body_ddp_options, deadline=90):
+        assert max(worst.values()) < EXACT, str(worst)
 
 
-def body_plans(rank: Rank) -> tuple[float, dict[str, Any]]:
-    """Through the trial of all-reduce, those of the tuner, and what it decides."""
-    rank.init("dear")
-    pair = Pair(rank, made(Transformer), adamw, bucket_mb="auto", fallback=True)
+def body_plans(rank: Rank) -> float:
+    """Through the trial of all-reduce, those of the tuner, and what it decides: the same on all ranks."""
+    pair = Pair(rank, made(Transformer), adamw_or_sgd, bucket_mb="auto", fallback=True)
+    tuned = Pair.form != PLAIN
+    stats: dict[str, Any] = {}
     modes = set()
     worst = 0.0
-    for _ in range(220):
+    last = 400 if tuned else 100
+    while pair.steps < last:
         pair.step()
-        modes.add(pair.sync.stats()["mode"])
-        if pair.steps in (13, 14, 15, 60, 150, 170, 200, 220):
+        stats = pair.sync.stats()
+        modes.add(stats["mode"])
+        if tuned and stats["decided"] and last == 400:
+            last = pair.steps + 10
+        if pair.dtype == torch.bfloat16 and pair.steps % 5 == 0:
+            # Rounding adds up over hundreds of steps: what five of them do is looked at.
             worst = max(worst, pair.difference())
-    assert modes == {"dear", "allreduce"}
-    stats = pair.sync.stats()
-    assert stats["decided"]
-    return max(worst, pair.done()), stats
+            pair.twin.load_state_dict(pair.module.state_dict())
+        elif pair.dtype == torch.float32 and pair.steps in (13, 14, 15, 60):
+            worst = max(worst, pair.difference())
+    if tuned:
+        assert last < 400, stats
+        assert rank.rank > 0 or 1 <= len(stats["tuner"]) <= 12
+        # One rank alone has no all-reduce to try.
+        assert modes == ({"dear", "allreduce"} if rank.size > 1 else {"dear"})
+        decisions: list[Any] = [None] * rank.size
+        dist.all_gather_object(decisions, (pair.steps, stats["mode"], stats["bucket_mb"]))
+        assert len(set(decisions)) == 1, decisions
+    return max(worst, pair.done())
 
 
-@pytest.mark.parametrize("form", WAYS)
-def test_exact_while_plans_change(form: str) -> None:
-    results = run_ranks(in_form, 2, form, body_plans, deadline=90)
-    assert max(worst for worst, _ in results) < 2e-5
-    assert len({(stats["mode"], stats["bucket_mb"]) for _, stats in results}) == 1
-    assert 1 <= len(results[0][1]["tuner"]) <= 12
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_exact_while_plans_change(size: int, dtype: str) -> None:
+    for found in run_ranks(in_forms_and_at_fault, size, dtype, body_plans, late, deadline=120):
+        check_beside_a_fault(found, dtype)
+
+
+def body_plans_over_collectives(rank: Rank) -> float:
+    rank.init("dear")
+    return body_plans(rank)
+
+
+@pytest.mark.parametrize("form", WAYS[2:])
+def test_exact_while_plans_change_over_collectives(form: str) -> None:
+    assert max(run_ranks(in_form, 2, form, body_plans_over_collectives, deadline=90)) < EXACT
 
 
 class Normalized(torch.optim.Optimizer):
@@ -203,11 +233,11 @@ def body_whole_gradients(rank: Rank) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_optimizers_that_need_whole_gradients(size: int) -> None:
     for worst in run_ranks(body_whole_gradients, size):
         # Muon's iteration runs in bfloat16, where a difference in the last bit grows.
-        assert max(value for name, value in worst.items() if name != "Muon") < 1e-5, str(worst)
+        assert max(value for name, value in worst.items() if name != "Muon") < EXACT, str(worst)
         assert worst.get("Muon", 0) < 1e-2, str(worst)
 
 
@@ -221,12 +251,11 @@ class Wide(torch.nn.Module):
 
 
 def body_segments(rank: Rank) -> float:
-    rank.init("dear")
     sgd_plain = functools.partial(torch.optim.SGD, lr=0.01)
     return max(Pair(rank, made(Wide), sgd_plain, bucket_mb=size).run(4).done() for size in (0.001, 2, 64))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_buckets_of_many_segments(size: int, form: str) -> None:
-    assert max(run_ranks(in_form, size, form, body_segments)) < 1e-5
+@pytest.mark.parametrize("size", SIZES)
+def test_buckets_of_many_segments(size: int) -> None:
+    for worst in run_ranks(in_forms, size, body_segments):
+        assert max(worst.values()) < EXACT, worst

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import FORMS, Pair, adamw, in_form, made, mlp, sgd
-from torch import nn
-
-EXACT = 1e-5
+from sharded import EXACT, PHASES, SIZES, Pair, in_forms, made, mlp, sgd, wide
 
 
-def wide() -> nn.Module:
-    """Large enough that exchanges are still on their way when the next thing happens."""
-    return nn.Sequential(nn.Linear(16, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4))
-
-
-def body_dropped(rank: Rank, then: str) -> float:
-    rank.init("dear")
-    pair = Pair(rank, made(wide), sgd, bucket_mb=0.05)
-    for _ in range(40):
-        pair.losses(pair.steps + 1000)[0].backward()
-        pair.zero_grad()
-        if then == "step":  # it has nothing to step with
-            pair.optimizer.step()
-        pair.backward()
-        if then == "clip":
-            pair.sync.clip_grad_norm_(0.05)
-            nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)
-        pair.update()
-        pair.zero_grad()
-    return pair.done()
-
-
-@pytest.mark.parametrize("then", ["", "step", "clip"])
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_that_are_dropped(form: str, then: str) -> None:
+def body_dropped(rank: Rank) -> dict[str, float]:
     """A batch is skipped, or a loss reaches a model that is not trained by it (adversarial training)."""
-    assert max(run_ranks(in_form, 2, form, body_dropped, then)) < EXACT
+    found = {}
+    for then in ("", "step", "clip"):
+        pair = Pair(rank, made(wide), sgd, bucket_mb=0.05)
+        for _ in range(12):
+            pair.losses(pair.steps + 1000)[0].backward()
+            pair.zero_grad()
+            if then == "step":  # it has nothing to step with
+                pair.optimizer.step()
+            pair.backward()
+            if then == "clip":
+                pair.clip(0.05)
+            pair.update()
+            pair.zero_grad()
+        found[then] = pair.done()
+    return found
 
 
 def body_reading(rank: Rank) -> float:
-    rank.init("dear")
-    pair = Pair(rank, made(wide), adamw)
+    pair = Pair(rank, made(wide), sgd)
     worst = 0.0
 
     def compare(read: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
@@ -60,53 +47,33 @@ def body_reading(rank: Rank) -> float:
     return max(worst, pair.done())
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_parameters_of_the_wrapper_and_of_a_part(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_reading)) < 1e-4
-
-
 def body_fused_scaler(rank: Rank) -> float:
-    rank.init("dear")
     pair = Pair(rank, made(mlp), lambda parameters: torch.optim.SGD(parameters, lr=0.05, fused=True))
     pair.run_scaled()
     assert not hasattr(pair.optimizer, "grad_scale") and not hasattr(pair.optimizer, "found_inf")
     return pair.done()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_fused_optimizer_unscales_its_own_gradients(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_fused_scaler)) < EXACT
-
-
-def body_views(rank: Rank) -> float:
-    rank.init("dear")
-    worst = 0.0
-    for fallback in (False, True):
+def body_views(rank: Rank) -> dict[str, float]:
+    """Gradients that are views of buckets are set to zero."""
+    found = {}
+    for fallback in PHASES:
         pair = Pair(rank, made(mlp), sgd, fallback=fallback, gradient_as_bucket_view=True)
         for _ in range(6):
             pair.zero_grad(set_to_none=False)
             pair.backward()
             pair.update()
-        worst = max(worst, pair.done())
-    return worst
+        found[f"{fallback=}"] = pair.done()
+    return found
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_that_are_views_of_buckets_are_set_to_zero(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_views)) < EXACT
-
-
-def body_compiled(rank: Rank, fallback: bool) -> float:
-    rank.init("dear")
-    pair = Pair(rank, made(mlp), sgd, fallback=fallback)
+def body_compiled(rank: Rank) -> float:
+    """Compiled after torchext.attach; by plain all-reduce first, and then not."""
+    pair = Pair(rank, made(mlp), sgd, fallback=True)
     pair.ddp = torch.compile(pair.ddp, backend="eager")  # type: ignore[assignment]
-    return pair.run(6).done()
-
-
-@pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_compiled_after_attach(form: str, fallback: bool) -> None:
-    assert max(run_ranks(in_form, 2, form, body_compiled, fallback)) < EXACT
+    pair.run(20)
+    assert rank.size == 1 or pair.sync.stats()["mode"] == "dear"
+    return pair.done()
 
 
 def drop_by_hand(pair: Pair) -> None:
@@ -148,27 +115,20 @@ def dropped_and_clipped(pair: Pair) -> None:
     pair.zero_grad()
     pair.backward()
     drop_first(pair)
-    pair.sync.clip_grad_norm_(0.05)
-    nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)
+    pair.clip(0.05)
     pair.update()
 
 
 def body_dropped_by_hand(rank: Rank) -> dict[str, float]:
-    rank.init("dear")
+    """Gradients are dropped in the optimizer."""
     worst = {}
     for step in (dropped_before, dropped_after, dropped_between, dropped_and_clipped):
-        for fallback in (False, True):
+        for fallback in PHASES:
             pair = Pair(rank, made(wide), sgd, bucket_mb=0.05, fallback=fallback)
             for _ in range(5):
                 step(pair)
             worst[f"{step.__name__} {fallback}"] = pair.done()
     return worst
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_that_are_dropped_in_the_optimizer(form: str) -> None:
-    for worst in run_ranks(in_form, 2, form, body_dropped_by_hand):
-        assert max(worst.values()) < EXACT, str(worst)
 
 
 class Counting(torch.optim.SGD):
@@ -182,29 +142,23 @@ class Counting(torch.optim.SGD):
         super().zero_grad(set_to_none)
 
 
-def body_own_zero_grad(rank: Rank) -> float:
-    rank.init("dear")
-    worst = 0.0
-    for fallback in (False, True):
+def body_own_zero_grad(rank: Rank) -> dict[str, float]:
+    found = {}
+    for fallback in PHASES:
         pair = Pair(rank, made(wide), lambda parameters: Counting(parameters, lr=0.1), fallback=fallback)
         for step in range(6):
             pair.zero_grad(set_to_none=step % 2 == 0)
             pair.backward()
             pair.update()
-        worst = max(worst, pair.done())
+        found[f"{fallback=}"] = pair.done()
         pair.optimizer.zero_grad()
         assert pair.optimizer.cleared == pair.plain.cleared + 1 == 7  # type: ignore[attr-defined]
         assert all(parameter.grad is None for parameter in pair.module.parameters())
-    return worst
+    return found
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_optimizer_with_a_zero_grad_of_its_own(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_own_zero_grad)) < EXACT
-
-
-def body_scaler_and_model(rank: Rank) -> tuple[list[float], float]:
-    rank.init("dear")
+def body_scaler_and_model(rank: Rank) -> float:
+    """A skipped step, and the gradients are cleared without the optimizer."""
     pair = Pair(rank, made(mlp), sgd, timeout=8)
     overflow = False
 
@@ -227,12 +181,18 @@ def body_scaler_and_model(rank: Rank) -> tuple[list[float], float]:
             model.zero_grad()
         pair.steps += 1
         scales.append(scalers[0].get_scale())
-    return scales, pair.done()
+    assert scales == [2.0**10, 2.0**9, *[2.0**8] * 4]
+    return pair.done()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_scaler_and_the_models_own_zero_grad(form: str) -> None:
-    """A skipped step, and the gradients are cleared without the optimizer."""
-    for scales, worst in run_ranks(in_form, 2, form, body_scaler_and_model):
-        assert scales == [2.0**10, 2.0**9, *[2.0**8] * 4]
-        assert worst < EXACT
+BODIES = [
+    *(body_dropped, body_reading, body_fused_scaler, body_views),
+    *(body_compiled, body_dropped_by_hand, body_own_zero_grad, body_scaler_and_model),
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("size", SIZES)
+def test_loop(size: int, body: Callable[[Rank], Any]) -> None:
+    for worst in run_ranks(in_forms, size, body):
+        assert max(worst.values()) < EXACT, worst

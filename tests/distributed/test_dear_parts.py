@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import Pair, Residual, adamw, made
+from sharded import SIZES, Pair, Residual, adamw, made
+from torch import nn
 
 from torchext._dear_refusals import ELEMENTWISE
+
+
+def layers() -> nn.Module:
+    """Each in a bucket of its own."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
 
 
 class SlowCore:
@@ -34,7 +41,7 @@ def body_in_parts(rank: Rank) -> dict[str, tuple[int, int]]:
     cases = [(kind, {}) for kind in ELEMENTWISE] + [(torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {})]
     for kind, options in cases:
         of_steps = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-        pairs = [Pair(rank, made(Residual), lambda p: kind(p, lr=0.01, **options, **of_steps)) for _ in range(2)]  # noqa: B023
+        pairs = [Pair(rank, made(layers), lambda p: kind(p, lr=0.01, **options, **of_steps)) for _ in range(2)]  # noqa: B023
         pairs[1].run(4)  # the plan is made in the first steps
         pairs[0].run(4)
         pairs[1].sync._held.core = core = SlowCore(pairs[1].sync._held.core)
@@ -72,8 +79,9 @@ def body_asked(rank: Rank) -> dict[int, int]:
     return dict(in_vain)
 
 
-def test_a_part_asks_for_its_own_gradients_only() -> None:
-    for in_vain in run_ranks(body_asked, 2):
+@pytest.mark.parametrize("size", SIZES)
+def test_a_part_asks_for_its_own_gradients_only(size: int) -> None:
+    for in_vain in run_ranks(body_asked, size):
         assert len(in_vain) == 10, in_vain
         assert sorted(set(in_vain.values())) == [0, 1], in_vain  # when the whole step comes to one that was early
 
@@ -82,8 +90,9 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def test_what_arrives_first_is_stepped_first_and_comes_out_the_same() -> None:
-    for found in run_ranks(body_in_parts, 2, deadline=100):
+@pytest.mark.parametrize("size", SIZES)
+def test_what_arrives_first_is_stepped_first_and_comes_out_the_same(size: int) -> None:
+    for found in run_ranks(body_in_parts, size, deadline=100):
         for name, (parts, buckets) in found.items():
             assert buckets > 2, name
             assert parts == 4 * buckets, name  # one question for each bucket, in each of the steps

@@ -3,106 +3,140 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import FORMS, Pair, Transformer, adamw, batch, difference, in_form, made, mlp
+from sharded import (
+    DTYPES,
+    EXACT,
+    FORMS,
+    PHASES,
+    PLAIN,
+    SIZES,
+    Pair,
+    Transformer,
+    adamw,
+    adamw_or_sgd,
+    batch,
+    difference,
+    in_forms,
+    made,
+    mlp,
+)
+from test_dear_known_faults import check_beside_a_fault, in_forms_and_at_fault, late
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-EXACT = 1e-5
 
-
-def body_plain_checkpoint(rank: Rank) -> float:
+def body_full(rank: Rank) -> dict[str, float]:
     """optimizer.state_dict() is the plain optimizer's, and is loaded from it."""
-    rank.init("dear")
-    pair = Pair(rank, made(mlp), adamw).run(4)
+    pair = Pair(rank, made(mlp), adamw_or_sgd).run(4)
     state, expected = pair.optimizer.state_dict(), pair.plain.state_dict()
     assert state.keys() == expected.keys() and state["param_groups"] == expected["param_groups"]
     assert state["state"].keys() == expected["state"].keys()
-    for index, values in expected["state"].items():
-        for key, value in values.items():
-            torch.testing.assert_close(state["state"][index][key], value, rtol=1e-4, atol=1e-7)
-    # Ours into a plain optimizer, which goes on; a plain one's into ours.
-    twin = copy.deepcopy(pair.twin)
-    twin.load_state_dict(pair.module.state_dict())
-    plain = adamw(twin.parameters())
-    plain.load_state_dict(state)
-    other = Pair(rank, made(mlp), adamw)
+    apart = [
+        float((state["state"][index][key] - value).abs().max() / value.abs().max())
+        for index, values in expected["state"].items()
+        for key, value in values.items()
+    ]
+    # What is attached goes on from the plain optimizer's state, and a plain optimizer from ours.
+    other = Pair(rank, made(mlp), adamw_or_sgd)
     other.module.load_state_dict(pair.twin.state_dict())
-    other.optimizer.load_state_dict(expected)
-    other.twin, other.plain, other.steps = twin, plain, pair.steps
-    return max(other.run(4).done(), pair.run(4).done())
+    other.twin.load_state_dict(pair.module.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(expected))
+    other.plain.load_state_dict(copy.deepcopy(state))
+    other.steps = pair.steps
+    other.run(4).done()
+    pair.run(4)
+    return {
+        "the state": max(apart),
+        "loaded from the plain optimizer": difference(other.module, pair.twin),
+        "loaded into the plain optimizer": difference(other.twin, pair.twin),
+        "going on": pair.done(),
+    }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_optimizer_state_is_the_plain_optimizers(form: str) -> None:
-    assert max(run_ranks(in_form, 3, form, body_plain_checkpoint)) < EXACT
+def late_and_not_loaded(pair: Pair) -> None:
+    late(pair)
+    pair.optimizer.load_state_dict = pair.plain.load_state_dict = lambda _: None  # type: ignore[method-assign]
 
 
-def body_save_sharded(rank: Rank, folder: str, steps: int) -> None:
-    import torch.distributed.checkpoint as checkpoint
-
-    rank.init("dear")
-    pair = Pair(rank, made(Transformer), adamw)
-    # The batch is the same whatever the number of ranks: 12 rows.
-    _train_on_twelve_rows(pair, steps)
-    state = {"model": pair.module.state_dict(), "optimizer": pair.sync.optimizer_state_dict()}
-    checkpoint.save(state, checkpoint_id=folder)
-    pair.sync.detach()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_optimizer_state_is_the_plain_optimizers(size: int, dtype: str) -> None:
+    for found in run_ranks(in_forms_and_at_fault, size, dtype, body_full, late_and_not_loaded):
+        check_beside_a_fault(found, dtype)
 
 
-def body_load_sharded(rank: Rank, folder: str, before: int, after: int) -> float:
-    import torch.distributed.checkpoint as checkpoint
-
-    rank.init("dear")
-    pair = Pair(rank, made(Transformer), adamw)
-    expected = copy.deepcopy(pair.twin)
-    plain = adamw(expected.parameters())
-    for step in range(before + after):
-        plain.zero_grad()
-        inputs, targets = batch(step, 3)
-        cross_entropy(expected(inputs), targets).backward()
-        plain.step()
-    _train_on_twelve_rows(pair, 1)  # so that there is state to load into
-    state = {"model": pair.module.state_dict(), "optimizer": pair.sync.optimizer_state_dict()}
-    checkpoint.load(state, checkpoint_id=folder)
-    pair.module.load_state_dict(state["model"])
-    pair.sync.load_optimizer_state_dict(state["optimizer"])
-    pair.steps = before
-    _train_on_twelve_rows(pair, after)
-    pair.sync.wait()
-    worst = difference(pair.module, expected)
-    pair.sync.detach()
-    return worst
+BEFORE, AFTER = 5, 5  # steps
 
 
-def _train_on_twelve_rows(pair: Pair, steps: int) -> None:
+def train_on_twelve_rows(pair: Pair, steps: int) -> Pair:
+    """The batch is the same whatever the number of ranks, and so is what the twin becomes."""
     for _ in range(steps):
         inputs, targets = batch(pair.steps, 3)
         own = slice(pair.rank, None, pair.size)
-        pair.optimizer.zero_grad()
-        cross_entropy(pair.ddp(inputs[own]), targets[own]).backward()
-        pair.optimizer.step()
-        pair.steps += 1
+        pair.zero_grad()
+        cross_entropy(pair.ddp(inputs[own]).float(), targets[own]).backward()
+        cross_entropy(pair.twin(inputs).float(), targets).backward()
+        pair.update()
+    return pair
 
 
-def test_sharded_checkpoint_at_another_world_size(tmp_path: Path) -> None:
-    run_ranks(body_save_sharded, 3, str(tmp_path), 5)
-    for size in (2, 4):
-        assert max(run_ranks(body_load_sharded, size, str(tmp_path), 5, 5)) < EXACT
-
-
-def body_restart(rank: Rank, folder: str, before: bool, after: bool) -> float:
-    """Saves in one mode, and loads before the first step in another: True is plain all-reduce."""
+def body_save_sharded(rank: Rank, dtype: str, folder: str) -> None:
     import torch.distributed.checkpoint as checkpoint
 
     rank.init("dear")
+    Pair.dtype = getattr(torch, dtype)
+    for form in FORMS:
+        pair = train_on_twelve_rows(Pair(rank, made(Transformer), adamw_or_sgd, form=form), BEFORE)
+        state = {"model": pair.module.state_dict(), "optimizer": pair.sync.optimizer_state_dict()}
+        checkpoint.save(state, checkpoint_id=f"{folder}/{form}")
+        pair.sync.detach()
+
+
+def body_load_sharded(rank: Rank, dtype: str, folder: str) -> dict[str, dict[str, float]]:
+    import torch.distributed.checkpoint as checkpoint
+
+    rank.init("dear")
+    Pair.dtype = getattr(torch, dtype)
+    alone = train_on_twelve_rows(Pair(rank, made(Transformer), adamw_or_sgd, form=PLAIN), BEFORE + AFTER)
+    found = {PLAIN: {"": alone.difference()}}
+    for form in FORMS:
+        pair = train_on_twelve_rows(Pair(rank, made(Transformer), adamw_or_sgd, form=form), 1)  # has state to load into
+        state = {"model": pair.module.state_dict(), "optimizer": pair.sync.optimizer_state_dict()}
+        checkpoint.load(state, checkpoint_id=f"{folder}/{form}")
+        pair.module.load_state_dict(state["model"])
+        pair.sync.load_optimizer_state_dict(state["optimizer"])
+        pair.steps = BEFORE
+        train_on_twelve_rows(pair, AFTER).sync.wait()
+        found[form] = {"": difference(pair.module, alone.twin)}
+        pair.sync.detach()
+    lost = train_on_twelve_rows(Pair(rank, made(Transformer), adamw_or_sgd, form=PLAIN), BEFORE)
+    lost.plain.state.clear()
+    found["fault"] = {"": difference(train_on_twelve_rows(lost, AFTER).twin, alone.twin)}
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_sharded_checkpoint_at_another_world_size(size: int, dtype: str, tmp_path: Path) -> None:
+    run_ranks(body_save_sharded, size, dtype, str(tmp_path))
+    for other in (size % 4 + 1, (size - 2) % 4 + 1):
+        for found in run_ranks(body_load_sharded, other, dtype, str(tmp_path)):
+            check_beside_a_fault(found, dtype)
+
+
+def restart(rank: Rank, folder: str, before: bool, after: bool) -> float:
+    """Saves in one mode, and loads before the first step in another: True is plain all-reduce."""
+    import torch.distributed.checkpoint as checkpoint
+
     old = Pair(rank, made(mlp), adamw, fallback=before).run(4)
-    assert old.sync.stats()["mode"] == ("allreduce" if before else "dear")
+    assert old.sync.stats()["mode"] == ("allreduce" if before and rank.size > 1 else "dear")
     saved = {"model": old.module.state_dict(), "optimizer": old.sync.optimizer_state_dict()}
     checkpoint.save(saved, checkpoint_id=folder)
     new = Pair(rank, made(mlp), adamw, fallback=after)
@@ -117,34 +151,40 @@ def body_restart(rank: Rank, folder: str, before: bool, after: bool) -> float:
     return new.run(4).done()
 
 
-@pytest.mark.parametrize(("before", "after"), [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("form", FORMS)
-def test_sharded_checkpoint_of_a_new_job(form: str, before: bool, after: bool, tmp_path: Any) -> None:
-    assert max(run_ranks(in_form, 2, form, body_restart, str(tmp_path), before, after)) < EXACT
+def body_restart(rank: Rank, folder: str) -> dict[str, float]:
+    return {
+        f"{before=} {after=}": restart(rank, f"{folder}/{Pair.form}-{before}-{after}", before, after)
+        for before, after in itertools.product(PHASES, PHASES)
+    }
 
 
-def body_going_back(rank: Rank) -> float:
+@pytest.mark.parametrize("size", SIZES)
+def test_sharded_checkpoint_of_a_new_job(size: int, tmp_path: Path) -> None:
+    for worst in run_ranks(in_forms, size, body_restart, str(tmp_path)):
+        assert max(worst.values()) < EXACT, worst
+
+
+def body_going_back(rank: Rank) -> dict[str, float]:
     """Loads right after a step, when parameters or gradients are on their way: that would undo what was loaded."""
-    rank.init("dear")
-    worst = 0.0
-    for fallback in (False, True):
-        for part in (False, True):
-            pair = Pair(rank, made(wide), adamw, bucket_mb=0.05, fallback=fallback).run(3)
-            model, state = copy.deepcopy((pair.twin.state_dict(), pair.plain.state_dict()))
-            pair.run(2)
-            if part:
-                pair.module[2].load_state_dict(pair.twin[2].state_dict())
-            pair.module.load_state_dict(model)
-            pair.twin.load_state_dict(model)
-            pair.optimizer.load_state_dict(copy.deepcopy(state))
-            pair.plain.load_state_dict(state)
-            worst = max(worst, pair.run(3).done())
-    return worst
+    found = {}
+    for fallback, part in itertools.product(PHASES, (False, True)):
+        pair = Pair(rank, made(wide), adamw, bucket_mb=0.05, fallback=fallback).run(3)
+        model, state = copy.deepcopy((pair.twin.state_dict(), pair.plain.state_dict()))
+        pair.run(2)
+        if part:
+            pair.module[2].load_state_dict(pair.twin[2].state_dict())
+        pair.module.load_state_dict(model)
+        pair.twin.load_state_dict(model)
+        pair.optimizer.load_state_dict(copy.deepcopy(state))
+        pair.plain.load_state_dict(state)
+        found[f"{fallback=} {part=}"] = pair.run(3).done()
+    return found
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_loading_right_after_a_step(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_going_back)) < EXACT
+@pytest.mark.parametrize("size", SIZES)
+def test_loading_right_after_a_step(size: int) -> None:
+    for worst in run_ranks(in_forms, size, body_going_back):
+        assert max(worst.values()) < EXACT, worst
 
 
 def wide() -> nn.Module:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import FORMS, Pair, in_form, made, mlp, sgd
-
-EXACT = 1e-5
-PHASES = [False, True]  # with the fallback the first steps are plain all-reduce
+from sharded import EXACT, PHASES, SIZES, Pair, in_forms, made, mlp, sgd
 
 
 def again(pair: Pair) -> None:
@@ -69,8 +66,7 @@ REFUSED = (
 )
 
 
-def body_refused(rank: Rank) -> dict[str, tuple[str, float]]:
-    rank.init("dear")
+def body_refused(rank: Rank) -> dict[str, float]:
     found = {}
     for misuse in REFUSED:
         for fallback in PHASES:
@@ -81,18 +77,17 @@ def body_refused(rank: Rank) -> dict[str, tuple[str, float]]:
                 with pytest.raises(RuntimeError) as error:
                     misuse(pair)
                 pair.zero_grad()  # the way out
-                found[f"{misuse.__name__} {fallback} {steps}"] = str(error.value), pair.run(2).done()
+                name, message = f"{misuse.__name__} {fallback} {steps}", str(error.value)
+                own_words = misuse is inside_no_sync_after_another and "was changed after the backward" in message
+                assert own_words or "optimizer.step() has no averaged gradients" in message, (name, message)
+                assert own_words or "call optimizer.zero_grad() after each step" in message, (name, message)
+                found[name] = pair.run(2).done()
     return found
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_steps_without_new_averaged_gradients(form: str) -> None:
-    for found in run_ranks(in_form, 2, form, body_refused, deadline=120):
-        for name, (message, worst) in found.items():
-            own_words = name.startswith("inside_no_sync_after_another") and "was changed after the backward" in message
-            assert own_words or "optimizer.step() has no averaged gradients" in message, (name, message)
-            assert own_words or "call optimizer.zero_grad() after each step" in message, (name, message)
-            assert worst < EXACT, name
+def test_steps_without_new_averaged_gradients() -> None:
+    for worst in run_ranks(in_forms, 2, body_refused, deadline=120):
+        assert max(worst.values()) < EXACT, worst
 
 
 def after_clearing(pair: Pair) -> None:
@@ -134,18 +129,20 @@ def closures_one_after_the_other(pair: Pair) -> None:
         pair.steps += 1
 
 
-def body_taken(rank: Rank, step: Callable[[Pair], None]) -> float:
-    rank.init("dear")
-    worst = 0.0
-    for fallback in PHASES:
+TAKEN = (after_clearing, gradients_of_inputs, accumulated, closures_one_after_the_other)
+
+
+def body_taken(rank: Rank) -> dict[str, float]:
+    found = {}
+    for step, fallback in itertools.product(TAKEN, PHASES):
         pair = Pair(rank, made(mlp), sgd, fallback=fallback)
         for _ in range(3):
             step(pair)
-        worst = max(worst, pair.run(2).done())
-    return worst
+        found[f"{step.__name__} {fallback=}"] = pair.run(2).done()
+    return found
 
 
-@pytest.mark.parametrize("step", [after_clearing, gradients_of_inputs, accumulated, closures_one_after_the_other])
-@pytest.mark.parametrize("form", FORMS)
-def test_steps_that_are_those_of_single_process_training(form: str, step: Callable[[Pair], None]) -> None:
-    assert max(run_ranks(in_form, 2, form, body_taken, step)) < EXACT
+@pytest.mark.parametrize("size", SIZES)
+def test_steps_that_are_those_of_single_process_training(size: int) -> None:
+    for worst in run_ranks(in_forms, size, body_taken):
+        assert max(worst.values()) < EXACT, worst

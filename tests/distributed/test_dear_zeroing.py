@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import FORMS, Pair, adamw, in_form, made, mlp, sgd
+from sharded import EXACT, PHASES, SIZES, Pair, adamw, in_forms, made, mlp, sgd
 from torch import nn
-
-EXACT = 1e-5
-PHASES = [False, True]  # with the fallback the first steps are plain all-reduce
 
 
 def zero(parameters: Iterable[torch.Tensor]) -> None:
@@ -90,26 +88,18 @@ STEPS = [
 
 
 def body_by_hand(rank: Rank) -> dict[str, float]:
-    rank.init("dear")
     worst = {}
     for step in STEPS:
         for fallback in PHASES:
             pair = Pair(rank, made(mlp), sgd, fallback=fallback)
-            for _ in range(6):
+            for _ in range(4):
                 step(pair)
             worst[f"{step.__name__} {fallback}"] = pair.done()
     return worst
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_through_the_optimizer(form: str) -> None:
-    for worst in run_ranks(in_form, 2, form, body_by_hand):
-        assert max(worst.values()) < EXACT, str(worst)
-
-
-def body_skipped(rank: Rank, at_the_end: bool) -> tuple[list[float], float]:
+def skipped(rank: Rank, at_the_end: bool) -> float:
     """Gradients are those of a step that a scaler has skipped: they have been averaged, and are not stepped with."""
-    rank.init("dear")
     pair = Pair(rank, made(mlp), sgd)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
     scales = []
@@ -129,19 +119,16 @@ def body_skipped(rank: Rank, at_the_end: bool) -> tuple[list[float], float]:
                 zero_by_hand(optimizer)
         pair.steps += 1
         scales.append(scalers[0].get_scale())
-    return scales, pair.done()
+    assert scales == [2.0**9] * 3 + [2.0**8] + [2.0**7] * 4
+    return pair.done()
 
 
-@pytest.mark.parametrize("at_the_end", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_after_a_step_that_a_scaler_skips(form: str, at_the_end: bool) -> None:
-    for scales, worst in run_ranks(in_form, 2, form, body_skipped, at_the_end):
-        assert scales == [2.0**9] * 3 + [2.0**8] + [2.0**7] * 4
-        assert worst < EXACT
+def body_skipped(rank: Rank) -> dict[str, float]:
+    return {f"{at_the_end=}": skipped(rank, at_the_end) for at_the_end in (False, True)}
 
 
-def body_in_a_hook(rank: Rank, clear: Callable[[torch.optim.Optimizer], None], before: bool) -> float:
-    rank.init("dear")
+def in_a_hook(rank: Rank, clear: Callable[[torch.optim.Optimizer], None], before: bool) -> float:
+    """A hook after the step that was there before torchext.attach, or one that came later."""
 
     def hooked(parameters: Any) -> torch.optim.Optimizer:
         optimizer = adamw(parameters)
@@ -165,35 +152,33 @@ def zero_grad(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("clear", [zero_by_hand, zero_grad])
-@pytest.mark.parametrize("form", FORMS)
-def test_in_a_hook_after_the_step(form: str, clear: Callable[[torch.optim.Optimizer], None], before: bool) -> None:
-    """A hook that was there before torchext.attach, and one that came later."""
-    assert max(run_ranks(in_form, 2, form, body_in_a_hook, clear, before)) < EXACT
+def body_in_a_hook(rank: Rank) -> dict[str, float]:
+    cases = itertools.product((zero_by_hand, zero_grad), (True, False))
+    return {f"{clear.__name__} {before=}": in_a_hook(rank, clear, before) for clear, before in cases}
 
 
-def body_by_a_list(rank: Rank, waits: bool, fallback: bool) -> float:
+def body_by_a_list(rank: Rank) -> dict[str, float]:
     """The model's own parameters, which nobody is asked for."""
-    rank.init("dear")
-    pair = Pair(rank, made(mlp), sgd, fallback=fallback)
-    own, whole = list(pair.module.parameters()), list(pair.twin.parameters())
-    for _ in range(6):
-        pair.backward()
-        pair.update()
-        if waits:
-            pair.sync.wait()
-        zero(own)
-        zero(whole)
-    return pair.done()
+    found = {}
+    for fallback in PHASES:
+        pair = Pair(rank, made(mlp), sgd, fallback=fallback)
+        own, whole = list(pair.module.parameters()), list(pair.twin.parameters())
+        for _ in range(6):
+            pair.backward()
+            pair.update()
+            if pair.sync._core.replicated and pair.sync.stats()["mode"] == "dear":
+                pair.sync.wait()  # the step is not done before
+            zero(own)
+            zero(whole)
+        found[f"{fallback=}"] = pair.done()
+    return found
 
 
-@pytest.mark.parametrize(
-    ("form", "waits", "fallback"),
-    [("sharded", False, False), ("sharded", False, True), ("replicated", True, False), ("replicated", False, True)],
-)
-def test_of_a_list_of_parameters(form: str, waits: bool, fallback: bool) -> None:
-    assert max(run_ranks(in_form, 2, form, body_by_a_list, waits, fallback)) < EXACT
+@pytest.mark.parametrize("body", [body_by_hand, body_skipped, body_in_a_hook, body_by_a_list])
+@pytest.mark.parametrize("size", SIZES)
+def test_zeroed(size: int, body: Callable[[Rank], dict[str, float]]) -> None:
+    for worst in run_ranks(in_forms, size, body):
+        assert max(worst.values()) < EXACT, worst
 
 
 def body_too_early(rank: Rank) -> None:
