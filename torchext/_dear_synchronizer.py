@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext._dear_optimizer import DearOptimizer
 from torchext._deferred_step import DeferredStep
-from torchext._forward_waits import FlushedMethod, _Hook, _OutputHook
+from torchext._forward_waits import FlushedCopies, FlushedMethod, _Hook, _OutputHook
 from torchext._gradient_watch import GradientWatch
 from torchext._step_hooks import after_step
 from torchext._uncompiled import UncompiledStep
@@ -109,6 +109,7 @@ class DearSynchronizer(Synchronizer):
             optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait()),
             *(FlushedMethod(module, name, self.wait) for module in ddp.modules() for name in _LOOKING),
+            *(FlushedCopies(module, self.wait) for module in ddp.modules()),
             # Or what is on its way would undo what is loaded.
             *(module.register_load_state_dict_pre_hook(_Hook(self.wait)) for module in ddp.modules()),  # type: ignore[no-untyped-call]
         ]

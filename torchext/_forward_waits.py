@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["FlushedMethod", "ForwardWaits"]
+__all__ = ["FlushedCopies", "FlushedMethod", "ForwardWaits"]
 
 
 class _Nothing:
@@ -59,14 +59,14 @@ class FlushedMethod:
     def __init__(self, module: nn.Module, name: str, wait_all: Callable[[], None]) -> None:
         self._module = weakref.ref(module)
         self._name, self._wait_all = name, wait_all
-        own, flushed = getattr(type(module), name), weakref.ref(self)
+        own, cls, flushed = getattr(type(module), name), type(self), weakref.ref(self)
 
         @functools.wraps(own)  # the name is what it is pickled by
         def wait_then_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             method = flushed()
             if method is not None and method._module() is module:
                 method._wait_all()
-            return own(module, *args, **kwargs)
+            return cls._returned(own(module, *args, **kwargs))
 
         # A real method: torch.compile looks at its function, and copies of the module at nothing else.
         module.__dict__[name] = types.MethodType(wait_then_call, module)
@@ -76,6 +76,32 @@ class FlushedMethod:
         module = self._module()
         if module is not None:
             module.__dict__.pop(self._name, None)
+
+    @staticmethod
+    def _returned(value: Any) -> Any:
+        return value
+
+
+class FlushedCopies(FlushedMethod):
+    """The same of what deep copies and pickles of a module are made by, which is a method, too.
+
+    Args:
+        module: Which is copied.
+        wait_all: What to call first.
+    """
+
+    def __init__(self, module: nn.Module, wait_all: Callable[[], None]) -> None:
+        super().__init__(module, _REDUCE, wait_all)
+
+    @staticmethod
+    def _returned(value: Any) -> Any:
+        # Copies have their class's: what is pickled of this one would be a method of the first copy in all later ones.
+        if not isinstance(value, tuple) or len(value) < 3 or not isinstance(value[2], dict):
+            return value
+        return (*value[:2], {name: kept for name, kept in value[2].items() if name != _REDUCE}, *value[3:])
+
+
+_REDUCE = "__reduce_ex__"
 
 
 class ForwardWaits:

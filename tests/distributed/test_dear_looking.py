@@ -113,12 +113,20 @@ def body_copying(rank: Rank) -> dict[str, float]:
         "deepcopy": copy.deepcopy,
         "pickle": lambda module: pickle.loads(pickle.dumps(module)),
         "an average made now": lambda module: AveragedModel(module).module,
+        "a part": lambda module: nn.Sequential(*(copy.deepcopy(part) for part in module)),
+        "a copy of a copy": lambda module: copy.deepcopy(copy.deepcopy(pickle.loads(pickle.dumps(module)))),
     }
     found = {}
     for name, copied in copies.items():
         pair = Pair(rank, made(wide), sgd).run(3)
-        found[name] = difference(copied(pair.module), pair.twin)
-        pair.done()
+        copy_of = copied(pair.module)
+        found[name] = difference(copy_of, pair.twin)
+        pair.run(1).done()
+        with torch.no_grad():
+            for parameter in copy_of.parameters():
+                parameter.fill_(2.0)
+        # It is a module of its own, whose copies are copies of it.
+        assert all(bool((p == 2).all()) for p in copy.deepcopy(copy_of).parameters())
     return found
 
 

@@ -131,7 +131,7 @@ ELEMENTS = [
     (triangle(9), triangle(3)),
 ]
 FACTOR_BYTES = 8 * sum(a + g for a, g in ELEMENTS)
-# How many rows each layer had, from each rank to each other, in a step that makes inverses: where all have all inverses.
+# How many rows each layer had, from each rank to each other, in updates of inverses that all ranks have.
 ROW_COUNTS = 4 * 3 * 8 * len(ELEMENTS)
 VERDICTS = 4 * 3  # a byte from each of four ranks to each other, in a step that sends
 
