@@ -15,9 +15,8 @@ constexpr double kTooMany = -1;  // rows for their place
 
 }  // namespace
 
-BatchRows::Message::Place& BatchRows::Message::placeOf(int layer) {
-  return *std::find_if(places_.begin(), places_.end(),
-                       [layer](const Place& place) { return place.layer.number == layer; });
+std::size_t BatchRows::Message::placeOf(int layer) const {
+  return static_cast<std::size_t>(std::find(numbers_.begin(), numbers_.end(), layer) - numbers_.begin());
 }
 
 at::Tensor BatchRows::Message::rowsOf(int rank, const Place& place, bool inputs) const {
@@ -52,7 +51,7 @@ void BatchRows::Message::wait() {
 }
 
 BatchRows::Rows BatchRows::Message::rows(int layer) const {
-  const Place& place = const_cast<Message*>(this)->placeOf(layer);
+  const Place& place = places_[placeOf(layer)];
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> gradients;
   for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
@@ -115,7 +114,7 @@ BatchRows::Message* BatchRows::find(int layer) const {
 
 void BatchRows::expect(int layer, std::int64_t rows) {
   Message& message = *find(layer);
-  message.placeOf(layer).usual = rows;
+  message.places_[message.placeOf(layer)].usual = rows;
   message.restart();
 }
 
@@ -125,7 +124,7 @@ void BatchRows::keep(int layer, const at::Tensor& input, const at::Tensor& gradi
   if (message.left_) {
     return;
   }
-  Message::Place& place = message.placeOf(layer);
+  Message::Place& place = message.places_[message.placeOf(layer)];
   const std::int64_t rows = input.numel() / place.layer.inputs;
   const std::int64_t before = place.kept;
   place.kept += rows;

@@ -63,7 +63,7 @@ class BatchRows {
       std::int64_t usual = 0;    // in any
       Layer layer;
     };
-    Place& placeOf(int layer);
+    std::size_t placeOf(int layer) const;  // in places_
     at::Tensor rowsOf(int rank, const Place& place, bool inputs) const;
     void restart();
 

@@ -259,6 +259,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void forgetRows();
   void endRows();
   void agreeOnRows();
+  std::vector<BatchRows::Layer> chooseRowLayers(const at::Tensor& counts) const;
   core::AlphaBeta costOfRows() const;
   KfacDirections::Finished finishEarly(const std::vector<double>& rates, double loss_scale);
   void endPass();

@@ -105,15 +105,14 @@ void KfacEngine::prepareRows() {
 
 // At the end of a step that made inverses. Collective where a layer may take rows.
 void KfacEngine::agreeOnRows() {
-  const auto count = static_cast<std::int64_t>(layers_.size());
   std::vector<std::int64_t> own;
   bool possible = false;  // the same on all ranks
-  for (int layer = 0; layer < static_cast<int>(count); ++layer) {
-    const RowCount& rows = row_counts_[core::index(layer)];
+  for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
+    RowCount& rows = row_counts_[core::index(layer)];
     const bool in_vain = rows.tried >= kTries && 2 * rows.refused > rows.tried;
     possible = possible || mayTakeRows(layer);
     own.push_back(!mayTakeRows(layer) || in_vain ? kNoRows : rows.seen);
-    row_counts_[core::index(layer)].seen = 0;
+    rows.seen = 0;
   }
   if (!possible) {
     return;
@@ -123,50 +122,48 @@ void KfacEngine::agreeOnRows() {
     const Timed timed(stats_.exchange_wait_seconds);
     all = gatherRows(at::tensor(own, at::kLong), kRowCountsTag);
   }
-  const at::Tensor most = std::get<0>(all.max(0));
-  const at::Tensor none = all.eq(kNoRows).any(0);
-  const at::Tensor sum = all.sum(0);
-  std::vector<core::RowLayer> candidates;
-  const auto width = c10::elementSize(statistics_->type());
-  std::size_t bytes = 0;
-  for (std::int64_t layer = 0; layer < count; ++layer) {
-    const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
-    core::RowLayer candidate{static_cast<std::size_t>(spec.outputs()), static_cast<std::size_t>(spec.inputDim()),
-                             /*rows=*/0, /*bytes=*/0, input_.precondition[static_cast<std::size_t>(layer)]};
-    if (!none[layer].item<bool>()) {
-      candidate.rows = static_cast<std::size_t>(sum[layer].item<std::int64_t>());
-      candidate.bytes = static_cast<std::size_t>(most[layer].item<std::int64_t>() * (spec.outputs() + spec.inputs())) *
-                        static_cast<std::size_t>(width);
-      if (bytes + candidate.bytes * core::index(ranks_) > kMostBytes) {
-        candidate.rows = 0;
-      } else {
-        bytes += candidate.bytes * core::index(ranks_);
-      }
-    }
-    candidates.push_back(candidate);
-  }
-  std::vector<bool> chosen = core::chooseRows(candidates, costOfRows());
-  for (std::size_t i = 0; options_.gather_rows == true && i < chosen.size(); ++i) {
-    chosen[i] = candidates[i].rows > 0;
-  }
-  std::vector<BatchRows::Layer> layers;
-  for (std::int64_t layer = count - 1; layer >= 0; --layer) {
-    const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
-    if (chosen[static_cast<std::size_t>(layer)]) {
-      layers.push_back({static_cast<int>(layer), spec.inputs(), spec.outputs(), most[layer].item<std::int64_t>()});
-    }
-  }
+  std::vector<BatchRows::Layer> layers = chooseRowLayers(all);
   if (layers.empty()) {
     rows_.reset();
-  } else if (!rows_ || !hasPlaces(rows_->layers(), layers)) {
+    return;
+  }
+  if (!rows_ || !hasPlaces(rows_->layers(), layers)) {
     rows_ = std::make_unique<RowDirections>(std::move(layers), statistics_->options(), exchange_.get(), kRowsTag);
   }
-  for (std::int64_t layer = 0; rows_ && layer < count; ++layer) {
-    if (chosen[static_cast<std::size_t>(layer)]) {
-      rows_->expect(static_cast<int>(layer), own[static_cast<std::size_t>(layer)]);
-    }
+  for (const BatchRows::Layer& layer : rows_->layers()) {
+    rows_->expect(layer.number, own[core::index(layer.number)]);
   }
   prepareRows();
+}
+
+// counts: [ranks, layers], rows in a step; kNoRows where a rank says that a layer cannot. Those that are to take rows,
+// in the order of the backward pass.
+std::vector<BatchRows::Layer> KfacEngine::chooseRowLayers(const at::Tensor& counts) const {
+  const auto width = c10::elementSize(statistics_->type());
+  std::vector<core::RowLayer> candidates;
+  std::vector<std::int64_t> places;
+  std::size_t bytes = 0;
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    const KfacLayerSpec& spec = layers_[layer];
+    const at::Tensor of_ranks = counts.select(1, static_cast<std::int64_t>(layer));
+    const auto least = of_ranks.min().item<std::int64_t>();
+    places.push_back(of_ranks.max().item<std::int64_t>());
+    const auto of_rank = static_cast<std::size_t>(std::max<std::int64_t>(0, places.back())) *
+                         static_cast<std::size_t>(spec.outputs() + spec.inputs()) * width;
+    const bool can = least != kNoRows && bytes + of_rank * core::index(ranks_) <= kMostBytes;
+    bytes += can ? of_rank * core::index(ranks_) : 0;
+    candidates.push_back({static_cast<std::size_t>(spec.outputs()), static_cast<std::size_t>(spec.inputDim()),
+                          can ? static_cast<std::size_t>(of_ranks.sum().item<std::int64_t>()) : 0, of_rank,
+                          input_.precondition[layer]});
+  }
+  const std::vector<bool> pays = core::chooseRows(candidates, costOfRows());
+  std::vector<BatchRows::Layer> chosen;
+  for (std::size_t layer = layers_.size(); layer-- > 0;) {
+    if (options_.gather_rows == true ? candidates[layer].rows > 0 : pays[layer]) {
+      chosen.push_back({static_cast<int>(layer), layers_[layer].inputs(), layers_[layer].outputs(), places[layer]});
+    }
+  }
+  return chosen;
 }
 
 // Of the bytes of one rank until all ranks have those of all.

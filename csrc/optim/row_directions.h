@@ -54,7 +54,8 @@ class RowDirections {
   RowDirection made(int layer);
   // Ends a step in which leave() was called. Waits.
   void next();
-  std::size_t bytes() const { return rows_.bytes(); }
+  // Of the rows, and of what directions are made of, which is as large.
+  std::size_t bytes() const { return 2 * rows_.bytes(); }
 
  private:
   static RowDirection make(int layer, const BatchRows::Message& message, const Inverses& inverses,
