@@ -272,7 +272,9 @@ void KfacEngine::makePlan() {
   input_.worker_fraction = options_.worker_fraction;
   input_.max_run_bytes = static_cast<std::size_t>(options_.max_run_mb * (1 << 20));
   plan_ = core::makeKfacPlan(core::parseKfacStrategy(options_.strategy), input_);
-  plan_.split_directions = options_.split_directions.value_or(plan_.split_directions) && ranks_ > 1;
+  // Who asks for rows has no directions of shares.
+  const bool split = options_.split_directions.value_or(plan_.split_directions && options_.gather_rows != true);
+  plan_.split_directions = split && ranks_ > 1;
 
   // Directions that few ranks compute lie together by owner, and so do inverses that travel. Early ones come last.
   std::vector<int> order(layers_.size());

@@ -36,7 +36,6 @@ def body(rank: Rank, shared: bool, method_steps: dict[str, int]) -> dict[str, tu
             strategy=strategy,
             shared_memory=shared,
             gather_rows=True,
-            split_directions=False,
             **(OPTIONS | method_steps),
         )
         train(model, optimizer, STEPS, rank=rank.rank, size=rank.size)

@@ -412,3 +412,8 @@ def test_options_that_mean_nothing_beside_it(options: dict[str, Any], text: str)
 def test_a_model_without_linear_layers() -> None:
     with pytest.raises(ValueError, match="gather_rows = True: allowed for models with Linear layers"):
         KFAC(nn.Conv1d(3, 3, 3), gather_rows=True)
+
+
+def test_a_model_that_is_not_on_the_cpu() -> None:
+    with pytest.raises(ValueError, match="gather_rows = True: allowed for models on the CPU"):
+        KFACPreconditioner(mlp(), gather_rows=True, _queued=True)  # as on CUDA

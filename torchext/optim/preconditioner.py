@@ -206,6 +206,8 @@ class KFACPreconditioner:
                     "gather_rows = True: allowed for models with Linear layers that K-FAC takes, and this has none; "
                     "leave it out"
                 )
+            if gather_rows and (on_cuda or _queued):
+                raise ValueError("gather_rows = True: allowed for models on the CPU, and this is on CUDA; leave it out")
             self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
             dear = dear_of(layer.weight for layer in self._layers)
             refusal = None if dear is None else refusal_of_dear(inside, dear._sharded, early_directions)
