@@ -236,16 +236,16 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     }
   }
   finishDirections();
-  {
-    const Timed timed(stats_.precondition_seconds);
-    directions_->write(rates, options_.kl_clip, finished);
-  }
   if (of_rows) {
     const Timed timed(stats_.exchange_wait_seconds);
     endRows();
   }
   if (stats_.steps % options_.inverse_update_steps == 0) {
     agreeOnRows();
+  }
+  {  // nothing waits for a peer after it
+    const Timed timed(stats_.precondition_seconds);
+    directions_->write(rates, options_.kl_clip, finished);
   }
   endPass();
   ++stats_.steps;

@@ -29,10 +29,10 @@ RowDirection RowDirections::make(int layer, const BatchRows::Message& message, c
 }
 
 void RowDirections::follow(const std::shared_ptr<BatchRows::Message>& message) {
+  for (const int layer : message->layers()) {
+    left_[layer] = message;
+  }
   if (!thread_) {
-    for (const int layer : message->layers()) {
-      left_[layer] = message;
-    }
     return;
   }
   std::vector<std::size_t> keys(message->layers().begin(), message->layers().end());
@@ -48,18 +48,24 @@ void RowDirections::follow(const std::shared_ptr<BatchRows::Message>& message) {
 }
 
 RowDirection RowDirections::made(int layer) {
-  if (!thread_) {
+  if (!thread_ || ending_) {
+    if (thread_) {
+      (*thread_)->end();  // the wait for it may be what was interrupted
+      left_.at(layer)->wait();
+    }
     return make(layer, *left_.at(layer), inverses_[layer], *work_);
   }
   return (*thread_)->use(static_cast<std::size_t>(layer), [](RowDirection& made) { return made; });
 }
 
 void RowDirections::next() {
+  ending_ = true;
   if (thread_) {
     (*thread_)->end();
   }
-  left_.clear();
   rows_.next();
+  left_.clear();
+  ending_ = false;
 }
 
 }  // namespace torchext

@@ -63,7 +63,8 @@ class RowDirections {
   void follow(const std::shared_ptr<BatchRows::Message>& message);
 
   std::map<int, Inverses> inverses_;
-  std::map<int, std::shared_ptr<BatchRows::Message>> left_;  // where no thread follows them
+  std::map<int, std::shared_ptr<BatchRows::Message>> left_;  // in this step
+  bool ending_ = false;  // next() has begun: if it was interrupted, the thread has nothing of this step any more
   std::shared_ptr<TiledDirection::Work> work_ = std::make_shared<TiledDirection::Work>();
   std::optional<FollowingThread<RowDirection>> thread_;
   BatchRows rows_;
