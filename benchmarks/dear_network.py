@@ -6,9 +6,10 @@ backward). A reduce-scatter and an all-gather of a ring of four take 240 ms each
 backward, at best 580 ms a step; dear the one under backward and the other under the next forward, at best 480 ms.
 
 How the parameters lie in the layers decides what DDP's buckets of 25 MB can hide, and how long nothing can travel at
-the start of backward, so there are three models, and the same is asked of all. ``deep`` has as many layers as a
-ResNet-50, growing linearly; ``coarse`` has 20 of them; ``resnet50`` has a ResNet-50's own proportions, three fifths of
-it in the last stage, which is kind to DDP. All contenders train the first model, OTHER_CONTENDERS the others.
+the start of backward, so there are several models, and the same is asked of all. ``deep`` has as many layers as a
+ResNet-50, growing linearly; ``coarse`` has 20 of them; ``resnet50``, ``resnet101`` and ``resnet152`` have those
+networks' own proportions: three fifths of a ResNet-50 are in its last stage, which is kind to DDP, two fifths of a
+ResNet-101 and a quarter of a ResNet-152. All contenders train ``deep``, OTHER_CONTENDERS the others.
 
 ``ddp:best`` is the best of several bucket sizes and ``fsdp2:best`` the better of one unit a layer and groups of 4 MiB,
 by a short probe in the same network. Bounds (lab/bounds.py) come from the rate measured between the hosts.
@@ -17,6 +18,7 @@ Needs root, iproute2 and util-linux; anywhere else it says so and runs over loop
 
     python benchmarks/dear_network.py
     python benchmarks/dear_network.py --contenders ddp,ddp:best,fsdp2:best,zero      # without torchext
+    python benchmarks/dear_network.py --models resnet152 --update       # one case anew, into the results that are there
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ _COMPUTE = {"parameter_bytes": 40_000_000, "forward_ms": 100.0, "backward_ms": 2
 MODELS: dict[str, dict[str, Any]] = {
     "deep": {"layers": 54, "growth": 15.0, **_COMPUTE},
     "coarse": {"layers": 20, "growth": 15.0, **_COMPUTE},
-    "resnet50": {"layers": 54, "sizes": emulated.resnet50_sizes(), **_COMPUTE},
+    **{
+        f"resnet{layers}": {"layers": layers + 4, "sizes": emulated.resnet_sizes(layers), **_COMPUTE}
+        for layers in (50, 101, 152)
+    },
 }
 TARGET_DEFAULT = 1.40
 TARGET_BEST = 1.22
@@ -57,6 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=float, default=3.0, help="seconds before them")
     parser.add_argument("--tuning", type=float, default=120.0, help="seconds before those, at most, while dear decides")
     parser.add_argument("--probe", type=float, default=8.0, help="seconds that a variant is probed for the best one")
+    parser.add_argument("--update", action="store_true", help="keep the other cases of the results that are there")
     parsed = parser.parse_args()
     unknown = set(cli.names(parsed.models)) - set(MODELS)
     if unknown:
@@ -193,7 +199,7 @@ def main() -> None:
             unit="iterations/s",
             reference="ddp",
             conditions={
-                "models": {name: MODELS[name] for name in models},
+                "models": MODELS,
                 "warmup_s": args.warmup,
                 "window_s": args.window,
                 "tuning_s": args.tuning,
@@ -201,9 +207,11 @@ def main() -> None:
                 **network,
             },
         )
-        for number, model in enumerate(models):
-            wishes = contenders if number == 0 else [wish for wish in contenders if wish in OTHER_CONTENDERS]
+        for model in models:
+            wishes = contenders if model == "deep" else [wish for wish in contenders if wish in OTHER_CONTENDERS]
             measure(args, lab, rates, report, model, wishes)
+    if args.update:
+        report.keep(args.results / f"{report.name}.json")
     report.write(args.results)
 
 

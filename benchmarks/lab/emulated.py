@@ -188,10 +188,14 @@ def layer_sizes(layers: int, numel: int, growth: float, sizes: Sequence[int] | N
     return [max(1, upper - lower) for lower, upper in itertools.pairwise(marks)]
 
 
-def resnet50_sizes() -> list[int]:
-    """Returns the elements of ResNet-50's 54 weights (He et al. 2016, table 1), first layer first."""
+# He et al. 2016, table 1: blocks of each stage, by the number of layers.
+_RESNETS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+
+def resnet_sizes(layers: int) -> list[int]:
+    """Returns the elements of the weights of ResNet-50, -101 or -152, first layer first (4 more: projections)."""
     sizes, width = [3 * 64 * 7 * 7], 64
-    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+    for planes, blocks in zip((64, 128, 256, 512), _RESNETS[layers], strict=True):
         for block in range(blocks):
             sizes += [width * planes, planes * planes * 3 * 3, planes * 4 * planes]
             if block == 0:

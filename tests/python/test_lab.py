@@ -68,11 +68,19 @@ def test_layer_sizes_add_up(growth: float) -> None:
     assert sizes[-1] / sizes[0] == pytest.approx(1 + growth, rel=0.01)
 
 
-def test_sizes_of_a_resnet50() -> None:
-    """torchvision's resnet50() has 25 557 032 parameters, of which 53 120 are of batch normalization, 1000 biases."""
-    sizes = emulated.resnet50_sizes()
-    assert len(sizes) == 54
-    assert sum(sizes) == 25_557_032 - 53_120 - 1_000
+@pytest.mark.parametrize(
+    ("layers", "parameters", "normalization"),
+    [(50, 25_557_032, 53_120), (101, 44_549_160, 105_344), (152, 60_192_808, 151_424)],
+)
+def test_sizes_of_resnets(layers: int, parameters: int, normalization: int) -> None:
+    """torchvision's have so many parameters, those of batch normalization among them, and 1000 biases."""
+    sizes = emulated.resnet_sizes(layers)
+    assert len(sizes) == layers + 4
+    assert sum(sizes) == parameters - normalization - 1_000
+
+
+def test_sizes_are_proportions() -> None:
+    sizes = emulated.resnet_sizes(50)
     scaled = emulated.layer_sizes(54, 10_000_000, 0.0, sizes)
     assert sum(scaled) == 10_000_000
     assert scaled[-1] / 10_000_000 == pytest.approx(2_048_000 / sum(sizes), rel=1e-4)
