@@ -1,5 +1,7 @@
 #include "core/kfac_rows.h"
 
+#include <algorithm>
+
 namespace torchext::core {
 namespace {
 
@@ -18,15 +20,29 @@ double shareOfRows(std::size_t outputs, std::size_t inputs, std::size_t rows) {
 }
 
 std::vector<bool> chooseRows(const std::vector<RowLayer>& layers, const AlphaBeta& gather) {
+  std::vector<double> gains;
+  gains.reserve(layers.size());
+  RowLayer all_together{.rows = 1};
+  double gain_together = 0;
+  for (const RowLayer& layer : layers) {
+    const auto elements = static_cast<double>(layer.outputs) * static_cast<double>(layer.inputs);
+    gains.push_back(layer.otherwise - layer.seconds * shareOfRows(layer.outputs, layer.inputs, layer.rows) - kFixed -
+                    kAnElement * elements - gather.beta * static_cast<double>(layer.bytes));
+    if (layer.together) {
+      all_together.rows = std::min(all_together.rows, layer.rows);
+      all_together.otherwise += layer.otherwise;
+      gain_together += gains.back();
+    }
+  }
+  const auto pays = [](const RowLayer& layer, double gain) {
+    return layer.rows > 0 && gain > kLeastShare * layer.otherwise;
+  };
   std::vector<bool> chosen;
   chosen.reserve(layers.size());
   double saved = 0;
-  for (const RowLayer& layer : layers) {
-    const auto elements = static_cast<double>(layer.outputs) * static_cast<double>(layer.inputs);
-    const double gain = layer.seconds * (1 - shareOfRows(layer.outputs, layer.inputs, layer.rows)) - kFixed -
-                        kAnElement * elements - gather.beta * static_cast<double>(layer.bytes);
-    chosen.push_back(layer.rows > 0 && gain > kLeastShare * layer.seconds);
-    saved += chosen.back() ? gain : 0;
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    chosen.push_back(layers[i].together ? pays(all_together, gain_together) : pays(layers[i], gains[i]));
+    saved += chosen.back() ? gains[i] : 0;
   }
   if (saved <= gather.alpha) {
     chosen.assign(layers.size(), false);

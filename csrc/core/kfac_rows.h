@@ -22,7 +22,9 @@ struct RowLayer {
   std::size_t inputs = 0;
   std::size_t rows = 0;   // of all ranks; 0: this layer has none
   std::size_t bytes = 0;  // of rows that each rank sends to every other
-  double seconds = 0;     // of a direction of its whole gradient
+  double seconds = 0;     // of a direction of its whole gradient, all of it
+  double otherwise = 0;   // what a direction takes a rank without rows: less, where ranks make shares of it
+  bool together = false;  // all of these, or none of them
 };
 // gather: of the bytes of one rank until all ranks have those of all. None are chosen unless together they save more
 // than it takes to begin.

@@ -115,7 +115,7 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
   if (profiled) {
     ready_.start();
   }
-  statistics_->add(layer, input, gradient.detach(), pass);
+  statistics_->add(layer, input, gradient.detach(), pass, !putsProductsOff());
   Calls& calls = calls_[number];
   const auto first = 2 * (layers_.size() - 1 - number);
   for (const std::size_t slot : {first, first + 1}) {
@@ -170,7 +170,7 @@ bool KfacEngine::defer(int layer, const at::Tensor& input, const at::Tensor& gra
 void KfacEngine::addDeferred() {
   const Timed timed(stats_.factor_seconds);
   for (const Deferred& call : deferred_) {
-    statistics_->add(call.layer, call.input, call.gradient, call.backward_pass);
+    statistics_->add(call.layer, call.input, call.gradient, call.backward_pass, !putsProductsOff());
   }
   forgetDeferred();
 }
@@ -179,6 +179,10 @@ void KfacEngine::forgetDeferred() {
   deferred_.clear();
   deferred_bytes_ = 0;
 }
+
+// Whether this step's products are made together with those of later ones (kept_samples.h). Not in one process, which
+// resumes from a checkpoint to the last bit: there averages do not depend on when they are looked at.
+bool KfacEngine::putsProductsOff() const { return exchange_ && !exchanging() && !updatesInverses(); }
 
 double KfacEngine::currentDecay() const {
   if (!options_.martens_decay) {
@@ -196,7 +200,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     stale_ = stale_ || std::any_of(prepared_.begin(), prepared_.end(), [](bool done) { return done; });
     scaled_loss_ = true;
   }
-  const bool of_rows = rows_ && stats_.steps % options_.inverse_update_steps != 0;
+  const bool of_rows = rows_ && !updatesInverses();
   if (of_rows) {
     const Timed timed(stats_.exchange_wait_seconds);
     rows_->leave();
@@ -227,7 +231,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     mergeStep(loss_scale);
   }
   startDirections(early);
-  if (exchanging() || stats_.steps % options_.inverse_update_steps == 0) {
+  if (exchanging() || updatesInverses()) {
     updateInverses();
   }
   if (gradient_scale != 1) {
@@ -240,7 +244,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     const Timed timed(stats_.exchange_wait_seconds);
     endRows();
   }
-  if (stats_.steps % options_.inverse_update_steps == 0) {
+  if (updatesInverses()) {
     agreeOnRows();
   }
   {  // nothing waits for a peer after it
@@ -266,6 +270,22 @@ void KfacEngine::mergeStep(double loss_scale) {
   profiled_ += exchanging() ? 1 : 0;
 }
 
+// What each rank has, for all: [ranks, elements]. Blocks.
+at::Tensor KfacEngine::ofAllRanks(const at::Tensor& own, int tag) {
+  if (!exchange_) {
+    return own.unsqueeze(0);
+  }
+  at::Tensor all = at::empty({ranks_, own.numel()}, own.options());
+  all.select(0, rank_).copy_(own);
+  if (throughMemory()) {
+    exchange_->gatherParts(all.unbind());
+  } else {
+    auto works = exchange_->gather(all, tag);
+    KfacExchange::wait(works);
+  }
+  return all;
+}
+
 void KfacEngine::endPass() {
   ready_.restart();
   stream_.reset();
@@ -288,7 +308,8 @@ KfacStats KfacEngine::stats() const {
   std::size_t bytes = statistics_->bytes() + directions_->bytes() + (early_ ? early_->bytes() : 0);
   stats.early_directions = early_ ? early_->count() : 0;
   bytes += rows_ ? rows_->bytes() : 0;
-  for (const at::Tensor* buffer : {&payload_, &shares_, &inverse_buffer_}) {
+  bytes += inverse_travel_->bytes();
+  for (const at::Tensor* buffer : {&payload_, &shares_}) {
     bytes += buffer->defined() ? buffer->nbytes() : 0;
   }
   for (const FactorInverse& inverse : inverses_) {

@@ -69,9 +69,11 @@
 #include <c10/core/Stream.h>
 
 #include "core/kfac_plan.h"
+#include "optim/direction_travel.h"
 #include "optim/early_directions.h"
 #include "optim/early_inverses.h"
 #include "optim/factor_inverter.h"
+#include "optim/inverse_travel.h"
 #include "optim/kfac_directions.h"
 #include "optim/kfac_exchange.h"
 #include "optim/kfac_options.h"
@@ -168,14 +170,6 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
     KfacEngine& engine_;
     Lock lock_;
   };
-  // Tags of messages: each kind has a range of its own.
-  static constexpr int kVerdictTag = 0;
-  static constexpr int kDirectionsTag = 1;      // + instalment
-  static constexpr int kInversesTag = 1 << 20;  // + slot
-  static constexpr int kSumsTag = 2 << 20;      // + run
-  static constexpr int kEarlyTag = 3 << 20;
-  static constexpr int kRowCountsTag = kEarlyTag + 1;
-  static constexpr int kRowsTag = 4 << 20;  // + message
 
   void makePlan();
   void measureCosts();
@@ -186,7 +180,10 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
   void addDeferred();
   void forgetDeferred();
+  bool putsProductsOff() const;
   double currentDecay() const;
+  // In this step; the same on all ranks, who count steps together.
+  bool updatesInverses() const { return stats_.steps % options_.inverse_update_steps == 0; }
   bool exchanging() const;
   bool throughMemory() const { return exchange_ && exchange_->sharesMemory(); }
   bool overlaps() const;
@@ -217,41 +214,21 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   std::array<at::Tensor, 2> dampingOfLayer(std::size_t first_slot);
   bool tracesTravel() const;
   at::Tensor tracesOf(std::size_t slot) const;
-  void packInverse(std::size_t slot);
-  void unpackInverse(std::size_t slot);
-  bool comesHere(std::size_t slot) const;
-  at::Tensor inverseBuffer(std::size_t slot) const;
-  void exchangeInverses();
-  void gatherInverses();
-  void receiveInverses();
-  void sendInverse(std::size_t slot);
   void takeInverses(std::size_t end);
   void finishInverses();
-  bool leavesEarly() const;
-  // Directions that leave together, when all of them are made.
-  struct Instalment {
-    std::vector<int> layers;
-    int owner = 0;            // kSplit: of each layer every rank makes its part
-    int workers = 0;          // that make them; see KfacPlan
-    std::size_t missing = 0;  // in this step so far
-  };
-  static constexpr int kSplit = -1;
-  void planInstalments();
-  at::Tensor sliceOf(const Instalment& instalment, int part) const;
   void startDirections(bool early);
   void makeDirection(int layer);
   void finishDirections();
-  void startMessages(const std::vector<KfacExchange::Message>& messages);
-  std::vector<KfacExchange::Message> messagesOf(std::size_t number, bool sends) const;
-  void gatherDirections();
   bool onFirstStream();
   bool isEarly(int layer) const;
   bool inEarlyStep() const;
   at::Tensor atGradient(int layer, bool is_bias, const at::Tensor& gradient);
-  at::Tensor gatherRows(const at::Tensor& own, int tag);
+  at::Tensor ofAllRanks(const at::Tensor& own, int tag);
   void refuseMisuse();
   bool mayTakeRows(int layer) const;
   bool takesRows(int layer) const;
+  bool rowsReplaceShares() const;
+  double secondsWithoutRows(std::size_t layer) const;
   void keepRows(int layer, const at::Tensor& input, const at::Tensor& gradient);
   bool takeRows(int layer);
   std::vector<bool> ofRows() const;
@@ -292,12 +269,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
     std::int64_t refused = 0;
   };
   std::vector<RowCount> row_counts_;  // [layer]
-  std::vector<Instalment> instalments_;
-  std::size_t late_instalments_ = 0;  // those of layers that are not early, which come first
-  std::vector<int> instalment_of_;    // [layer] -1: all ranks make all of it
-  std::size_t in_play_ = 0;           // of the instalments, in this step
-  std::vector<bool> made_;            // [layer] in this step, here
-  std::vector<KfacExchange::Work> direction_works_;
+  std::unique_ptr<DirectionTravel> direction_travel_;
+  std::vector<bool> made_;               // [layer] its direction, in this step, here
   std::vector<FactorInverse> inverses_;  // [slot]
 
   at::Tensor payload_;                     // what is summed over ranks, laid out as the running averages
@@ -310,11 +283,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   std::vector<std::int64_t> share_place_;  // [slot] in those of one rank, -1: added up elsewhere or by the group
   at::Tensor traces_;                      // of all factors, summed over ranks, where tracesTravel()
   KfacExchange::Sum traces_sum_;
-  at::Tensor inverse_buffer_;                // inverses that travel, by owner
-  std::vector<std::int64_t> inverse_place_;  // [slot] in it, -1: does not travel
-  std::vector<KfacExchange::Work> inverses_sent_;
-  std::vector<KfacExchange::Work> inverses_coming_;  // [slot]
-  std::size_t taken_ = 0;                            // slots whose inverses are here, in this update
+  std::unique_ptr<InverseTravel> inverse_travel_;
+  std::size_t taken_ = 0;  // slots whose inverses are here, in this update
 
   struct Calls {
     int expected = -1;

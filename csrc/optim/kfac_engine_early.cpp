@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "optim/kfac_engine.h"
+#include "optim/kfac_tags.h"
 #include "optim/plain_mode.h"
 #include "optim/timed.h"
 
@@ -29,7 +30,7 @@ bool goesToCaller(const at::Tensor& parameter) {
 bool KfacEngine::isEarly(int layer) const { return early_ && EarlyDirections::takes(layers_[core::index(layer)]); }
 
 // The same on all ranks, who count steps together.
-bool KfacEngine::inEarlyStep() const { return early_ && stats_.steps % options_.inverse_update_steps != 0; }
+bool KfacEngine::inEarlyStep() const { return early_ && !updatesInverses(); }
 
 double KfacEngine::earlySaving() const {
   if (early_ || rows_ || !device_.is_cpu() || options_.form != InverseForm::kInverse ||
@@ -106,26 +107,10 @@ at::Tensor KfacEngine::atGradient(int layer, bool is_bias, const at::Tensor& gra
                  : early_->ofWeight(layer, gradient, of_inputs, of_outputs, directions_->tiles(layer), pass);
 }
 
-// What each rank has, for all: [ranks, elements]. Blocks.
-at::Tensor KfacEngine::gatherRows(const at::Tensor& own, int tag) {
-  if (!exchange_) {
-    return own.unsqueeze(0);
-  }
-  at::Tensor all = at::empty({ranks_, own.numel()}, own.options());
-  all.select(0, rank_).copy_(own);
-  if (throughMemory()) {
-    exchange_->gatherParts(all.unbind());
-  } else {
-    auto works = exchange_->gather(all, tag);
-    KfacExchange::wait(works);
-  }
-  return all;
-}
-
 // In a step that is left out because something in it was not a number: was it made so on purpose (early_directions.h)?
 // Every rank asks the others, and all throw.
 void KfacEngine::refuseMisuse() {
-  const at::Tensor found = gatherRows(at::full({1}, early_->misused(), at::kLong), kEarlyTag);
+  const at::Tensor found = ofAllRanks(at::full({1}, early_->misused(), at::kLong), kfac_tags::kEarly);
   const auto* layers = found.const_data_ptr<std::int64_t>();
   const auto* end = layers + ranks_;
   const auto* first = std::find_if(layers, end, [](auto layer) { return layer >= 0; });
@@ -157,13 +142,13 @@ KfacDirections::Finished KfacEngine::finishEarly(const std::vector<double>& rate
   at::Tensor own = early_->product(rates).div_(loss_scale).reshape({1});
   at::Tensor seen_by = at::full({1}, seen ? 1.0 : 0.0, at::kDouble);
   if (queued_) {
-    seen_by = gatherRows(seen_by, kEarlyTag);
+    seen_by = ofAllRanks(seen_by, kfac_tags::kEarly);
     if (exchange_) {
       exchange_->allReduce(own).wait();
     }
     finished.product = own.div_(ranks_).squeeze(0);
   } else {
-    const at::Tensor all = gatherRows(at::cat({own, seen_by}), kEarlyTag);
+    const at::Tensor all = ofAllRanks(at::cat({own, seen_by}), kfac_tags::kEarly);
     finished.product = all.select(1, 0).mean();
     seen_by = all.select(1, 1);
   }

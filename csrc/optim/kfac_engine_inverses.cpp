@@ -1,6 +1,4 @@
 // What KfacEngine does in steps that update inverses.
-#include <cmath>
-
 #include "core/check.h"
 #include "optim/factor_batch.h"
 #include "optim/kfac_engine.h"
@@ -56,7 +54,7 @@ at::Tensor KfacEngine::tracesOf(std::size_t slot) const {
 // The inversions that the arrival of a run makes possible, as far as they need no more than factors. end: of its slots.
 std::vector<std::size_t> KfacEngine::invertedAfter(std::size_t end) {
   std::vector<std::size_t> slots;
-  const bool used = stats_.steps % options_.inverse_update_steps == 0 && !tracesTravel();
+  const bool used = updatesInverses() && !tracesTravel();
   for (; followed_ + 1 < end; followed_ += 2) {
     for (const std::size_t slot : {followed_, followed_ + 1}) {
       if (used && invertsHere(slot)) {
@@ -91,7 +89,8 @@ void KfacEngine::invertLayer(std::size_t first_slot) {
         const Timed timed(stats_.invert_seconds);
         invert(slot, damping.at(side));
       }
-      sendInverse(slot);
+      const Timed timed(stats_.distribute_seconds);
+      inverse_travel_->send(slot, inverses_[slot]);
     }
   }
   // Where nobody else needs the inverses, others wait for what is made of them.
@@ -177,8 +176,32 @@ void KfacEngine::invertRuns() {
   waitForRuns();
 }
 
+// Waits for other ranks' inverses up to slot `end`, and makes the directions for which they come.
+void KfacEngine::takeInverses(std::size_t end) {
+  for (; taken_ < end; ++taken_) {
+    {
+      const Timed timed(stats_.distribute_seconds);
+      inverse_travel_->take(taken_, inverses_[taken_]);
+    }
+    if (overlaps() && taken_ % 2 == 1) {
+      makeDirection(statistics_->slots()[taken_].layer);
+    }
+  }
+}
+
+// The rest of them.
+void KfacEngine::finishInverses() {
+  if (throughMemory()) {
+    const Timed timed(stats_.distribute_seconds);
+    inverse_travel_->gather();
+  }
+  takeInverses(inverses_.size());
+  const Timed timed(stats_.distribute_seconds);
+  inverse_travel_->finish();
+}
+
 void KfacEngine::updateInverses() {
-  if (stats_.steps % options_.inverse_update_steps != 0) {  // sent for nothing: exchange_always
+  if (!updatesInverses()) {  // sent for nothing: exchange_always
     const Timed timed(stats_.exchange_wait_seconds);
     waitForRuns();
     endRuns();
@@ -199,9 +222,11 @@ void KfacEngine::updateInverses() {
   if (queued_) {
     invertQueued();
     endRuns();
-    exchangeInverses();
+    const Timed timed(stats_.distribute_seconds);
+    inverse_travel_->exchange(inverses_);
   } else {
-    receiveInverses();
+    taken_ = 0;
+    inverse_travel_->expect();
     invertRuns();
     endRuns();
     finishInverses();

@@ -6,6 +6,7 @@
 #include "core/check.h"
 #include "core/kfac_rows.h"
 #include "optim/kfac_engine.h"
+#include "optim/kfac_tags.h"
 #include "optim/timed.h"
 
 namespace torchext {
@@ -29,17 +30,30 @@ bool KfacEngine::mayTakeRows(int layer) const {
   return options_.gather_rows.value_or(true) && !early_ && !queued_ && options_.form == InverseForm::kInverse &&
          plan_.strategy != core::KfacStrategy::kDkfac && options_.inverse_update_steps > 1 &&
          layers_[core::index(layer)].kind == KfacLayerSpec::Kind::kLinear &&
-         plan_.workers[core::index(layer)] == ranks_ && directions_->parts(layer) == 1;
+         plan_.workers[core::index(layer)] == ranks_;
 }
 
-bool KfacEngine::takesRows(int layer) const {
-  return rows_ && stats_.steps % options_.inverse_update_steps != 0 && rows_->has(layer);
+bool KfacEngine::takesRows(int layer) const { return rows_ && !updatesInverses() && rows_->has(layer); }
+
+// Whether ranks make no shares of Linear layers' directions in this step, because all of these are of rows. Alike on
+// all ranks, whatever becomes of the rows.
+bool KfacEngine::rowsReplaceShares() const {
+  bool any = false;
+  for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
+    if (mayTakeRows(layer) && directions_->parts(layer) > 1) {
+      if (!takesRows(layer)) {
+        return false;
+      }
+      any = true;
+    }
+  }
+  return any;
 }
 
 void KfacEngine::keepRows(int layer, const at::Tensor& input, const at::Tensor& gradient) {
   if (takesRows(layer)) {
     rows_->keep(layer, input, gradient);
-  } else if (stats_.steps % options_.inverse_update_steps == 0) {
+  } else if (updatesInverses()) {
     row_counts_[core::index(layer)].seen += input.numel() / layers_[core::index(layer)].inputs();
   }
 }
@@ -120,7 +134,7 @@ void KfacEngine::agreeOnRows() {
   at::Tensor all;
   {
     const Timed timed(stats_.exchange_wait_seconds);
-    all = gatherRows(at::tensor(own, at::kLong), kRowCountsTag);
+    all = ofAllRanks(at::tensor(own, at::kLong), kfac_tags::kRowCounts);
   }
   std::vector<BatchRows::Layer> layers = chooseRowLayers(all);
   if (layers.empty()) {
@@ -128,7 +142,8 @@ void KfacEngine::agreeOnRows() {
     return;
   }
   if (!rows_ || !hasPlaces(rows_->layers(), layers)) {
-    rows_ = std::make_unique<RowDirections>(std::move(layers), statistics_->options(), exchange_.get(), kRowsTag);
+    rows_ =
+        std::make_unique<RowDirections>(std::move(layers), statistics_->options(), exchange_.get(), kfac_tags::kRows);
   }
   for (const BatchRows::Layer& layer : rows_->layers()) {
     rows_->expect(layer.number, own[core::index(layer.number)]);
@@ -154,16 +169,28 @@ std::vector<BatchRows::Layer> KfacEngine::chooseRowLayers(const at::Tensor& coun
     bytes += can ? of_rank * core::index(ranks_) : 0;
     candidates.push_back({static_cast<std::size_t>(spec.outputs()), static_cast<std::size_t>(spec.inputDim()),
                           can ? static_cast<std::size_t>(of_ranks.sum().item<std::int64_t>()) : 0, of_rank,
-                          input_.precondition[layer]});
+                          input_.precondition[layer], secondsWithoutRows(layer),
+                          directions_->parts(static_cast<int>(layer)) > 1 && mayTakeRows(static_cast<int>(layer))});
   }
   const std::vector<bool> pays = core::chooseRows(candidates, costOfRows());
+  const bool asked = options_.gather_rows == true;
+  const bool all_together = std::none_of(candidates.begin(), candidates.end(),
+                                         [](const core::RowLayer& layer) { return layer.together && layer.rows == 0; });
   std::vector<BatchRows::Layer> chosen;
   for (std::size_t layer = layers_.size(); layer-- > 0;) {
-    if (options_.gather_rows == true ? candidates[layer].rows > 0 : pays[layer]) {
+    if (asked ? candidates[layer].rows > 0 && (!candidates[layer].together || all_together) : pays[layer]) {
       chosen.push_back({static_cast<int>(layer), layers_[layer].inputs(), layers_[layer].outputs(), places[layer]});
     }
   }
   return chosen;
+}
+
+// What a layer's direction takes a rank otherwise: all of it, or a share, and bringing shares together.
+double KfacEngine::secondsWithoutRows(std::size_t layer) const {
+  const int parts = directions_->parts(static_cast<int>(layer));
+  const core::KfacCosts& costs = input_.costs;
+  const double a_byte = parts == 1 ? 0 : costs.sharing ? costs.sharing->beta : costs.broadcast.beta;
+  return input_.precondition[layer] / parts + a_byte * static_cast<double>(input_.gradient_bytes[layer]);
 }
 
 // Of the bytes of one rank until all ranks have those of all.

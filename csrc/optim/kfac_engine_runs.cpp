@@ -3,6 +3,7 @@
 
 #include "core/check.h"
 #include "optim/kfac_engine.h"
+#include "optim/kfac_tags.h"
 #include "optim/plain_mode.h"
 #include "optim/timed.h"
 
@@ -50,7 +51,7 @@ void KfacEngine::startRuns(bool overlapped) {
     if (plan_.factors[begin].exchange == core::FactorExchange::kAllReduce) {
       sum = exchange_->allReduce(run);
     } else if (plan_.factors[begin].exchange == core::FactorExchange::kReduceToOwner) {
-      sum = exchange_->reduce(run, plan_.factors[begin].owner, kSumsTag + static_cast<int>(started_),
+      sum = exchange_->reduce(run, plan_.factors[begin].owner, kfac_tags::kSums + static_cast<int>(started_),
                               sharesOf(begin, run.numel()));
     }
     if (followsRuns()) {
@@ -94,7 +95,7 @@ void KfacEngine::startRest(double loss_scale) {
 // must send again.
 bool KfacEngine::agreeOnStep(bool takes_step) {
   const Verdict own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
-  const at::Tensor all = gatherRows(at::full({1}, static_cast<std::int64_t>(own), at::kByte), kVerdictTag);
+  const at::Tensor all = ofAllRanks(at::full({1}, static_cast<std::int64_t>(own), at::kByte), kfac_tags::kVerdict);
   const auto* verdicts = all.const_data_ptr<std::uint8_t>();
   const auto* end = verdicts + ranks_;
   const auto* other = std::find_if(verdicts, end, [&](auto verdict) { return (verdict != kLeavesStep) != takes_step; });

@@ -50,9 +50,6 @@ void KfacOptions::validate() const {
       throwInvalid("gather_rows", "True",
                    "without early_directions, which are made of each rank's own rows; leave one out");
     }
-    if (split_directions == true) {
-      throwInvalid("gather_rows", "True", "without split_directions, which leaves each rank a share; leave one out");
-    }
   }
   if (early_directions) {
     using core::KfacStrategy;

@@ -42,12 +42,14 @@ at::Tensor KfacStatistics::diagonalPlaces(const FactorSlot& slot) {
   return places;
 }
 
-void KfacStatistics::add(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass) {
+void KfacStatistics::add(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass,
+                         bool at_once) {
   const auto number = static_cast<std::size_t>(layer);
   LayerStep& step = steps_[number];
   const FactorSlot& output_slot = slots_[first_slot_[number]];
   const FactorSlot& input_slot = slots_[first_slot_[number] + 1];
-  const CallSize call = addProducts(layers_[number], output_slot, input_slot, input, gradient, step.calls == 0);
+  const CallSize call =
+      addProducts(layers_[number], output_slot, input_slot, input, gradient, step.calls == 0, at_once);
   if (call.rows == 0) {
     return;  // an empty batch says nothing
   }
@@ -72,7 +74,7 @@ double KfacStatistics::weightOf(const FactorSlot& slot, double decay, double los
   return (1 - decay) * unscaled / (rows * positions * positions);
 }
 
-void KfacStatistics::preview(const FactorSlot& slot, double decay, double loss_scale, const at::Tensor& out) const {
+void KfacStatistics::preview(const FactorSlot& slot, double decay, double loss_scale, const at::Tensor& out) {
   average({{&slot, weightOf(slot, decay, loss_scale)}}, decay, out);
 }
 

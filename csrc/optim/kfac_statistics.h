@@ -42,20 +42,27 @@ class KfacStatistics {
   at::Tensor slice(const at::Tensor& buffer, const FactorSlot& slot) const {
     return buffer.narrow(0, slot.offset, slot.size);
   }
-  const at::Tensor& running() const { return running_; }
+  // Settled.
+  const at::Tensor& running() {
+    settle();
+    return running_;
+  }
+  // Brings running averages up to date whose products were put off (kept_samples.h): what holds running() reads them.
+  virtual void settle() {}
 
   // A module's input and the gradient at its output. backward_pass tells calls of one backward pass from others.
-  void add(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
+  // at_once: the averages are asked for in this step, so that nothing is gained by putting products off.
+  void add(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass, bool at_once);
   int calls(int layer) const { return steps_[static_cast<std::size_t>(layer)].calls; }
 
   // What merge() will make of a slot, into `out`, laid out as the running averages; nothing changed.
-  void preview(const FactorSlot& slot, double decay, double loss_scale, const at::Tensor& out) const;
+  void preview(const FactorSlot& slot, double decay, double loss_scale, const at::Tensor& out);
   // Ends the step: takes its sums into the running averages. Sums that are not finite are left out.
   void merge(double decay, double loss_scale);
   // How many were, ever.
   virtual std::int64_t leftOut() const = 0;
   // Ends the step without it.
-  void discard();
+  virtual void discard();
 
   // In these three slot is one of slots().
   // [count, dim, dim] from a slot's packed triangles; a copy of a diagonal.
@@ -76,19 +83,22 @@ class KfacStatistics {
     std::int64_t rows = 0;
     std::int64_t samples = 0;
   };
-  // Adds a call's products to the sums of its two slots, or begins them. Nothing where there are no rows.
+  // Adds a call's products to the sums of its two slots, or begins them, or puts them off. Nothing where there are no
+  // rows.
   virtual CallSize addProducts(const KfacLayerSpec& spec, const FactorSlot& output_slot, const FactorSlot& input_slot,
-                               const at::Tensor& input, const at::Tensor& gradient, bool first) = 0;
+                               const at::Tensor& input, const at::Tensor& gradient, bool first, bool at_once) = 0;
   // out = decay * running + weight * sums at each slot; where the sums are not finite, out = running.
   struct Share {
     const FactorSlot* slot;
     double weight;
   };
-  virtual void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) const = 0;
+  virtual void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) = 0;
   // The same with out = running(); counts what was not finite.
   virtual void averageInPlace(const std::vector<Share>& shares, double decay) = 0;
 
   const at::Tensor& sums() const { return sums_; }
+  // As they are, without what is put off.
+  const at::Tensor& unsettled() const { return running_; }
   // Where the diagonal of all groups lies in the slot, as indices on the CPU.
   static at::Tensor diagonalPlaces(const FactorSlot& slot);
 

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "core/packed_triangle.h"
+#include "optim/kept_samples.h"
 #include "optim/kfac_statistics.h"
 #include "optim/matrix_product.h"
 #include "optim/patch_correlation.h"
@@ -25,7 +26,11 @@ template <class T>
 class CpuStatistics final : public KfacStatistics {
  public:
   CpuStatistics(const std::vector<KfacLayerSpec>& layers, FactorScaling scaling)
-      : KfacStatistics(layers, at::TensorOptions(c10::CppTypeToScalarType<T>::value), scaling) {}
+      : KfacStatistics(layers, at::TensorOptions(c10::CppTypeToScalarType<T>::value), scaling) {
+    for (const FactorSlot& slot : slots()) {
+      kept_.emplace_back(slot.dim);
+    }
+  }
 
   std::int64_t leftOut() const override { return left_out_; }
   at::Tensor unpacked(const at::Tensor& packed, const FactorSlot& slot) const override {
@@ -37,41 +42,127 @@ class CpuStatistics final : public KfacStatistics {
   at::Tensor traces(const at::Tensor& packed, const FactorSlot& slot) const override {
     return tracesOfFactor(packed, slot);
   }
-  std::size_t bytes() const override { return KfacStatistics::bytes() + samples_.bytes() + product_.bytes(); }
+  void settle() override {
+    for (const FactorSlot& slot : slots()) {
+      settleSlot(slot);
+    }
+  }
+  void discard() override {
+    KfacStatistics::discard();
+    for (auto& kept : kept_) {
+      kept.discard();
+    }
+  }
+  std::size_t bytes() const override;
 
  protected:
   CallSize addProducts(const KfacLayerSpec& spec, const FactorSlot& output_slot, const FactorSlot& input_slot,
-                       const at::Tensor& input, const at::Tensor& gradient, bool first) override;
-  void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) const override {
-    for (const Share& share : shares) {
-      averageSlot(share, decay, out.mutable_data_ptr<T>() + share.slot->offset);
-    }
-  }
-  void averageInPlace(const std::vector<Share>& shares, double decay) override {
-    for (const Share& share : shares) {
-      left_out_ += averageSlot(share, decay, running().template mutable_data_ptr<T>() + share.slot->offset) ? 0 : 1;
-    }
-  }
+                       const at::Tensor& input, const at::Tensor& gradient, bool first, bool at_once) override;
+  void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) override;
+  void averageInPlace(const std::vector<Share>& shares, double decay) override;
 
  private:
+  KeptSamples<T>& keptOf(const FactorSlot& slot) { return kept_[static_cast<std::size_t>(&slot - slots().data())]; }
+  T* averageOf(const FactorSlot& slot) { return unsettled().template mutable_data_ptr<T>() + slot.offset; }
+  T* sumsOf(const FactorSlot& slot) { return sums().template mutable_data_ptr<T>() + slot.offset; }
+  void settleSlot(const FactorSlot& slot) { keptOf(slot).settle(product_, averageOf(slot)); }
+  bool sumKept(const FactorSlot& slot);
+  bool keep(const FactorSlot& slot, const SampleMatrix<T>& matrix);
+  void addSamples(const FactorSlot& slot, const SampleMatrix<T>& matrix, bool first, bool at_once);
   void addProduct(const FactorSlot& slot, const SampleMatrix<T>& matrix, bool first);
   bool averageSlot(const Share& share, double decay, T* out) const;
 
+  std::vector<KeptSamples<T>> kept_;  // [slot]
   Scratch samples_;
   Scratch product_;
   std::int64_t left_out_ = 0;
 };
 
 template <class T>
+std::size_t CpuStatistics<T>::bytes() const {
+  std::size_t bytes = KfacStatistics::bytes() + samples_.bytes() + product_.bytes();
+  for (const auto& kept : kept_) {
+    bytes += kept.bytes();
+  }
+  return bytes;
+}
+
+template <class T>
+void CpuStatistics<T>::average(const std::vector<Share>& shares, double decay, const at::Tensor& out) {
+  for (const Share& share : shares) {
+    settleSlot(*share.slot);
+    sumKept(*share.slot);
+    averageSlot(share, decay, out.mutable_data_ptr<T>() + share.slot->offset);
+  }
+}
+
+template <class T>
+void CpuStatistics<T>::averageInPlace(const std::vector<Share>& shares, double decay) {
+  for (const Share& share : shares) {
+    KeptSamples<T>& kept = keptOf(*share.slot);
+    bool finite = false;
+    if (kept.open() > 0) {
+      finite = std::isfinite(kept.trace()) && std::isfinite(share.weight);
+      if (finite) {
+        kept.merge(decay, share.weight);
+      } else {
+        kept.discard();
+      }
+    } else {
+      settleSlot(*share.slot);
+      finite = averageSlot(share, decay, averageOf(*share.slot));
+    }
+    left_out_ += finite ? 0 : 1;
+  }
+}
+
+// Makes this step's sums of what was kept of it; whether there was anything.
+template <class T>
+bool CpuStatistics<T>::sumKept(const FactorSlot& slot) {
+  KeptSamples<T>& kept = keptOf(slot);
+  if (kept.open() == 0) {
+    return false;
+  }
+  kept.product(product_, sumsOf(slot));
+  kept.discard();
+  return true;
+}
+
+template <class T>
+bool CpuStatistics<T>::keep(const FactorSlot& slot, const SampleMatrix<T>& matrix) {
+  KeptSamples<T>& kept = keptOf(slot);
+  const bool fits = !matrix.by_dimension && (matrix.dim == slot.dim || matrix.dim + 1 == slot.dim) &&
+                    kept.open() + matrix.count <= KeptSamples<T>::kMostOfAStep;
+  if (!fits) {
+    return false;
+  }
+  if (kept.add(matrix.data, matrix.count, matrix.dim)) {
+    return true;
+  }
+  settleSlot(slot);
+  return kept.add(matrix.data, matrix.count, matrix.dim);
+}
+
+// first: of the step. A step's samples are all kept, or all summed.
+template <class T>
+void CpuStatistics<T>::addSamples(const FactorSlot& slot, const SampleMatrix<T>& matrix, bool first, bool at_once) {
+  if (!at_once && (first || keptOf(slot).open() > 0) && keep(slot, matrix)) {
+    return;
+  }
+  const bool kept = sumKept(slot);
+  addProduct(slot, matrix, first && !kept);
+}
+
+template <class T>
 KfacStatistics::CallSize CpuStatistics<T>::addProducts(const KfacLayerSpec& spec, const FactorSlot& output_slot,
                                                        const FactorSlot& input_slot, const at::Tensor& input,
-                                                       const at::Tensor& gradient, bool first) {
+                                                       const at::Tensor& gradient, bool first, bool at_once) {
   const auto gradients = gradientMatrix<T>(spec, gradient, samples_);
   if (gradients.count == 0) {
     return {};
   }
   const CallSize size{gradients.count, gradients.samples};
-  addProduct(output_slot, gradients, first);
+  addSamples(output_slot, gradients, first, at_once);
   if (spec.kind == KfacLayerSpec::Kind::kEmbedding) {
     T* counts = sums().template mutable_data_ptr<T>() + input_slot.offset;
     if (first) {
@@ -91,7 +182,7 @@ KfacStatistics::CallSize CpuStatistics<T>::addProducts(const KfacLayerSpec& spec
     correlatePatches<T>(spec, input, samples_, full);
     addTriangleOf(full, input_slot.dim, first, sums().template mutable_data_ptr<T>() + input_slot.offset);
   } else {
-    addProduct(input_slot, inputMatrix<T>(spec, input, samples_), first);
+    addSamples(input_slot, inputMatrix<T>(spec, input, samples_), first, at_once);
   }
   return size;
 }
@@ -130,7 +221,7 @@ void CpuStatistics<T>::addProduct(const FactorSlot& slot, const SampleMatrix<T>&
 template <class T>
 bool CpuStatistics<T>::averageSlot(const Share& share, double decay, T* out) const {
   const FactorSlot& slot = *share.slot;
-  const T* old = running().template const_data_ptr<T>() + slot.offset;
+  const T* old = unsettled().template const_data_ptr<T>() + slot.offset;
   const T* sum = sums().template const_data_ptr<T>() + slot.offset;
   T trace = 0;
   for (std::int64_t group = 0; group < slot.count && !slot.diagonal; ++group) {

@@ -76,15 +76,15 @@ class QueuedStatistics final : public KfacStatistics {
 
  protected:
   CallSize addProducts(const KfacLayerSpec& spec, const FactorSlot& output_slot, const FactorSlot& input_slot,
-                       const at::Tensor& input, const at::Tensor& gradient, bool first) override;
-  void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) const override {
+                       const at::Tensor& input, const at::Tensor& gradient, bool first, bool at_once) override;
+  void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) override {
     averageInto(shares, decay, out);
   }
   void averageInPlace(const std::vector<Share>& shares, double decay) override {
     for (const Share& share : shares) {
       left_out_ += std::isfinite(share.weight) ? 0 : 1;
     }
-    const at::Tensor bad = averageInto(shares, decay, running());
+    const at::Tensor bad = averageInto(shares, decay, unsettled());
     if (bad.defined()) {
       left_out_there_ = left_out_there_.defined() ? left_out_there_ + bad : bad;
     }
@@ -138,7 +138,7 @@ void QueuedStatistics::addPatches(const KfacLayerSpec& spec, const at::Tensor& i
 
 KfacStatistics::CallSize QueuedStatistics::addProducts(const KfacLayerSpec& spec, const FactorSlot& output_slot,
                                                        const FactorSlot& input_slot, const at::Tensor& input,
-                                                       const at::Tensor& gradient, bool first) {
+                                                       const at::Tensor& gradient, bool first, bool /*at_once*/) {
   const at::Tensor of_outputs = trianglesOf(slice(sums(), output_slot), output_slot);
   const CallSize size = addGradients(spec, gradient, of_outputs, first);
   if (size.rows == 0) {
@@ -170,11 +170,11 @@ at::Tensor QueuedStatistics::averageInto(const std::vector<Share>& shares, doubl
   for (const Share& share : shares) {
     if (std::isfinite(share.weight)) {
       sum.push_back(slice(sums(), *share.slot));
-      old.push_back(slice(running(), *share.slot));
+      old.push_back(slice(unsettled(), *share.slot));
       to.push_back(slice(out, *share.slot));
       weights.emplace_back(share.weight);
-    } else if (!out.is_same(running())) {
-      slice(out, *share.slot).copy_(slice(running(), *share.slot));
+    } else if (!out.is_same(unsettled())) {
+      slice(out, *share.slot).copy_(slice(unsettled(), *share.slot));
     }
   }
   if (sum.empty()) {

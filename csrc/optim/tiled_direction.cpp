@@ -71,7 +71,7 @@ void TiledDirection::prepare(const at::Tensor& outputs, const at::Tensor& inputs
     }
     of_outputs_ = outputs;
   }
-  if (!of_inputs_.is_same(inputs) || count_ != count) {
+  if (!of_inputs_.is_same(inputs) || begin_ != begin || count_ != count) {
     const std::int64_t columns = tileBlocks(count);
     const std::int64_t steps = tileBlocks(in);
     fit(inputs_, groups * columns * steps);
@@ -80,6 +80,7 @@ void TiledDirection::prepare(const at::Tensor& outputs, const at::Tensor& inputs
       cpu::layRight({data, in, in, count}, block % columns, &inputs_[static_cast<std::size_t>(block * steps)]);
     }
     of_inputs_ = inputs;
+    begin_ = begin;
     count_ = count;
   }
 }

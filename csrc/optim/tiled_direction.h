@@ -78,6 +78,7 @@ class TiledDirection {
  private:
   at::Tensor of_outputs_;  // what is laid out
   at::Tensor of_inputs_;
+  std::int64_t begin_ = 0;
   std::int64_t count_ = 0;
   TileBlocks outputs_;
   TileBlocks inputs_;

@@ -24,7 +24,7 @@ STRATEGIES = ("spd", "pad", "comm-opt", "hybrid", "auto")
 STEPS = 8  # of which 0, 3 and 6 make inverses
 
 
-def body(rank: Rank, shared: bool, method_steps: dict[str, int]) -> dict[str, tuple[float, int]]:
+def body(rank: Rank, shared: bool, options: dict[str, Any]) -> dict[str, tuple[float, int]]:
     rank.init("gloo")
     expected = run_alone(rank, STEPS, "inverse")
     start = flat(Net())
@@ -36,7 +36,7 @@ def body(rank: Rank, shared: bool, method_steps: dict[str, int]) -> dict[str, tu
             strategy=strategy,
             shared_memory=shared,
             gather_rows=True,
-            **(OPTIONS | method_steps),
+            **(OPTIONS | options),
         )
         train(model, optimizer, STEPS, rank=rank.rank, size=rank.size)
         equal_everywhere(model.module)
@@ -47,12 +47,14 @@ def body(rank: Rank, shared: bool, method_steps: dict[str, int]) -> dict[str, tu
     return found
 
 
-@pytest.mark.parametrize("method_steps", [{}, {"factor_update_steps": 1, "exchange_always": True}], ids=["", "always"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"factor_update_steps": 1, "exchange_always": True}, {"split_directions": True}],
+    ids=["", "always", "split"],
+)
 @pytest.mark.parametrize(("size", "shared"), [(1, True), (2, True), (2, False), (3, True), (3, False), (4, False)])
-def test_every_strategy_is_one_process_with_the_whole_batch(
-    size: int, shared: bool, method_steps: dict[str, int]
-) -> None:
-    for found in run_ranks(body, size, shared, method_steps):
+def test_every_strategy_is_one_process_with_the_whole_batch(size: int, shared: bool, options: dict[str, Any]) -> None:
+    for found in run_ranks(body, size, shared, options):
         for strategy, (error, count) in found.items():
             assert error < 1e-9, found
             # Two Linear layers in five steps; under `hybrid` and what `auto` may choose some belong to few ranks.
@@ -82,10 +84,10 @@ def batch(step: int, rows: int = ROWS) -> Tensor:
 ROW_OPTIONS: dict[str, Any] = OPTIONS | {"strategy": "spd", "shared_memory": False, "split_directions": False}
 
 
-def body_bytes(rank: Rank) -> tuple[list[int], int]:
+def body_bytes(rank: Rank, split: bool) -> tuple[list[int], int]:
     rank.init("gloo")
     model = DistributedDataParallel(Dense())
-    optimizer = KFAC(model, gather_rows=True, **ROW_OPTIONS)
+    optimizer = KFAC(model, gather_rows=True, **(ROW_OPTIONS | {"split_directions": split}))
     sent = []
     for step in range(STEPS):
         before = optimizer.stats()["sent_bytes"]
@@ -96,19 +98,20 @@ def body_bytes(rank: Rank) -> tuple[list[int], int]:
     return [sent[step] for step in (4, 5, 7)], optimizer.stats()["memory_bytes"]
 
 
-def test_rows_are_all_that_travels_between_updates() -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_are_all_that_travels_between_updates(split: bool) -> None:
     # To each other rank: the step, three counts, and four rows of each layer's inputs and outputs.
     elements = 4 + ROWS // 3 * (10 + 40 + 40 + 40 + 40 + 3)
-    for sent, _ in run_ranks(body_bytes, 3):
+    for sent, _ in run_ranks(body_bytes, 3, split):
         assert sent == [2 * 8 * elements] * 3
 
 
-def body_uneven(rank: Rank, shared: bool) -> tuple[float, dict[str, Any]]:
+def body_uneven(rank: Rank, shared: bool, split: bool) -> tuple[float, dict[str, Any]]:
     """Batches of other sizes on every rank, in every step; the last rank leaves a layer out in some."""
     rank.init("gloo")
     models = [DistributedDataParallel(Dense(), find_unused_parameters=True) for _ in range(2)]
     optimizers = [
-        KFAC(model, gather_rows=rows, **(ROW_OPTIONS | {"shared_memory": shared}))
+        KFAC(model, gather_rows=rows, **(ROW_OPTIONS | {"shared_memory": shared, "split_directions": split}))
         for model, rows in zip(models, (False, True), strict=True)
     ]
     for step in range(STEPS):
@@ -124,9 +127,10 @@ def body_uneven(rank: Rank, shared: bool) -> tuple[float, dict[str, Any]]:
     return float((whole - of_rows).abs().max() / (whole - flat(Dense())).abs().max()), optimizers[1].stats()
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_ranks_whose_batches_differ(shared: bool) -> None:
-    for error, stats in run_ranks(body_uneven, 3, shared):
+def test_ranks_whose_batches_differ(shared: bool, split: bool) -> None:
+    for error, stats in run_ranks(body_uneven, 3, shared, split):
         assert error < 1e-9
         # In step 7 the first rank has more rows than places.
         assert (stats["row_directions"], stats["row_directions_refused"]) == (3 * 4, 3)
@@ -167,12 +171,14 @@ def test_accumulation_without_averaging_and_a_scaler() -> None:
     assert max(run_ranks(body_no_sync, 2)) < 1e-4
 
 
-def body_penalty(rank: Rank) -> tuple[int, int]:
+def body_penalty(rank: Rank, count: int, options: dict[str, Any]) -> tuple[int, int]:
     """One rank's loss has a penalty; every rank takes that layer's mean gradient whole."""
     rank.init("gloo")
     models = [DistributedDataParallel(Dense()) for _ in range(2)]
-    optimizers = [KFAC(m, gather_rows=rows, **ROW_OPTIONS) for m, rows in zip(models, (False, True), strict=True)]
-    for step in range(STEPS):
+    optimizers = [
+        KFAC(m, gather_rows=rows, **(ROW_OPTIONS | options)) for m, rows in zip(models, (False, True), strict=True)
+    ]
+    for step in range(count):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
             loss = model(batch(step).chunk(rank.size)[rank.rank]).square().mean()
@@ -187,8 +193,17 @@ def body_penalty(rank: Rank) -> tuple[int, int]:
     return stats["row_directions"], stats["row_directions_refused"]
 
 
-def test_a_penalty_on_one_rank() -> None:
-    assert run_ranks(body_penalty, 3) == [(10, 5)] * 3
+@pytest.mark.parametrize("split", [False, True])
+def test_a_penalty_on_one_rank(split: bool) -> None:
+    assert run_ranks(body_penalty, 3, STEPS, {"split_directions": split}) == [(10, 5)] * 3
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_make_shares_again_where_rows_were_in_vain(shared: bool) -> None:
+    """Linear layers whose directions are split take rows together; after eight tries or more in vain none does."""
+    options = {"split_directions": True, "shared_memory": shared}
+    # Steps 0, 3, 6, 9 and 12 make inverses: of the eight between them each had one layer of three in vain.
+    assert run_ranks(body_penalty, 3, 18, options) == [(16, 8)] * 3
 
 
 def steps(rank: Rank, count: int, *, ddp: bool = True, timeout: float = 20) -> tuple[Any, KFAC]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kfac_models import data, flat, mlp, train
 from kfac_reference import same
-from torch import nn
+from torch import Tensor, nn
 
 from torchext.optim import KFAC, KFACPreconditioner
 
@@ -212,3 +212,27 @@ def test_autocast_to_bfloat16() -> None:
         assert optimizer.stats()["factors_left_out"] == 0
         flats.append(flat(model))
     assert torch.equal(flats[0], flats[1])
+
+
+def packed_gram(samples: Tensor) -> Tensor:
+    """The triangle, row by row, of (1/N) sum x x^T in float64."""
+    full = samples.double().t() @ samples.double() / len(samples)
+    return torch.cat([row[i:] for i, row in enumerate(full)])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 33, 300])
+def test_factors_are_right_to_all_bits_of_a_float(rows: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    inputs = torch.randn(rows, 70, generator=generator) * torch.randn(70, generator=generator).exp()
+    model = nn.Linear(70, 40, bias=bias)
+    kfac = KFACPreconditioner(model, factor_decay=0.0)
+    gradients = torch.randn(rows, 40, generator=generator)
+    model(inputs).backward(gradients / rows)
+    kfac.step()
+    of_outputs, of_inputs = (factor[0] for factor in kfac.state_dict()["factors"])
+    ones = torch.ones(rows, 1 if bias else 0)
+    for found, samples in ((of_inputs, torch.cat([inputs, ones], 1)), (of_outputs, gradients)):
+        exact = packed_gram(samples)
+        magnitude = packed_gram(samples.abs())  # of the terms: what float's rounding is measured by
+        assert ((found - exact).abs() <= (rows + 8) * 2.0**-24 * magnitude).all()

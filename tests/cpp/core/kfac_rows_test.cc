@@ -2,12 +2,18 @@
 
 #include <gtest/gtest.h>
 
+#include <utility>
 #include <vector>
 
 namespace torchext::core {
 namespace {
 
 using Chosen = std::vector<bool>;
+
+// Of which each rank makes all where there are no rows.
+RowLayer whole(std::size_t width, std::size_t rows, std::size_t bytes, double seconds) {
+  return {width, width, rows, bytes, seconds, seconds};
+}
 
 TEST(KfacRows, ShareIsThatOfTheMultiplications) {
   // 64 (1024^2 + 1024^2 + 1024^2) of 2 1024^3.
@@ -19,15 +25,15 @@ TEST(KfacRows, ShareIsThatOfTheMultiplications) {
 
 TEST(KfacRows, FewRowsOfWideLayersAreChosen) {
   const AlphaBeta nothing;
-  EXPECT_EQ(chooseRows({{1024, 1024, 64, 0, 5e-3}}, nothing), Chosen{true});
-  EXPECT_EQ(chooseRows({{1024, 1024, 680, 0, 5e-3}}, nothing), Chosen{false});  // as many multiplications
-  EXPECT_EQ(chooseRows({{32, 32, 2, 0, 20e-6}}, nothing), Chosen{false});       // cheap as it is
-  EXPECT_EQ(chooseRows({{1024, 1024, 0, 0, 5e-3}}, nothing), Chosen{false});    // none
+  EXPECT_EQ(chooseRows({whole(1024, 64, 0, 5e-3)}, nothing), Chosen{true});
+  EXPECT_EQ(chooseRows({whole(1024, 680, 0, 5e-3)}, nothing), Chosen{false});  // as many multiplications
+  EXPECT_EQ(chooseRows({whole(32, 2, 0, 20e-6)}, nothing), Chosen{false});     // cheap as it is
+  EXPECT_EQ(chooseRows({whole(1024, 0, 0, 5e-3)}, nothing), Chosen{false});    // none
   EXPECT_TRUE(chooseRows({}, nothing).empty());
 }
 
 TEST(KfacRows, WhatGatheringCostsCounts) {
-  const RowLayer layer{1024, 1024, 64, 128 << 10, 5e-3};
+  const RowLayer layer = whole(1024, 64, 128 << 10, 5e-3);
   EXPECT_EQ(chooseRows({layer}, {0, 1e-8}), Chosen{true});    // 1.3 ms of 4.2 saved
   EXPECT_EQ(chooseRows({layer}, {0, 4e-8}), Chosen{false});   // 5.2 ms
   EXPECT_EQ(chooseRows({layer}, {10e-3, 0}), Chosen{false});  // to begin with
@@ -36,8 +42,33 @@ TEST(KfacRows, WhatGatheringCostsCounts) {
 
 TEST(KfacRows, ALayerIsChosenForItself) {
   EXPECT_EQ(
-      chooseRows({{1024, 1024, 64, 1000, 5e-3}, {10, 1024, 64, 1000, 10e-6}, {512, 512, 64, 1000, 1e-3}}, {1e-4, 1e-9}),
+      chooseRows({whole(1024, 64, 1000, 5e-3), whole(100, 64, 1000, 10e-6), whole(512, 64, 1000, 1e-3)}, {1e-4, 1e-9}),
       (Chosen{true, false, true}));
+}
+
+TEST(KfacRows, AShareIsWhatRowsAreComparedWith) {
+  RowLayer layer = whole(1024, 128, 0, 5e-3);  // by rows 0.94 ms, and what comparing takes
+  for (const auto& [otherwise, pays] :
+       std::vector<std::pair<double, bool>>{{5e-3, true}, {2.5e-3, true}, {1.2e-3, false}}) {
+    layer.otherwise = otherwise;
+    EXPECT_EQ(chooseRows({layer}, {}), Chosen{pays}) << otherwise;
+  }
+}
+
+TEST(KfacRows, LayersThatBelongTogetherAreChosenTogether) {
+  const auto together = [](RowLayer layer) {
+    layer.together = true;
+    return layer;
+  };
+  const RowLayer wide = together(whole(1024, 64, 0, 5e-3));
+  const RowLayer small = together(whole(32, 64, 0, 20e-6));  // would not pay for itself
+  const RowLayer other = whole(1024, 64, 0, 5e-3);
+  EXPECT_EQ(chooseRows({wide, small, other}, {}), Chosen(3, true));
+  EXPECT_EQ(chooseRows({small, small, other}, {}), (Chosen{false, false, true}));
+  const RowLayer without = together(whole(1024, 0, 0, 5e-3));
+  EXPECT_EQ(chooseRows({wide, without, other}, {}), (Chosen{false, false, true}));
+  const RowLayer costly = together(whole(1024, 2000, 0, 5e-3));  // loses more than the other gains
+  EXPECT_EQ(chooseRows({wide, costly}, {}), Chosen(2, false));
 }
 
 }  // namespace

@@ -1,0 +1,14 @@
+// Tags of K-FAC's messages: each kind has a range of its own, and adds the number of what it sends.
+#pragma once
+
+namespace torchext::kfac_tags {
+
+inline constexpr int kVerdict = 0;
+inline constexpr int kDirections = 1;      // + instalment
+inline constexpr int kInverses = 1 << 20;  // + slot
+inline constexpr int kSums = 2 << 20;      // + run
+inline constexpr int kEarly = 3 << 20;
+inline constexpr int kRowCounts = kEarly + 1;
+inline constexpr int kRows = 4 << 20;  // + message
+
+}  // namespace torchext::kfac_tags
