@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "core/packed_triangle.h"
 #include "optim/matrix_product.h"
 #include "optim/reductions.h"
 

@@ -10,7 +10,8 @@
 //
 // When the sums are made. With a group, and in steps that send no factors, the hook only keeps its two tensors (up to
 // 16 MiB; what is beyond is summed at once), and the sums are made when the backward pass has ended: DDP's all-reduces
-// are on their way then, and waited for afterwards.
+// are on their way then, and waited for afterwards. Those of Linear layers are made for several steps together
+// (kept_samples.h).
 //
 // When communication starts. Factors travel only in steps that make inverses (see KfacStatistics; `exchange_always`
 // does it in all, to compare). In such a step a factor that has had as many calls as in the steps before is packed by
