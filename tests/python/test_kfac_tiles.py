@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from torchext.optim import KFAC, KFACPreconditioner
 
-OPTIONS = {"damping": 0.03, "inverse_update_steps": 2, "kl_clip": None}
+# Not of rows, which each optimizer chooses by costs of its own.
+OPTIONS = {"damping": 0.03, "inverse_update_steps": 2, "kl_clip": None, "gather_rows": False}
 
 
 def wide() -> nn.Module:
