@@ -98,7 +98,7 @@ class KFACPreconditioner:
             two thirds of a layer's width costs a fraction. None: where that costs less. A gradient that is not that of
             its rows (a penalty in the loss, another use of the weight, a clip by value, 16 bits) is taken whole, and
             ``row_directions_refused`` in ``stats()`` counts it. Same result. ``"inverse"`` only, on the CPU, and where
-            all ranks make the same directions (not ``"mem-opt"``, ``"dp"``, ``"d-kfac"``).
+            all ranks make the same directions or shares of them (not ``"mem-opt"``, ``"dp"``, ``"d-kfac"``).
         shared_memory: what ranks exchange goes through memory where all are on one host and can map each other's; the
             same on all ranks. On the CPU.
         process_group: ranks to average over; default DDP's, else the default group. With one rank nothing is sent.
