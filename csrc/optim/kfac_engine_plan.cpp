@@ -133,6 +133,7 @@ void KfacEngine::makePlan() {
   directions_ = queued_ ? makeQueuedDirections(layers_, statistics_->options(), std::move(layout))
                         : makeCpuDirections(layers_, statistics_->type(), std::move(layout));
   std::vector<bool> at_home;
+  at_home.reserve(layers_.size());
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
     at_home.push_back(isEarly(layer) || mayTakeRows(layer));
   }
