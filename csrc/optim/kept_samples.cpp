@@ -1,8 +1,10 @@
 #include "optim/kept_samples.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
+#include "kernels/cpu/weighted_sum.h"
 #include "optim/matrix_product.h"
 #include "optim/reductions.h"
 
@@ -10,9 +12,10 @@ namespace torchext {
 namespace {
 
 // Products of so many samples are limited by arithmetic, no longer by reading and writing the matrix.
-constexpr std::int64_t kMostKept = 512;
-// Places that the first step makes: so many times its own samples.
-constexpr std::int64_t kPlacesOfSteps = 8;
+constexpr std::int64_t kMostKept = 640;
+// Places that the first step makes: so many times its own samples, the steps of a common interval between updates of
+// the inverses.
+constexpr std::int64_t kPlacesOfSteps = 10;
 
 }  // namespace
 
@@ -49,15 +52,15 @@ template <class T>
 void KeptSamples<T>::multiply(std::int64_t begin, std::int64_t end, Scratch& scratch, T keep, T* packed) const {
   T* full = scratch.get<T>(dim_ * dim_);
   symmetricProduct(sample(begin), dim_, false, dim_, end - begin, full, dim_);
+  const std::array<T, 2> weights{keep, 1};
   for (std::int64_t row = 0; row < dim_; ++row) {
     const T* from = full + row * dim_ + row;
     const std::int64_t length = dim_ - row;
     if (keep == T(0)) {
       std::copy_n(from, length, packed);
     } else {
-      for (std::int64_t i = 0; i < length; ++i) {
-        packed[i] = keep * packed[i] + from[i];
-      }
+      const std::array<const T*, 2> terms{packed, from};
+      cpu::weightedSum<T>(packed, terms, weights, static_cast<std::size_t>(length));
     }
     packed += length;
   }
@@ -92,11 +95,9 @@ void KeptSamples<T>::settle(Scratch& scratch, T* average) {
   }
   std::int64_t number = 0;
   for (const Step& step : steps_) {
-    const T root = static_cast<T>(std::sqrt(step.weight));
-    T* data = sample(number);
-    for (std::int64_t i = 0; i < (step.end - number) * dim_; ++i) {
-      data[i] *= root;
-    }
+    const std::array<T, 1> root{static_cast<T>(std::sqrt(step.weight))};
+    const std::array<const T*, 1> data{sample(number)};
+    cpu::weightedSum<T>(sample(number), data, root, static_cast<std::size_t>((step.end - number) * dim_));
     number = step.end;
   }
   multiply(0, closed_, scratch, static_cast<T>(faded_), average);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/cpu/scale.h"
 #include "optim/kfac_directions.h"
 #include "optim/matrix_product.h"
 #include "optim/reductions.h"
@@ -11,6 +12,83 @@ namespace torchext {
 namespace {
 
 using Kind = KfacLayerSpec::Kind;
+
+// The products that make the direction of one group of a layer, or a part of it.
+template <class T>
+struct GroupDirection {
+  std::int64_t out = 0;
+  std::int64_t in = 0;
+  std::int64_t dim = 0;         // of A: in, and the bias
+  std::int64_t begin = 0;       // of the part's columns
+  std::int64_t of_weight = 0;   // of the part's columns, those of the weight
+  std::int64_t count = 0;       // of the part's columns: one more where the bias' is among them
+  const T* gradient = nullptr;  // [out, in]
+  const T* bias = nullptr;      // [out]; null: none
+  const T* of_outputs = nullptr;
+  const T* of_inputs = nullptr;
+  T* to = nullptr;       // [out, of_weight]
+  T* to_bias = nullptr;  // [out]
+
+  // G^-1 (dW A^-1). work: [out, count].
+  void makeOfInverses(T* work) const {
+    if (prefersLinearProducts()) {  // the same, transposed: A^-1 is symmetric, so its rows are its columns
+      const T* columns = of_inputs + begin * dim;
+      addBias(columns + in, dim, count, work);
+      multiply(false, true, count, out, in, columns, dim, gradient, in, withBias(), work, out);
+      makeOfTransposed(work);
+      return;
+    }
+    const T* columns = of_inputs + begin;
+    for (std::int64_t row = 0; row < out && bias != nullptr; ++row) {
+      cpu::scaleInto(work + row * count, columns + in * dim, static_cast<std::size_t>(count), bias[row]);
+    }
+    multiply(false, false, out, count, in, gradient, in, columns, dim, withBias(), work, count);
+    multiply(false, false, out, of_weight, out, of_outputs, out, work, count, T(0), to, of_weight);
+    if (of_weight < count) {
+      multiply(false, false, out, 1, out, of_outputs, out, work + of_weight, count, T(0), to_bias, 1);
+    }
+  }
+
+  // U_G ((U_G^T dW U_A) / (g a^T + damping)) U_A^T. work: twice [out, dim].
+  void makeOfEigenvectors(const T* of_g, const T* of_a, T damping, T* work) const {
+    T* second = work + out * dim;
+    addBias(of_inputs + in * dim, 1, dim, work);
+    multiply(true, true, dim, out, in, of_inputs, dim, gradient, in, withBias(), work, out);
+    multiply(false, false, dim, out, out, work, out, of_outputs, out, T(0), second, out);
+    for (std::int64_t j = 0; j < dim; ++j) {
+      for (std::int64_t i = 0; i < out; ++i) {
+        second[j * out + i] /= of_g[i] * of_a[j] + damping;
+      }
+    }
+    multiply(false, false, dim, out, dim, of_inputs, dim, second, out, T(0), work, out);
+    makeOfTransposed(work);
+  }
+
+  void goOn() {  // to the next group
+    bias += bias != nullptr ? out : 0;
+    gradient += out * in;
+    to += out * of_weight;
+    to_bias += of_weight < count ? out : 0;
+    of_outputs += out * out;
+    of_inputs += dim * dim;
+  }
+
+ private:
+  T withBias() const { return bias != nullptr ? T(1) : T(0); }
+  // What the product of the matrix is then added to: an outer product with the bias' gradient.
+  void addBias(const T* of_a, std::int64_t stride, std::int64_t rows, T* work) const {
+    for (std::int64_t row = 0; row < rows && bias != nullptr; ++row) {
+      cpu::scaleInto(work + row * out, bias, static_cast<std::size_t>(out), of_a[row * stride]);
+    }
+  }
+  // The last product, of what is there as [count, out], the bias' row last.
+  void makeOfTransposed(const T* work) const {
+    multiply(false, true, out, of_weight, out, of_outputs, out, work, out, T(0), to, of_weight);
+    if (of_weight < count) {
+      multiply(false, true, out, 1, out, of_outputs, out, work + of_weight * out, out, T(0), to_bias, 1);
+    }
+  }
+};
 
 template <class T>
 class CpuDirections final : public KfacDirections {
@@ -125,9 +203,7 @@ bool CpuDirections<T>::collectLayer(int layer, T scale, bool compared) {
       held = gradient;
       return data;
     }
-    for (std::int64_t i = 0; i < elements; ++i) {
-      to[i] = scale * data[i];
-    }
+    cpu::scaleInto(to, data, static_cast<std::size_t>(elements), scale);
     return to;
   };
   from.weight_data = take(spec(layer).weight.grad(), of_weight, copy, from.weight);
@@ -171,51 +247,28 @@ void CpuDirections<T>::precondition(int layer, int part, const FactorInverse& in
     preconditionOnTiles(layer, part, inverse_of_inputs, inverse_of_outputs);
     return;
   }
-  const std::int64_t out = spec(layer).outputs();
-  const std::int64_t dim = spec(layer).inputDim();
-  const std::int64_t count = columns.of_weight + (columns.bias ? 1 : 0);
-  T* work = work_.get<T>(2 * out * dim);  // transposed: [columns, out], that of the bias last
-  T* second = work + out * dim;
-  const T* g = inverse_of_outputs.matrix.template const_data_ptr<T>();
-  const T* a = inverse_of_inputs.matrix.template const_data_ptr<T>();
-  const T with_bias = bias != nullptr ? T(1) : T(0);
-  // What the product of the matrix is then added to: an outer product with the bias' gradient.
-  const auto add_bias = [&](const T* of_a, std::int64_t stride, std::int64_t rows_of_a) {
-    for (std::int64_t row = 0; row < rows_of_a && bias != nullptr; ++row) {
-      for (std::int64_t i = 0; i < out; ++i) {
-        work[row * out + i] = of_a[row * stride] * bias[i];
-      }
-    }
-  };
-  for (std::int64_t group = 0; group < spec(layer).groups; ++group) {
+  GroupDirection<T> group{.out = spec(layer).outputs(),
+                          .in = in,
+                          .dim = spec(layer).inputDim(),
+                          .begin = columns.begin,
+                          .of_weight = columns.of_weight,
+                          .count = columns.of_weight + (columns.bias ? 1 : 0),
+                          .gradient = grad,
+                          .bias = bias,
+                          .of_outputs = inverse_of_outputs.matrix.template const_data_ptr<T>(),
+                          .of_inputs = inverse_of_inputs.matrix.template const_data_ptr<T>(),
+                          .to = to,
+                          .to_bias = to_bias};
+  T* work = work_.get<T>(2 * group.out * group.dim);
+  for (std::int64_t number = 0; number < spec(layer).groups; ++number) {
     if (form == InverseForm::kInverse) {
-      // A^-1 is symmetric, so its rows are its columns; the last element of each meets the bias.
-      const T* part_of_a = a + columns.begin * dim;
-      add_bias(part_of_a + in, dim, count);
-      multiply(false, true, count, out, in, part_of_a, dim, grad, in, with_bias, work, out);
+      group.makeOfInverses(work);
     } else {
-      const T* g_values = inverse_of_outputs.values.template const_data_ptr<T>() + group * out;
-      const T* a_values = inverse_of_inputs.values.template const_data_ptr<T>() + group * dim;
-      add_bias(a + in * dim, 1, dim);
-      multiply(true, true, dim, out, in, a, dim, grad, in, with_bias, work, out);
-      multiply(false, false, dim, out, out, work, out, g, out, T(0), second, out);
-      for (std::int64_t j = 0; j < dim; ++j) {
-        for (std::int64_t i = 0; i < out; ++i) {
-          second[j * out + i] /= g_values[i] * a_values[j] + static_cast<T>(damping);
-        }
-      }
-      multiply(false, false, dim, out, dim, a, dim, second, out, T(0), work, out);
+      group.makeOfEigenvectors(inverse_of_outputs.values.template const_data_ptr<T>() + number * group.out,
+                               inverse_of_inputs.values.template const_data_ptr<T>() + number * group.dim,
+                               static_cast<T>(damping), work);
     }
-    multiply(false, true, out, columns.of_weight, out, g, out, work, out, T(0), to, columns.of_weight);
-    if (columns.bias) {
-      multiply(false, true, out, 1, out, g, out, work + columns.of_weight * out, out, T(0), to_bias, 1);
-      to_bias += out;
-    }
-    bias += bias != nullptr ? out : 0;
-    grad += out * in;
-    to += out * columns.of_weight;
-    g += out * out;
-    a += dim * dim;
+    group.goOn();
   }
 }
 
@@ -286,14 +339,9 @@ double CpuDirections<T>::product(int layer) const {
     const Columns of = columns(layer, part);
     const T* grad = source(layer).weight_data + of.begin;
     const T* found = direction(layer, part);
-    const bool whole = of.of_weight == inputs(layer);
-    const std::int64_t runs = whole ? 1 : rows(layer);
-    const std::int64_t length = whole ? rows(layer) * of.of_weight : of.of_weight;
-    for (std::int64_t run = 0; run < runs; ++run, grad += inputs(layer), found += length) {
-      sum += dotProduct(grad, found, length);
-    }
+    sum += dotProduct(grad, inputs(layer), found, of.of_weight, rows(layer), of.of_weight);
     if (of.bias) {
-      sum += dotProduct(source(layer).bias_data, found, rows(layer));
+      sum += dotProduct(source(layer).bias_data, found + rows(layer) * of.of_weight, rows(layer));
     }
   }
   return sum;
@@ -348,20 +396,17 @@ void CpuDirections<T>::writeLayer(int layer, T factor) {
                          weight.mutable_data_ptr<T>(), bias.defined() ? bias.mutable_data_ptr<T>() : nullptr,
                          tiled_work_);
   }
+  const std::int64_t rows = this->rows(layer);
+  const std::int64_t stride = inputs(layer);
   for (int part = 0; part < parts(layer) && !row_factor; ++part) {
     const Columns columns = this->columns(layer, part);
     const T* from = direction(layer, part);
     T* to = weight.mutable_data_ptr<T>() + columns.begin;
-    for (std::int64_t row = 0; row < rows(layer); ++row, to += inputs(layer), from += columns.of_weight) {
-      for (std::int64_t i = 0; i < columns.of_weight; ++i) {
-        to[i] = factor * from[i];
-      }
+    for (std::int64_t row = 0; row < rows; ++row, to += stride, from += columns.of_weight) {
+      cpu::scaleInto(to, from, static_cast<std::size_t>(columns.of_weight), factor);
     }
     if (columns.bias && bias.defined()) {
-      T* to_bias = bias.mutable_data_ptr<T>();
-      for (std::int64_t row = 0; row < rows(layer); ++row) {
-        to_bias[row] = factor * from[row];
-      }
+      cpu::scaleInto(bias.mutable_data_ptr<T>(), from, static_cast<std::size_t>(rows), factor);
     }
   }
   const auto give_back = [](const at::Tensor& values, const at::Tensor& gradient) {

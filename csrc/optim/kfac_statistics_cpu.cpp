@@ -1,8 +1,10 @@
 // KfacStatistics on the CPU: loops over raw memory, and torch's BLAS.
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "core/packed_triangle.h"
+#include "kernels/cpu/weighted_sum.h"
 #include "optim/kept_samples.h"
 #include "optim/kfac_statistics.h"
 #include "optim/matrix_product.h"
@@ -233,11 +235,9 @@ bool CpuStatistics<T>::averageSlot(const Share& share, double decay, T* out) con
     }
     return false;
   }
-  const auto keep = static_cast<T>(decay);
-  const auto take = static_cast<T>(share.weight);
-  for (std::int64_t i = 0; i < slot.size; ++i) {
-    out[i] = keep * old[i] + take * sum[i];
-  }
+  const std::array<const T*, 2> terms{old, sum};
+  const std::array<T, 2> weights{static_cast<T>(decay), static_cast<T>(share.weight)};
+  cpu::weightedSum<T>(out, terms, weights, unsignedOf(slot.size));
   return true;
 }
 

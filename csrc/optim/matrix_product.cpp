@@ -38,22 +38,20 @@ at::Tensor stored(const T* data, bool transpose, std::int64_t rows, std::int64_t
                        at::TensorOptions(c10::CppTypeToScalarType<T>::value));
 }
 
-// MKL keeps to AVX2 on AMD's processors; oneDNN's product of a linear layer, a b^T, has twice its speed there if they
-// have AVX-512. The choice depends on processor, sizes and torch's settings of oneDNN: ranks that have these alike
-// round alike.
-bool prefersLinear(std::int64_t m, std::int64_t n, std::int64_t k) {
-#if defined(__x86_64__)
+std::optional<bool>& answerOfTests() {
+  static std::optional<bool> answer;
+  return answer;
+}
+
+// Whether oneDNN is to make a product of these sizes: a question of torch's settings of it, too.
+bool usesLinear(std::int64_t m, std::int64_t n, std::int64_t k) {
   // Below it, what a call costs besides is more than is saved.
   constexpr std::int64_t kSmallest = std::int64_t{1} << 21;
-  static const bool wanted = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f");
-  if (!wanted || m * n * k < kSmallest || !at::globalContext().userEnabledMkldnn()) {
+  if (!prefersLinearProducts() || m * n * k < kSmallest || !at::globalContext().userEnabledMkldnn()) {
     return false;
   }
   const auto precision = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
   return precision != at::Float32Precision::BF16 && precision != at::Float32Precision::TF32;
-#else
-  return false;
-#endif
 }
 
 // Torch's own operator of a linear layer on oneDNN.
@@ -94,6 +92,17 @@ bool multiplyLinear(std::int64_t m, std::int64_t n, std::int64_t k, const float*
 
 }  // namespace
 
+bool prefersLinearProducts() {
+#if defined(__x86_64__)
+  static const bool preferred = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f");
+#else
+  constexpr bool preferred = false;
+#endif
+  return answerOfTests().value_or(preferred);
+}
+
+void setPrefersLinearProducts(std::optional<bool> answer) { answerOfTests() = answer; }
+
 template <class T>
 void multiply(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, const T* a,
               std::int64_t stride_a, const T* b, std::int64_t stride_b, T beta, T* c, std::int64_t stride_c) {
@@ -109,7 +118,7 @@ void multiply(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n
     return;
   }
   if constexpr (std::is_same_v<T, float>) {
-    if (!transpose_a && transpose_b && stride_b == k && prefersLinear(m, n, k) &&
+    if (!transpose_a && transpose_b && stride_b == k && usesLinear(m, n, k) &&
         multiplyLinear(m, n, k, a, stride_a, b, beta, c, stride_c)) {
       return;
     }

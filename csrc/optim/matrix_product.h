@@ -7,8 +7,16 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 namespace torchext {
+
+// Whether a b^T, b without gaps, is the product to ask for where there is a choice. MKL keeps to AVX2 on AMD's
+// processors; oneDNN's product of a linear layer has twice its speed there if they have AVX-512. Elsewhere a b is a
+// little faster than a b^T. Ranks whose processors differ here round differently.
+bool prefersLinearProducts();
+// For tests: that answer, on any processor; none: the processor's. Not while products are made.
+void setPrefersLinearProducts(std::optional<bool> answer);
 
 // c[m, n] = a[m, k] b[k, n] + beta c, rows stride_* apart. transpose_a: a is stored as [k, m]; transpose_b likewise.
 template <class T>

@@ -1,5 +1,5 @@
-// Sums over raw memory, written so that the compiler makes vectors of them: a plain float sum keeps its order. One
-// thread; any number may run at once.
+// Sums over raw memory, written so that the compiler makes vectors of them: a plain float sum keeps its order. The same
+// bits on every processor. One thread; any number may run at once.
 #pragma once
 
 #include <cstdint>
@@ -15,5 +15,9 @@ bool isFinite(const at::Tensor& tensor);
 
 template <class T>
 double dotProduct(const T* a, const T* b, std::int64_t count);
+// Of two matrices, element by element; their rows are stride_* apart.
+template <class T>
+double dotProduct(const T* a, std::int64_t stride_a, const T* b, std::int64_t stride_b, std::int64_t rows,
+                  std::int64_t columns);
 
 }  // namespace torchext

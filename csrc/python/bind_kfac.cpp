@@ -5,6 +5,7 @@
 
 #include "core/enum_names.h"
 #include "optim/kfac_engine.h"
+#include "optim/matrix_product.h"
 #include "optim/tiled_direction.h"
 
 namespace torchext {
@@ -158,6 +159,7 @@ void loadState(KfacEngine& engine, const std::vector<StateTuple>& factors, std::
 
 void bindKfac(py::module_& module) {
   module.def("has_tiles", &TiledDirection::available);
+  module.def("set_prefers_linear_products", &setPrefersLinearProducts, py::arg("answer").none(true));
 
   py::class_<KfacOptions>(module, "KfacOptions")
       .def(py::init(&makeKfacOptions), py::kw_only(), py::arg("damping"), py::arg("factor_decay"),

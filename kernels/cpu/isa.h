@@ -4,6 +4,7 @@
 // the target, and (x86-64 only) for AVX2 with F16C; cpuHasAvx2() chooses. onBestIsa() does the same for a whole kernel,
 // with AVX-512 as a third choice. Other processors run the baseline, which on
 // AArch64 is NEON already. No IFUNCs: they run before the sanitizers do.
+// onLoopIsa() makes the choice for a loop that gives a result.
 //
 // Loops give the same bits whichever way they run; whole kernels do up to rounding, since AVX-512 fuses a product with
 // the sum that follows it.
@@ -54,8 +55,8 @@ TORCHEXT_TARGET_AVX512 void runAvx512(const Args&... args) {
 }
 
 template <class Kernel, class... Args>
-TORCHEXT_TARGET_AVX2 void runAvx2(const Args&... args) {
-  Kernel::run(args...);
+TORCHEXT_TARGET_AVX2 auto runAvx2(const Args&... args) {
+  return Kernel::run(args...);
 }
 
 }  // namespace detail
@@ -87,6 +88,17 @@ void onIsa([[maybe_unused]] Isa isa, const Args&... args) {
 template <class Kernel, class... Args>
 void onBestIsa(const Args&... args) {
   onIsa<Kernel>(bestIsa(), args...);
+}
+
+// Loop::run(args...) likewise, with AVX2 at most: no product is fused with a sum, and the bits are the same everywhere.
+template <class Loop, class... Args>
+auto onLoopIsa(const Args&... args) {
+#if TORCHEXT_X86_DISPATCH
+  if (cpuHasAvx2()) {
+    return detail::runAvx2<Loop>(args...);
+  }
+#endif
+  return Loop::run(args...);
 }
 
 }  // namespace torchext::cpu
