@@ -1,5 +1,5 @@
 // Sums over raw memory, written so that the compiler makes vectors of them: a plain float sum keeps its order. The same
-// bits on every processor. One thread; any number may run at once.
+// bits on every x86-64 processor. One thread; any number may run at once.
 #pragma once
 
 #include <cstdint>

@@ -90,7 +90,7 @@ void onBestIsa(const Args&... args) {
   onIsa<Kernel>(bestIsa(), args...);
 }
 
-// Loop::run(args...) likewise, with AVX2 at most: no product is fused with a sum, and the bits are the same everywhere.
+// Loop::run(args...) likewise, with AVX2 at most: no product is fused with a sum, and the bits are the baseline's.
 template <class Loop, class... Args>
 auto onLoopIsa(const Args&... args) {
 #if TORCHEXT_X86_DISPATCH
