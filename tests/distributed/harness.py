@@ -25,9 +25,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import functools
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import random
 import signal
 import socket
 import sys
@@ -317,10 +321,52 @@ def run_ranks(body: Callable[..., Any], size: int, *args: Any, deadline: float =
         return ranks.values(deadline)
 
 
+class _Ports:
+    """TCP ports of this process' own, among those that the kernel gives to nobody who does not ask for them.
+
+    A port that was free a moment ago among all others is taken once in a while before its rank listens there: by a
+    connection, by a rank of another test, or by the very rank that tries to reach it and reaches itself.
+    """
+
+    _BLOCK = 64
+
+    def __init__(self) -> None:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        blocks = [
+            range(start, start + self._BLOCK)
+            for start in range(10240, 65536 - self._BLOCK, self._BLOCK)
+            if start > last or start + self._BLOCK <= first
+        ]
+        random.shuffle(blocks)
+        # Holds the block against other processes like this one, for as long as this one lives.
+        self._claim = socket.socket(socket.AF_UNIX)
+        for block in blocks:
+            try:
+                self._claim.bind(f"\0torchext-test-ports-{block.start}")
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                self._ports = itertools.cycle(block)
+                return
+        raise RuntimeError(
+            f"no {self._BLOCK} ports outside of net.ipv4.ip_local_port_range, {first} to {last}, are unclaimed"
+        )
+
+    def next(self) -> int:
+        for port in itertools.islice(self._ports, self._BLOCK):
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("", port))
+                return port
+        raise RuntimeError(f"{self._BLOCK} ports of tests are all in use")
+
+
+_ports = functools.cache(_Ports)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on which nobody listens, nor will by chance."""
+    return _ports().next()
 
 
 def thread_count() -> int:

@@ -53,14 +53,25 @@ def run_interpreters(folder: Path, argv: list[str | Path], environments: list[di
     try:
         for number, process in enumerate(processes):
             process.join(max(0.0, start + DEADLINE - time.monotonic()))
-            assert process.exitcode is not None, f"interpreter {number} is still running after {DEADLINE:g} s"
-            out, err = ((folder / f"interpreter-{number}.{stream}").read_text() for stream in ("out", "err"))
+            assert process.exitcode is not None, "\n".join(
+                [
+                    f"interpreter {number} is still running after {DEADLINE:g} s",
+                    *(f"{other}: exit status {each.exitcode}" for other, each in enumerate(processes)),
+                    *(f"{other}: {_written(folder, other, 'err')}" for other in range(len(processes))),
+                ]
+            )
+            out, err = (_written(folder, number, stream) for stream in ("out", "err"))
             ended.append(Ended(process.exitcode, out, err, time.monotonic() - start))
     finally:
         for process in processes:
             process.kill()
             process.join(5)
     return ended
+
+
+def _written(folder: Path, number: int, stream: str) -> str:
+    file = folder / f"interpreter-{number}.{stream}"
+    return file.read_text() if file.exists() else ""
 
 
 def _interpreter(argv: list[str], env: dict[str, str], output: str) -> NoReturn:

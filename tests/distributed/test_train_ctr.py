@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import free_port
-
-import torchext
+from interpreters import run_interpreters
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_ctr.py"
 
@@ -47,28 +42,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(data: Path, world: int, *args: str) -> list[float]:
     """The AUC after each epoch."""
-    env = os.environ | {
-        "PYTHONPATH": str(Path(torchext.__file__).parents[1]),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world),
-    }
-    command = [sys.executable, str(EXAMPLE), "--data", str(data), "--batch", "64", "--budget", "0.25", *args]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    processes = [
-        subprocess.Popen(command, env=env | {"RANK": str(rank)}, **pipes)  # type: ignore[call-overload]
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
-    return [float(value) for value in re.findall(r"test AUC ([\d.]+)", outputs[0][0])]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    command = [EXAMPLE, "--data", data, "--batch", "64", "--budget", "0.25", *args]
+    ended = run_interpreters(data, command, [job | {"RANK": str(rank)} for rank in range(world)])
+    assert all(each.code == 0 for each in ended), "\n".join(f"{each.code}: {each.err}" for each in ended)
+    return [float(value) for value in re.findall(r"test AUC ([\d.]+)", ended[0].out)]
 
 
 def test_it_learns_and_resumes_with_another_world_size(data: Path, tmp_path: Path) -> None:
