@@ -26,9 +26,11 @@ struct InverseFailures {
   std::int64_t kept = 0;     // failed there too: the last good inverse is used on
 };
 
-// factor: [count, d, d], symmetric and finite, overwritten. damping: [count], added to the diagonal here and nowhere
-// else.
-FactorInverse invertFactor(const at::Tensor& factor, const at::Tensor& damping, InverseFailures& failures);
+// On the CPU. packed: the triangles of count matrices, dim wide, finite, contiguous, that are `divisor` times the
+// factor. damping: [count], added to the factor's diagonal here and nowhere else.
+FactorInverse invertFactor(const at::Tensor& packed, std::int64_t dim, double divisor, const at::Tensor& damping,
+                           InverseFailures& failures);
+// factor: [count, d, d], symmetric and finite.
 FactorInverse decomposeFactor(const at::Tensor& factor, InverseFailures& failures);
 
 }  // namespace torchext

@@ -29,9 +29,9 @@ struct GroupDirection {
   T* to = nullptr;       // [out, of_weight]
   T* to_bias = nullptr;  // [out]
 
-  // G^-1 (dW A^-1). work: [out, count].
+  // G^-1 (dW A^-1). work: [out, count]. A^-1 is symmetric: its rows are its columns.
   void makeOfInverses(T* work) const {
-    if (prefersLinearProducts()) {  // the same, transposed: A^-1 is symmetric, so its rows are its columns
+    if (prefersLinearProducts()) {  // the same, transposed
       const T* columns = of_inputs + begin * dim;
       addBias(columns + in, dim, count, work);
       multiply(false, true, count, out, in, columns, dim, gradient, in, withBias(), work, out);
@@ -40,12 +40,15 @@ struct GroupDirection {
     }
     const T* columns = of_inputs + begin;
     for (std::int64_t row = 0; row < out && bias != nullptr; ++row) {
-      cpu::scaleInto(work + row * count, columns + in * dim, static_cast<std::size_t>(count), bias[row]);
+      cpu::scaleInto(work + row * of_weight, columns + in * dim, static_cast<std::size_t>(of_weight), bias[row]);
     }
-    multiply(false, false, out, count, in, gradient, in, columns, dim, withBias(), work, count);
-    multiply(false, false, out, of_weight, out, of_outputs, out, work, count, T(0), to, of_weight);
-    if (of_weight < count) {
-      multiply(false, false, out, 1, out, of_outputs, out, work + of_weight, count, T(0), to_bias, 1);
+    multiply(false, false, out, of_weight, in, gradient, in, columns, dim, withBias(), work, of_weight);
+    multiply(false, false, out, of_weight, out, of_outputs, out, work, of_weight, T(0), to, of_weight);
+    if (of_weight < count) {  // by itself: one column more than a round number takes a product a tenth longer
+      const T* last = of_inputs + in * dim;
+      addBias(last + in, 1, 1, work);
+      multiply(false, false, out, 1, in, gradient, in, last, 1, withBias(), work, 1);
+      multiply(false, false, out, 1, out, of_outputs, out, work, 1, T(0), to_bias, 1);
     }
   }
 

@@ -245,7 +245,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     endRows();
   }
   if (updatesInverses()) {
-    agreeOnRows();
+    planRows(exchange_ ? all_row_counts_ : ownRowCounts().unsqueeze(0));
   }
   {  // nothing waits for a peer after it
     const Timed timed(stats_.precondition_seconds);

@@ -236,7 +236,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void prepareRows();
   void forgetRows();
   void endRows();
-  void agreeOnRows();
+  at::Tensor ownRowCounts() const;
+  void planRows(const at::Tensor& counts);
   std::vector<BatchRows::Layer> chooseRowLayers(const at::Tensor& counts) const;
   core::AlphaBeta costOfRows() const;
   KfacDirections::Finished finishEarly(const std::vector<double>& rates, double loss_scale);
@@ -270,6 +271,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
     std::int64_t refused = 0;
   };
   std::vector<RowCount> row_counts_;  // [layer]
+  at::Tensor all_row_counts_;         // [ranks, layers], as of the last step that sent factors
   std::unique_ptr<DirectionTravel> direction_travel_;
   std::vector<bool> made_;               // [layer] its direction, in this step, here
   std::vector<FactorInverse> inverses_;  // [slot]

@@ -63,6 +63,9 @@ void KfacEngine::measureCosts() {
   for (const std::int64_t dim : dims) {
     const at::Tensor batch = exampleFactor(dim, generator).to(statistics_->options()).unsqueeze(0);
     const at::Tensor damping = at::full({1}, 0.1, batch.options());
+    const FactorSlot slot{.dim = dim, .size = dim * (dim + 1) / 2};
+    const at::Tensor packed = at::empty({slot.size}, batch.options());
+    statistics_->pack(batch, slot, packed);
     InverseFailures ignored;
     double spent = 0;
     int repeats = 0;
@@ -75,7 +78,7 @@ void KfacEngine::measureCosts() {
       if (queued_) {
         invertFactors({FactorToInvert{batch, damping}}, options_.form, ignored);
       } else if (options_.form == InverseForm::kInverse) {
-        invertFactor(batch.clone(), damping, ignored);
+        invertFactor(packed, dim, /*divisor=*/1, damping, ignored);
       } else {
         decomposeFactor(batch, ignored);
       }

@@ -117,26 +117,23 @@ void KfacEngine::prepareRows() {
   }
 }
 
-// At the end of a step that made inverses. Collective where a layer may take rows.
-void KfacEngine::agreeOnRows() {
-  std::vector<std::int64_t> own;
-  bool possible = false;  // the same on all ranks
+// Of a step that makes inverses: what every rank tells the others of each layer. It goes with the verdict on the step.
+at::Tensor KfacEngine::ownRowCounts() const {
+  std::vector<std::int64_t> counts;
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
-    RowCount& rows = row_counts_[core::index(layer)];
+    const RowCount& rows = row_counts_[core::index(layer)];
     const bool in_vain = rows.tried >= kTries && 2 * rows.refused > rows.tried;
-    possible = possible || mayTakeRows(layer);
-    own.push_back(!mayTakeRows(layer) || in_vain ? kNoRows : rows.seen);
-    rows.seen = 0;
+    counts.push_back(!mayTakeRows(layer) || in_vain ? kNoRows : rows.seen);
   }
-  if (!possible) {
-    return;
+  return at::tensor(counts, at::kLong);
+}
+
+// At the end of a step that made inverses. counts: [ranks, layers].
+void KfacEngine::planRows(const at::Tensor& counts) {
+  for (RowCount& count : row_counts_) {
+    count.seen = 0;
   }
-  at::Tensor all;
-  {
-    const Timed timed(stats_.exchange_wait_seconds);
-    all = ofAllRanks(at::tensor(own, at::kLong), kfac_tags::kRowCounts);
-  }
-  std::vector<BatchRows::Layer> layers = chooseRowLayers(all);
+  std::vector<BatchRows::Layer> layers = chooseRowLayers(counts);
   if (layers.empty()) {
     rows_.reset();
     return;
@@ -146,7 +143,7 @@ void KfacEngine::agreeOnRows() {
         std::make_unique<RowDirections>(std::move(layers), statistics_->options(), exchange_.get(), kfac_tags::kRows);
   }
   for (const BatchRows::Layer& layer : rows_->layers()) {
-    rows_->expect(layer.number, own[core::index(layer.number)]);
+    rows_->expect(layer.number, counts[rank_][layer.number].item<std::int64_t>());
   }
   prepareRows();
 }
@@ -155,21 +152,29 @@ void KfacEngine::agreeOnRows() {
 // in the order of the backward pass.
 std::vector<BatchRows::Layer> KfacEngine::chooseRowLayers(const at::Tensor& counts) const {
   const auto width = c10::elementSize(statistics_->type());
+  const auto count_of = counts.accessor<std::int64_t, 2>();
   std::vector<core::RowLayer> candidates;
   std::vector<std::int64_t> places;
   std::size_t bytes = 0;
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
     const KfacLayerSpec& spec = layers_[layer];
-    const at::Tensor of_ranks = counts.select(1, static_cast<std::int64_t>(layer));
-    const auto least = of_ranks.min().item<std::int64_t>();
-    places.push_back(of_ranks.max().item<std::int64_t>());
-    const auto of_rank = static_cast<std::size_t>(std::max<std::int64_t>(0, places.back())) *
-                         static_cast<std::size_t>(spec.outputs() + spec.inputs()) * width;
-    const bool can = least != kNoRows && bytes + of_rank * core::index(ranks_) <= kMostBytes;
+    std::int64_t sum = 0;
+    std::int64_t most = 0;
+    bool can = true;
+    for (int rank = 0; rank < ranks_; ++rank) {
+      const std::int64_t rows = count_of[rank][static_cast<std::int64_t>(layer)];
+      can = can && rows != kNoRows;
+      sum += rows;
+      most = std::max(most, rows);
+    }
+    places.push_back(most);
+    const auto of_rank =
+        static_cast<std::size_t>(most) * static_cast<std::size_t>(spec.outputs() + spec.inputs()) * width;
+    can = can && bytes + of_rank * core::index(ranks_) <= kMostBytes;
     bytes += can ? of_rank * core::index(ranks_) : 0;
     candidates.push_back({static_cast<std::size_t>(spec.outputs()), static_cast<std::size_t>(spec.inputDim()),
-                          can ? static_cast<std::size_t>(of_ranks.sum().item<std::int64_t>()) : 0, of_rank,
-                          input_.precondition[layer], secondsWithoutRows(layer),
+                          can ? static_cast<std::size_t>(sum) : 0, of_rank, input_.precondition[layer],
+                          secondsWithoutRows(layer),
                           directions_->parts(static_cast<int>(layer)) > 1 && mayTakeRows(static_cast<int>(layer))});
   }
   const std::vector<bool> pays = core::chooseRows(candidates, costOfRows());

@@ -10,7 +10,7 @@
 namespace torchext {
 namespace {
 
-enum Verdict : std::uint8_t { kLeavesStep, kTakesStep, kTakesStepAgain };
+enum Verdict : std::int64_t { kLeavesStep, kTakesStep, kTakesStepAgain };
 
 }  // namespace
 
@@ -92,11 +92,14 @@ void KfacEngine::startRest(double loss_scale) {
 
 // All ranks take a step, or none does. If they differ, what has been sent comes to its end on all of them, the step is
 // forgotten, and all throw. Returns whether a rank has sent factors that are not those of the whole step, so that all
-// must send again.
+// must send again. Each rank says besides how many rows its layers have had.
 bool KfacEngine::agreeOnStep(bool takes_step) {
   const Verdict own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
-  const at::Tensor all = ofAllRanks(at::full({1}, static_cast<std::int64_t>(own), at::kByte), kfac_tags::kVerdict);
-  const auto* verdicts = all.const_data_ptr<std::uint8_t>();
+  const at::Tensor said = at::cat({at::full({1}, static_cast<std::int64_t>(own), at::kLong), ownRowCounts()});
+  const at::Tensor all = ofAllRanks(said, kfac_tags::kVerdict);
+  all_row_counts_ = all.narrow(1, 1, said.numel() - 1);
+  const at::Tensor verdict_of = all.select(1, 0).contiguous();
+  const auto* verdicts = verdict_of.const_data_ptr<std::int64_t>();
   const auto* end = verdicts + ranks_;
   const auto* other = std::find_if(verdicts, end, [&](auto verdict) { return (verdict != kLeavesStep) != takes_step; });
   if (other == end) {

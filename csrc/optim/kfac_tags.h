@@ -8,7 +8,6 @@ inline constexpr int kDirections = 1;      // + instalment
 inline constexpr int kInverses = 1 << 20;  // + slot
 inline constexpr int kSums = 2 << 20;      // + run
 inline constexpr int kEarly = 3 << 20;
-inline constexpr int kRowCounts = kEarly + 1;
 inline constexpr int kRows = 4 << 20;  // + message
 
 }  // namespace torchext::kfac_tags
