@@ -332,11 +332,8 @@ class _Ports:
 
     def __init__(self) -> None:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-        blocks = [
-            range(start, start + self._BLOCK)
-            for start in range(10240, 65536 - self._BLOCK, self._BLOCK)
-            if start > last or start + self._BLOCK <= first
-        ]
+        everywhere = [range(start, start + self._BLOCK) for start in range(10240, 65536 - self._BLOCK, self._BLOCK)]
+        blocks = [block for block in everywhere if block.start > last or block.stop <= first] or everywhere
         random.shuffle(blocks)
         # Holds the block against other processes like this one, for as long as this one lives.
         self._claim = socket.socket(socket.AF_UNIX)
@@ -349,9 +346,7 @@ class _Ports:
             else:
                 self._ports = itertools.cycle(block)
                 return
-        raise RuntimeError(
-            f"no {self._BLOCK} ports outside of net.ipv4.ip_local_port_range, {first} to {last}, are unclaimed"
-        )
+        raise RuntimeError(f"other processes of tests have claimed all {len(blocks)} blocks of ports")
 
     def next(self) -> int:
         for port in itertools.islice(self._ports, self._BLOCK):

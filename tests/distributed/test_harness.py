@@ -1,0 +1,25 @@
+"""What the harness promises to the other tests."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from harness import Rank, free_port, run_ranks
+
+
+def body_ports(rank: Rank) -> list[int]:
+    ports = []
+    for _ in range(100):
+        ports.append(free_port())
+        with socket.create_server(("127.0.0.1", ports[-1])):
+            assert free_port() != ports[-1]
+    return ports
+
+
+def test_ports_are_of_one_process_and_of_nobody_by_chance() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    found = [set(ports) for ports in run_ranks(body_ports, 3)]
+    assert len(set().union(*found)) == sum(len(ports) for ports in found)
+    if first > 10304 or last < 65408:  # a block is left
+        assert not any(first <= port <= last for ports in found for port in ports)
