@@ -20,7 +20,7 @@ at::Tensor dampingOf(const at::Tensor& own_mean, const at::Tensor& other_mean, d
   return result;
 }
 
-// The same on a device, queued.
+// The same, queued.
 at::Tensor queuedDampingOf(const at::Tensor& own_mean, const at::Tensor& other_mean, double damping,
                            at::ScalarType type) {
   at::Tensor pi = at::sqrt(own_mean / other_mean);
@@ -47,7 +47,7 @@ std::array<at::Tensor, 2> FactorInverter::dampings(std::size_t first_slot, const
   const at::Tensor outputs = traces[0] / static_cast<double>(slot(first_slot).dim);
   const at::Tensor inputs = traces[1] / static_cast<double>(slot(first_slot + 1).dim);
   const at::ScalarType type = statistics->type();
-  if (!outputs.is_cpu()) {
+  if (queued) {
     return {queuedDampingOf(outputs, inputs, damping, type), queuedDampingOf(inputs, outputs, damping, type)};
   }
   const auto damping_of = type == at::kDouble ? &dampingOf<double> : &dampingOf<float>;

@@ -143,7 +143,7 @@ void KfacEngine::makePlan() {
   if (exchange_) {
     payload_ = at::empty({statistics_->elements()}, statistics_->options());
   }
-  inverter_ = {statistics_, exchange_ ? payload_ : statistics_->running(), {}, options_.form};
+  inverter_ = {statistics_, exchange_ ? payload_ : statistics_->running(), {}, options_.form, queued_};
   for (const core::FactorPlan& factor : plan_.factors) {
     const bool summed = exchange_ && factor.exchange != core::FactorExchange::kOwnersOwn;
     inverter_.divisors.push_back(summed ? ranks_ : 1);
