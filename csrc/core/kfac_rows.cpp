@@ -10,6 +10,7 @@ constexpr double kFixed = 50e-6;       // seconds
 constexpr double kAnElement = 0.2e-9;  // seconds, from memory
 // What is saved is to be more than predictions are wrong by.
 constexpr double kLeastShare = 0.2;
+constexpr double kWrittenAhead = 0.5e-9;  // seconds an element that are saved
 
 }  // namespace
 
@@ -19,7 +20,7 @@ double shareOfRows(std::size_t outputs, std::size_t inputs, std::size_t rows) {
   return static_cast<double>(rows) * (out * out + in * in + out * in) / (out * in * (out + in));
 }
 
-std::vector<bool> chooseRows(const std::vector<RowLayer>& layers, const AlphaBeta& gather) {
+std::vector<bool> chooseRows(const std::vector<RowLayer>& layers, const AlphaBeta& gather, bool ahead) {
   std::vector<double> gains;
   gains.reserve(layers.size());
   RowLayer all_together{.rows = 1};
@@ -40,12 +41,20 @@ std::vector<bool> chooseRows(const std::vector<RowLayer>& layers, const AlphaBet
   std::vector<bool> chosen;
   chosen.reserve(layers.size());
   double saved = 0;
+  double written_ahead = 0;
+  double of_others = 0;
   for (std::size_t i = 0; i < layers.size(); ++i) {
     chosen.push_back(layers[i].together ? pays(all_together, gain_together) : pays(layers[i], gains[i]));
-    saved += chosen.back() ? gains[i] : 0;
+    (chosen.back() ? saved : of_others) += gains[i];
+    written_ahead +=
+        kWrittenAhead *
+        (chosen.back() ? static_cast<double>(layers[i].outputs) * static_cast<double>(layers[i].inputs) : 0);
+    ahead = ahead && layers[i].rows > 0;
   }
   if (saved <= gather.alpha) {
     chosen.assign(layers.size(), false);
+  } else if (ahead && of_others + written_ahead > 0) {
+    chosen.assign(layers.size(), true);
   }
   return chosen;
 }

@@ -27,7 +27,8 @@ struct RowLayer {
   bool together = false;  // all of these, or none of them
 };
 // gather: of the bytes of one rank until all ranks have those of all. None are chosen unless together they save more
-// than it takes to begin.
-std::vector<bool> chooseRows(const std::vector<RowLayer>& layers, const AlphaBeta& gather);
+// than it takes to begin. ahead: with rows of all layers directions are written before the gradients are there, which
+// may be worth those of layers that would be cheaper without.
+std::vector<bool> chooseRows(const std::vector<RowLayer>& layers, const AlphaBeta& gather, bool ahead);
 
 }  // namespace torchext::core

@@ -1,8 +1,12 @@
 #include "optim/batch_rows.h"
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 
 #include <c10/util/Exception.h>
+
+#include "core/zero_packing.h"
 
 namespace torchext {
 namespace {
@@ -27,7 +31,76 @@ at::Tensor BatchRows::Message::rowsOf(int rank, const Place& place, bool inputs)
       .view({layer.places, width});
 }
 
+// The step, counts, blocks: of a rank's rows into what travels, whose length it returns.
+template <class T>
+std::int64_t BatchRows::Message::packAs(int rank) {
+  const T* own = all_.select(0, rank).const_data_ptr<T>();
+  T* const to = packed_.select(0, rank).mutable_data_ptr<T>();
+  const auto header = static_cast<std::int64_t>(1 + places_.size());
+  std::copy_n(own, header, to);
+  T* whole = to + header;
+  T* end = whole + 2 * places_.size();
+  for (const Place& place : places_) {
+    const auto rows = std::max<std::int64_t>(static_cast<std::int64_t>(own[place.count]), 0);
+    for (const auto& [from, width] :
+         {std::pair(place.inputs, place.layer.inputs), {place.outputs, place.layer.outputs}}) {
+      const auto count = static_cast<std::size_t>(rows * width);
+      const auto packed = core::packZeros(own + from, count, end, count);
+      *whole++ = packed ? T(0) : T(1);
+      end = packed ? end + *packed : std::copy_n(own + from, count, end);
+    }
+  }
+  return end - to;
+}
+
+template <class T>
+void BatchRows::Message::unpackAs(int rank) {
+  const at::Tensor packed = packed_.select(0, rank);
+  const T* from = packed.const_data_ptr<T>();
+  const T* const end = from + packed.numel();
+  T* to = all_.select(0, rank).mutable_data_ptr<T>();
+  const auto header = static_cast<std::int64_t>(1 + places_.size());
+  std::copy_n(from, header, to);
+  const T* whole = from + header;
+  from = whole + 2 * places_.size();
+  bool sound = true;
+  for (const Place& place : places_) {
+    const auto rows = std::max<std::int64_t>(static_cast<std::int64_t>(to[place.count]), 0);
+    sound = sound && rows <= place.layer.places;
+    for (const auto& [begin, width] :
+         {std::pair(place.inputs, place.layer.inputs), {place.outputs, place.layer.outputs}}) {
+      const auto count = static_cast<std::size_t>(rows * width);
+      const auto room = static_cast<std::size_t>(end - from);
+      std::optional<std::size_t> taken;
+      if (sound && *whole++ == T(0)) {
+        taken = core::unpackZeros(from, room, count, to + begin);
+      } else if (sound && count <= room) {
+        std::copy_n(from, count, to + begin);
+        taken = count;
+      }
+      sound = taken.has_value();
+      from += taken.value_or(0);
+    }
+  }
+  if (!sound) {
+    C10_THROW_ERROR(DistBackendError, c10::str("torchext.optim: what rank ", rank, " has sent is no rows of batches"));
+  }
+}
+
+std::int64_t BatchRows::Message::pack(int rank) {
+  return all_.scalar_type() == at::kDouble ? packAs<double>(rank) : packAs<float>(rank);
+}
+
+void BatchRows::Message::unpack(int rank) {
+  if (all_.scalar_type() == at::kDouble) {
+    unpackAs<double>(rank);
+  } else {
+    unpackAs<float>(rank);
+  }
+}
+
 void BatchRows::Message::restart() {
+  come_ = false;
   missing_ = 0;
   for (Place& place : places_) {
     place.kept = 0;
@@ -40,14 +113,22 @@ void BatchRows::Message::wait() {
     coming_.back()->wait();
     coming_.pop_back();
   }
+  if (come_) {
+    return;
+  }
+  const at::Tensor& received = packed_.defined() ? packed_ : all_;
   for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
-    const auto step = static_cast<std::int64_t>(all_.select(0, rank).select(0, 0).item<double>());
+    const auto step = static_cast<std::int64_t>(received.select(0, rank).select(0, 0).item<double>());
     if (step != step_) {
       C10_THROW_ERROR(DistBackendError, c10::str("torchext.optim: rank ", rank, " has taken ", step,
                                                  " steps in which the rows of all ranks are gathered, this rank ",
                                                  step_, "; step() is collective: take or leave it on all ranks alike"));
     }
+    if (packed_.defined() && rank != rank_) {
+      unpack(rank);
+    }
   }
+  come_ = true;
 }
 
 BatchRows::Rows BatchRows::Message::rows(int layer) const {
@@ -73,7 +154,7 @@ BatchRows::Rows BatchRows::Message::rows(int layer) const {
 
 BatchRows::BatchRows(std::vector<Layer> layers, const at::TensorOptions& options, KfacExchange* exchange, int tag,
                      Left left)
-    : layers_(std::move(layers)), exchange_(exchange), tag_(tag), when_left_(std::move(left)) {
+    : layers_(std::move(layers)), options_(options), exchange_(exchange), tag_(tag), when_left_(std::move(left)) {
   if (exchange_ != nullptr) {
     rank_ = exchange_->rank();
     ranks_ = exchange_->size();
@@ -100,6 +181,11 @@ BatchRows::BatchRows(std::vector<Layer> layers, const at::TensorOptions& options
       end = place.outputs + place.layer.places * place.layer.outputs;
     }
     message->all_ = at::zeros({ranks_, end}, options);
+    message->rank_ = rank_;
+    if (travels()) {
+      end += 2 * static_cast<std::int64_t>(message->places_.size());
+      message->packed_ = at::zeros({ranks_, end}, options);
+    }
   }
 }
 
@@ -160,7 +246,7 @@ void BatchRows::receive() {
     for (int distance = 1; distance < ranks_; ++distance) {
       const int from = (rank_ + ranks_ - distance) % ranks_;
       message.coming_.push_back(
-          exchange_->receive(message.all_.narrow(0, from, 1), from, tag_ + static_cast<int>(number)));
+          exchange_->receive(message.packed_.narrow(0, from, 1), from, tag_ + static_cast<int>(number)));
     }
   }
 }
@@ -175,9 +261,11 @@ void BatchRows::send(std::size_t number) {
     const bool fits = place.kept <= place.layer.places;
     own.select(0, place.count).fill_(fits ? static_cast<double>(place.kept) : kTooMany);
   }
-  for (int distance = 1; distance < ranks_ && travels(); ++distance) {
-    message.going_.push_back(exchange_->send(message.all_.narrow(0, rank_, 1), (rank_ + distance) % ranks_,
-                                             tag_ + static_cast<int>(number)));
+  if (travels()) {
+    const at::Tensor packed = message.packed_.select(0, rank_).narrow(0, 0, message.pack(rank_));
+    for (int distance = 1; distance < ranks_; ++distance) {
+      message.going_.push_back(exchange_->send(packed, (rank_ + distance) % ranks_, tag_ + static_cast<int>(number)));
+    }
   }
   if (exchange_ != nullptr && !travels()) {
     exchange_->gatherParts(message.all_.unbind());
@@ -210,7 +298,7 @@ void BatchRows::next() {
 std::size_t BatchRows::bytes() const {
   std::size_t bytes = 0;
   for (const auto& message : messages_) {
-    bytes += message->all_.nbytes();
+    bytes += message->all_.nbytes() + (message->packed_.defined() ? message->packed_.nbytes() : 0);
   }
   return bytes;
 }

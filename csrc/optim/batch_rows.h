@@ -10,6 +10,9 @@
 // left, and reads the rows of all ranks in it; next() ends the step. Between ranks that share memory all goes in
 // leave(), and with one rank nothing goes anywhere.
 //
+// What travels is as short as it can be: rows that are there, without their zeros where that is less (zero_packing.h),
+// packed as a message leaves and unpacked by whoever waits for it.
+//
 // Who decides what. Which layers, and how many rows each rank has a place for, is the same on all ranks. Every rank
 // sends every message once a step, whatever has happened in it: that a layer had more rows than places, or none, stands
 // in the message. What comes too late to be in it makes the rows those of another gradient; nobody may use them without
@@ -66,13 +69,23 @@ class BatchRows {
     std::size_t placeOf(int layer) const;  // in places_
     at::Tensor rowsOf(int rank, const Place& place, bool inputs) const;
     void restart();
+    std::int64_t pack(int rank);
+    void unpack(int rank);
+    template <class T>
+    std::int64_t packAs(int rank);
+    template <class T>
+    void unpackAs(int rank);
 
     std::vector<int> numbers_;
     std::vector<Place> places_;
-    at::Tensor all_;  // [ranks, elements], each: the step, counts, rows
+    at::Tensor all_;     // [ranks, elements], each: the step, counts, rows
+    at::Tensor packed_;  // [ranks, elements], each: the step, counts, for each block of rows whether it has its zeros
+                         // still, blocks. Undefined where nothing travels
+    int rank_ = 0;       // this one
     std::int64_t step_ = 0;
     std::size_t missing_ = 0;  // layers that have not had their usual rows
     bool left_ = false;
+    bool come_ = false;
     std::vector<KfacExchange::Work> coming_;
     std::vector<KfacExchange::Work> going_;
   };
@@ -84,6 +97,7 @@ class BatchRows {
   BatchRows(std::vector<Layer> layers, const at::TensorOptions& options, KfacExchange* exchange, int tag, Left left);
 
   const std::vector<Layer>& layers() const { return layers_; }
+  const at::TensorOptions& options() const { return options_; }
   bool has(int layer) const { return find(layer) != nullptr; }
   // Whether rows come while the owner does something else.
   bool travels() const { return exchange_ != nullptr && !exchange_->sharesMemory(); }
@@ -102,6 +116,7 @@ class BatchRows {
   void send(std::size_t number);
 
   std::vector<Layer> layers_;
+  at::TensorOptions options_;
   std::vector<std::shared_ptr<Message>> messages_;
   KfacExchange* exchange_;
   int tag_;

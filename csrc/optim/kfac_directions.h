@@ -55,18 +55,23 @@ class KfacDirections {
   // V of one part of a layer; the gradient itself where an inverse was never made. damping is used by kEigen only.
   virtual void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
                             InverseForm form, double damping) = 0;
-  // V of a layer in one part is to be that of rows, if its gradient is theirs (row_direction.h). expected: the factor,
-  // but for that of collect(). False: the gradient is another; nothing was done.
-  virtual bool takeRows(int /*layer*/, const RowDirection& /*made*/, double /*expected*/) { return false; }
+  // V of a layer is to be that of rows, if its gradient is theirs (row_direction.h); then returns the factor. expected:
+  // that, but for the scale of collect(). None: the gradient is another; nothing was done.
+  virtual std::optional<double> takeRows(int /*layer*/, const RowDirection& /*made*/, double /*expected*/) {
+    return std::nullopt;
+  }
+  // After takeRows(): what it is likely to be. write() uses it if its factor is right, and may take the memory of the
+  // gradient for it.
+  virtual void takeWritten(int /*layer*/, WrittenDirection /*written*/) {}
   // Layers whose .grad is V already, but for the factor of collect(), and what they add to the sum that makes nu, the
   // factor in it: one float64 on the device, undefined for none.
   struct Finished {
     std::vector<bool> layers;  // [layer]; empty: none
     at::Tensor product;
   };
-  // .grad = nu V, with nu = min(1, sqrt(kl_clip / |sum of rates[layer]^2 <V, dW>|)) over the active layers; 1 without
-  // kl_clip.
-  virtual void write(const std::vector<double>& rates, std::optional<double> kl_clip, const Finished& finished) = 0;
+  // .grad = nu V, with nu of the active layers (kl_clip.h). Returns of how many what takeWritten() brought was used.
+  virtual std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip,
+                             const Finished& finished) = 0;
   virtual double clip() const = 0;  // nu of the last write()
 
   // Layers in one part, and those that are split, as they lie in the buffer.

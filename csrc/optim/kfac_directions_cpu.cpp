@@ -4,7 +4,9 @@
 
 #include "kernels/cpu/scale.h"
 #include "optim/kfac_directions.h"
+#include "optim/kl_clip.h"
 #include "optim/matrix_product.h"
+#include "optim/memory_swap.h"
 #include "optim/reductions.h"
 #include "optim/tiled_direction.h"
 
@@ -106,12 +108,16 @@ class CpuDirections final : public KfacDirections {
   bool collect(double scale, const std::vector<at::Tensor>& others, const std::vector<bool>& of_rows) override;
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
-  bool takeRows(int layer, const RowDirection& made, double expected) override;
+  std::optional<double> takeRows(int layer, const RowDirection& made, double expected) override;
+  void takeWritten(int layer, WrittenDirection written) override {
+    sources_[static_cast<std::size_t>(layer)].written = std::move(written);
+  }
   Tiles tiles(int layer) override {
     const bool used = tiles_ && usesTiles(spec(layer), InverseForm::kInverse);
     return used ? Tiles{tiled_[static_cast<std::size_t>(layer)], &tiled_work_} : Tiles{};
   }
-  void write(const std::vector<double>& rates, std::optional<double> kl_clip, const Finished& finished) override;
+  std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip,
+                     const Finished& finished) override;
   double clip() const override { return clip_; }
   std::size_t bytes() const override;
 
@@ -127,6 +133,7 @@ class CpuDirections final : public KfacDirections {
     std::vector<double> times_signs;   // of layers that may be of rows
     std::optional<double> row_factor;  // none: V is in the buffer
     RowDirection rows;
+    WrittenDirection written;
   };
   // Columns of a part, which lie as a matrix of those of the weight and, behind it, that of the bias.
   struct Columns {
@@ -139,7 +146,8 @@ class CpuDirections final : public KfacDirections {
   void preconditionEmbedding(int layer, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                              T lambda);
   double product(int layer) const;
-  void writeLayer(int layer, T factor);
+  void writeLayer(int layer, double factor);
+  bool writeAhead(int layer, double factor);
   void scaleGradients(int layer, double factor);
   void forgetSources() { sources_.assign(layers().size(), Source()); }
   const KfacLayerSpec& spec(int layer) const { return layers()[static_cast<std::size_t>(layer)]; }
@@ -290,17 +298,17 @@ void CpuDirections<T>::preconditionOnTiles(int layer, int part, const FactorInve
 }
 
 template <class T>
-bool CpuDirections<T>::takeRows(int layer, const RowDirection& made, double expected) {
+std::optional<double> CpuDirections<T>::takeRows(int layer, const RowDirection& made, double expected) {
   Source& from = sources_[static_cast<std::size_t>(layer)];
   if (!active(layer) || !made.left.defined()) {
-    return false;
+    return std::nullopt;
   }
   const T* bias = biasGradient(layer).defined() ? from.bias_data : nullptr;
   from.row_factor = factorOf(made, from.times_signs, bias, expected * scale_);
   if (from.row_factor) {
     from.rows = made;
   }
-  return from.row_factor.has_value();
+  return from.row_factor;
 }
 
 template <class T>
@@ -351,25 +359,43 @@ double CpuDirections<T>::product(int layer) const {
 }
 
 template <class T>
-void CpuDirections<T>::write(const std::vector<double>& rates, std::optional<double> kl_clip,
-                             const Finished& finished) {
-  clip_ = 1;
-  if (kl_clip) {
-    double sum = finished.product.defined() ? scale_ * finished.product.template item<double>() : 0;
-    for (int layer = 0; layer < count(); ++layer) {
-      const double rate = rates[static_cast<std::size_t>(layer)];
-      sum += active(layer) && !has(finished, layer) ? rate * rate * product(layer) : 0;
-    }
-    clip_ = std::abs(sum) > 0 ? std::min(1.0, std::sqrt(*kl_clip / std::abs(sum))) : 1.0;
+std::int64_t CpuDirections<T>::write(const std::vector<double>& rates, std::optional<double> kl_clip,
+                                     const Finished& finished) {
+  std::vector<double> products;
+  for (int layer = 0; layer < count() && kl_clip; ++layer) {
+    products.push_back(active(layer) && !has(finished, layer) ? product(layer) : 0);
   }
+  const bool rest = kl_clip && finished.product.defined();
+  clip_ = klClip(kl_clip, rates, products, rest ? scale_ * finished.product.template item<double>() : 0);
+  std::int64_t ahead = 0;
   for (int layer = 0; layer < count(); ++layer) {
     if (active(layer) && has(finished, layer)) {
       scaleGradients(layer, clip_ * scale_);
+    } else if (active(layer) && writeAhead(layer, clip_)) {
+      ++ahead;
     } else if (active(layer)) {
-      writeLayer(layer, static_cast<T>(clip_));
+      writeLayer(layer, clip_);
     }
   }
   forgetSources();
+  return ahead;
+}
+
+// What was written before this step was asked for it, if its factor is right.
+template <class T>
+bool CpuDirections<T>::writeAhead(int layer, double factor) {
+  Source& from = sources_[static_cast<std::size_t>(layer)];
+  if (!from.row_factor || !from.written.weight.defined() || from.written.factor != factor * *from.row_factor) {
+    return false;
+  }
+  if (const at::Tensor bias = biasGradient(layer); bias.defined()) {
+    bias.copy_(from.written.bias);
+  }
+  const at::Tensor& gradient = spec(layer).weight.grad();
+  if (!swapMemory(gradient, from.written.weight)) {
+    gradient.copy_(from.written.weight);
+  }
+  return true;
 }
 
 template <class T>
@@ -384,7 +410,7 @@ void CpuDirections<T>::scaleGradients(int layer, double factor) {
 }
 
 template <class T>
-void CpuDirections<T>::writeLayer(int layer, T factor) {
+void CpuDirections<T>::writeLayer(int layer, double factor) {
   const KfacLayerSpec& of = spec(layer);
   // A gradient of another memory layout or type takes its values through one that is as the buffers are.
   const auto plain = [](const at::Tensor& tensor) {
@@ -406,10 +432,10 @@ void CpuDirections<T>::writeLayer(int layer, T factor) {
     const T* from = direction(layer, part);
     T* to = weight.mutable_data_ptr<T>() + columns.begin;
     for (std::int64_t row = 0; row < rows; ++row, to += stride, from += columns.of_weight) {
-      cpu::scaleInto(to, from, static_cast<std::size_t>(columns.of_weight), factor);
+      cpu::scaleInto(to, from, static_cast<std::size_t>(columns.of_weight), static_cast<T>(factor));
     }
     if (columns.bias && bias.defined()) {
-      cpu::scaleInto(bias.mutable_data_ptr<T>(), from, static_cast<std::size_t>(rows), factor);
+      cpu::scaleInto(bias.mutable_data_ptr<T>(), from, static_cast<std::size_t>(rows), static_cast<T>(factor));
     }
   }
   const auto give_back = [](const at::Tensor& values, const at::Tensor& gradient) {

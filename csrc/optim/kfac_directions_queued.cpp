@@ -18,7 +18,8 @@ class QueuedDirections final : public KfacDirections {
   bool collect(double scale, const std::vector<at::Tensor>& others, const std::vector<bool>& of_rows) override;
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
-  void write(const std::vector<double>& rates, std::optional<double> kl_clip, const Finished& finished) override;
+  std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip,
+                     const Finished& finished) override;
   double clip() const override { return clip_.defined() ? clip_.item<double>() : 1; }
 
  private:
@@ -143,8 +144,8 @@ at::Tensor QueuedDirections::product(int layer) const {
   return sum;
 }
 
-void QueuedDirections::write(const std::vector<double>& rates, std::optional<double> kl_clip,
-                             const Finished& finished) {
+std::int64_t QueuedDirections::write(const std::vector<double>& rates, std::optional<double> kl_clip,
+                                     const Finished& finished) {
   clip_ = at::Tensor();
   std::vector<at::Tensor> terms;
   if (kl_clip && finished.product.defined()) {
@@ -181,6 +182,7 @@ void QueuedDirections::write(const std::vector<double>& rates, std::optional<dou
   if (!pairs.own.empty()) {
     at::_foreach_copy_(pairs.own, pairs.ours);
   }
+  return 0;
 }
 
 }  // namespace

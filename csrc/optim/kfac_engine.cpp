@@ -154,17 +154,27 @@ bool KfacEngine::defer(int layer, const at::Tensor& input, const at::Tensor& gra
   }
   deferred_.push_back({layer, input, gradient, backward_pass});
   deferred_bytes_ += bytes;
-  if (const int here = torch::autograd::get_current_graph_task_id(); deferring_pass_ != here) {
-    deferring_pass_ = here;
-    torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-      if (const auto engine = weak.lock()) {
-        const PlainMode plain;
-        const Turn turn(*engine, "backward");
-        engine->addDeferred();
-      }
-    });
-  }
+  callAtEndOfPass();
   return true;
+}
+
+// What can be made while the backward pass waits for DDP's all-reduces, once it has nothing else to compute.
+void KfacEngine::callAtEndOfPass() {
+  const int here = torch::autograd::get_current_graph_task_id();
+  if (calling_pass_ == here) {
+    return;
+  }
+  calling_pass_ = here;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (const auto engine = weak.lock()) {
+      const PlainMode plain;
+      const Turn turn(*engine, "backward");
+      engine->addDeferred();
+      if (engine->rows_) {
+        engine->rows_->begin();
+      }
+    }
+  });
 }
 
 void KfacEngine::addDeferred() {
@@ -241,6 +251,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
   }
   finishDirections();
   if (of_rows) {
+    takeWritten();
     const Timed timed(stats_.exchange_wait_seconds);
     endRows();
   }
@@ -249,7 +260,10 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
   }
   {  // nothing waits for a peer after it
     const Timed timed(stats_.precondition_seconds);
-    directions_->write(rates, options_.kl_clip, finished);
+    stats_.row_directions_ahead += directions_->write(rates, options_.kl_clip, finished);
+  }
+  if (of_rows) {
+    foreseeRows(rates);
   }
   endPass();
   ++stats_.steps;

@@ -95,6 +95,7 @@ struct KfacStats {
   std::int64_t early_directions = 0;        // of layers, made in backward passes
   std::int64_t row_directions = 0;          // of layers, made of the rows of all ranks
   std::int64_t row_directions_refused = 0;  // gradients that were not those of their rows
+  std::int64_t row_directions_ahead = 0;    // those that were written, too, before step()
   double clip = 1;                          // nu of the last step
   InverseFailures failures;
   ExchangeBytes bytes;
@@ -179,6 +180,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   double typicalSeconds(double seconds);
   void backward(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass);
   bool defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
+  void callAtEndOfPass();
   void addDeferred();
   void forgetDeferred();
   bool putsProductsOff() const;
@@ -232,6 +234,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   double secondsWithoutRows(std::size_t layer) const;
   void keepRows(int layer, const at::Tensor& input, const at::Tensor& gradient);
   bool takeRows(int layer);
+  void takeWritten();
+  void foreseeRows(const std::vector<double>& rates);
   std::vector<bool> ofRows() const;
   void prepareRows();
   void forgetRows();
@@ -271,7 +275,11 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
     std::int64_t refused = 0;
   };
   std::vector<RowCount> row_counts_;  // [layer]
-  at::Tensor all_row_counts_;         // [ranks, layers], as of the last step that sent factors
+  // Of directions of rows in this step, 0 for other ones: the factor, and <V, dW>.
+  std::vector<double> row_factors_;
+  std::vector<double> row_products_;
+  std::optional<RowDirections::Scaling> row_scaling_;  // of the last step in which all directions were of rows
+  at::Tensor all_row_counts_;                          // [ranks, layers], as of the last step that sent factors
   std::unique_ptr<DirectionTravel> direction_travel_;
   std::vector<bool> made_;               // [layer] its direction, in this step, here
   std::vector<FactorInverse> inverses_;  // [slot]
@@ -302,7 +310,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   };
   std::vector<Deferred> deferred_;
   std::size_t deferred_bytes_ = 0;
-  int deferring_pass_ = -1;            // the backward pass whose end will call addDeferred()
+  int calling_pass_ = -1;              // the backward pass whose end is waited for
   ReadyClock ready_;                   // by slot, in steps that send factors
   int profiled_ = 0;                   // such steps
   std::optional<c10::Stream> stream_;  // of the first hook of a step, on an accelerator

@@ -53,6 +53,8 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
           queued_ ? makeQueuedStatistics(layers_, at::TensorOptions(typeOf(layers_)).device(device_), options_.scaling)
                   : makeCpuStatistics(layers_, typeOf(layers_), options_.scaling)),
       row_counts_(layers_.size()),
+      row_factors_(layers_.size(), 0),
+      row_products_(layers_.size(), 0),
       inverses_(statistics_->slots().size()),
       prepared_(statistics_->slots().size(), false),
       calls_(layers_.size()),

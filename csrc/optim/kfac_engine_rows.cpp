@@ -7,6 +7,7 @@
 #include "core/kfac_rows.h"
 #include "optim/kfac_engine.h"
 #include "optim/kfac_tags.h"
+#include "optim/kl_clip.h"
 #include "optim/timed.h"
 
 namespace torchext {
@@ -53,6 +54,9 @@ bool KfacEngine::rowsReplaceShares() const {
 void KfacEngine::keepRows(int layer, const at::Tensor& input, const at::Tensor& gradient) {
   if (takesRows(layer)) {
     rows_->keep(layer, input, gradient);
+    if (rows_->travels()) {
+      callAtEndOfPass();
+    }
   } else if (updatesInverses()) {
     row_counts_[core::index(layer)].seen += input.numel() / layers_[core::index(layer)].inputs();
   }
@@ -88,13 +92,37 @@ bool KfacEngine::takeRows(int layer) {
     made = rows_->made(layer);
   }
   const Timed timed(stats_.precondition_seconds);
-  const bool taken = directions_->takeRows(layer, made, 1.0 / ranks_);
+  const std::optional<double> factor = directions_->takeRows(layer, made, 1.0 / ranks_);
   RowCount& count = row_counts_[core::index(layer)];
   ++count.tried;
-  count.refused += taken ? 0 : 1;
-  stats_.row_directions += taken ? 1 : 0;
-  stats_.row_directions_refused += taken ? 0 : 1;
-  return taken;
+  count.refused += factor ? 0 : 1;
+  stats_.row_directions += factor ? 1 : 0;
+  stats_.row_directions_refused += factor ? 0 : 1;
+  row_factors_[core::index(layer)] = factor.value_or(0);
+  row_products_[core::index(layer)] = factor.value_or(0) * factor.value_or(0) * made.product;
+  return factor.has_value();
+}
+
+void KfacEngine::takeWritten() {
+  const Timed timed(stats_.precondition_seconds);
+  for (const BatchRows::Layer& layer : rows_->layers()) {
+    directions_->takeWritten(layer.number, rows_->written(layer.number));
+  }
+}
+
+// At the end of a step of rows: will those to come multiply directions with what can be known before them?
+void KfacEngine::foreseeRows(const std::vector<double>& rates) {
+  const bool all = std::all_of(row_factors_.begin(), row_factors_.end(), [](double factor) { return factor != 0; });
+  RowDirections::Scaling scaling{rates, row_factors_, options_.kl_clip};
+  row_factors_.assign(layers_.size(), 0);
+  if (!all) {
+    rows_->foresee(std::nullopt);
+    return;
+  }
+  const bool constant = row_scaling_ && row_scaling_->factors == scaling.factors &&
+                        klClip(row_scaling_->kl_clip, row_scaling_->rates, row_products_) == directions_->clip();
+  rows_->foresee(constant ? std::optional(scaling) : std::nullopt);
+  row_scaling_ = std::move(scaling);
 }
 
 std::vector<bool> KfacEngine::ofRows() const {
@@ -141,6 +169,7 @@ void KfacEngine::planRows(const at::Tensor& counts) {
   if (!rows_ || !hasPlaces(rows_->layers(), layers)) {
     rows_ =
         std::make_unique<RowDirections>(std::move(layers), statistics_->options(), exchange_.get(), kfac_tags::kRows);
+    row_scaling_.reset();
   }
   for (const BatchRows::Layer& layer : rows_->layers()) {
     rows_->expect(layer.number, counts[rank_][layer.number].item<std::int64_t>());
@@ -177,7 +206,7 @@ std::vector<BatchRows::Layer> KfacEngine::chooseRowLayers(const at::Tensor& coun
                           secondsWithoutRows(layer),
                           directions_->parts(static_cast<int>(layer)) > 1 && mayTakeRows(static_cast<int>(layer))});
   }
-  const std::vector<bool> pays = core::chooseRows(candidates, costOfRows());
+  const std::vector<bool> pays = core::chooseRows(candidates, costOfRows(), exchange_ && !throughMemory());
   const bool asked = options_.gather_rows == true;
   const bool all_together = std::none_of(candidates.begin(), candidates.end(),
                                          [](const core::RowLayer& layer) { return layer.together && layer.rows == 0; });

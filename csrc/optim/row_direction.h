@@ -35,6 +35,13 @@ struct RowDirection {
   double bias_rounding = 0;
 };
 
+// One that is written: factor L R.
+struct WrittenDirection {
+  at::Tensor weight;  // [out, in]; undefined: it is not
+  at::Tensor bias;    // [out]; undefined where the layer has none that is trained
+  double factor = 0;
+};
+
 // inputs [rows, in], gradients [rows, out]. inverse_of_inputs, A^-1 [dim, dim], is one wider than `in` where the layer
 // has a bias, trained or not; inverse_of_outputs [out, out]. tiled: prepared for all of A^-1's columns; null: none.
 template <class T>

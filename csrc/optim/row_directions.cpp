@@ -1,13 +1,20 @@
 #include "optim/row_directions.h"
 
+#include <algorithm>
 #include <utility>
+
+#include "core/check.h"
+#include "optim/kl_clip.h"
 
 namespace torchext {
 
 RowDirections::RowDirections(std::vector<BatchRows::Layer> layers, const at::TensorOptions& options,
                              KfacExchange* exchange, int tag)
-    : rows_(std::move(layers), options, exchange, tag,
-            [this](const std::shared_ptr<BatchRows::Message>& message) { follow(message); }) {
+    : rows_(std::move(layers), options, exchange, tag, [this](const std::shared_ptr<BatchRows::Message>& message) {
+        for (const int layer : message->layers()) {
+          left_[layer] = message;
+        }
+      }) {
   if (rows_.travels()) {
     thread_.emplace("tx_rows");
   }
@@ -28,23 +35,85 @@ RowDirection RowDirections::make(int layer, const BatchRows::Message& message, c
   return make_as(rows.inputs, rows.gradients, inverses.bias, of_inputs, of_outputs, inverses.tiled.get(), work);
 }
 
-void RowDirections::follow(const std::shared_ptr<BatchRows::Message>& message) {
-  for (const int layer : message->layers()) {
-    left_[layer] = message;
+// Undefined where the clip is not to be known, because some layer has no direction of rows.
+WrittenDirection RowDirections::write(int layer, Ahead& ahead, const WrittenDirection& to, bool tiles,
+                                      TiledDirection::Work& work) {
+  const RowDirection& made = ahead.made[core::index(layer)];
+  if (std::any_of(ahead.made.begin(), ahead.made.end(), [](const RowDirection& any) { return !any.left.defined(); })) {
+    return {};
   }
-  if (!thread_) {
+  if (!ahead.clip) {
+    std::vector<double> products;
+    for (std::size_t number = 0; number < ahead.made.size(); ++number) {
+      const double factor = ahead.scaling.factors[number];
+      products.push_back(factor * factor * ahead.made[number].product);
+    }
+    ahead.clip = klClip(ahead.scaling.kl_clip, ahead.scaling.rates, products);
+  }
+  WrittenDirection written{to.weight, made.bias ? to.bias : at::Tensor(),
+                           *ahead.clip * ahead.scaling.factors[core::index(layer)]};
+  const auto write_as = [&]<class T>(T* weight) {
+    writeRowDirection<T>(made, written.factor, tiles, weight, made.bias ? to.bias.mutable_data_ptr<T>() : nullptr,
+                         work);
+  };
+  if (to.weight.scalar_type() == at::kDouble) {
+    write_as(to.weight.mutable_data_ptr<double>());
+  } else {
+    write_as(to.weight.mutable_data_ptr<float>());
+  }
+  return written;
+}
+
+void RowDirections::begin() {
+  if (!thread_ || following_ || left_.size() != layers().size()) {
     return;
   }
-  std::vector<std::size_t> keys(message->layers().begin(), message->layers().end());
-  std::map<int, Inverses> inverses;
-  for (const int layer : message->layers()) {
-    inverses[layer] = inverses_[layer];
+  following_ = true;
+  ahead_ =
+      foreseen_ ? std::make_shared<Ahead>(*foreseen_, std::vector<RowDirection>(foreseen_->factors.size())) : nullptr;
+  std::vector<std::shared_ptr<BatchRows::Message>> messages;
+  std::vector<std::size_t> keys;
+  std::map<int, Source> sources;
+  for (const BatchRows::Layer& layer : layers()) {
+    const auto& message = left_.at(layer.number);
+    if (messages.empty() || messages.back() != message) {
+      messages.push_back(message);
+    }
+    keys.push_back(keyOfMade(layer.number));
+    sources[layer.number] = {message, inverses_[layer.number], ahead_ ? placeFor(layer) : WrittenDirection()};
   }
-  (*thread_)->follow({[message] { message->wait(); }, std::move(keys),
-                      [message, inverses = std::move(inverses), work = work_](std::size_t layer) {
-                        const int number = static_cast<int>(layer);
-                        return make(number, *message, inverses.at(number), *work);
-                      }});
+  for (std::size_t i = 0; i < layers().size() && ahead_; ++i) {
+    keys.push_back(keyOfWritten(layers()[i].number));
+  }
+  const auto wait = [messages = std::move(messages)] {
+    for (const auto& message : messages) {
+      message->wait();
+    }
+  };
+  const auto make_any = [sources = std::move(sources), ahead = ahead_, work = work_](std::size_t key) {
+    const int layer = layerOf(key);
+    const Source& of = sources.at(layer);
+    Result result;
+    if (key == keyOfWritten(layer)) {
+      result.written = write(layer, *ahead, of.to, of.inverses.tiled != nullptr, *work);
+      return result;
+    }
+    result.made = make(layer, *of.message, of.inverses, *work);
+    if (ahead) {
+      ahead->made[core::index(layer)] = result.made;
+    }
+    return result;
+  };
+  (*thread_)->follow({wait, std::move(keys), make_any});
+}
+
+const WrittenDirection& RowDirections::placeFor(const BatchRows::Layer& layer) {
+  WrittenDirection& to = written_[layer.number];
+  if (!to.weight.defined()) {
+    to.weight = at::empty({layer.outputs, layer.inputs}, rows_.options());
+    to.bias = at::empty({layer.outputs}, rows_.options());
+  }
+  return to;
 }
 
 RowDirection RowDirections::made(int layer) {
@@ -55,7 +124,14 @@ RowDirection RowDirections::made(int layer) {
     }
     return make(layer, *left_.at(layer), inverses_[layer], *work_);
   }
-  return (*thread_)->use(static_cast<std::size_t>(layer), [](RowDirection& made) { return made; });
+  return (*thread_)->use(keyOfMade(layer), [](Result& result) { return result.made; });
+}
+
+WrittenDirection RowDirections::written(int layer) {
+  if (!ahead_ || ending_) {
+    return {};
+  }
+  return (*thread_)->use(keyOfWritten(layer), [](Result& result) { return result.written; });
 }
 
 void RowDirections::next() {
@@ -65,7 +141,17 @@ void RowDirections::next() {
   }
   rows_.next();
   left_.clear();
+  ahead_.reset();
+  following_ = false;
   ending_ = false;
+}
+
+std::size_t RowDirections::bytes() const {
+  std::size_t bytes = 2 * rows_.bytes();
+  for (const auto& [layer, to] : written_) {
+    bytes += to.weight.nbytes() + to.bias.nbytes();
+  }
+  return bytes;
 }
 
 }  // namespace torchext

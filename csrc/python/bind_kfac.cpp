@@ -72,6 +72,7 @@ py::dict kfacToDict(const KfacStats& stats) {
   result["early_directions"] = stats.early_directions;
   result["row_directions"] = stats.row_directions;
   result["row_directions_refused"] = stats.row_directions_refused;
+  result["row_directions_ahead"] = stats.row_directions_ahead;
   result["clip"] = stats.clip;
   result["inverses_retried"] = stats.failures.retried;
   result["inverses_kept"] = stats.failures.kept;

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,167 @@ def body_bytes(rank: Rank, split: bool) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_rows_are_all_that_travels_between_updates(split: bool) -> None:
-    # To each other rank: the step, three counts, and four rows of each layer's inputs and outputs.
-    elements = 4 + ROWS // 3 * (10 + 40 + 40 + 40 + 40 + 3)
+    # To each other rank: the step, three counts, whether six blocks have their zeros, and four rows of each layer's
+    # inputs and outputs, without any.
+    elements = 4 + 6 + ROWS // 3 * (10 + 40 + 40 + 40 + 40 + 3)
     for sent, _ in run_ranks(body_bytes, 3, split):
         assert sent == [2 * 8 * elements] * 3
+
+
+def body_zeros(rank: Rank, dtype: torch.dtype) -> tuple[list[int], list[int]]:
+    """What was sent between updates, and what should have been: masks and what is not zero, where that is less."""
+    rank.init("gloo")
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3)).to(dtype)
+    elements: list[int] = []
+    width = dtype.itemsize
+
+    def seen(block: Tensor) -> None:
+        packed = -(-block.numel() // (8 * width)) + int(block.count_nonzero())
+        elements.append(min(packed, block.numel()))
+
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda _, inputs, output: (seen(inputs[0]), output.register_hook(seen))[0])
+    ddp = DistributedDataParallel(model)
+    optimizer = KFAC(ddp, gather_rows=True, **ROW_OPTIONS)
+    sent, expected = [], []
+    for step in range(STEPS):
+        before = optimizer.stats()["sent_bytes"]
+        elements.clear()
+        optimizer.zero_grad()
+        ddp(batch(step).to(dtype).chunk(rank.size)[rank.rank]).square().mean().backward()
+        optimizer.step()
+        if step % 3:
+            sent.append(optimizer.stats()["sent_bytes"] - before)
+            expected.append((rank.size - 1) * width * (1 + 3 + 6 + sum(elements)))
+    equal_everywhere(model)
+    assert optimizer.stats()["row_directions_refused"] == 0
+    return sent, expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_behind_a_relu_travel_without_their_zeros(dtype: torch.dtype) -> None:
+    whole = dtype.itemsize * (10 + 4 * (10 + 40 + 40 + 30 + 30 + 3))
+    for sent, expected in run_ranks(body_zeros, 3, dtype):
+        assert sent == expected
+        assert max(sent) < 0.8 * 2 * whole
+
+
+Look = Callable[[Any, KFAC, int], Any]
+
+
+def body_ahead(rank: Rank, look: Look, options: dict[str, Any], ddp: dict[str, Any]) -> dict[str, Any]:
+    """Both ways; `look` at what is between backward() and step(), and afterwards at what that returned."""
+    rank.init("gloo")
+    models = [DistributedDataParallel(Dense(), **ddp) for _ in range(2)]
+    optimizers = [KFAC(m, gather_rows=r, **(ROW_OPTIONS | options)) for m, r in zip(models, (False, True), strict=True)]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if look is not cleared or step == 0:
+                optimizer.zero_grad()
+            model(batch(step).chunk(rank.size)[rank.rank]).square().mean().backward()
+            check = look(model.module, optimizer, step)
+            optimizer.step()
+            if check is not None:
+                check()
+    for model in models:
+        equal_everywhere(model.module)
+    torch.testing.assert_close(flat(models[0].module), flat(models[1].module), rtol=1e-9, atol=1e-12)
+    return optimizers[1].stats()
+
+
+def nothing(model: nn.Module, optimizer: KFAC, step: int) -> None:
+    """Every step is as the one before."""
+
+
+def other_rate(model: nn.Module, optimizer: KFAC, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+
+
+def other_factor(model: nn.Module, optimizer: KFAC, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01 / (1 + step))
+
+
+def cleared(model: nn.Module, optimizer: KFAC, step: int) -> Callable[[], None]:
+    """Gradients stay, as zeros, and the next ones are added to them."""
+    return lambda: model.zero_grad(set_to_none=False)
+
+
+def once_another(model: nn.Module, optimizer: KFAC, step: int) -> None:
+    """What was foreseen of the steps to come turns out to be wrong in one of them."""
+    optimizer.param_groups[0]["lr"] = 0.05 if step == 5 else 0.1
+
+
+# Steps 1, 2, 4, 5 and 7 are of rows, 1 and 2 are what the next ones are foreseen by; three layers.
+@pytest.mark.parametrize(
+    ("look", "options", "ahead"),
+    [
+        (nothing, {}, 9),
+        (nothing, {"kl_clip": 1e-9}, 9),
+        (nothing, {"kl_clip": None}, 9),
+        (nothing, {"split_directions": True}, 9),
+        (nothing, {"shared_memory": True}, 0),
+        (other_rate, {"kl_clip": 1e-9}, 0),
+        (other_rate, {"kl_clip": None}, 9),  # nothing depends on it
+        (other_factor, {}, 0),
+        (once_another, {"kl_clip": 1e-9}, 3),
+        (cleared, {}, 9),
+    ],
+)
+def test_directions_are_written_ahead_where_their_factor_is_foreseen(
+    look: Look, options: dict[str, Any], ahead: int
+) -> None:
+    for stats in run_ranks(body_ahead, 3, look, options, {}):
+        assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, ahead)
+
+
+def test_directions_ahead_where_gradients_are_views_of_buckets() -> None:
+    for stats in run_ranks(body_ahead, 3, nothing, {}, {"gradient_as_bucket_view": True}):
+        assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, 9)
+
+
+def watch(model: nn.Module, optimizer: KFAC, step: int) -> Callable[[], None]:
+    """Whoever has hold of a gradient sees its direction; on every rank another kind of hold.
+
+    Where it is nobody but .grad itself, a weight's direction comes with its memory.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    kind = dist.get_rank() if step > 3 else 3
+    hold = (lambda g: g.numpy(), lambda g: g.detach(), lambda g: g[1:], lambda g: g)[kind]
+    views: list[Any] = [hold(g) for g in gradients]
+    places = [g.data_ptr() for g in gradients]
+    before = optimizer.stats()["row_directions_ahead"]
+
+    def check() -> None:
+        ahead = optimizer.stats()["row_directions_ahead"] > before
+        for p, gradient, view, place in zip(model.parameters(), gradients, views, places, strict=True):
+            assert p.grad is gradient
+            assert (gradient.data_ptr() != place) == (ahead and kind == 3 and p.dim() == 2)
+            assert torch.equal(torch.as_tensor(view), gradient[1:] if kind == 2 else gradient)
+
+    return check
+
+
+def test_whoever_holds_a_gradient_sees_its_direction() -> None:
+    for stats in run_ranks(body_ahead, 4, watch, {}, {}):
+        assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, 9)
+
+
+def body_kept(rank: Rank) -> bool:
+    """Gradients of earlier steps stay what they were, whatever memory directions of later ones are written to."""
+    model, optimizer = steps(rank, 3)
+    kept: list[tuple[Tensor, Tensor]] = []
+    for step in range(3, 12):
+        backward(model, optimizer, step, rank)
+        optimizer.step()
+        kept += [(p.grad, p.grad.clone()) for p in model.parameters()]
+    assert optimizer.stats()["row_directions_ahead"] == 18
+    return all(torch.equal(gradient, as_it_was) for gradient, as_it_was in kept)
+
+
+def test_gradients_of_earlier_steps_are_left_alone() -> None:
+    assert run_ranks(body_kept, 2) == [True, True]
 
 
 def body_uneven(rank: Rank, shared: bool, split: bool) -> tuple[float, dict[str, Any]]:

@@ -369,7 +369,7 @@ class KFACPreconditioner:
         ``factor_updates`` (steps in which they were due), ``inverse_updates``, ``inverses_retried`` (in float64),
         ``inverses_kept`` (failed; the last good one was used), ``early_directions`` (of layers, made in backward
         passes), ``row_directions`` (made of rows), ``row_directions_refused`` (their gradients were not those of rows),
-        ``clip`` (of the last step), ``runs`` and
+        ``row_directions_ahead`` (of those made: written before ``step()``), ``clip`` (of the last step), ``runs`` and
         ``runs_overlapped`` (that left during a backward pass), ``*_bytes`` of the tensors passed to collectives,
         ``memory_bytes`` of K-FAC's own buffers, ``*_seconds`` (of the host: on CUDA they end when the work is queued).
         On CUDA it waits for the device.

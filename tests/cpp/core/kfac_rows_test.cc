@@ -25,25 +25,25 @@ TEST(KfacRows, ShareIsThatOfTheMultiplications) {
 
 TEST(KfacRows, FewRowsOfWideLayersAreChosen) {
   const AlphaBeta nothing;
-  EXPECT_EQ(chooseRows({whole(1024, 64, 0, 5e-3)}, nothing), Chosen{true});
-  EXPECT_EQ(chooseRows({whole(1024, 680, 0, 5e-3)}, nothing), Chosen{false});  // as many multiplications
-  EXPECT_EQ(chooseRows({whole(32, 2, 0, 20e-6)}, nothing), Chosen{false});     // cheap as it is
-  EXPECT_EQ(chooseRows({whole(1024, 0, 0, 5e-3)}, nothing), Chosen{false});    // none
-  EXPECT_TRUE(chooseRows({}, nothing).empty());
+  EXPECT_EQ(chooseRows({whole(1024, 64, 0, 5e-3)}, nothing, false), Chosen{true});
+  EXPECT_EQ(chooseRows({whole(1024, 680, 0, 5e-3)}, nothing, false), Chosen{false});  // as many multiplications
+  EXPECT_EQ(chooseRows({whole(32, 2, 0, 20e-6)}, nothing, false), Chosen{false});     // cheap as it is
+  EXPECT_EQ(chooseRows({whole(1024, 0, 0, 5e-3)}, nothing, false), Chosen{false});    // none
+  EXPECT_TRUE(chooseRows({}, nothing, false).empty());
 }
 
 TEST(KfacRows, WhatGatheringCostsCounts) {
   const RowLayer layer = whole(1024, 64, 128 << 10, 5e-3);
-  EXPECT_EQ(chooseRows({layer}, {0, 1e-8}), Chosen{true});    // 1.3 ms of 4.2 saved
-  EXPECT_EQ(chooseRows({layer}, {0, 4e-8}), Chosen{false});   // 5.2 ms
-  EXPECT_EQ(chooseRows({layer}, {10e-3, 0}), Chosen{false});  // to begin with
-  EXPECT_EQ(chooseRows({layer, layer, layer}, {10e-3, 0}), Chosen(3, true));
+  EXPECT_EQ(chooseRows({layer}, {0, 1e-8}, false), Chosen{true});    // 1.3 ms of 4.2 saved
+  EXPECT_EQ(chooseRows({layer}, {0, 4e-8}, false), Chosen{false});   // 5.2 ms
+  EXPECT_EQ(chooseRows({layer}, {10e-3, 0}, false), Chosen{false});  // to begin with
+  EXPECT_EQ(chooseRows({layer, layer, layer}, {10e-3, 0}, false), Chosen(3, true));
 }
 
 TEST(KfacRows, ALayerIsChosenForItself) {
-  EXPECT_EQ(
-      chooseRows({whole(1024, 64, 1000, 5e-3), whole(100, 64, 1000, 10e-6), whole(512, 64, 1000, 1e-3)}, {1e-4, 1e-9}),
-      (Chosen{true, false, true}));
+  EXPECT_EQ(chooseRows({whole(1024, 64, 1000, 5e-3), whole(100, 64, 1000, 10e-6), whole(512, 64, 1000, 1e-3)},
+                       {1e-4, 1e-9}, false),
+            (Chosen{true, false, true}));
 }
 
 TEST(KfacRows, AShareIsWhatRowsAreComparedWith) {
@@ -51,7 +51,7 @@ TEST(KfacRows, AShareIsWhatRowsAreComparedWith) {
   for (const auto& [otherwise, pays] :
        std::vector<std::pair<double, bool>>{{5e-3, true}, {2.5e-3, true}, {1.2e-3, false}}) {
     layer.otherwise = otherwise;
-    EXPECT_EQ(chooseRows({layer}, {}), Chosen{pays}) << otherwise;
+    EXPECT_EQ(chooseRows({layer}, {}, false), Chosen{pays}) << otherwise;
   }
 }
 
@@ -63,12 +63,25 @@ TEST(KfacRows, LayersThatBelongTogetherAreChosenTogether) {
   const RowLayer wide = together(whole(1024, 64, 0, 5e-3));
   const RowLayer small = together(whole(32, 64, 0, 20e-6));  // would not pay for itself
   const RowLayer other = whole(1024, 64, 0, 5e-3);
-  EXPECT_EQ(chooseRows({wide, small, other}, {}), Chosen(3, true));
-  EXPECT_EQ(chooseRows({small, small, other}, {}), (Chosen{false, false, true}));
+  EXPECT_EQ(chooseRows({wide, small, other}, {}, false), Chosen(3, true));
+  EXPECT_EQ(chooseRows({small, small, other}, {}, false), (Chosen{false, false, true}));
   const RowLayer without = together(whole(1024, 0, 0, 5e-3));
-  EXPECT_EQ(chooseRows({wide, without, other}, {}), (Chosen{false, false, true}));
+  EXPECT_EQ(chooseRows({wide, without, other}, {}, false), (Chosen{false, false, true}));
   const RowLayer costly = together(whole(1024, 2000, 0, 5e-3));  // loses more than the other gains
-  EXPECT_EQ(chooseRows({wide, costly}, {}), Chosen(2, false));
+  EXPECT_EQ(chooseRows({wide, costly}, {}, false), Chosen(2, false));
+}
+
+TEST(KfacRows, WhatIsWrittenAheadIsWorthALayerThatWouldCostLessWithout) {
+  const RowLayer wide = whole(1024, 64, 0, 5e-3);    // 0.5 ms of writing
+  const RowLayer small = whole(32, 64, 0, 20e-6);    // loses 0.05 ms
+  const RowLayer costly = whole(256, 300, 0, 1e-3);  // 0.8 ms
+  const RowLayer without = whole(32, 0, 0, 20e-6);
+  EXPECT_EQ(chooseRows({wide, small}, {}, true), Chosen(2, true));
+  EXPECT_EQ(chooseRows({wide, small}, {}, false), (Chosen{true, false}));
+  EXPECT_EQ(chooseRows({wide, costly}, {}, true), (Chosen{true, false}));
+  EXPECT_EQ(chooseRows({wide, wide, wide, costly}, {}, true), Chosen(4, true));
+  EXPECT_EQ(chooseRows({wide, small, without}, {}, true), (Chosen{true, false, false}));  // one has none
+  EXPECT_EQ(chooseRows({small, small}, {}, true), Chosen(2, false));
 }
 
 }  // namespace
