@@ -87,6 +87,14 @@ class Training:
         start = flat(make_model(self.name))
         return float((own - alone[kind]).abs().max() / (alone[kind] - start).abs().max())
 
+    def seconds_of(self, steps: int) -> float:
+        """Of so many steps."""
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        return time.perf_counter() - started
+
     def milliseconds(self, seconds: float) -> float:
         """Of a step: whole cycles of the inverses, for some time. All ranks take as many."""
         dist.barrier()
@@ -116,6 +124,22 @@ class Training:
         }
 
 
+def cycles_in_parts(trainings: dict[str, Training], repeats: int, parts: int) -> dict[str, list[float]]:
+    """Milliseconds of a step: one cycle a repeat, and in each all contenders take a part of it in turn.
+
+    A cycle of a hundred steps may take a minute, in which a shared machine changes: all have the same share of that.
+    """
+    figures: dict[str, list[float]] = {name: [] for name in trainings}
+    for _ in range(repeats):
+        turns = in_turn(
+            {n: lambda t=t: t.seconds_of(t.cycle // parts) for n, t in trainings.items()},
+            parts,
+        )
+        for name, seconds in turns.items():
+            figures[name].append(1e3 * sum(seconds) / (trainings[name].cycle // parts * parts))
+    return figures
+
+
 def ranks(rank: Rank) -> dict[str, Any]:
     """Checks, then times, all contenders on one model after the other."""
     torch.set_num_threads(1)
@@ -126,11 +150,11 @@ def ranks(rank: Rank) -> dict[str, Any]:
             trainings = {name: Training(rank, name, model) for name in rank.settings["contenders"]}
             for name, training in trainings.items():
                 checks.confirm(name, training.error(alone), 0.02)
-            window = float(rank.settings["window_s"])
-            figures = in_turn(
-                {n: lambda t=t: t.milliseconds(window) for n, t in trainings.items()},  # noqa: B023
-                int(rank.settings["repeats"]),
-            )
+            window, repeats = float(rank.settings["window_s"]), int(rank.settings["repeats"])
+            if parts := int(rank.settings.get("parts", 0)):
+                figures = cycles_in_parts(trainings, repeats, parts)
+            else:
+                figures = in_turn({n: lambda t=t: t.milliseconds(window) for n, t in trainings.items()}, repeats)  # noqa: B023
             found[model] = {
                 "figures": figures,
                 "checks": checks.done,
