@@ -62,7 +62,7 @@ class KfacDirections {
   }
   // After takeRows(): what it is likely to be. write() uses it if its factor is right, and may take the memory of the
   // gradient for it.
-  virtual void takeWritten(int /*layer*/, WrittenDirection /*written*/) {}
+  virtual void takeWritten(int /*layer*/, const WrittenDirection& /*written*/) {}
   // Layers whose .grad is V already, but for the factor of collect(), and what they add to the sum that makes nu, the
   // factor in it: one float64 on the device, undefined for none.
   struct Finished {

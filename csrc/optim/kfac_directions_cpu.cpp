@@ -109,8 +109,8 @@ class CpuDirections final : public KfacDirections {
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
   std::optional<double> takeRows(int layer, const RowDirection& made, double expected) override;
-  void takeWritten(int layer, WrittenDirection written) override {
-    sources_[static_cast<std::size_t>(layer)].written = std::move(written);
+  void takeWritten(int layer, const WrittenDirection& written) override {
+    sources_[static_cast<std::size_t>(layer)].written = written;
   }
   Tiles tiles(int layer) override {
     const bool used = tiles_ && usesTiles(spec(layer), InverseForm::kInverse);
