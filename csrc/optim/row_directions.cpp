@@ -69,8 +69,11 @@ void RowDirections::begin() {
     return;
   }
   following_ = true;
-  ahead_ =
-      foreseen_ ? std::make_shared<Ahead>(*foreseen_, std::vector<RowDirection>(foreseen_->factors.size())) : nullptr;
+  if (foreseen_) {
+    ahead_ = std::make_shared<Ahead>();
+    ahead_->scaling = *foreseen_;
+    ahead_->made.resize(foreseen_->factors.size());
+  }
   std::vector<std::shared_ptr<BatchRows::Message>> messages;
   std::vector<std::size_t> keys;
   std::map<int, Source> sources;
