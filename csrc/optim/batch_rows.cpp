@@ -65,8 +65,9 @@ void BatchRows::Message::unpackAs(int rank) {
   from = whole + 2 * places_.size();
   bool sound = true;
   for (const Place& place : places_) {
-    const auto rows = std::max<std::int64_t>(static_cast<std::int64_t>(to[place.count]), 0);
-    sound = sound && rows <= place.layer.places;
+    const T said = to[place.count];
+    sound = sound && (said == T(kTooMany) || (said >= T(0) && said <= static_cast<T>(place.layer.places)));
+    const std::int64_t rows = sound ? std::max<std::int64_t>(static_cast<std::int64_t>(said), 0) : 0;
     for (const auto& [begin, width] :
          {std::pair(place.inputs, place.layer.inputs), {place.outputs, place.layer.outputs}}) {
       const auto count = static_cast<std::size_t>(rows * width);
@@ -118,8 +119,8 @@ void BatchRows::Message::wait() {
   }
   const at::Tensor& received = packed_.defined() ? packed_ : all_;
   for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
-    const auto step = static_cast<std::int64_t>(received.select(0, rank).select(0, 0).item<double>());
-    if (step != step_) {
+    const auto step = received.select(0, rank).select(0, 0).item<double>();
+    if (step != static_cast<double>(step_)) {
       C10_THROW_ERROR(DistBackendError, c10::str("torchext.optim: rank ", rank, " has taken ", step,
                                                  " steps in which the rows of all ranks are gathered, this rank ",
                                                  step_, "; step() is collective: take or leave it on all ranks alike"));

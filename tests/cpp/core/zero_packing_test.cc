@@ -14,8 +14,8 @@ namespace torchext::core {
 namespace {
 
 template <class T>
-class ZeroPacking : public testing::Test {};
-using Types = testing::Types<float, double>;
+class ZeroPacking : public ::testing::Test {};
+using Types = ::testing::Types<float, double>;
 TYPED_TEST_SUITE(ZeroPacking, Types);
 
 template <class T>
