@@ -42,6 +42,13 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double()
 
 
+def rank_zero_says(yes: bool) -> bool:
+    """What it thinks, on all ranks."""
+    said = torch.tensor([yes], dtype=torch.int32)
+    dist.broadcast(said, 0)
+    return bool(said.item())
+
+
 class Training:
     """One contender on one model."""
 
@@ -103,9 +110,7 @@ class Training:
             for _ in range(self.cycle):
                 self.step()
             steps += self.cycle
-            go_on = torch.tensor([time.perf_counter() - started < seconds], dtype=torch.int32)
-            dist.broadcast(go_on, 0)
-            if not go_on.item():
+            if not rank_zero_says(time.perf_counter() - started < seconds):
                 return (time.perf_counter() - started) / steps * 1e3
 
     def counters(self) -> dict[str, Any]:
@@ -124,19 +129,22 @@ class Training:
         }
 
 
-def cycles_in_parts(trainings: dict[str, Training], repeats: int, parts: int) -> dict[str, list[float]]:
-    """Milliseconds of a step: one cycle a repeat, and in each all contenders take a part of it in turn.
+def cycles_in_parts(trainings: dict[str, Training], repeats: int, parts: int, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of a step: whole cycles, for some time each on average, of which all take a part in turn.
 
     A cycle of a hundred steps may take a minute, in which a shared machine changes: all have the same share of that.
     """
     figures: dict[str, list[float]] = {name: [] for name in trainings}
+    turn = {n: lambda t=t: t.seconds_of(t.cycle // parts) for n, t in trainings.items()}
     for _ in range(repeats):
-        turns = in_turn(
-            {n: lambda t=t: t.seconds_of(t.cycle // parts) for n, t in trainings.items()},
-            parts,
-        )
-        for name, seconds in turns.items():
-            figures[name].append(1e3 * sum(seconds) / (trainings[name].cycle // parts * parts))
+        spent: dict[str, list[float]] = {name: [] for name in trainings}
+        more = True
+        while more:
+            for name, found in in_turn(turn, parts).items():
+                spent[name] += found
+            more = rank_zero_says(sum(map(sum, spent.values())) < seconds * len(trainings))
+        for name, found in spent.items():
+            figures[name].append(1e3 * sum(found) / (trainings[name].cycle // parts * len(found)))
     return figures
 
 
@@ -152,7 +160,7 @@ def ranks(rank: Rank) -> dict[str, Any]:
                 checks.confirm(name, training.error(alone), 0.02)
             window, repeats = float(rank.settings["window_s"]), int(rank.settings["repeats"])
             if parts := int(rank.settings.get("parts", 0)):
-                figures = cycles_in_parts(trainings, repeats, parts)
+                figures = cycles_in_parts(trainings, repeats, parts, window)
             else:
                 figures = in_turn({n: lambda t=t: t.milliseconds(window) for n, t in trainings.items()}, repeats)  # noqa: B023
             found[model] = {
