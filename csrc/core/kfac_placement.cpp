@@ -38,7 +38,8 @@ void placeSpd(KfacPlan& plan, const KfacPlanInput& input) {
 
 // Over links the owner of the last layers to come would get all of them over its own link, while the others' are idle,
 // and then send all that it makes of them: so whole layers go to owners in several rounds, as many as leave blocks that
-// are worth a message's start-up and loads about as even as in one.
+// are worth a message's start-up and loads about as even as those of single factors in one. Also where that is one:
+// an owner of both factors of a layer needs nobody else's trace to invert them.
 std::vector<int> ownersInOrder(const KfacPlan& plan, const KfacPlanInput& input) {
   constexpr double kStartUps = 16;
   constexpr double kLoad = 1.1;
@@ -62,7 +63,8 @@ std::vector<int> ownersInOrder(const KfacPlan& plan, const KfacPlanInput& input)
   }
   const double worth_it = bytes / plan.ranks / (kStartUps * link.alpha / link.beta);
   const std::size_t most = layer_costs.size() / index(plan.ranks);
-  for (int rounds = static_cast<int>(std::min(worth_it, static_cast<double>(most))); rounds > 1; --rounds) {
+  const int as_many = static_cast<int>(std::min(worth_it, static_cast<double>(most)));
+  for (int rounds = std::max(1, as_many); rounds >= 1; --rounds) {
     const auto rank_of_layer = splitInRounds(layer_costs, plan.ranks, rounds);
     if (largestLoad(layer_costs, rank_of_layer, plan.ranks) <= limit) {
       std::transform(place.begin(), place.end(), rank_of.begin(), [&](std::size_t i) { return rank_of_layer[i]; });
@@ -72,13 +74,38 @@ std::vector<int> ownersInOrder(const KfacPlan& plan, const KfacPlanInput& input)
   return rank_of;
 }
 
+// Of a layer's factors.
+struct LayerSums {
+  bool one_owner = true;
+  int owner = -1;
+  std::size_t inverse_bytes = 0;
+};
+
+// What a step would save on the links if the owner of both factors alone preconditioned.
+double savedByOwner(const LayerSums& sums, std::size_t gradient_bytes, const KfacPlanInput& input) {
+  const AlphaBeta& link = input.costs.broadcast;
+  return sums.one_owner ? link.seconds(sums.inverse_bytes) / static_cast<double>(input.steps_per_inverse) -
+                              link.seconds(gradient_bytes)
+                        : 0;
+}
+
+// Whether all ranks precondition every layer that may be of rows: where that takes little beside what rows would save
+// of their directions.
+bool rowsAreWorthInverses(const std::vector<LayerSums>& layers, const KfacPlanInput& input) {
+  constexpr double kShare = 0.2;
+  double taken = 0;
+  double directions = 0;
+  for (std::size_t layer = 0; layer < input.of_rows.size() && !input.precondition.empty(); ++layer) {
+    if (input.of_rows[layer]) {
+      taken += std::max(0.0, savedByOwner(layers[layer], input.gradient_bytes[layer], input));
+      directions += input.precondition[layer];
+    }
+  }
+  return taken < kShare * directions;
+}
+
 void placePad(KfacPlan& plan, const KfacPlanInput& input) {
   const auto rank_of = ownersInOrder(plan, input);
-  struct LayerSums {
-    bool one_owner = true;
-    int owner = -1;
-    std::size_t inverse_bytes = 0;
-  };
   std::vector<LayerSums> layers(input.gradient_bytes.size());
   for (std::size_t i = 0; i < input.tasks.size(); ++i) {
     plan.factors[i] = {FactorExchange::kReduceToOwner, rank_of[i], false};
@@ -87,12 +114,10 @@ void placePad(KfacPlan& plan, const KfacPlanInput& input) {
     sums.owner = rank_of[i];
     sums.inverse_bytes += input.tasks[i].inverse_bytes;
   }
+  const bool rows_everywhere = rowsAreWorthInverses(layers, input);
   for (std::size_t layer = 0; layer < layers.size(); ++layer) {
-    const double inverse_step =
-        input.costs.broadcast.seconds(layers[layer].inverse_bytes) / static_cast<double>(input.steps_per_inverse);
-    const bool everywhere = !input.early.empty() && input.early[layer];
-    if (!everywhere && layers[layer].one_owner &&
-        input.costs.broadcast.seconds(input.gradient_bytes[layer]) < inverse_step) {
+    const bool everywhere = (!input.early.empty() && input.early[layer]) || (rows_everywhere && input.of_rows[layer]);
+    if (!everywhere && savedByOwner(layers[layer], input.gradient_bytes[layer], input) > 0) {
       plan.workers[layer] = 1;
       plan.layer_owner[layer] = layers[layer].owner;
     }

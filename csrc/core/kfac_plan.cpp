@@ -42,6 +42,9 @@ void checkInput(const KfacPlanInput& input) {
   if (!input.early.empty() && input.early.size() != input.gradient_bytes.size()) {
     throwInvalid("early layers", input.early.size(), concat(input.gradient_bytes.size(), ", one a layer"));
   }
+  if (!input.of_rows.empty() && input.of_rows.size() != input.gradient_bytes.size()) {
+    throwInvalid("layers of rows", input.of_rows.size(), concat(input.gradient_bytes.size(), ", one a layer"));
+  }
   for (const auto& task : input.tasks) {
     checkIndex("layer", task.layer, static_cast<int>(input.gradient_bytes.size()));
   }

@@ -94,6 +94,9 @@ struct KfacPlanInput {
   std::vector<double> precondition;         // [layer] seconds on one rank; empty: as if it cost nothing
   // [layer] made in the backward pass, in steps without an update: all ranks have its inverses. Empty: none.
   std::vector<bool> early;
+  // [layer] may be made of the rows of all ranks' batches in those steps, where all ranks have the inverses of all such
+  // layers. Whether that will be is not known yet: pad pays a little for it. Empty: none.
+  std::vector<bool> of_rows;
   KfacCosts costs;
   int ranks = 1;
   int steps_per_inverse = 10;     // steps from one update of the inverses to the next

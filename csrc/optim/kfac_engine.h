@@ -228,6 +228,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   at::Tensor atGradient(int layer, bool is_bias, const at::Tensor& gradient);
   at::Tensor ofAllRanks(const at::Tensor& own, int tag);
   void refuseMisuse();
+  bool suitsRows(int layer) const;
   bool mayTakeRows(int layer) const;
   bool takesRows(int layer) const;
   bool rowsReplaceShares() const;

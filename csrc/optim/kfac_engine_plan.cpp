@@ -107,6 +107,10 @@ void KfacEngine::makePlan() {
   for (int layer = 0; early_ && layer < static_cast<int>(layers_.size()); ++layer) {
     input_.early.push_back(isEarly(layer));
   }
+  // Through memory rows come in step(), where their directions are not ahead of anything.
+  for (int layer = 0; exchange_ && !throughMemory() && layer < static_cast<int>(layers_.size()); ++layer) {
+    input_.of_rows.push_back(suitsRows(layer));
+  }
   input_.ranks = ranks_;
   input_.steps_per_inverse = options_.inverse_update_steps;
   input_.worker_fraction = options_.worker_fraction;

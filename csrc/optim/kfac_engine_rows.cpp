@@ -27,10 +27,14 @@ bool hasPlaces(const std::vector<BatchRows::Layer>& there, const std::vector<Bat
 
 }  // namespace
 
-bool KfacEngine::mayTakeRows(int layer) const {
+// Under a plan by which all ranks have its inverses.
+bool KfacEngine::suitsRows(int layer) const {
   return options_.gather_rows.value_or(true) && !early_ && !queued_ && options_.form == InverseForm::kInverse &&
-         plan_.strategy != core::KfacStrategy::kDkfac && options_.inverse_update_steps > 1 &&
-         layers_[core::index(layer)].kind == KfacLayerSpec::Kind::kLinear &&
+         options_.inverse_update_steps > 1 && layers_[core::index(layer)].kind == KfacLayerSpec::Kind::kLinear;
+}
+
+bool KfacEngine::mayTakeRows(int layer) const {
+  return suitsRows(layer) && plan_.strategy != core::KfacStrategy::kDkfac &&
          plan_.workers[core::index(layer)] == ranks_;
 }
 

@@ -85,6 +85,13 @@ TEST(KfacPlan, PadGoesRoundTheOwnersOverLinks) {
   EXPECT_EQ(owners(in), (std::vector<int>{0, 1, 2, 3, 0, 1, 2, 3}));
   in.costs.broadcast.alpha = 3e-4;
   EXPECT_EQ(owners(in), (std::vector<int>{0, 0, 1, 1, 2, 2, 3, 3}));
+  // Whole layers in one round, too, where single factors would be hardly more even: 21 each.
+  auto odd = input(std::vector<std::size_t>(21, 1000), 2);
+  odd.costs.broadcast.alpha = 1;
+  const std::vector<int> halves = owners(odd);
+  const auto other = std::find(halves.begin(), halves.end(), 1 - halves.front());
+  EXPECT_NEAR(static_cast<double>(other - halves.begin()), 10.5, 0.5);
+  EXPECT_EQ(std::count(other, halves.end(), halves.front()), 0);
   in.costs.broadcast.alpha = 1e-4;
   in.costs.sharing = AlphaBeta{3e-5, 1e-10};  // all in one go anyway
   EXPECT_EQ(owners(in), (std::vector<int>{0, 0, 1, 1, 2, 2, 3, 3}));
@@ -104,6 +111,28 @@ TEST(KfacPlan, PadSendsGradientsWhereInversesCostMore) {
   in.steps_per_inverse = 100;
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kPad, in).workers, (std::vector<int>{2, 2}));
   EXPECT_GT(predictKfac(every_step, in).gradients, 0);
+}
+
+TEST(KfacPlan, PadKeepsInversesEverywhereForRowsThatAreWorthIt) {
+  // The last layer's inverses cost its links more than its gradient does, the others' less.
+  auto in = input({500, 500, 500}, 2);
+  in.steps_per_inverse = 1;
+  in.gradient_bytes = {4U << 20, 4U << 20, 1000};
+  const auto workers = [&] { return makeKfacPlan(KfacStrategy::kPad, in).workers; };
+  const std::vector<int> everywhere{2, 2, 2};
+  const std::vector<int> but_one{2, 2, 1};
+  EXPECT_EQ(workers(), but_one);
+  in.precondition = {1e-3, 1e-3, 1e-3};
+  EXPECT_EQ(workers(), but_one);
+  in.of_rows = {true, true, true};
+  EXPECT_EQ(workers(), everywhere);
+  in.of_rows = {true, true, false};
+  EXPECT_EQ(workers(), but_one);
+  in.of_rows = {true, true, true};
+  in.precondition = {1e-5, 1e-5, 1e-5};  // directions are cheap anyway
+  EXPECT_EQ(workers(), but_one);
+  in.of_rows = {true};
+  EXPECT_THROW_MESSAGE(workers(), std::invalid_argument, "layers of rows = 1");
 }
 
 TEST(KfacPlan, KaisasFamilyDiffersInItsWorkers) {
