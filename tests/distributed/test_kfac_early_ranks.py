@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere, flat
+from dense_net import Dense, batch
 from harness import Rank, run_ranks
-from kfac_net import OPTIONS, ROWS, Net, both, run_alone, train, use_path
-from torch import Tensor, nn
+from kfac_net import OPTIONS, Net, both, run_alone, train, use_path
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
@@ -51,26 +51,6 @@ def body(rank: Rank, shared: bool, queued: bool) -> dict[str, float]:
 def test_every_strategy_is_one_process_with_the_whole_batch(size: int, shared: bool, queued: bool) -> None:
     for errors in run_ranks(body, size, shared, queued):
         assert max(errors.values()) < 1e-9, errors
-
-
-class Dense(nn.Module):
-    """Linear layers only, one of which is called in some batches."""
-
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first = nn.Linear(10, 40)
-        self.seldom = nn.Linear(40, 40)
-        self.head = nn.Linear(40, 3)
-        self.to(dtype)
-
-    def forward(self, inputs: Tensor, seldom: bool = True) -> Tensor:
-        x = torch.tanh(self.first(inputs))
-        return self.head(torch.tanh(self.seldom(x)) if seldom else x)  # type: ignore[no-any-return]
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(ROWS, 10, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
 def body_quiet(rank: Rank) -> int:
