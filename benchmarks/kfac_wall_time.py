@@ -2,11 +2,11 @@
 
 scikit-learn's digits (1,797 images), 2 processes over Gloo, batch 64 a process; the MLP 64-256-256-10, a CNN, and a
 ResNet-8 with batch normalization. Each optimizer is tuned over a grid of 48 settings: learning rates, and SGD's
-momentum and Nesterov's kind of it, AdamW's betas, or K-FAC's damping and momentum. All are tried with two seeds, the six
-that need the fewest seconds with four more, and the best of these then runs against the others' in turn, with seeds
+momentum and Nesterov's kind of it, AdamW's betas, or K-FAC's damping and momentum. All are tried with two seeds, and
+the six that need the fewest seconds with four more; the best of these then runs against the others' in turn, with seeds
 that have not been used. K-FAC updates factors and inverses once an epoch, which has 14 steps. The target is reached at
-the first step at which the mean loss of the last 14, over both processes, is below it; everything is in the time, K-FAC's
-construction too.
+the first step at which the mean loss of the last 14, over both processes, is below it. Everything is in the time,
+K-FAC's construction too.
 
     python benchmarks/kfac_wall_time.py
 """
