@@ -3,10 +3,11 @@
 scikit-learn's digits (1,797 images), 2 processes over Gloo, batch 64 a process; the MLP 64-256-256-10, a CNN, and a
 ResNet-8 with batch normalization. Each optimizer is tuned over a grid of 48 settings: learning rates, and SGD's
 momentum and Nesterov's kind of it, AdamW's betas, or K-FAC's damping and momentum. All are tried with two seeds, and
-the six that need the fewest seconds with four more; the best of these then runs against the others' in turn, with seeds
-that have not been used. K-FAC updates factors and inverses once an epoch, which has 14 steps. The target is reached at
-the first step at which the mean loss of the last 14, over both processes, is below it. Everything is in the time,
-K-FAC's construction too.
+the six that need the fewest steps with four more (an optimizer's settings differ in nothing else that takes time, and
+steps have no noise but the seeds'); the best of these then runs against the others' in turn, with seeds that have not
+been used. K-FAC updates factors and inverses once an epoch, which has 14 steps. The target is reached at the first step
+at which the mean loss of the last 14, over both processes, is below it. Everything is in the time, K-FAC's construction
+too.
 
     python benchmarks/kfac_wall_time.py
 """
@@ -126,12 +127,12 @@ def settings_of(contender: str, grids: dict[str, dict[str, list[Any]]]) -> list[
 
 
 def tune(rank: Rank, contender: str, model: str, tried: Sequence[Setting]) -> dict[str, Any]:
-    """Returns every setting's runs and the best setting: of those that get there with every seed, the fastest."""
+    """Returns every setting's runs, and the setting that gets there with every seed and takes the fewest steps."""
     runs: list[list[dict[str, Any]]] = [[] for _ in tried]
 
     def badness(index: int) -> tuple[bool, float]:
         missed = not all(entry["reached"] for entry in runs[index])
-        return missed, statistics.fmean(entry["seconds"] for entry in runs[index])
+        return missed, statistics.fmean(entry["steps"] for entry in runs[index])
 
     left = list(range(len(tried)))
     for seeds, kept in ROUNDS:
@@ -140,14 +141,12 @@ def tune(rank: Rank, contender: str, model: str, tried: Sequence[Setting]) -> di
                 runs[index].append(run(rank, contender, model, tried[index], seed, TUNING_EPOCHS))
                 if not runs[index][-1]["reached"]:
                     break
-        best = torch.tensor(sorted(left, key=badness)[:kept])
-        dist.broadcast(best, 0)  # rank 0's clock decides for all
-        left = best.tolist()
+        left = sorted(left, key=badness)[:kept]  # the same on all ranks, as the losses are
     grid = [
         {
             **setting,
             "reached": not badness(index)[0],
-            "seconds": badness(index)[1],
+            "seconds": statistics.fmean(entry["seconds"] for entry in runs[index]),
             "steps": [entry["steps"] for entry in runs[index]],
         }
         for index, setting in enumerate(tried)

@@ -51,7 +51,7 @@ bool KeptSamples<T>::add(const T* samples, std::int64_t count, std::int64_t widt
 template <class T>
 void KeptSamples<T>::multiply(std::int64_t begin, std::int64_t end, Scratch& scratch, T keep, T* packed) const {
   T* full = scratch.get<T>(dim_ * dim_);
-  symmetricProduct(sample(begin), dim_, false, dim_, end - begin, full, dim_);
+  symmetricProduct(sample(begin), dim_, dim_, end - begin, full, dim_);
   const std::array<T, 2> weights{keep, 1};
   for (std::int64_t row = 0; row < dim_; ++row) {
     const T* from = full + row * dim_ + row;

@@ -8,7 +8,15 @@ namespace torchext {
 namespace {
 
 using Kind = KfacLayerSpec::Kind;
-using Three = PatchWindow::Three;
+using Three = std::array<std::int64_t, 3>;
+
+// One, two or three spatial dimensions, counted as three: those in front are of size 1.
+struct Window {
+  Three kernel{1, 1, 1};    // places
+  Three stride{1, 1, 1};    // elements of the image from position to position
+  Three dilation{1, 1, 1};  // from place to place
+  Three out{1, 1, 1};       // positions
+};
 
 template <class T>
 at::Tensor asType(const at::Tensor& tensor) {
@@ -24,60 +32,48 @@ Three threeOf(at::IntArrayRef values, std::int64_t fill) {
 
 std::int64_t productOf(const Three& values) { return values[0] * values[1] * values[2]; }
 
-// Of an input without a dimension of samples, or whose padding is not zeros: as given, before it is padded.
-PatchWindow windowOf(const KfacLayerSpec& spec, const at::Tensor& input) {
-  PatchWindow w;
-  w.size = threeOf(input.sizes().slice(input.dim() - static_cast<std::int64_t>(spec.stride.size())), 1);
+Three imageOf(const KfacLayerSpec& spec, const at::Tensor& input) {
+  return threeOf(input.sizes().slice(input.dim() - static_cast<std::int64_t>(spec.stride.size())), 1);
+}
+
+// Of an input before it is padded.
+Window windowOf(const KfacLayerSpec& spec, const at::Tensor& input) {
+  Window w;
   w.kernel = threeOf(spec.weight.sizes().slice(2), 1);
   w.stride = threeOf(spec.stride, 1);
   w.dilation = threeOf(spec.dilation, 1);
-  w.before = threeOf(spec.pad_before, 0);
+  const Three size = imageOf(spec, input);
+  const Three before = threeOf(spec.pad_before, 0);
   const Three after = threeOf(spec.pad_after, 0);
   for (std::size_t i = 0; i < 3; ++i) {
-    w.out[i] = (w.size[i] + w.before[i] + after[i] - w.dilation[i] * (w.kernel[i] - 1) - 1) / w.stride[i] + 1;
+    w.out[i] = (size[i] + before[i] + after[i] - w.dilation[i] * (w.kernel[i] - 1) - 1) / w.stride[i] + 1;
   }
   return w;
 }
 
 template <class T>
 SampleMatrix<T> patches(const KfacLayerSpec& spec, const at::Tensor& given, Scratch& scratch) {
-  PatchWindow w = windowOf(spec, given);
-  at::Tensor input =
-      asType<T>(given.dim() == static_cast<std::int64_t>(spec.stride.size()) + 1 ? given.unsqueeze(0) : given);
-  if (spec.padding_mode != "constant") {
-    std::vector<std::int64_t> pads;  // last dimension first, as pad() wants them
-    for (std::size_t i = spec.stride.size(); i-- > 0;) {
-      pads.push_back(spec.pad_before[i]);
-      pads.push_back(spec.pad_after[i]);
-    }
-    input = at::pad(input, pads, spec.padding_mode).contiguous();
-    w.before = Three{0, 0, 0};
-    w.size = threeOf(input.sizes().slice(2), 1);
-  }
+  const Window w = windowOf(spec, given);
+  const at::Tensor input = paddedImages(spec, given, c10::CppTypeToScalarType<T>::value);
   const std::int64_t samples = input.size(0);
   const std::int64_t channels = input.size(1);
-  const std::int64_t positions = productOf(w.out);
-  const std::int64_t image = productOf(w.size);
-  const std::int64_t places = productOf(w.kernel);
-  const std::int64_t dim = spec.inputDim();
   const std::int64_t in_group = channels / spec.groups;
-  SampleMatrix<T> matrix{input, nullptr, true, dim, samples * positions, samples};
-  T* to = scratch.get<T>(spec.groups * dim * matrix.count);
+  const Three size = imageOf(spec, input);
+  const std::int64_t image = productOf(size);
+  const Three apart{size[1] * size[2], size[2], 1};  // elements of memory from one to the next
+  Patches::Axes positions{{samples, w.out[0], w.out[1], w.out[2]}, {channels * image}};
+  Patches::Axes places{{in_group, w.kernel[0], w.kernel[1], w.kernel[2]}, {image}};
+  for (std::size_t i = 0; i < 3; ++i) {
+    positions.step[i + 1] = w.stride[i] * apart[i];
+    places.step[i + 1] = w.dilation[i] * apart[i];
+  }
+  const Patches of_group{positions, places};
+  SampleMatrix<T> matrix{input, nullptr, places.total(), positions.total(), samples};
+  T* to = scratch.get<T>(spec.groups * matrix.dim * matrix.count);
   matrix.data = to;
   const T* from = input.const_data_ptr<T>();
-  for (std::int64_t group = 0; group < spec.groups; ++group) {
-    for (std::int64_t channel = group * in_group; channel < (group + 1) * in_group; ++channel) {
-      for (std::int64_t place = 0; place < places; ++place, to += matrix.count) {
-        const Three at{place / (w.kernel[1] * w.kernel[2]), place / w.kernel[2] % w.kernel[1], place % w.kernel[2]};
-        for (std::int64_t sample = 0; sample < samples; ++sample) {
-          copyShifted(from + (sample * channels + channel) * image, w, at, to + sample * positions);
-        }
-      }
-    }
-    if (spec.bias) {
-      std::fill(to, to + matrix.count, T(1));
-      to += matrix.count;
-    }
+  for (std::int64_t group = 0; group < spec.groups; ++group, to += matrix.dim * matrix.count) {
+    of_group.copy(from + group * in_group * image, to);
   }
   return matrix;
 }
@@ -86,7 +82,7 @@ template <class T>
 SampleMatrix<T> rowsOf(const at::Tensor& tensor, bool reduce, bool mean) {
   const at::Tensor rows = sampleRows(tensor, c10::CppTypeToScalarType<T>::value, reduce, mean);
   const std::int64_t dim = rows.size(-1);
-  return {rows, rows.const_data_ptr<T>(), false, dim, dim == 0 ? 0 : rows.numel() / dim, samplesOf(rows)};
+  return {rows, rows.const_data_ptr<T>(), dim, dim == 0 ? 0 : rows.numel() / dim, samplesOf(rows)};
 }
 
 }  // namespace
@@ -133,6 +129,18 @@ at::Tensor sampleRows(const at::Tensor& tensor, at::ScalarType type, bool reduce
   return rows;
 }
 
+at::Tensor paddedImages(const KfacLayerSpec& spec, const at::Tensor& input, at::ScalarType type) {
+  const auto spatial = static_cast<std::int64_t>(spec.stride.size());
+  const at::Tensor images = (input.dim() == spatial + 1 ? input.unsqueeze(0) : input).to(type);
+  std::vector<std::int64_t> pads;  // last dimension first, as pad() wants them
+  bool any = false;
+  for (std::size_t i = spec.stride.size(); i-- > 0;) {
+    pads.insert(pads.end(), {spec.pad_before[i], spec.pad_after[i]});
+    any = any || spec.pad_before[i] > 0 || spec.pad_after[i] > 0;
+  }
+  return (any ? at::pad(images, pads, spec.padding_mode) : images).contiguous();
+}
+
 template <class T>
 SampleMatrix<T> inputMatrix(const KfacLayerSpec& spec, const at::Tensor& input, Scratch& scratch) {
   return spec.kind == Kind::kConvolution ? patches<T>(spec, input, scratch)
@@ -148,15 +156,15 @@ SampleMatrix<T> gradientMatrix(const KfacLayerSpec& spec, const at::Tensor& grad
   const at::Tensor images = asType<T>(batched ? gradient : gradient.unsqueeze(0));
   const std::int64_t samples = images.size(0);
   const std::int64_t channels = images.size(1);
-  const std::int64_t positions = samples == 0 ? 0 : images.numel() / (samples * channels);
-  SampleMatrix<T> matrix{images, nullptr, true, spec.outputs(), samples * positions, samples};
+  const std::int64_t image = samples == 0 ? 0 : images.numel() / (samples * channels);
+  // A patch of one element of each channel.
+  const Patches of_group{{{samples, 1, 1, image}, {channels * image, 0, 0, 1}}, {{spec.outputs(), 1, 1, 1}, {image}}};
+  SampleMatrix<T> matrix{images, nullptr, spec.outputs(), samples * image, samples};
   T* to = scratch.get<T>(channels * matrix.count);
   matrix.data = to;
   const T* from = images.const_data_ptr<T>();
-  for (std::int64_t channel = 0; channel < channels; ++channel) {
-    for (std::int64_t sample = 0; sample < samples; ++sample) {
-      to = std::copy_n(from + (sample * channels + channel) * positions, positions, to);
-    }
+  for (std::int64_t group = 0; group < spec.groups; ++group, to += matrix.dim * matrix.count) {
+    of_group.copy(from + group * spec.outputs() * image, to);
   }
   return matrix;
 }

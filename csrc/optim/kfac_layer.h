@@ -3,8 +3,8 @@
 // A layer's weight W is [out, in] (a convolution's kernel flattened), with `groups` blocks along out; a bias is a
 // column more, by an input that is always 1. Every block has two factors,
 //   A = sum a a^T over samples and positions, a of length in (+ 1)      G = sum g g^T, g of length out / groups
-// and the sums are made from a matrix whose columns (or rows) are the a or the g. This file makes those matrices: for
-// Linear it is the tensor itself where it is contiguous, for convolutions the patches.
+// and the sums are made from a matrix whose rows are the a or the g. This file makes those matrices: for Linear it is
+// the tensor itself where it is contiguous, for convolutions the patches.
 //
 // Errors of shapes that no such layer can have had are c10::Error; nothing here is collective. One thread at a time a
 // Scratch.
@@ -61,12 +61,11 @@ class Scratch {
   at::Tensor memory_ = at::empty({0}, at::kByte);
 };
 
-// A matrix of samples. By samples: [count, dim], `data` row after row. By dimension: [groups, dim, count].
+// Samples, [groups, count, dim], row after row. They lack the 1 of a bias.
 template <class T>
 struct SampleMatrix {
   at::Tensor keeps;  // what owns `data`, where it is not the scratch memory
   const T* data = nullptr;
-  bool by_dimension = false;
   std::int64_t dim = 0;
   std::int64_t count = 0;  // samples times positions
   std::int64_t samples = 0;
@@ -79,10 +78,12 @@ void checkCall(const KfacLayerSpec& spec, const at::Tensor& input, const at::Ten
 // [N, ..., dim] dense and in the type asked for; of a sequence with `reduce` [N, dim], its positions averaged (mean) or
 // summed. Any device.
 at::Tensor sampleRows(const at::Tensor& tensor, at::ScalarType type, bool reduce, bool mean);
+// A convolution's input [N, channels, ...] with its padding around it, dense and in the type asked for. Any device.
+at::Tensor paddedImages(const KfacLayerSpec& spec, const at::Tensor& input, at::ScalarType type);
 // N; a single sample has no such dimension.
 inline std::int64_t samplesOf(const at::Tensor& rows) { return rows.dim() > 1 ? rows.size(0) : 1; }
 
-// Of the layer's input [N, ...]. Patches include the row of ones where there is a bias; Linear's matrix does not.
+// Of the layer's input [N, ...].
 template <class T>
 SampleMatrix<T> inputMatrix(const KfacLayerSpec& spec, const at::Tensor& input, Scratch& scratch);
 // Of the gradient at its output.

@@ -133,7 +133,7 @@ bool CpuStatistics<T>::sumKept(const FactorSlot& slot) {
 template <class T>
 bool CpuStatistics<T>::keep(const FactorSlot& slot, const SampleMatrix<T>& matrix) {
   KeptSamples<T>& kept = keptOf(slot);
-  const bool fits = !matrix.by_dimension && (matrix.dim == slot.dim || matrix.dim + 1 == slot.dim) &&
+  const bool fits = slot.count == 1 && (matrix.dim == slot.dim || matrix.dim + 1 == slot.dim) &&
                     kept.open() + matrix.count <= KeptSamples<T>::kMostOfAStep;
   if (!fits) {
     return false;
@@ -195,18 +195,14 @@ void CpuStatistics<T>::addProduct(const FactorSlot& slot, const SampleMatrix<T>&
   T* full = product_.get<T>(dim * dim);
   T* to = sums().template mutable_data_ptr<T>() + slot.offset;
   for (std::int64_t group = 0; group < slot.count; ++group, to += slot.triangle()) {
-    // By samples, the 1 of the bias is not in the matrix: its products are sums over the samples.
-    const std::int64_t inner = matrix.dim < dim ? matrix.dim : dim;
-    if (matrix.by_dimension) {
-      symmetricProduct(matrix.data + group * dim * matrix.count, matrix.count, true, dim, matrix.count, full, dim);
-    } else {
-      symmetricProduct(matrix.data, matrix.dim, false, inner, matrix.count, full, dim);
-    }
-    if (inner < dim) {
+    const std::int64_t inner = matrix.dim;
+    const T* samples = matrix.data + group * matrix.count * inner;
+    symmetricProduct(samples, inner, inner, matrix.count, full, dim);
+    if (inner < dim) {               // products of the bias' 1 are sums over the samples
       T* ones = full + inner * dim;  // the last row, then its copy in the last column
       std::fill(ones, ones + inner, T(0));
       for (std::int64_t sample = 0; sample < matrix.count; ++sample) {
-        const T* row = matrix.data + sample * inner;
+        const T* row = samples + sample * inner;
         for (std::int64_t i = 0; i < inner; ++i) {
           ones[i] += row[i];
         }

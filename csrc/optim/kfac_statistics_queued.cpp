@@ -14,19 +14,6 @@ using Kind = KfacLayerSpec::Kind;
 // Patches take K^2 times the memory of the images: so many bytes of them are made at a time.
 constexpr std::int64_t kLargestPatches = std::int64_t{64} << 20;
 
-// [N, C, ...] in the type asked for, dense, the padding a part of the image.
-at::Tensor paddedImages(const KfacLayerSpec& spec, const at::Tensor& input, at::ScalarType type) {
-  const auto spatial = static_cast<std::int64_t>(spec.stride.size());
-  at::Tensor images = (input.dim() == spatial + 1 ? input.unsqueeze(0) : input).to(type);
-  std::vector<std::int64_t> pads;  // last dimension first, as pad() wants them
-  bool any = false;
-  for (std::size_t i = spec.stride.size(); i-- > 0;) {
-    pads.insert(pads.end(), {spec.pad_before[i], spec.pad_after[i]});
-    any = any || spec.pad_before[i] > 0 || spec.pad_after[i] > 0;
-  }
-  return (any ? at::pad(images, pads, spec.padding_mode) : images).contiguous();
-}
-
 // [groups, inputs, samples * positions] of dense images [N, C, ...]: a view that goes over every element once for each
 // place of the kernel that sees it, made dense.
 at::Tensor patchesOf(const KfacLayerSpec& spec, const at::Tensor& images) {

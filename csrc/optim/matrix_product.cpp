@@ -138,16 +138,15 @@ void multiply(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n
 }
 
 template <class T>
-void symmetricProduct(const T* data, std::int64_t data_stride, bool by_dimension, std::int64_t dim, std::int64_t count,
-                      T* out, std::int64_t stride) {
+void symmetricProduct(const T* data, std::int64_t data_stride, std::int64_t dim, std::int64_t count, T* out,
+                      std::int64_t stride) {
   // Narrower panels cost GEMM more than they save; less so where the sums are long.
   const std::int64_t panel_width = count >= 1024 ? 36 : 64;
   const std::int64_t panels = std::clamp<std::int64_t>(dim / panel_width, 1, 8);
   for (std::int64_t panel = 0; panel < panels; ++panel) {
     const std::int64_t begin = dim * panel / panels;
     const std::int64_t end = dim * (panel + 1) / panels;
-    const T* first = data + begin * (by_dimension ? data_stride : 1);
-    multiply(!by_dimension, by_dimension, end - begin, dim - begin, count, first, data_stride, first, data_stride, T(0),
+    multiply(true, false, end - begin, dim - begin, count, data + begin, data_stride, data + begin, data_stride, T(0),
              out + begin * stride + begin, stride);
   }
 }
@@ -156,9 +155,7 @@ template void multiply<float>(bool, bool, std::int64_t, std::int64_t, std::int64
                               const float*, std::int64_t, float, float*, std::int64_t);
 template void multiply<double>(bool, bool, std::int64_t, std::int64_t, std::int64_t, const double*, std::int64_t,
                                const double*, std::int64_t, double, double*, std::int64_t);
-template void symmetricProduct<float>(const float*, std::int64_t, bool, std::int64_t, std::int64_t, float*,
-                                      std::int64_t);
-template void symmetricProduct<double>(const double*, std::int64_t, bool, std::int64_t, std::int64_t, double*,
-                                       std::int64_t);
+template void symmetricProduct<float>(const float*, std::int64_t, std::int64_t, std::int64_t, float*, std::int64_t);
+template void symmetricProduct<double>(const double*, std::int64_t, std::int64_t, std::int64_t, double*, std::int64_t);
 
 }  // namespace torchext

@@ -24,9 +24,9 @@ void multiply(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n
               std::int64_t stride_a, const T* b, std::int64_t stride_b, T beta, T* c, std::int64_t stride_c);
 
 // The upper triangle of out[dim, dim] (rows `stride` apart; parts of the lower one are written over) = the sum of x x^T
-// over `count` samples x. by_dimension: data is [dim, count], else [count, dim]; its rows are data_stride apart.
+// over `count` samples x, the rows of data, data_stride apart.
 template <class T>
-void symmetricProduct(const T* data, std::int64_t data_stride, bool by_dimension, std::int64_t dim, std::int64_t count,
-                      T* out, std::int64_t stride);
+void symmetricProduct(const T* data, std::int64_t data_stride, std::int64_t dim, std::int64_t count, T* out,
+                      std::int64_t stride);
 
 }  // namespace torchext

@@ -78,35 +78,68 @@ std::vector<Line> frameOf(const Geometry& g) {
   return lines;
 }
 
-// out -= the products of the patches on a line.
+// out -= the products of the patches on a line. images: [samples, channels, ...] with kernel - 1 zeros on all sides.
 template <class T>
 void subtractLine(const Geometry& g, const Line& line, const T* images, Scratch& scratch, T* out, std::int64_t dim) {
   const std::int64_t rows = line.rows(g);
   const std::int64_t columns = line.columns(g);
   T* patches = scratch.get<T>(rows * (columns + rows));
   T* product = patches + rows * columns;
-  PatchWindow window;
-  window.size = {1, g.y.size, g.x.size};
-  window.before = {0, g.y.before - line.y.begin, g.x.before - line.x.begin};
-  window.out = {1, line.y.size(), line.x.size()};
+  const std::int64_t width = g.x.size + 2 * (g.x.kernel - 1);
+  const std::int64_t image = (g.y.size + 2 * (g.y.kernel - 1)) * width;
+  const Patches of_line{{{g.samples, 1, line.y.size(), line.x.size()}, {g.channels * image, 0, width, 1}},
+                        {{g.channels, 1, line.places_y.size(), line.places_x.size()}, {image, 0, width, 1}}};
+  // What the first of these places sees at the line's first position.
+  const T* first = images + (line.y.begin + line.places_y.begin + g.y.kernel - 1 - g.y.before) * width + line.x.begin +
+                   line.places_x.begin + g.x.kernel - 1 - g.x.before;
+  of_line.copy(first, patches);
   std::vector<std::int64_t> place_of;
-  T* to = patches;
   for (std::int64_t channel = 0; channel < g.channels; ++channel) {
     for (std::int64_t y = line.places_y.begin; y < line.places_y.end; ++y) {
       for (std::int64_t x = line.places_x.begin; x < line.places_x.end; ++x) {
         place_of.push_back((channel * g.y.kernel + y) * g.x.kernel + x);
-        for (std::int64_t sample = 0; sample < g.samples; ++sample, to += line.y.size() * line.x.size()) {
-          const T* image = images + (sample * g.channels + channel) * g.y.size * g.x.size;
-          copyShifted(image, window, {0, y, x}, to);
-        }
       }
     }
   }
-  symmetricProduct(patches, columns, true, rows, columns, product, rows);
+  symmetricProduct(patches, rows, rows, columns, product, rows);
   for (std::int64_t i = 0; i < rows; ++i) {
     T* row = out + place_of[static_cast<std::size_t>(i)] * dim;
     for (std::int64_t j = i; j < rows; ++j) {
       row[place_of[static_cast<std::size_t>(j)]] -= product[i * rows + j];
+    }
+  }
+}
+
+// Writes the products of what two channels' places see: with t counted over all positions that touch the image, they
+// depend on how far the places are apart. products: [c, c', dy, dx + kernel - 1], dy from 0 on; the others are the
+// mirror of (c', c). kWidth: the kernel's, 0 for one that is not known here.
+template <std::int64_t kWidth, class T>
+void writePairs(const Geometry& g, const T* products, T* out, std::int64_t dim) {
+  const std::int64_t width = kWidth > 0 ? kWidth : g.x.kernel;
+  const std::int64_t height = g.y.kernel;
+  const std::int64_t shifts = 2 * width - 1;
+  const std::int64_t half = height * shifts;
+  std::vector<T> shifted(static_cast<std::size_t>((2 * height - 1) * shifts));  // of a pair, [dy + height - 1, ...]
+  T* const level = shifted.data() + (height - 1) * shifts;                      // dy = 0
+  for (std::int64_t c = 0; c < g.channels; ++c) {
+    for (std::int64_t other = c; other < g.channels; ++other) {
+      const T* mirror = products + (other * g.channels + c) * half;
+      std::copy_n(products + (c * g.channels + other) * half, half, level);
+      for (std::int64_t i = shifts; i < half; ++i) {
+        level[shifts - 1 - i] = mirror[i];
+      }
+      T* row = out + c * height * width * dim + other * height * width;
+      for (std::int64_t y = 0; y < height; ++y) {
+        for (std::int64_t x = 0; x < width; ++x, row += dim) {
+          const T* from = level - y * shifts + width - 1 - x;
+          T* to = row;
+          for (std::int64_t other_y = 0; other_y < height; ++other_y, from += shifts, to += width) {
+            for (std::int64_t other_x = 0; other_x < width; ++other_x) {
+              to[other_x] = from[other_x];
+            }
+          }
+        }
+      }
     }
   }
 }
@@ -172,49 +205,33 @@ bool patchCorrelationPays(const KfacLayerSpec& spec, const at::Tensor& input) {
 
 template <class T>
 void correlatePatches(const KfacLayerSpec& spec, const at::Tensor& input, Scratch& scratch, T* out) {
-  at::Tensor images = (input.dim() == 4 ? input : input.unsqueeze(0)).to(c10::CppTypeToScalarType<T>::value);
-  if (spec.padding_mode != "constant") {
-    images = at::pad(images, {spec.pad_before[1], spec.pad_after[1], spec.pad_before[0], spec.pad_after[0]},
-                     spec.padding_mode);
-  }
-  images = images.contiguous();
+  const auto type = c10::CppTypeToScalarType<T>::value;
+  const at::Tensor images = spec.padding_mode == "constant"
+                                ? (input.dim() == 4 ? input : input.unsqueeze(0)).to(type).contiguous()
+                                : paddedImages(spec, input, type);
   const Geometry g = geometryOf(spec, input);
-  const std::int64_t channels = g.channels;
-  const std::int64_t shifts_x = 2 * g.x.kernel - 1;
+  const std::int64_t above = g.y.kernel - 1;
+  const std::int64_t beside = g.x.kernel - 1;
   const std::int64_t dim = spec.inputDim();
-  // [c, c', dy, dx + kernel - 1] = sum over s of x_c(s) x_c'(s + (dy, dx)), dy from 0 on: the others are its mirror.
-  const at::Tensor below = g.y.kernel > 1 ? at::constant_pad_nd(images, {0, 0, 0, g.y.kernel - 1}) : images;
-  const at::Tensor kernel = at::empty({channels, channels, g.y.kernel, shifts_x}, images.options());
+  // The sum over s of x_c(s) x_c'(s + (dy, dx)), dy from 0 on.
+  const at::Tensor below = above > 0 ? at::constant_pad_nd(images, {0, 0, 0, above}) : images;
+  const at::Tensor kernel = at::empty({g.channels, g.channels, g.y.kernel, 2 * beside + 1}, images.options());
   const at::Tensor products =
-      std::get<1>(at::convolution_backward(images, below, kernel, at::OptionalIntArrayRef(), {1, 1},
-                                           {0, g.x.kernel - 1}, {1, 1}, false, {0, 0}, 1, {false, true, false}))
+      std::get<1>(at::convolution_backward(images, below, kernel, at::OptionalIntArrayRef(), {1, 1}, {0, beside},
+                                           {1, 1}, false, {0, 0}, 1, {false, true, false}))
           .contiguous();
   const T* from = products.template const_data_ptr<T>();
-  const auto place = [&](std::int64_t c, std::int64_t other, std::int64_t dy, std::int64_t dx) {
-    return ((c * channels + other) * g.y.kernel + dy) * shifts_x + dx + g.x.kernel - 1;
-  };
-  T* row = out;
-  for (std::int64_t c = 0; c < channels; ++c) {
-    for (std::int64_t ky = 0; ky < g.y.kernel; ++ky) {
-      for (std::int64_t kx = 0; kx < g.x.kernel; ++kx, row += dim) {
-        T* to = row + c * g.y.kernel * g.x.kernel;
-        for (std::int64_t other = c; other < channels; ++other) {
-          for (std::int64_t y = -ky; y < g.y.kernel - ky; ++y) {
-            const T* run = y < 0 ? from + place(other, c, -y, kx) : from + place(c, other, y, -kx);
-            for (std::int64_t x = 0; x < g.x.kernel; ++x) {
-              *to++ = y < 0 ? *(run - x) : *(run + x);
-            }
-          }
-        }
-      }
-    }
+  if (g.x.kernel == 3) {
+    writePairs<3>(g, from, out, dim);
+  } else {
+    writePairs<0>(g, from, out, dim);
   }
-  const T* data = images.template const_data_ptr<T>();
+  const at::Tensor around = at::constant_pad_nd(images, {beside, beside, above, above}).contiguous();
   for (const Line& line : frameOf(g)) {
-    subtractLine(g, line, data, scratch, out, dim);
+    subtractLine(g, line, around.template const_data_ptr<T>(), scratch, out, dim);
   }
   if (spec.bias) {
-    addOnes(g, data, scratch, out, dim);
+    addOnes(g, images.template const_data_ptr<T>(), scratch, out, dim);
   }
 }
 
