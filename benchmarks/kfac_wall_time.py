@@ -14,6 +14,7 @@ too.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import time
@@ -92,6 +93,7 @@ def run(rank: Rank, contender: str, model: str, setting: Setting, seed: int, lim
     images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = images.float() / 16
     ddp = DistributedDataParallel(make_model(model, seed=seed))
+    gc.collect()  # what the run before has left
     dist.barrier()
     started = time.perf_counter()
     optimizer = build(contender, ddp, setting)
@@ -192,7 +194,7 @@ def curves(found: dict[str, Any]) -> Callable[[Any], None]:
 
 def main() -> None:
     """Runs the launch and writes the results."""
-    parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=15)
+    parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=45)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--update", action="store_true", help="keep the other models of the results that are there")
     parser.add_argument("--epochs", type=int, default=60, help="of a run against the others, at most")

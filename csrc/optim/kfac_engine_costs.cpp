@@ -22,8 +22,12 @@ void multiplySquares(const at::Tensor& square, at::Tensor& result) {
   multiply(false, true, size, size, size, data, size, data, size, T(0), result.mutable_data_ptr<T>(), size);
 }
 
-// Of full rank and well conditioned: a decomposition of fewer ranks would be faster than those to come.
-at::Tensor exampleFactor(std::int64_t dim, const at::Generator& generator) {
+// Well conditioned. Of full rank for eigenvectors, whose search ends sooner with fewer; Cholesky takes its time
+// whatever the elements are, and the script waits for this.
+at::Tensor exampleFactor(std::int64_t dim, InverseForm form, const at::Generator& generator) {
+  if (form == InverseForm::kInverse) {
+    return at::eye(dim).mul_(2);
+  }
   const at::Tensor noise = at::rand({dim, dim}, generator);
   const double radius = 2 * std::sqrt(static_cast<double>(dim) / 6);  // of the symmetric part's spectrum (Wigner)
   return (noise + noise.t()).sub_(1).div_(radius).add_(at::eye(dim), 2);
@@ -44,15 +48,15 @@ void KfacEngine::measureCosts() {
   // Sizes of the model's own factors, up to one that takes some milliseconds; beyond it the fit's cubic holds.
   constexpr std::int64_t kLargest = 512;
   constexpr int kRepeats = 3;
-  constexpr double kEnough = 2e-3;  // seconds for one size: the script waits, and what takes longer varies less
+  constexpr double kEnough = 1e-3;  // seconds for one size: the script waits, and what takes longer varies less
   std::set<std::int64_t> dims{16, 64};
   for (const FactorSlot& slot : statistics_->slots()) {
     if (!slot.diagonal) {
       dims.insert(std::min(slot.dim, kLargest));
     }
   }
-  while (dims.size() > 5) {
-    dims.erase(std::next(dims.begin(), 2));  // keeps the largest ones, which weigh most
+  while (dims.size() > 3) {
+    dims.erase(std::next(dims.begin()));  // keeps the largest ones, which weigh most
   }
   if (!exchange_) {
     dims = {16, 64};
@@ -61,7 +65,7 @@ void KfacEngine::measureCosts() {
   std::vector<double> seconds;
   at::Generator generator = at::detail::createCPUGenerator(/*seed_val=*/1);  // the script's numbers stay its own
   for (const std::int64_t dim : dims) {
-    const at::Tensor batch = exampleFactor(dim, generator).to(statistics_->options()).unsqueeze(0);
+    const at::Tensor batch = exampleFactor(dim, options_.form, generator).to(statistics_->options()).unsqueeze(0);
     const at::Tensor damping = at::full({1}, 0.1, batch.options());
     const FactorSlot slot{.dim = dim, .size = dim * (dim + 1) / 2};
     const at::Tensor packed = at::empty({slot.size}, batch.options());
@@ -128,11 +132,11 @@ void KfacEngine::measureCosts() {
   }
 }
 
-// Of a multiplication and an addition in a product of a common size. All ranks compute at once, as they will: for some
-// turns of those which share a processor. (Four ranks on two cores spread by as much, 10 to 20 %, with 20 ms.)
+// Of a multiplication and an addition in a product of a common size. All ranks compute at once, as they will: for a
+// turn or two of those which share a processor. (Four ranks on two cores spread by as much, 10 to 25 %, with 20 ms.)
 double KfacEngine::secondsOfProduct(bool tiles) {
   constexpr std::int64_t kSize = 192;
-  constexpr double kWindow = 0.008;  // seconds
+  constexpr double kWindow = 0.005;  // seconds
   const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
   at::Tensor result = at::empty_like(square);
   TiledDirection direction;

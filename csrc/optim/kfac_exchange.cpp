@@ -196,7 +196,7 @@ void KfacExchange::sumParts(const at::Tensor& data, const std::vector<core::Span
 }
 
 std::vector<core::CommSample> KfacExchange::measureSharing() {
-  constexpr int kRepeats = 10;
+  constexpr int kRepeats = 5;
   const ExchangeBytes counted = bytes_;
   std::vector<core::CommSample> samples;
   std::vector<double> seconds;
