@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere, flat
-from harness import Rank, elapsed_error, launch, run_ranks
+from harness import Rank, run_ranks
 from kfac_net import Net, whole_batch
+from thread_ends import check_dead_peer_ends_the_step, check_end_waits_for_no_peer, check_forked_child_lets_go, threads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,12 +30,15 @@ def backward(model: nn.Module, step: int, rank: int = 0, size: int = 1) -> None:
     nn.functional.cross_entropy(model(image, token), target).backward()
 
 
-def threads() -> int:
-    count = 0
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
-            count += (task / "comm").read_text().strip() == "tx_inverses"
-    return count
+def begin(rank: Rank, ddp: bool, timeout: float, strategy: str = "spd") -> tuple[nn.Module, KFAC, Callable[[], None]]:
+    """Factors are on their way after the backward pass (thread_ends)."""
+    rank.init("gloo", timeout=timeout)
+    model = DistributedDataParallel(Net()) if ddp else Net()
+    optimizer = KFAC(model, strategy=strategy, **OPTIONS)
+    for step in range(3):
+        backward(model, step, rank.rank, rank.size)
+        optimizer.step()
+    return model, optimizer, lambda: backward(model, 3, rank.rank, rank.size)
 
 
 def alone(rank: Rank, dampings: list[float], **options: Any) -> torch.Tensor:
@@ -63,12 +65,12 @@ def body_damping(rank: Rank, method: str, changes: bool) -> dict[str, float]:
             backward(model, step, rank.rank, rank.size)
             optimizer.kfac.damping = damping
             optimizer.step()
-        assert optimizer.stats()["runs_overlapped"] > 0 and threads() == 1
+        assert optimizer.stats()["runs_overlapped"] > 0 and threads("tx_inverses") == 1
         equal_everywhere(model.module)
         found[strategy] = float((flat(model.module) - reference).abs().max())
         del optimizer, model
         gc.collect()
-        assert threads() == 0
+        assert threads("tx_inverses") == 0
     return found
 
 
@@ -93,89 +95,20 @@ def body_dropped(rank: Rank) -> bool:
         del optimizer
         gc.collect()
     equal_everywhere(model.module)
-    return threads() == 0
+    return threads("tx_inverses") == 0
 
 
 def test_an_optimizer_may_go_between_backward_and_step() -> None:
     assert run_ranks(body_dropped, 3) == [True] * 3
 
 
-def body_peer_stopped(rank: Rank) -> Any:
-    """Rank 1 sends no factors; rank 0's thread waits for them while its optimizer goes."""
-    rank.init("gloo", timeout=60)
-    model = Net()  # without DDP, whose gradients would be waited for first
-    optimizer = KFAC(model, strategy="pad", **OPTIONS)
-    for step in range(3):
-        backward(model, step, rank.rank, rank.size)
-        optimizer.step()
-    if rank.rank == 0:
-        backward(model, 3, rank.rank, rank.size)
-        start = time.monotonic()
-        del optimizer
-        gc.collect()
-        seconds = time.monotonic() - start
-        rank.report("gone")
-        return seconds
-    rank.pause()
-    return 0.0
-
-
 def test_the_end_of_an_optimizer_waits_for_no_peer() -> None:
-    with launch(body_peer_stopped, 2) as ranks:
-        ranks.expect("gone", [0])
-        ranks.proceed([1])
-        gone, _ = ranks.outcomes()
-        assert gone.ok and gone.value < 5, gone
-
-
-def body_forked(rank: Rank) -> int:
-    """A child that was forked when the thread existed ends without it."""
-    rank.init("gloo", timeout=30)
-    model = DistributedDataParallel(Net())
-    optimizer = KFAC(model, strategy="spd", **OPTIONS)
-    for step in range(4):
-        backward(model, step, rank.rank, rank.size)
-        optimizer.step()
-    backward(model, 4, rank.rank, rank.size)
-    child = os.fork()
-    if child == 0:
-        del optimizer
-        gc.collect()
-        os._exit(7)
-    optimizer.step()
-    end = time.monotonic() + 10
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < end, "the child hangs"
-        time.sleep(0.02)
-    equal_everywhere(model.module)
-    return os.waitstatus_to_exitcode(ended[1])
+    check_end_waits_for_no_peer(partial(begin, strategy="pad"))
 
 
 def test_a_forked_child_lets_go_of_it() -> None:
-    assert run_ranks(body_forked, 2) == [7, 7]
-
-
-def body_killed(rank: Rank) -> Any:
-    rank.init("gloo", timeout=60)
-    model = Net()
-    optimizer = KFAC(model, strategy="spd", **OPTIONS)
-    for step in range(3):
-        backward(model, step, rank.rank, rank.size)
-        optimizer.step()
-    if rank.rank == 1:
-        rank.report("ready")
-        rank.pause()
-    backward(model, 3, rank.rank, rank.size)
-    before = flat(model)
-    error = elapsed_error(optimizer.step)
-    return error, torch.equal(before, flat(model))
+    check_forked_child_lets_go(begin)
 
 
 def test_a_dead_peer_ends_the_step() -> None:
-    """What the thread's wait throws is thrown by step(), which changes nothing."""
-    with launch(body_killed, 2) as ranks:
-        ranks.expect("ready", [1])
-        ranks.kill(1)
-        (outcome,) = ranks.outcomes([0], deadline=40)
-        (kind, text, seconds), unchanged = outcome.value
-        assert kind == "RuntimeError" and "peer" in text and seconds < 20 and unchanged, (kind, text, seconds)
+    check_dead_peer_ends_the_step(begin)

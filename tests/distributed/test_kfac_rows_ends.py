@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import struct
-import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +13,17 @@ import torch.distributed as dist
 from attached import equal_everywhere, flat
 from dense_net import ROW_OPTIONS, Dense, backward, batch, steps
 from harness import Rank, elapsed_error, launch, run_ranks
+from thread_ends import check_dead_peer_ends_the_step, check_end_waits_for_no_peer, check_forked_child_lets_go, threads
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC
 
 
-def threads() -> int:
-    count = 0
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
-            count += (task / "comm").read_text().strip() == "tx_rows"
-    return count
+def begin(rank: Rank, ddp: bool, timeout: float) -> tuple[nn.Module, KFAC, Callable[[], None]]:
+    """Rows are on their way after the backward pass (thread_ends)."""
+    model, optimizer = steps(rank, 2, ddp=ddp, timeout=timeout)
+    return model, optimizer, lambda: backward(model, optimizer, 2, rank)
 
 
 def body_nan(rank: Rank) -> tuple[int, int]:
@@ -73,82 +70,28 @@ def body_gone(rank: Rank) -> bool:
         for step in range(5):
             backward(model, optimizer, step, rank)
             optimizer.step()
-        assert threads() == 1
+        assert threads("tx_rows") == 1
         backward(model, optimizer, 5, rank)
         del optimizer
         gc.collect()
     equal_everywhere(model.module)
-    return threads() == 0
+    return threads("tx_rows") == 0
 
 
 def test_an_optimizer_may_go_between_backward_and_step() -> None:
     assert run_ranks(body_gone, 3) == [True] * 3
 
 
-def body_peer_stopped(rank: Rank) -> float:
-    """Rank 1 sends no rows; rank 0's thread waits for them while its optimizer goes."""
-    model, optimizer = steps(rank, 2, ddp=False, timeout=60)
-    if rank.rank == 0:
-        backward(model, optimizer, 2, rank)
-        start = time.monotonic()
-        del optimizer
-        gc.collect()
-        seconds = time.monotonic() - start
-        rank.report("gone")
-        return seconds
-    rank.pause()
-    return 0.0
-
-
 def test_the_end_of_an_optimizer_waits_for_no_peer() -> None:
-    with launch(body_peer_stopped, 2) as ranks:
-        ranks.expect("gone", [0])
-        ranks.proceed([1])
-        gone, _ = ranks.outcomes()
-        assert gone.ok and gone.value < 5, gone
-
-
-def body_forked(rank: Rank) -> int:
-    """A child that was forked when the thread existed ends without it."""
-    model, optimizer = steps(rank, 2)
-    backward(model, optimizer, 2, rank)
-    child = os.fork()
-    if child == 0:
-        del optimizer
-        gc.collect()
-        os._exit(7)
-    optimizer.step()
-    end = time.monotonic() + 10
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < end, "the child hangs"
-        time.sleep(0.02)
-    equal_everywhere(model.module)
-    return os.waitstatus_to_exitcode(ended[1])
+    check_end_waits_for_no_peer(begin)
 
 
 def test_a_forked_child_lets_go_of_it() -> None:
-    assert run_ranks(body_forked, 2) == [7, 7]
-
-
-def body_killed(rank: Rank) -> Any:
-    model, optimizer = steps(rank, 2, ddp=False, timeout=60)
-    if rank.rank == 1:
-        rank.report("ready")
-        rank.pause()
-    backward(model, optimizer, 2, rank)
-    before = flat(model)
-    error = elapsed_error(optimizer.step)
-    return error, torch.equal(before, flat(model))
+    check_forked_child_lets_go(begin)
 
 
 def test_a_dead_peer_ends_the_step() -> None:
-    """What the thread's wait throws is thrown by step(), which changes nothing."""
-    with launch(body_killed, 2) as ranks:
-        ranks.expect("ready", [1])
-        ranks.kill(1)
-        (outcome,) = ranks.outcomes([0], deadline=40)
-        (kind, text, seconds), unchanged = outcome.value
-        assert kind == "RuntimeError" and "peer" in text and seconds < 20 and unchanged, (kind, text, seconds)
+    check_dead_peer_ends_the_step(begin)
 
 
 def body_malformed(rank: Rank, counts: list[float], blocks: list[float]) -> Any:
