@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ MODELS = ("mlp", "cnn", "resnet8")
 TARGET_LOSS = 0.02
 BATCH = 64
 EPOCH = 14  # steps: the last images of an order, fewer than a whole batch, wait for the next
+HALF = EPOCH // 2  # from one point of a curve to the next
 Setting = dict[str, Any]
 GRIDS: dict[str, dict[str, list[Any]]] = {
     # Around the best of all three models: what wins on the edge of a grid is not tuned.
@@ -87,7 +90,7 @@ def build(contender: str, model: nn.Module, setting: Setting) -> Any:
 
 
 def run(rank: Rank, contender: str, model: str, setting: Setting, seed: int, limit: int) -> dict[str, Any]:
-    """Trains for `limit` epochs at most: the seconds and steps to the target, and the curve of (seconds, loss)."""
+    """Trains for `limit` epochs at most: the seconds and steps to the target, and a curve of (seconds, loss)."""
     from sklearn.datasets import load_digits
 
     images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
@@ -115,10 +118,13 @@ def run(rank: Rank, contender: str, model: str, setting: Setting, seed: int, lim
         dist.all_reduce(of_epoch)  # whether to go on is asked once an epoch, of all ranks
         losses += (of_epoch / rank.world_size).tolist()
         for last in range(max(EPOCH, EPOCH * epoch + 1), len(losses) + 1):
-            curve.append((round(seconds[last - 1], 5), statistics.fmean(losses[last - EPOCH : last])))
-            if curve[-1][1] < TARGET_LOSS:
-                return {"reached": True, "seconds": curve[-1][0], "steps": last, "curve": curve}
-        if not curve[-1][1] < 100:
+            at, mean = round(seconds[last - 1], 4), statistics.fmean(losses[last - EPOCH : last])
+            reached = mean < TARGET_LOSS
+            if reached or last % HALF == 0:
+                curve.append((at, round(mean, 5)))
+            if reached:
+                return {"reached": True, "seconds": at, "steps": last, "curve": curve}
+        if not mean < 100:
             break
     return {"reached": False, "seconds": seconds[-1], "steps": len(losses), "curve": curve}
 
@@ -163,7 +169,7 @@ def ranks(rank: Rank) -> dict[str, Any]:
     settings = rank.settings
     with rank.process_group("gloo"):
         for model in settings["models"]:
-            tuned = {
+            tuned = settings["tuned"].get(model) or {
                 contender: tune(rank, contender, model, settings_of(contender, settings["grids"]))
                 for contender in settings["contenders"]
             }
@@ -197,6 +203,7 @@ def main() -> None:
     parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=45)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--update", action="store_true", help="keep the other models of the results that are there")
+    parser.add_argument("--tuned", type=Path, help="an earlier results file whose tuning is taken; no further one")
     parser.add_argument("--epochs", type=int, default=60, help="of a run against the others, at most")
     args = parser.parse_args()
     settings: dict[str, Any] = {
@@ -206,7 +213,9 @@ def main() -> None:
         "epochs": args.epochs,
         "grids": QUICK_GRIDS if args.quick else GRIDS,
     }
-    results = launch("kfac_wall_time:ranks", ranks=2, settings=settings, deadline_s=3000)
+    earlier = json.loads(args.tuned.read_text())["cases"] if args.tuned else []
+    tuned = {case["case"]: case["notes"]["tuned"] for case in earlier}
+    results = launch("kfac_wall_time:ranks", ranks=2, settings={**settings, "tuned": tuned}, deadline_s=3000)
     report = Report(
         "kfac_wall_time",
         script=cli.script_line(),
