@@ -19,7 +19,7 @@ SANITIZE_TESTS ?= partial_all_reduce partial_all_reduce_line attach attach_exact
   faults fault_points fault_points_recovery liveness call_check malformed shrink continue continue_groups continue_models continue_refused join \
   join_state join_refused join_deaths resources link fork fork_attached dear_exact dear_features dear_errors dear_state dear_state_refused \
   dear_steps dear_checkpointing dear_planner dear_deferred dear_two_passes dear_zeroing threads dssync hop hop_ends \
-  hop_errors signals attach_buffers attach_float16 attach_frozen attach_writes several_models delegating \
+  hop_errors signals future_callbacks leaving attach_buffers attach_float16 attach_frozen attach_writes several_models delegating \
   flight_recorder kfac kfac_faults kfac_group kfac_shared_memory kfac_interrupted adaptive_attached adaptive_shards
 
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$(DEPS)/bin:$$PATH" $(VENV)/bin/python
@@ -34,11 +34,11 @@ help:  ## this list
 demo: install  ## installs torchext from source into .venv and runs the demo
 	@$(RUN) examples/demo.py
 
-test: install  ## everything: C++ (plain, ASan + UBSan, TSan), Python, distributed, packaging
+test: install  ## everything: C++ (plain, ASan + UBSan, TSan), Python, distributed, everyday, frameworks, packaging
 	@$(RUN) tools/run_tests.py $(SUITES)
 
-test-quick: install  ## without sanitizers and packaging
-	@$(RUN) tools/run_tests.py cpp python distributed
+test-quick: install  ## without sanitizers, frameworks and packaging
+	@$(RUN) tools/run_tests.py cpp python distributed everyday
 
 lint: deps  ## ruff, mypy --strict, clang-format, clang-tidy
 	@bash tools/lint.sh "$(DEPS)/bin/python" "$(DEPS_HOME)/clang-tidy" $(CXX_FILES)

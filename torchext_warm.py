@@ -23,13 +23,17 @@ Processes::
     server                          a session of its own; holds no tensor, no thread, and has not touched a GPU
       +- worker of a rank           a session of its own
 
-They talk through an abstract Unix socket, named after the agent; both sides check that the other is of this user.
+They talk through an abstract Unix socket. Its name is a digest of the agent's memory layout, which the kernel shows to
+no other user: nobody else can take the name first. Both sides check that the other is of this user.
+
+The server waits for nobody but all: a request that is not complete within seconds, or is longer than any, is dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import selectors
@@ -37,6 +41,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,6 +62,7 @@ _LENGTH = struct.Struct("=Q")
 _STATUS = struct.Struct("=i")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _REQUEST_LIMIT_S = 10.0
+_LONGEST_REQUEST = 64 << 20  # bytes; Linux passes a process some megabytes of arguments and environment at most
 
 
 def main() -> None:
@@ -102,7 +108,9 @@ def _parse(words: list[str]) -> tuple[list[str], list[str]]:
 def _address(agent: int) -> bytes:
     """Of the server for an agent: with the time when that was started, for a pid may come again."""
     started = Path(f"/proc/{agent}/stat").read_bytes().rpartition(b")")[2].split()[19]
-    return b"\0torchext-warm-%d-%d-%b" % (os.getuid(), agent, started)
+    # Where the kernel has put program, loader and stack at random; it stays the same as long as the agent lives.
+    secret = Path(f"/proc/{agent}/auxv").read_bytes()
+    return b"\0torchext-warm-%b" % hashlib.blake2b(b"%d %b " % (agent, started) + secret).hexdigest()[:64].encode()
 
 
 def _check_user(connection: socket.socket) -> None:
@@ -174,15 +182,41 @@ def _follow(connection: socket.socket, arguments: list[str]) -> NoReturn:
 # ---- The server ----
 
 
-def _receive(connection: socket.socket, length: int) -> bytes:
-    """All of it: with a timeout, MSG_WAITALL gives what is there."""
-    parts = b""
-    while len(parts) < length:
-        part = connection.recv(length - len(parts))
+class _Request:
+    """What a thin process asks for, as far as it has arrived."""
+
+    def __init__(self) -> None:
+        self.deadline = time.monotonic() + _REQUEST_LIMIT_S
+        self.streams: list[int] = []
+        self._length: int | None = None
+        self._bytes = bytearray()
+
+    def read(self, connection: socket.socket) -> dict[str, Any] | None:
+        """All of it, once it is there. ValueError: it is none; OSError: nothing more comes."""
+        if self._length is None:
+            head, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+            self.streams += streams
+            if len(head) != _LENGTH.size or len(self.streams) != 3:
+                raise ValueError("a request begins with its length and three descriptors")
+            (self._length,) = _LENGTH.unpack(head)
+            if self._length > _LONGEST_REQUEST:
+                raise ValueError(f"a request of {self._length} bytes, where {_LONGEST_REQUEST} is the most")
+            return None
+        part = connection.recv(min(self._length - len(self._bytes), 1 << 20))
         if not part:
-            raise ConnectionResetError("torchext_warm: the request is cut off")
-        parts += part
-    return parts
+            raise ConnectionResetError("the request is cut off")
+        self._bytes += part
+        return self._parsed() if len(self._bytes) == self._length else None
+
+    def _parsed(self) -> dict[str, Any]:
+        request = json.loads(self._bytes)
+        if not isinstance(request, dict) or request.keys() != {"arguments", "environment", "folder", "processors"}:
+            raise ValueError("a request has arguments, environment, folder and processors")
+        return request
+
+    def close(self) -> None:
+        for stream in self.streams:
+            os.close(stream)
 
 
 class _Server:
@@ -205,6 +239,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno())
         self._workers: dict[int, socket.socket] = {}
+        self._asking: dict[socket.socket, _Request] = {}
         for what in (self._listener, self._agent, self._woken):
             self._selector.register(what, selectors.EVENT_READ)
 
@@ -226,46 +261,66 @@ class _Server:
     def serve(self) -> dict[str, Any]:
         """Returns in the workers only, with what its thin process asked for."""
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._patience()):
                 if key.fd == self._agent:
                     self._end()
                 elif key.fileobj is self._listener:
-                    request = self._accept()
-                    if request is not None:
-                        return request
+                    self._accept()
                 elif key.fileobj is self._woken:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(4096)
                     self._reap()
+                elif key.fileobj in self._asking:
+                    request = self._ask(key.fileobj)
+                    if request is not None:
+                        return request
                 else:
                     self._hear(key.fileobj, key.data)
+            for connection in [c for c, asked in self._asking.items() if asked.deadline < time.monotonic()]:
+                self._drop(connection)
 
-    def _accept(self) -> dict[str, Any] | None:
-        """Forks a worker; its request, in the worker."""
+    def _patience(self) -> float | None:
+        """Seconds until the first incomplete request is dropped."""
+        deadlines = [asked.deadline for asked in self._asking.values()]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        streams: list[int] = []
         try:
             _check_user(connection)
-            connection.settimeout(_REQUEST_LIMIT_S)
-            head, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
-            (length,) = _LENGTH.unpack(head)
-            request: dict[str, Any] = json.loads(_receive(connection, length))
-        except (OSError, struct.error, ValueError):  # of another user, or killed before it had asked
-            connection.close()
-            for stream in streams:
-                os.close(stream)
+        except OSError:  # of another user, and closed
+            return
+        connection.setblocking(False)
+        self._asking[connection] = _Request()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _drop(self, connection: Any) -> None:
+        self._asking.pop(connection).close()
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _ask(self, connection: Any) -> dict[str, Any] | None:
+        """Forks a worker once the request is complete; its request, in the worker."""
+        try:
+            request = self._asking[connection].read(connection)
+        except BlockingIOError:
             return None
+        except (OSError, ValueError, RecursionError):  # killed before it had asked, or no thin process of ours
+            self._drop(connection)
+            return None
+        if request is None:
+            return None
+        asked = self._asking.pop(connection)
         server = os.getpid()
         worker = os.fork()
         if worker == 0:
             self._leave()
             connection.close()
-            return request | {"streams": streams, "server": server}
-        for stream in streams:
-            os.close(stream)
-        connection.settimeout(None)
+            return request | {"streams": asked.streams, "server": server}
+        asked.close()
+        connection.setblocking(True)
         self._workers[worker] = connection
-        self._selector.register(connection, selectors.EVENT_READ, worker)
+        self._selector.modify(connection, selectors.EVENT_READ, worker)
         return None
 
     def _leave(self) -> None:
@@ -274,8 +329,10 @@ class _Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
         os.close(self._agent)
-        for end in (self._listener, self._woken, self._wake, *self._workers.values()):
+        for end in (self._listener, self._woken, self._wake, *self._workers.values(), *self._asking):
             end.close()
+        for asked in self._asking.values():
+            asked.close()
 
     def _hear(self, connection: Any, worker: int) -> None:
         """Signals to be handed on; the end of the connection is that of the thin process."""

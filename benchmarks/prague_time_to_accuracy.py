@@ -112,7 +112,7 @@ def straggler_worker(args: argparse.Namespace) -> None:
             break
     seconds = time.perf_counter() - begin
 
-    with sync.averaged() if sync else contextlib.nullcontext():
+    with sync.averaged(optimizer_state=False) if sync else contextlib.nullcontext():
         final = evaluate(model.module, test_set)
     steps_of = torch.zeros(world_size, dtype=torch.int64)
     steps_of[rank] = steps

@@ -105,7 +105,7 @@ def main() -> None:
         saved = torch.load(arguments.resume)
         module.load_state_dict(saved["model"])
     # Sparse gradients want an optimizer that takes them; the rest is trained by Adam.
-    table_optimizer = torch.optim.Adagrad([module.table.pool], lr=0.02)
+    table_optimizer = torch.optim.Adagrad(module.table.parameters(), lr=0.02)
     optimizer = torch.optim.Adam(module.top.parameters(), lr=1e-3)
     pruner = ChunkPruner(module, optimizer=table_optimizer, interval=100) if arguments.budget < 1 else None
     if saved:

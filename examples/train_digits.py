@@ -18,12 +18,14 @@ import argparse
 import ast
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,7 +184,10 @@ def train(args: argparse.Namespace) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     # attach refuses a group that is not one of torchext's: plain DDP has nothing to attach.
     sync = torchext.attach(model, optimizer) if args.backend in TORCHEXT_BACKENDS else None
-    averaged = sync.averaged if sync else contextlib.nullcontext
+    # Checkpoints here have each worker's own optimizer state besides, so that it goes on exactly.
+    averaged = functools.partial(sync.averaged, optimizer_state=False) if sync else contextlib.nullcontext
+    if sync:
+        warnings.simplefilter("ignore", torchext.errors.ReplicaWarning)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=args.lr_decay)
     loss_function = nn.CrossEntropyLoss(label_smoothing=0.1)
 

@@ -18,7 +18,7 @@ fi
 key=$({
   find csrc kernels torchext tools -type f ! -name '*.so' ! -name '*.pyc' ! -name '_build_info.json' -print0 |
     sort -z | xargs -0 sha256sum
-  sha256sum setup.py pyproject.toml MANIFEST.in _torchext_autoload.py torchext_warm.py
+  sha256sum setup.py pyproject.toml MANIFEST.in _torchext_autoload.py _torchext_lightning.py torchext_warm.py
   "$venv/bin/python" -VV
   "$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))'
   echo "${TORCHEXT_CUDA:-auto} ${TORCH_CUDA_ARCH_LIST:-} ${CUDA_HOME:-} ${CXX:-} ${CXXFLAGS:-}"

@@ -11,7 +11,7 @@ import importlib.metadata, pathlib, sys
 
 lacking = []
 for requirement in ["torch", *pathlib.Path("requirements-dev.txt").read_text().splitlines()]:
-    name = requirement.partition("==")[0]
+    name = requirement.partition("==")[0].partition("[")[0]
     try:
         version = "" if name.startswith("#") else importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

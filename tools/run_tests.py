@@ -1,7 +1,8 @@
 """Runs every test runner and adds up what they counted: ``python tools/run_tests.py [suite ...]``.
 
-Suites: cpp, asan, tsan (CMake and ctest), python, distributed, packaging (pytest), slow (pytest, those marked slow).
-Without names, all but slow. MAX_JOBS: compilers at a time, and tests, unless TEST_JOBS says otherwise for them.
+Suites: cpp, asan, tsan (CMake and ctest), python, distributed, everyday, frameworks, packaging (pytest), slow (pytest,
+those marked slow). Without names, all but slow. MAX_JOBS: compilers at a time, and tests, unless TEST_JOBS says
+otherwise for them.
 A suite that breaks before it can count is one failure; the others still run. The last line is always "N passed, N
 failed, N skipped", and the exit status is 0 only if nothing failed and something ran.
 """
@@ -24,9 +25,11 @@ JOBS = os.environ.get("MAX_JOBS", "2")
 
 # Suite -> the value of TORCHEXT_SANITIZE.
 CPP_SUITES = {"cpp": "", "asan": "address", "tsan": "thread"}
-PYTEST_SUITES = ["python", "distributed", "packaging"]
+PYTEST_SUITES = ["python", "distributed", "everyday", "frameworks", "packaging"]
 # Suites whose tests are divided among processes of pytest: much of their time they wait.
-PARALLEL_SUITES = {"python", "distributed"}
+PARALLEL_SUITES = {"python", "distributed", "everyday", "frameworks"}
+# Suites in which all tests of a file share what its processes did.
+SHARED_SUITES = {"frameworks"}
 TEST_JOBS = os.environ.get("TEST_JOBS", JOBS)
 
 
@@ -93,7 +96,8 @@ def run_pytest(suite: str, report: Path) -> int:
     if suite != "slow" and not any((ROOT / "tests" / suite).glob("test_*.py")):
         print(f"tests/{suite} holds no test")
         return 1
-    parallel = ["-n", TEST_JOBS, "--dist", "worksteal"] if suite in PARALLEL_SUITES and TEST_JOBS != "1" else []
+    divided = "loadfile" if suite in SHARED_SUITES else "worksteal"
+    parallel = ["-n", TEST_JOBS, "--dist", divided] if suite in PARALLEL_SUITES and TEST_JOBS != "1" else []
     return run(sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *selected)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import functools
 import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,9 +25,10 @@ from torchext._hop_synchronizer import HopSynchronizer
 from torchext._join import forget_newcomer, newcomer_of
 from torchext._membership import Membership
 from torchext._newcomers import Newcomer
+from torchext._plain import plain
 from torchext._wrapped_optimizer import unwrapped
 from torchext.backends import backend_of, is_wrapped
-from torchext.synchronizer import Synchronizer, in_use, left_alone
+from torchext.synchronizer import Synchronizer, abandon_ended, in_use, left_alone
 
 __all__ = ["attach"]
 
@@ -34,45 +36,80 @@ _MEBIBYTE = 1 << 20
 _AVERAGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def _check(ddp: Any, optimizer: Any) -> None:
+Optimizers = tuple[torch.optim.Optimizer, ...]
+
+
+def _listed(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers of a script: one, or those of a list, each without a framework's wrapper."""
+    given = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    if not given:
+        raise ValueError(
+            "torchext.attach: the list of optimizers is empty; pass those that step the model's parameters"
+        )
+    return tuple(map(unwrapped, given))
+
+
+def _check(ddp: Any, optimizers: tuple[Any, ...]) -> None:
     if not dist.is_initialized():
         raise RuntimeError("torchext.attach before torch.distributed.init_process_group; initialize it first")
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"torchext.attach takes a DistributedDataParallel model, got {type(ddp).__name__}; wrap the model first"
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"torchext.attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     # Not imported to ask, which takes long: who has one has imported it.
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
-        raise TypeError(
-            "torchext.attach: ZeroRedundancyOptimizer sends parameters to all ranks in each step, past the backend; "
-            "pass an optimizer of its optimizer_class itself; dear in its sharded form divides that state up, too"
-        )
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"torchext.attach takes a torch.optim.Optimizer, or a list of them, got {type(optimizer).__name__}"
+            )
+        if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+            raise TypeError(
+                "torchext.attach: ZeroRedundancyOptimizer sends parameters to all ranks in each step, past the backend;"
+                " pass an optimizer of its optimizer_class itself; dear in its sharded form divides that state up, too"
+            )
+        abandon_ended(optimizer)
     if getattr(ddp, "_torchext_synchronizer", None) is not None:
         raise RuntimeError(
             "torchext.attach: this model has been attached already, and DDP takes one communication hook "
             "in its life; keep the first Synchronizer, or wrap the module in a new DistributedDataParallel"
         )
     alone = left_alone(ddp)
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owners = collections.Counter(part for own in optimizers for part in {id(p) for p in _stepped_by((own,))})
     named = [(name, p) for name, p in ddp.module.named_parameters() if id(p) not in alone]
-    names = [name for name, p in named if p.requires_grad and id(p) not in owned]
+    names = [name for name, p in named if p.requires_grad and not owners[id(p)]]
     if names:
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         raise ValueError(
-            f"torchext.attach: the optimizer does not own {len(names)} of the model's trainable parameters ({shown}); "
-            "pass the optimizer that steps them all"
+            f"torchext.attach: the optimizer does not own {len(names)} of the model's trainable parameters "
+            f"({_shown(names)}); pass the optimizer that steps them all, or a list of those that do"
+        )
+    names = [name for name, p in named if owners[id(p)] > 1]
+    if names:
+        raise ValueError(
+            f"torchext.attach: {len(names)} of the model's parameters ({_shown(names)}) would be stepped more than "
+            "once; pass each optimizer once, and optimizers that share no parameter"
         )
     for name, tensor in named:
-        if not tensor.is_floating_point():
-            raise TypeError(f"torchext.attach: parameter {name!r} is {tensor.dtype}; only floating point can be")
+        if tensor.requires_grad and not tensor.is_floating_point():
+            raise TypeError(
+                f"torchext.attach: parameter {name!r} is {tensor.dtype}; trained are only those of floating point. "
+                "Freeze it (requires_grad_(False)) before the model is wrapped, or have DDP ignore it"
+            )
+
+
+def _stepped_by(optimizers: Optimizers) -> Iterator[torch.Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def attach(
     ddp_model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     bucket_mb: float | Literal["auto"] = "auto",
     on_peer_failure: Literal["raise", "continue"] = "raise",
@@ -83,14 +120,16 @@ def attach(
     ``dear``, a C++ communication hook in DDP's reducer keeps gradients local, optimizer state stays local, and
     ``broadcast_buffers`` is turned off: floating-point buffers are averaged with the parameters. Parameters that are
     frozen (``requires_grad=False``) now do not travel in training; where all workers meet they are averaged, too, if
-    they differ (a teacher that follows each worker's student). With ``dear``, the optimizer gets a slice of every
-    parameter, and training goes on exactly as with plain DDP. What DDP was told to ignore is each worker's own, as
-    without torchext; with ``dear`` an optimizer of its own steps it.
+    they differ (a teacher that follows each worker's student). Averaged are float32, float64, float16 and bfloat16:
+    frozen parameters and buffers of other dtypes (int8, bool, complex64, float8) stay each worker's own. With ``dear``,
+    the optimizer gets a slice of every parameter, and training goes on exactly as with plain DDP. What DDP was told to
+    ignore is each worker's own, as without torchext; with ``dear`` an optimizer of its own steps it.
 
     Args:
         ddp_model: The model; its ``process_group`` was made with a torchext backend.
-        optimizer: Steps all of the model's trainable parameters. Of Lightning's or Accelerate's wrapper around one
-            that one is taken, which the wrapper calls.
+        optimizer: Steps all of the model's trainable parameters; or a list of several, each of which steps some. Their
+            steps between two forward passes make one step of the model; one may be left out (as by ``GradScaler``). Of
+            Lightning's or Accelerate's wrapper around one that one is taken, which the wrapper calls.
         bucket_mb: Size of a bucket in MiB: more overlap with smaller ones, but short messages cost more than few long
             ones. ``"auto"``: with ``prague`` and ``dssync`` 4, with ``dear`` what the group's options say. Not for
             ``hop``, which sends whole models.
@@ -113,8 +152,9 @@ def attach(
         TypeError, ValueError: A model, optimizer, group or option that cannot work, named with the way out.
         torch.distributed.DistBackendError: Ranks attach different models or options (on every rank).
     """
-    optimizer = unwrapped(optimizer)
-    _check(ddp_model, optimizer)
+    optimizers = _listed(optimizer)
+    _check(ddp_model, optimizers)
+    bucket_mb = plain(bucket_mb)
     if bucket_mb != "auto" and not (isinstance(bucket_mb, (int, float)) and 0.001 <= bucket_mb <= 4096):
         raise ValueError(f"torchext.attach: bucket_mb must be 'auto' or in [0.001, 4096], got {bucket_mb!r}")
     if on_peer_failure not in ("raise", "continue"):
@@ -134,11 +174,11 @@ def attach(
             "torchext.attach: a worker that joins is attached as those it joins are, with on_peer_failure='continue'"
         )
     if newcomer is not None or not isinstance(backend_of(ddp_model.process_group), _C.ProcessGroupDear):
-        _check_averaging(ddp_model, optimizer)  # before the others count on a newcomer
+        _check_averaging(ddp_model, optimizers)  # before the others count on a newcomer
     if on_peer_failure == "continue":
         if newcomer is None:
             _check_can_continue(ddp_model.process_group)
-        membership = Membership(ddp_model, optimizer, newcomer)
+        membership = Membership(ddp_model, optimizers, newcomer)
         if newcomer is not None:
             forget_newcomer()
     backend = backend_of(ddp_model.process_group)
@@ -147,12 +187,12 @@ def attach(
         bucket_bytes = int((4.0 if bucket_mb == "auto" else bucket_mb) * _MEBIBYTE)
         attach_core: Any = _C.attach_prague if isinstance(backend, _C.ProcessGroupPrague) else _C.attach_dssync
         attach_core = functools.partial(attach_core, bucket_bytes=bucket_bytes)
-        synchronizer = _attach_averaging(attach_core, ddp_model, optimizer, membership)
+        synchronizer = _attach_averaging(attach_core, ddp_model, optimizers, membership)
     elif isinstance(backend, _C.ProcessGroupHop):
-        synchronizer = _attach_averaging(_C.attach_hop, ddp_model, optimizer, membership, HopSynchronizer)
+        synchronizer = _attach_averaging(_C.attach_hop, ddp_model, optimizers, membership, HopSynchronizer)
     else:
         assert isinstance(backend, _C.ProcessGroupDear)  # backend_of has refused all others
-        synchronizer = _attach_dear(backend, ddp_model, optimizer, None if bucket_mb == "auto" else bucket_mb)
+        synchronizer = _attach_dear(backend, ddp_model, optimizers, None if bucket_mb == "auto" else bucket_mb)
     ddp_model._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
     _leave_at_exit(synchronizer)
     return synchronizer
@@ -215,10 +255,10 @@ def _check_can_continue(group: dist.ProcessGroup) -> None:
         )
 
 
-def _check_averaging(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+def _check_averaging(ddp: DistributedDataParallel, optimizers: Optimizers) -> None:
     """Refuses what decentralized workers cannot train."""
     kfac = sys.modules.get("torchext.optim._attached")
-    if kfac is not None and kfac.shares_factors(ddp.module, optimizer):
+    if kfac is not None and any(kfac.shares_factors(ddp.module, optimizer) for optimizer in optimizers):
         raise ValueError(
             "torchext.attach: K-FAC exchanges factors with all ranks in its steps, and wants the average gradient; "
             "decentralized workers step at their own pace with their own. Train it with plain DDP, or with dear as "
@@ -238,15 +278,16 @@ def _check_averaging(ddp: DistributedDataParallel, optimizer: torch.optim.Optimi
             )
     alone = left_alone(ddp)
     named = [*(("parameter", *found) for found in ddp.module.named_parameters())]
-    named += [("buffer", *found) for found in ddp.module.named_buffers() if found[1].is_floating_point()]
+    named += [("buffer", *found) for found in ddp.module.named_buffers()]
     for what, name, tensor in named:
         if id(tensor) in alone:
             continue
-        _check_dense(what, name, tensor)
-        if tensor.dtype not in _AVERAGED:
+        if tensor.dtype in _AVERAGED:
+            _check_dense(what, name, tensor)
+        elif tensor.requires_grad:
             raise TypeError(
                 f"torchext.attach: {what} {name!r} is {tensor.dtype}; averaged are float32, float64, float16 and "
-                "bfloat16. Convert it, or have DDP ignore it"
+                "bfloat16. Convert it, freeze it before the model is wrapped, or have DDP ignore it"
             )
 
 
@@ -261,7 +302,7 @@ def _check_dense(what: str, name: str, tensor: torch.Tensor) -> None:
 def _attach_averaging(
     attach_core: Callable[..., Any],
     ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     membership: Membership | None,
     kind: type[AveragingSynchronizer] = AveragingSynchronizer,
 ) -> Synchronizer:
@@ -270,7 +311,7 @@ def _attach_averaging(
     shared = [parameter for parameter in ddp.module.parameters() if id(parameter) not in alone]
     parameters = [parameter for parameter in shared if parameter.requires_grad]
     frozen = [parameter for parameter in shared if not parameter.requires_grad]
-    buffers = [buffer for buffer in ddp.module.buffers() if buffer.is_floating_point() and id(buffer) not in alone]
+    buffers = [buffer for buffer in ddp.module.buffers() if buffer.dtype in _AVERAGED and id(buffer) not in alone]
 
     def make_core(backend: Any) -> Any:
         return attach_core(backend, parameters, buffers, frozen)
@@ -285,7 +326,7 @@ def _attach_averaging(
         core = membership.renew(error, make_core)
     backend = backend_of(ddp.process_group)
     ddp.broadcast_buffers = False
-    synchronizer = kind(core, ddp, optimizer, [*parameters, *buffers])
+    synchronizer = kind(core, ddp, optimizers, [*parameters, *buffers])
     if not isinstance(backend, _C.ProcessGroupPrague):
         synchronizer.refuse_uneven_inputs(backend.name())
     if membership is not None:
@@ -296,31 +337,31 @@ def _attach_averaging(
 def _attach_dear(
     backend: _C.ProcessGroupDear,
     ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     bucket_mb: float | None,
 ) -> Synchronizer:
     options: Any = backend.options  # declared as those of any backend
     kfac = sys.modules.get("torchext.optim._attached")
-    if kfac is not None:
-        kfac.check_dear(ddp.module, optimizer, options.form)
-    check_stepped(optimizer, options.form)
+    for optimizer in optimizers:
+        if kfac is not None:
+            kfac.check_dear(ddp.module, optimizer, options.form)
+        check_stepped(optimizer, options.form)
     if ddp._comm_hooks:
         raise ValueError(
             "torchext.attach: the model has a communication hook (register_comm_hook), which dear would pass by; use "
             "another backend with it, or leave it out"
         )
     alone = left_alone(ddp)
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owned = {id(parameter) for parameter in _stepped_by(optimizers)}
     both = [name for name, p in ddp.module.named_parameters() if id(p) in alone & owned and p.requires_grad]
     if both:
-        shown = ", ".join(both[:3]) + (", ..." if len(both) > 3 else "")
         raise ValueError(
-            f"torchext.attach: DDP was told to ignore {shown}, and dear steps with averaged gradients alone; give what "
-            "is ignored an optimizer of its own"
+            f"torchext.attach: DDP was told to ignore {_shown(both)}, and dear steps with averaged gradients alone; "
+            "give what is ignored an optimizer of its own"
         )
     named = [(name, parameter) for name, parameter in ddp.module.named_parameters() if id(parameter) not in alone]
     own = alone.union(id(parameter) for _, parameter in named)
-    others = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
+    others = sum(id(parameter) not in own for parameter in _stepped_by(optimizers))
     if others:
         raise ValueError(
             f"torchext.attach: the optimizer owns {others} parameters that are not the model's, whose gradients dear "
@@ -340,7 +381,7 @@ def _attach_dear(
     lane = Lane(ddp.process_group) if device.type != "cpu" or options.transport == "collectives" else None
     make_lane = None if lane is None else lane.make
     core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, make_lane)
-    return DearSynchronizer(core, ddp, optimizer, parameters, lane)
+    return DearSynchronizer(core, ddp, optimizers, parameters, lane)
 
 
 def _leave_at_exit(synchronizer: Synchronizer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,10 +19,16 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
+from torchext._averaged_state import AveragedState
+from torchext._forward_hooks import Hook
 from torchext._kept_buffers import KeptBuffers
 from torchext._membership import Membership
 from torchext._recovery import losing
-from torchext.backends import group_of_one
+from torchext._replica_notice import ReplicaNotice
+from torchext._step_hooks import after_step, before_step
+from torchext._step_round import StepRound
+from torchext._under_way import Arrivals
+from torchext.backends import backend_of, group_of_one
 from torchext.synchronizer import Synchronizer, in_use
 
 __all__ = ["AveragingSynchronizer"]
@@ -30,8 +37,8 @@ __all__ = ["AveragingSynchronizer"]
 class AveragingSynchronizer(Synchronizer):
     """Decentralized training: every worker steps with its own gradients, and replicas are averaged.
 
-    ``synchronize`` and ``averaged`` form the exact average of parameters and floating-point buffers; after
-    ``averaged`` every worker goes on with its own, of which it holds a copy meanwhile.
+    ``synchronize`` and ``averaged`` form the exact average of parameters and floating-point buffers, ``averaged`` that
+    of the optimizer's state as well. Behind it every worker goes on with its own, of which it holds a copy meanwhile.
     """
 
     _core: _C.AveragingSynchronizer
@@ -40,11 +47,15 @@ class AveragingSynchronizer(Synchronizer):
         self,
         core: _C.AveragingSynchronizer,
         ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        self._all_positions = list(range(len(tensors)))
-        super().__init__(core, ddp, optimizer, tensors)
+        super().__init__(core, ddp, optimizers, _AveragedTensors(self, tensors))
+        self._round = StepRound(self._optimizers, self._begin_round, self._end_round)
+        for optimizer in self._optimizers:
+            self._handles += [before_step(optimizer, self._before_step), after_step(optimizer, self._after_step)]
+        if len(self._optimizers) > 1:
+            self._handles.append(ddp.register_forward_pre_hook(Hook(self._enter_forward), prepend=True))
         # All that DDP's reducer exchanges where gradients stay local is which parameters were used and, once, the order
         # of its buckets: a worker's own business, for which others need not wait, and newcomers have missed the latter.
         ddp.reducer._update_process_group(group_of_one())
@@ -55,13 +66,20 @@ class AveragingSynchronizer(Synchronizer):
         self._make_core: Callable[[Any], _C.AveragingSynchronizer] | None = None
         self._tensors = (*tensors, *self._frozen)
         self._buffers = KeptBuffers(ddp.module, tensors)
-        self._awaits_closure = False  # a step is under way whose closure has not been called
+        self._stepping = False  # the optimizer's step is under way
+        self._awaits_closure: torch.optim.Optimizer | None = None  # steps, and its closure has not been called
         self._collectives = 0  # since attach: exact averages, and looks for newcomers
         self._restored = False  # averaged() has nothing to restore any more
+        self._averaged_states: list[AveragedState] = []  # inside averaged()
+        self._same = True  # replicas do not differ: no step since all workers met
+        self._handles.append(ReplicaNotice(ddp, self._optimizers, lambda: not (self._same or self._averaging)))
         self._past: list[dict[str, Any]] = []  # stats of the groups before this one
         self._left: BaseException | None = None  # why it has left its group, while it has no other
         self._ended = False  # and will have none
         self._renewing = False  # on the way to another; the model may be read, for a newcomer
+
+    def _steps_inside(self) -> bool:
+        return self._stepping
 
     def _continues(self) -> bool:
         return self._membership is not None
@@ -119,6 +137,7 @@ class AveragingSynchronizer(Synchronizer):
 
     def _detach_core(self) -> None:
         try:
+            self._round.close()
             self._core.detach()
         except dist.DistBackendError:
             # Training is over here. Those that train on learn that this worker does not.
@@ -129,23 +148,20 @@ class AveragingSynchronizer(Synchronizer):
     def _wait_tensors(self, positions: list[int]) -> None:
         self._persist(lambda: self._core.wait_tensors(positions))
 
-    def _wait_readable(self) -> None:
-        # Not for averages that leave the parameters alone until the next step.
-        self._wait_tensors(self._all_positions)
-
     def _before_step(self, *given: Any) -> tuple[Any, Any] | None:
         """In front of the step, or, with a closure, behind its passes: the average hides under these.
 
         LBFGS compares the losses of several passes, between which nobody else may change parameters.
         """
+        self._stepping = True
         optimizer, args, kwargs = given
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        self._awaits_closure = False  # of a step that ended with its closure's error
+        self._awaits_closure = None  # of a step that ended with its closure's error
         if closure is None or isinstance(optimizer, torch.optim.LBFGS):
-            self._begin_step()
+            self._begin_step(optimizer)
             return None
         self._check_step()
-        self._awaits_closure = True
+        self._awaits_closure = optimizer
 
         def then() -> Any:
             loss = closure()
@@ -154,19 +170,33 @@ class AveragingSynchronizer(Synchronizer):
 
         return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._buffers.restore()
-        self._persist(lambda: super(AveragingSynchronizer, self)._before_step())
+        self._check_step()
+        self._round.begins(optimizer)
 
     def _begin_awaited_step(self) -> None:
-        if self._awaits_closure:
-            self._awaits_closure = False
+        optimizer, self._awaits_closure = self._awaits_closure, None
+        if optimizer is not None:
             with torch.no_grad():
-                self._begin_step()
+                self._begin_step(optimizer)
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._begin_awaited_step()  # an optimizer that did not call its closure
         self._buffers.restore()
+        self._round.ends(optimizer)
+        self._stepping = False
+
+    def _enter_forward(self) -> None:
+        """Ends a step that one of several optimizers has no part in."""
+        if torch.is_grad_enabled():
+            self._round.close()
+
+    def _begin_round(self) -> None:
+        self._same = False
+        self._persist(lambda: self._core.before_step())
+
+    def _end_round(self) -> None:
         core, made = self._core, self._core.steps
 
         def end_step() -> None:
@@ -176,16 +206,49 @@ class AveragingSynchronizer(Synchronizer):
                 self._core.after_step()
 
         self._persist(end_step)
+        self._arrivals.expect_all()
 
     def _synchronize(self) -> None:
+        self._round.close()
         self._buffers.restore()
         self._collective(lambda: self._core.synchronize())
+        self._same = True
 
-    def _enter_average(self) -> None:
+    def _enter_average(self, optimizer_state: bool) -> None:
+        self._round.close()
         self._buffers.restore()
-        self._restored = not self._collective(lambda: self._core.enter_average())
+        states: list[AveragedState] = []
+
+        def enter() -> None:
+            states.clear()
+            self._core.enter_average()
+            if not optimizer_state:
+                return
+            parameters = [parameter for parameter in self._ddp.module.parameters() if id(parameter) in self._trained]
+            try:  # only now: before all have met, others may wait for averages with this worker
+                states.extend(AveragedState(own, parameters, self._ddp.process_group) for own in self._optimizers)
+            except BaseException as error:
+                self._core.leave_average()
+                if not isinstance(error, dist.DistBackendError):
+                    self._abandon_average(error)
+                raise
+
+        self._restored = not self._collective(enter)
+        if not self._restored:
+            for state in states:
+                state.put()
+            self._averaged_states = states
+
+    def _abandon_average(self, error: BaseException) -> None:
+        """Ends the group, in which the others wait for this worker's part."""
+        backend = backend_of(self._ddp.process_group)
+        assert isinstance(backend, _C.AttachableBackend)
+        backend._abandon_meeting(" ".join(f"{type(error).__name__}: {error}".split())[:120])
 
     def _leave_average(self) -> None:
+        for state in self._averaged_states:
+            state.take_back()
+        self._averaged_states = []
         if not self._restored:
             self._buffers.drop_assigned()  # of the average, and this worker takes its own values again
             self._core.leave_average()
@@ -303,12 +366,27 @@ class AveragingSynchronizer(Synchronizer):
             How many collectives the furthest has done.
         """
         self._buffers.restore()
-        furthest = torch.tensor([steps or 0, self._collectives])
+        furthest = torch.tensor([steps or 0, self._collectives], device="cpu")
         dist.all_reduce(furthest, dist.ReduceOp.MAX, group=self._ddp.process_group)
         self._core.synchronize()
         most, collectives = map(int, furthest)
         self._core.resume(most if steps is None else steps, most)
         return collectives
+
+
+class _AveragedTensors(Arrivals):
+    """Parameters and buffers, under way from a step until their average is there, or need not be waited for."""
+
+    def __init__(self, synchronizer: AveragingSynchronizer, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._synchronizer = weakref.ref(synchronizer)
+        self.expect_all()  # an iteration may begin where its forward pass does
+
+    def arrive_all(self, positions: Sequence[int]) -> None:  # inherited
+        synchronizer = self._synchronizer()
+        if synchronizer is not None:
+            synchronizer._wait_tensors(list(positions))
+        self.settle(positions)
 
 
 class _NoMatching:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,29 +12,39 @@ import torch.distributed as dist
 from torch import nn
 
 from torchext import _C
-from torchext._dear_parameter import SteppedParameter
-from torchext._dear_refusals import ELEMENTWISE, refuse_checkpoint_functions
+from torchext._dear_refusals import ELEMENTWISE
 from torchext._given_state import agreed_states
 from torchext._state_slices import StateSlices
 from torchext._step_hooks import unhooked_step
 
-__all__ = ["DearState", "groups_of"]
+__all__ = ["DearState", "groups_of", "in_order"]
 
 
-def groups_of(groups: Iterable[dict[str, Any]], chosen: Container[int]) -> list[dict[str, Any]]:
-    """Param groups for a step of the SteppedParameters at these positions alone."""
-    return [{**group, "params": [p for p in group["params"] if _position(p) in chosen]} for group in groups]
+def groups_of(
+    groups: Iterable[dict[str, Any]], chosen: Container[int], position_of: Callable[[torch.Tensor], int | None]
+) -> list[dict[str, Any]]:
+    """Param groups for a step of the parameters at these positions alone."""
+    return [{**group, "params": [p for p in group["params"] if position_of(p) in chosen]} for group in groups]
+
+
+def in_order(optimizer: torch.optim.Optimizer) -> None:
+    """Puts state that was made part by part into the order of the parameters, which it has with a whole step."""
+    state: Any = optimizer.state
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in state:
+                state[parameter] = state.pop(parameter)
 
 
 class DearState:
-    """The state that an optimizer keeps of a model's parameters, or of the SteppedParameters in their places.
+    """The state that an optimizer keeps of a model's parameters: whole, or this rank's slices of it.
 
     ``state_dict()`` is that of the plain optimizer (in the sharded form collective), and ``load_state_dict()`` takes
     one. States are mappings from names to values, by position of the parameter among the model's.
 
     Args:
         core: The C++ synchronizer.
-        optimizer: Has no SteppedParameters yet.
+        optimizer: Has its own, whole state.
         parameters: The model's, in registration order.
         group: To gather state over.
     """
@@ -45,57 +57,87 @@ class DearState:
         group: dist.ProcessGroup,
     ) -> None:
         self._core, self._optimizer, self._group = core, optimizer, group
+        self._parameters = list(parameters)
         self._position = {id(parameter): position for position, parameter in enumerate(parameters)}
+        # Those frozen later are stepped as long as they have gradients, and keep their state.
+        self._stepped = {position for position, parameter in enumerate(parameters) if parameter.requires_grad}
         self._slices = None if core.replicated else StateSlices(parameters, group)
         self._whole = True
+        self._parts: dict[int, nn.Parameter] = {}  # by position: what is stepped of a parameter
         self._handles = [
-            optimizer.register_state_dict_pre_hook(lambda _: refuse_checkpoint_functions()),
             optimizer.register_state_dict_post_hook(self._complete),
             optimizer.register_load_state_dict_pre_hook(self._accept),
         ]
 
     @property
     def sharded(self) -> bool:
-        """Whether the optimizer is to hold slices, but under plain all-reduce."""
+        """Whether each rank is to step its slices, but under plain all-reduce."""
         return self._slices is not None
 
     @property
-    def whole(self) -> bool:
-        """Whether what the optimizer holds now are whole parameters."""
-        return self._whole
+    def is_sliced(self) -> bool:
+        """Whether there is state of which this rank has a slice alone."""
+        values = (value for kept in self._states().values() for value in kept.values())
+        return not self._whole and any(isinstance(value, torch.Tensor) and value.dim() for value in values)
 
-    def has(self, parameter: torch.Tensor) -> bool:
-        """Whether it is one of the model's parameters."""
-        return id(parameter) in self._position
-
-    def position_of(self, held: torch.Tensor) -> int | None:
-        """Of what the optimizer holds: the position of the model's parameter that it is or stands for."""
-        return held.position if isinstance(held, SteppedParameter) else self._position.get(id(held))
-
-    def move(self, other: Callable[[torch.Tensor], torch.Tensor], whole: bool, with_state: bool = True) -> None:
-        """Has the optimizer hold something else, with the state of it. Where state is in slices, collective.
-
-        Args:
-            other: What to hold instead of what is held now; called when :attr:`whole` is the new one.
-            whole: Whether that are whole parameters.
-            with_state: False: without state, for when the others cannot be reached.
-        """
-        states = self._whole_states() if with_state else {}
+    def hold(self, whole: bool) -> None:
+        """Makes the state whole, or this rank's slices. Local; but where slices become whole, collective."""
+        if self._slices is None or whole == self._whole:
+            return
+        states = self._whole_states()
         self._whole = whole
-        self._optimizer.state, before = _like(self._optimizer.state), self._optimizer.state
-        # What an optimizer keeps beside, a counter say.
-        self._optimizer.state.update({key: kept for key, kept in before.items() if not isinstance(key, torch.Tensor)})
-        for group in self._optimizer.param_groups:
-            group["params"] = [other(parameter) for parameter in group["params"]]
-        for parameter in self._order():
-            position = self.position_of(parameter)
-            if parameter in before:
-                self._optimizer.state[parameter] = before[parameter]  # was not replaced
-            elif position is not None and position in states:
-                self._optimizer.state[parameter] = self._cut(states[position], position)
+        for position, values in states.items():
+            self._optimizer.state[self._parameters[position]] = self._cut(values, position)
+
+    def forget(self) -> None:
+        """Drops it: other ranks cannot be reached, who have slices, or have taken another step."""
+        for _, parameter in self._trained():
+            self._optimizer.state.pop(parameter, None)
+        self._whole = True
+
+    def moved(self, positions: Iterable[int]) -> None:
+        """These parameters have been given other memory."""
+        for position in positions:
+            self._parts.pop(position, None)
+
+    @contextlib.contextmanager
+    def as_slices(self) -> Iterator[Callable[[torch.Tensor], int | None]]:
+        """Inside, the optimizer holds this rank's slices of the parameters, with the state of them.
+
+        Yields:
+            What tells the position of the parameter of a slice.
+        """
+        optimizer = self._optimizer
+        params = [group["params"] for group in optimizer.param_groups]
+        parts = {id(parameter): self._part(position) for position, parameter in self._trained()}
+        own = {id(part): self._parameters[position] for position, part in self._parts.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [parts.get(id(parameter), parameter) for parameter in group["params"]]
+        _replace_keys(optimizer.state, parts)
+        positions = {id(part): position for position, part in self._parts.items()}
+        groups, kept = list(optimizer.param_groups), len(optimizer.state)
+        try:
+            yield lambda part: positions.get(id(part))
+        finally:
+            for group, held in zip(groups, params, strict=True):
+                group["params"] = held
+            _replace_keys(optimizer.state, own)
+            if len(optimizer.state) != kept:
+                in_order(optimizer)
+            for part in parts.values():
+                part.grad = None
+
+    def part_of(self, position: int) -> nn.Parameter:
+        """What is stepped of a parameter."""
+        return self._parts[position]
+
+    def _part(self, position: int) -> nn.Parameter:
+        if position not in self._parts:
+            self._parts[position] = nn.Parameter(self._core.stepped(position))
+        return self._parts[position]
 
     def remove(self) -> None:
-        """Takes the hooks off, once the parameters have been given back."""
+        """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
 
@@ -108,10 +150,13 @@ class DearState:
             states = {position: self._slices.cut(values, position) for position, values in states.items()}
         return self._slices.distributed(states)
 
-    def load_sharded_state(self, state: dict[str, Any]) -> None:
-        """Takes the values of :meth:`sharded_state`, on all ranks or on none. Collective."""
+    def agreed(self, state: Any) -> dict[int, dict[str, Any]]:
+        """What :meth:`sharded_state` gave, checked on all ranks, for :meth:`take`. Collective."""
         trained = {position for position, _ in self._trained()}
-        states = agreed_states(state, trained, self._expected, type(self._optimizer) in ELEMENTWISE, self._group)
+        return agreed_states(state, trained, self._expected, type(self._optimizer) in ELEMENTWISE, self._group)
+
+    def take(self, states: dict[int, dict[str, Any]]) -> None:
+        """Takes a state that all ranks have agreed on. Collective."""
         if self._slices is not None and self._whole:
             states = self._slices.whole(states)
         for number, parameter in self._trained():
@@ -131,10 +176,10 @@ class DearState:
         return dict(values) if self._slices is None or self._whole else self._slices.cut(values, position)
 
     def _trained(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """What the optimizer holds of the model, SteppedParameters or not, with their positions."""
+        """What the optimizer holds of the model, with positions."""
         for parameter in self._order():
-            position = self.position_of(parameter)
-            if position is not None and parameter.requires_grad:
+            position = self._position.get(id(parameter))
+            if position in self._stepped:
                 yield position, parameter
 
     def _states(self) -> dict[int, dict[str, Any]]:
@@ -156,7 +201,8 @@ class DearState:
                 "torch.optim is it known what the first step creates; take a step before "
                 "sync.optimizer_state_dict(), then load parameters and state"
             )
-        zeros = {parameter: _zeros(parameter) for _, parameter in self._trained()}
+        sliced = self._slices is not None and not self._whole
+        zeros = {p: _zeros(self._core.stepped(position) if sliced else p) for position, p in self._trained()}
         state, groups = optimizer.state, optimizer.param_groups
         optimizer.state = _like(state)
         optimizer.param_groups = [
@@ -179,19 +225,18 @@ class DearState:
         if self._slices is None or self._whole:
             return None
         self._core.wait_all()
-        self._slices.meet()
+        self._slices.meet(lambda: self._core.others_train_on())
         return self._translated(state_dict, self._whole_states())
 
     def _accept(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Before optimizer.load_state_dict(): a whole state becomes this rank's slices."""
-        refuse_checkpoint_functions()  # with names for parameters
         if self._slices is None or self._whole:
             return None
         given = state_dict["state"]
         cut = {
-            parameter.position: self._cut(given[index], parameter.position)
-            for index, parameter in enumerate(self._order())
-            if index in given and isinstance(parameter, SteppedParameter)
+            position: self._cut(given[key], position)
+            for key, position in self._positions_in(state_dict).items()
+            if key in given
         }
         return self._translated(state_dict, cut)
 
@@ -202,22 +247,31 @@ class DearState:
     def _translated(self, state_dict: dict[str, Any], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """The state_dict with these states in the places of what the optimizer steps."""
         state = dict(state_dict["state"])
-        for index, parameter in enumerate(self._order()):
-            if isinstance(parameter, SteppedParameter) and parameter.position in states:
-                state[index] = states[parameter.position]
+        for key, position in self._positions_in(state_dict).items():
+            if position in states:
+                state[key] = states[position]
         return {**state_dict, "state": state}
 
+    def _positions_in(self, state_dict: dict[str, Any]) -> dict[Any, int]:
+        """By what a state_dict calls a parameter: a number, or a name where torch.distributed.checkpoint has loaded."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        named = zip(keys, self._order(), strict=False)  # torch itself refuses others
+        found = ((key, self._position.get(id(parameter))) for key, parameter in named)
+        return {key: position for key, position in found if position is not None}
 
-def _position(held: torch.Tensor) -> int:
-    return held.position if isinstance(held, SteppedParameter) else -1
+
+def _replace_keys(state: Any, others: Mapping[int, torch.Tensor]) -> None:
+    """Puts what is kept of some tensors under others, by the ids of the former."""
+    for key in [key for key in state if id(key) in others]:
+        state[others[id(key)]] = state.pop(key)
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
-    zeros = torch.zeros_like(parameter.detach()).requires_grad_()
+    zeros = torch.zeros_like(parameter, requires_grad=True)
     zeros.grad = torch.zeros_like(zeros)
     return zeros
 
 
 def _like(state: Any) -> Any:
     """An empty mapping of the kind that optimizers use."""
-    return type(state)(state.default_factory) if hasattr(state, "default_factory") else type(state)()
+    return collections.defaultdict(state.default_factory) if hasattr(state, "default_factory") else type(state)()

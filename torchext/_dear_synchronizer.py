@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._dear_optimizer import DearOptimizer
+from torchext._dear_parameters import DearParameters
+from torchext._dear_state import DearState
+from torchext._dear_step import DearStep
 from torchext._deferred_step import DeferredStep
-from torchext._forward_waits import FlushedCopies, FlushedMethod, _Hook, _OutputHook
-from torchext._gradient_watch import GradientWatch
-from torchext._step_hooks import after_step
-from torchext._uncompiled import UncompiledStep
+from torchext._forward_hooks import Hook, OutputHook, tensors_in
+from torchext._given_state import split_by_owner
+from torchext._step_round import StepRound
+from torchext._uncompiled import uncompiled
 from torchext.backends import backend_of
 from torchext.synchronizer import Synchronizer, _check_max_norm
 
@@ -64,16 +68,15 @@ class Lane:
 class DearSynchronizer(Synchronizer):
     """Decoupled all-reduce: gradients are reduced under the backward pass, and gathered under the next forward pass.
 
-    The model trains as with plain DDP. Parameters are complete whenever they may be read: in forward passes (a module's
-    from when it is called), in ``state_dict()``, ``load_state_dict()``, ``parameters()``, ``train()`` and ``eval()`` of
-    the model, after ``synchronize()`` and ``wait()``.
-    Their own ``.grad`` is this worker's, and not to be changed; the averaged ones are in ``optimizer.param_groups``.
-    A step without gradients that were averaged since the last one raises RuntimeError.
+    The model trains as with plain DDP. Whatever operation uses a parameter that is still on its way waits for it first.
+    Between a backward pass outside ``no_sync()`` and the step ``parameter.grad`` is the averaged gradient.
+    A step with gradients that were not averaged raises RuntimeError.
     Under ``torch.compile`` the optimizer's step runs as it is, not compiled: its gradients are waited for one by one.
 
     Sharded form: every worker steps its slice of every parameter, and gathers the others'; ``optimizer.state_dict()``
-    is collective, and that of the plain optimizer. Replicated form: every worker steps every parameter, right before it
-    is needed.
+    is collective, and that of the plain optimizer. ``parameter.grad`` is in slices, too: what is done to each element
+    by itself, and norms, work on these, anything else gathers it and is collective. After the step it is this worker's
+    own. Replicated form: every worker steps every parameter, right before it is used.
     """
 
     _core: _C.DearSynchronizer
@@ -82,72 +85,69 @@ class DearSynchronizer(Synchronizer):
         self,
         core: _C.DearSynchronizer,
         ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         parameters: Sequence[nn.Parameter],
         lane: Lane | None = None,
     ) -> None:
-        super().__init__(core, ddp, optimizer, parameters)
+        self._parameters = DearParameters(core, parameters, ddp.process_group, self._wait_tensors)
+        super().__init__(core, ddp, optimizers, self._parameters)
         self._lane = lane
-        own = {id(parameter) for parameter in parameters}
-        named = {name: parameter for name, parameter in ddp.module.named_parameters() if id(parameter) in own}
-        self._watch = GradientWatch(named, core.backward_begins)
-        self._held = DearOptimizer(core, optimizer, parameters, ddp.process_group, self.wait, self._watch)
-        self._deferred: DeferredStep | None = None
+        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        named = [names[id(parameter)] for parameter in parameters]
+        self._round = StepRound(self._optimizers, self._begin_round, self._end_round)
+        # Of each optimizer:
+        self._states: list[DearState] = []
+        self._deferred: list[DeferredStep] = []
+        self._steps: list[DearStep] = []
+        for optimizer in self._optimizers:
+            own = functools.partial(self._positions_of, optimizer)
+            state = DearState(core, optimizer, parameters, ddp.process_group)
+            deferred = DeferredStep(core, optimizer, self._parameters, named, self.wait, own)
+            begins = functools.partial(self._before_step, optimizer)
+            ends = functools.partial(self._after_step, optimizer)
+            self._steps.append(DearStep(core, optimizer, self._parameters, state, deferred, own, begins, ends))
+            self._states.append(state)
+            self._deferred.append(deferred)
+            self._handles += [
+                optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait()),
+            ]
         self._synced = True  # the last forward pass was not inside no_sync()
         self._static_recorded = False
         self._reduced = True  # DDP's reducer has averaged gradients so far
-        self._settled = False  # plain all-reduce from now on
-        self._unsent = False  # the optimizer's step is over, and what it has made stays here so far
-        stepped = after_step(optimizer, self._stepped)
-        # In front of hooks that were there before.
-        optimizer._optimizer_step_post_hooks.move_to_end(stepped.id, last=False)  # type: ignore[attr-defined]
+        core.on_reduced(_weakly(self._parameters, DearParameters.reduced))
+        core.on_accumulating(_weakly(self._parameters, DearParameters.accumulating))
         self._handles += [
-            stepped,
-            UncompiledStep(optimizer),
-            ddp.register_forward_pre_hook(_Hook(self._enter_forward)),
-            ddp.register_forward_hook(_OutputHook(self._leave_forward), always_call=True),
-            optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait()),
-            *(FlushedMethod(module, name, self.wait) for module in ddp.modules() for name in _LOOKING),
-            *(FlushedCopies(module, self.wait) for module in ddp.modules()),
-            # Or what is on its way would undo what is loaded.
-            *(module.register_load_state_dict_pre_hook(_Hook(self.wait)) for module in ddp.modules()),  # type: ignore[no-untyped-call]
+            ddp.register_forward_pre_hook(Hook(self._enter_forward)),
+            ddp.register_forward_hook(OutputHook(self._leave_forward), always_call=True),
         ]
         self._follow()
 
     def wait(self) -> None:  # inherited
-        self._send()
         self._core.wait_all()
-        if self._deferred is not None:
-            self._deferred.finish()
+        for deferred in self._deferred:
+            deferred.finish()
+        self._parameters.values_arrived()
 
     def _synchronize(self) -> None:
+        self._round.close()
         super()._synchronize()
         self.wait()  # for the deferred step
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # inherited
         self._check_attached("clip_grad_norm_")
         _check_max_norm(max_norm)
-        stepped = list(self._held.stepped())
-        if self._core.allreduce or self._core.gathered:
-            whole = [gradient for parameter in stepped if (gradient := parameter.grad) is not None]
-            norm = torch.nn.utils.get_total_norm(whole, norm_type)
-            torch.nn.utils.clip_grads_with_norm_(stepped, max_norm, norm)
-            return norm
-        own = (self._core.own_gradient(parameter.position) for parameter in stepped if not parameter.dropped)
-        gradients = [gradient for gradient in own if gradient is not None and len(gradient)]
-        # By the parameters: a rank may have no gradients.
-        dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in stepped), torch.float32)
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(stepped[0].device, dtype)
-        infinite = norm_type == float("inf")
-        norm = norm if infinite else norm**norm_type
-        dist.all_reduce(norm, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self._ddp.process_group)
-        norm = norm if infinite else norm ** (1.0 / norm_type)
-        scale = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        if scale != 1 or max_norm != float("inf"):  # else it is measured only, and may be in any pass
-            for gradient in gradients:
-                gradient.mul_(scale)
-        return norm
+        stepped = [
+            parameter
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if self._parameters.position_of(parameter) is not None
+        ]
+        if max_norm == float("inf"):  # it is measured only, and may be in any pass
+            gradients = [gradient for parameter in stepped if (gradient := parameter.grad) is not None]
+            return torch.nn.utils.get_total_norm(gradients, norm_type)
+        return torch.nn.utils.clip_grad_norm_(stepped, max_norm, norm_type)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's state without gathering it, for ``torch.distributed.checkpoint``, at any world size.
@@ -164,7 +164,7 @@ class DearSynchronizer(Synchronizer):
         """
         self._check_attached("optimizer_state_dict")
         self.wait()
-        return self._held.state.sharded_state()
+        return {key: value for state in self._states for key, value in state.sharded_state().items()}
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``torch.distributed.checkpoint`` has loaded into :meth:`optimizer_state_dict`'s result.
@@ -180,7 +180,14 @@ class DearSynchronizer(Synchronizer):
         """
         self._check_attached("load_optimizer_state_dict")
         self.wait()
-        self._held.state.load_sharded_state(state)
+        if len(self._states) == 1:
+            self._states[0].take(self._states[0].agreed(state))
+            return
+        own = [self._positions_of(optimizer) or () for optimizer in self._optimizers]
+        parts = split_by_owner(state, own)
+        agreed = [of_one.agreed(part) for of_one, part in zip(self._states, parts, strict=True)]
+        for of_one, values in zip(self._states, agreed, strict=True):
+            of_one.take(values)
 
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach.
@@ -205,24 +212,54 @@ class DearSynchronizer(Synchronizer):
         if self._detached:
             return
         try:
+            self._round.close()
             self.wait()
-            self._release()
+            self._parameters.settle_rest()  # which DDP would have averaged by now
+            self._parameters.restore_spent()
+            for state in self._states:
+                state.hold(whole=True)
+        except BaseException:
+            for deferred, state in zip(self._deferred, self._states, strict=True):
+                deferred.remove()
+                state.forget()
+            raise
         finally:
-            self._release(with_state=False)  # where that failed
-            self._held.remove()
+            self._give_back()
             try:
                 super().detach()
             finally:
                 if self._lane is not None:
                     self._lane.close()
 
+    def _abandon(self) -> None:  # inherited
+        if any(state.is_sliced for state in self._states):
+            raise ValueError(
+                "torchext.attach: the state of this optimizer is in slices, which the ranks of a group had that has "
+                "been destroyed; call sync.detach() before destroy_process_group(), which makes it whole, or make a "
+                "new optimizer and load a checkpoint"
+            )
+        with contextlib.suppress(dist.DistBackendError):  # of a step that has not been finished
+            self.wait()
+        self._give_back()
+        super()._abandon()
+        if self._lane is not None:
+            self._lane.close()
+
+    def _give_back(self) -> None:
+        """Frees model and optimizer."""
+        for deferred, step, state in zip(self._deferred, self._steps, self._states, strict=True):
+            deferred.remove()
+            step.remove()
+            state.remove()
+        self._parameters.drop()
+
     @property
     def _sharded(self) -> bool:
         return not self._core.replicated
 
     def _trains(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether one of them is a parameter of its model. Waits for nothing, as asking the model would."""
-        return any(self._held.state.has(parameter) for parameter in parameters)
+        """Whether one of them is a parameter of its model."""
+        return any(self._parameters.position_of(parameter) is not None for parameter in parameters)
 
     def _detach_core(self) -> None:
         try:
@@ -231,11 +268,12 @@ class DearSynchronizer(Synchronizer):
             self._core.leave(timedelta(0))
             raise
 
-    def _enter_forward(self, *_: Any) -> None:
+    def _enter_forward(self) -> None:
         """Keeps DDP's reducer out of the coming backward pass; its buffers are broadcast when DDP would."""
         ddp = self._ddp
         if not torch.is_grad_enabled():
             return
+        self._round.close()  # one of several optimizers has been left out
         if ddp._comm_hooks:
             raise RuntimeError(
                 "dear: register_comm_hook on an attached model: gradients would pass by the communication hook"
@@ -246,90 +284,112 @@ class DearSynchronizer(Synchronizer):
                 "answer exchanges that DDP does not see; give all ranks as many (DistributedSampler does)"
             )
         self._synced = ddp.require_backward_grad_sync
+        self._core.wait_tensors([])  # raises where the group has failed
+        self._parameters.before_pass()
         self._core.expect_backward(self._synced)
-        if self._synced:
-            self._held.expect_backward()
         if not self._core.allreduce:
             ddp.require_backward_grad_sync = False
             # With a static graph DDP would record the first backward pass, which it does not see.
             self._static_recorded, ddp._static_graph_delay_allreduce_enqueued = _static_recorded(ddp), True
-        elif ddp.gradient_as_bucket_view:
-            self._watch.enter_forward()
 
     def _leave_forward(self, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        self._watch.leave_forward()
-        self._watch.follow(output, self._synced)
+        self._watch_backward(output)
         if not self._core.allreduce:
             self._ddp.require_backward_grad_sync = self._synced
             self._ddp.require_forward_param_sync = self._synced  # the next forward pass, of any kind, goes by it
             self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
-            if self._deferred is not None:
-                self._deferred.finish()  # with parameters that this forward pass did not use
+            if self._core.replicated:
+                self.wait()  # for parameters that this forward pass did not use: the coming backward pass takes over
 
-    def _before_step(self, *_: Any) -> None:
-        self._send()  # after a hook that raised
-        # Behind hooks that were registered since.
-        self._optimizer._optimizer_step_post_hooks.move_to_end(self._after_step_hook.id)  # type: ignore[attr-defined]
-        if self._deferred is not None:
-            self._deferred.finish()
-        super()._before_step()
-        self._held.before_step()
+    @uncompiled("dear looks at the outputs of forward passes")
+    def _watch_backward(self, output: Any) -> None:
+        """Tells the C++ side when the outermost backward pass begins, of which activation checkpoints are parts."""
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if tensors:
+            core = self._core
+            register_multi_grad_hook(tensors, lambda _: core.backward_begins(), mode="any")
 
-    def _stepped(self, *_: Any) -> None:
-        self._unsent = True
-        self._held.step_ends()
+    def _steps_inside(self) -> bool:
+        under_way = any(step.under_way for step in self._steps) or any(step.running for step in self._deferred)
+        return self._core.replicated and under_way
 
-    def _after_step(self, *_: Any) -> None:
-        self._send()
+    def _positions_of(self, optimizer: torch.optim.Optimizer) -> set[int] | None:
+        """Of the parameters that one of several optimizers steps; None: there is one, and all are its."""
+        if len(self._optimizers) == 1:
+            return None
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return {position for p in held if (position := self._parameters.position_of(p)) is not None}
 
-    def _send(self) -> None:
-        """Ends a step that is over: behind all hooks that may write what is sent, or when the first of them reads."""
-        if not self._unsent:
-            return
-        self._unsent = False
-        self._held.check_gradients()  # of a closure
-        with torch.inference_mode(False):  # of who reads: state may be made anew
-            super()._after_step()
-            self._held.after_step()
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_step()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and self._parameters.position_of(parameter) is None:
+                    raise ValueError(
+                        "dear: the optimizer has been given a parameter after torchext.attach; add parameters to model "
+                        "and optimizer first, then wrap and attach"
+                    )
+        self._round.begins(optimizer)
+
+    def _begin_round(self) -> None:
+        self._core.before_step()
+        for deferred in self._deferred:
+            deferred.finish()
+        moved = self._core.take_moved()
+        for state in self._states:
+            state.moved(moved)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._core.allreduce and not self._reduced:
+            self._parameters.expect_values(self._positions_of(optimizer))
+        self._round.ends(optimizer)
+
+    def _end_round(self) -> None:
+        if len(self._optimizers) > 1:
+            self._parameters.settle_rest()  # of those left out
+        self._core.after_step()
+        if self._sharded and not self._core.allreduce and not self._reduced:
+            self._parameters.expect_values()  # all are gathered, whoever has stepped
+        with torch.inference_mode(False):  # of who calls the step: state may be made anew
             self._follow()
 
     def _wait_tensors(self, positions: list[int]) -> None:
-        self._send()
+        if self._sharded and self._round.is_partial:
+            raise RuntimeError(
+                "dear: parameters are read after the step of one attached optimizer and before those of the others, and"
+                " in the sharded form they are gathered behind the last; step all optimizers first, or take "
+                "DeAROptions(form='replicated')"
+            )
         self._core.wait_tensors(positions)
-        if self._deferred is not None:
-            self._deferred.apply(positions)
+        for deferred in self._deferred:
+            deferred.apply(positions)
 
     def _follow(self) -> None:
-        """Gives the optimizer what it is to step, as the C++ side's plan wants it."""
+        """Has DDP's reducer and the optimizer's state be what the C++ side's plan wants."""
         allreduce = self._core.allreduce
         if allreduce:
             self.wait()
-            self._step_at_once()
-            if not self._settled and self._core.stats()["decided"]:
-                self._settled = True
-                self._waits.end_forward()
         elif self._reduced:
             # After a forward pass without a backward pass it is awake, and would take part in the next one.
             self._ddp.reducer._reset_state()
         self._reduced = allreduce
-        self._held.hold()
-        if self._core.replicated and not allreduce and self._deferred is None:
-            self._deferred = DeferredStep(self._optimizer, self._held.has_gradients, self._held.deferred)
-
-    def _step_at_once(self) -> None:
-        if self._deferred is not None:
-            self._deferred.remove()
-            self._deferred = None
-
-    def _release(self, with_state: bool = True) -> None:
-        self._step_at_once()
-        self._held.release(with_state)
+        self._wait_in_front(not allreduce)
+        for state in self._states:
+            state.hold(whole=allreduce)
 
 
-# Methods of modules after which a script may read parameters, or has looked them up to do so.
-_LOOKING = ("train", "named_parameters")
+def _weakly(owner: Any, method: Callable[[Any], None]) -> Callable[[], None]:
+    """The method for the C++ side, which does not keep its owner alive."""
+    reference = weakref.ref(owner)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive)
+
+    return call
 
 
 def _static_recorded(ddp: DistributedDataParallel) -> bool:

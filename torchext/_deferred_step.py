@@ -1,19 +1,24 @@
-"""``optimizer.step()`` of the replicated form of "dear": remembered, and done when the next forward needs it."""
+"""``optimizer.step()`` of the replicated form of "dear": remembered, and done when its results are used.
+
+Whoever looks at the optimizer's state meanwhile has the rest of the step done first.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
-from torchext._dear_parameter import SteppedParameter
+from torchext import _C
+from torchext._dear_parameters import DearParameters
 from torchext._dear_refusals import ELEMENTWISE
-from torchext._dear_state import groups_of
+from torchext._dear_state import groups_of, in_order
 from torchext._step_hooks import unhooked_step
-from torchext._uncompiled import STEP_IS_EAGER, uncompiled
+from torchext._under_way import own_gradient, set_own_gradient
 
 __all__ = ["DeferredStep"]
 
@@ -26,114 +31,202 @@ _ONE_BY_ONE = (
 _OF_SCALER = ("grad_scale", "found_inf")
 
 
-class DeferredStep:
-    """Replaces ``optimizer.step`` on one optimizer.
+class _Gradient:
+    """What a parameter is to be stepped with."""
 
-    A call keeps the hyperparameters of that moment (a scheduler may change them before the step is done) and runs the
-    hooks of the optimizer; :meth:`apply` does the step for some parameters, and :meth:`finish` for all that are left.
+    def __init__(self, parameter: nn.Parameter, averaged: bool) -> None:
+        self.own = own_gradient(parameter)  # when step() was called
+        self.averaged = averaged  # that is, what has been averaged counts, and the own one becomes it
+        self.cleared = False  # since then
+        self._version = None if self.own is None else self.own._version
+
+    def check(self, name: str) -> None:
+        """Raises RuntimeError if a script has changed it since."""
+        if not self.averaged and self.own is not None and self.own._version != self._version:
+            raise RuntimeError(
+                f"dear: the gradient of {name} was changed between optimizer.step() and the next forward pass, in "
+                "which the replicated form does that step; call sync.wait() before it is changed"
+            )
+
+
+class DeferredStep:
+    """Keeps the hyperparameters and gradients of a step, and does it for some parameters at a time.
 
     Args:
-        optimizer: Holds SteppedParameters.
-        has_gradients: Asked when the step is called, and its closure has run; False: they are all None.
-        inside: Entered while the step is done, or a part of it.
+        core: The C++ synchronizer.
+        optimizer: Its class's step is what is done.
+        parameters: The model's.
+        names: Theirs.
+        wait: Waits until no gradient is under way, and calls :meth:`finish`.
+        own: The positions of the parameters that are the optimizer's; None: all.
     """
 
     def __init__(
         self,
+        core: _C.DearSynchronizer,
         optimizer: torch.optim.Optimizer,
-        has_gradients: Callable[[], bool],
-        inside: Callable[[], contextlib.AbstractContextManager[None]],
+        parameters: DearParameters,
+        names: list[str],
+        wait: Callable[[], None],
+        own: Callable[[], Collection[int] | None],
     ) -> None:
-        self._optimizer, self._has_gradients, self._inside = optimizer, has_gradients, inside
+        self._core, self._optimizer, self._parameters, self._names, self._wait = (
+            core,
+            optimizer,
+            parameters,
+            names,
+            wait,
+        )
+        self._own = own
         self._groups: list[dict[str, Any]] = []  # as they were, for the step under way
-        self._left: dict[int, SteppedParameter] = {}  # by position: not stepped yet
+        self._left: dict[int, _Gradient] = {}  # by position: not stepped yet
         self._one_by_one = type(optimizer) in _ONE_BY_ONE
+        self._state: Any = None  # of that step, whatever a script has put in its place since
         self._scaler: dict[str, torch.Tensor | None] = {}  # what a GradScaler has told a fused optimizer, for that step
-        # Hooks have run; a compiled forward pass that comes here must not compile the step with it.
+        self.running = False
         self._step = torch.compiler.disable(_in_no_mode(unhooked_step(optimizer)))  # type: ignore[no-untyped-call]
-        self._before = optimizer.__dict__.get("step")
-        remember = uncompiled(STEP_IS_EAGER)(torch.optim.Optimizer.profile_hook_step(_Remember(self)))
-        optimizer.step = types.MethodType(remember, optimizer)  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Gives the optimizer its own step back; what has not been finished of the last one is not done."""
-        if self._before is not None:
-            self._optimizer.step = self._before  # type: ignore[method-assign]
-        else:
-            self._optimizer.__dict__.pop("step", None)
+        """Gives the optimizer a state of its own back; what has not been finished of the last step is not done."""
+        self._left.clear()
+        state = self._optimizer.state
+        if isinstance(state, _FinishedState):
+            self._optimizer.state = state.plain()
+
+    def remember(self) -> None:
+        """What ``optimizer.step()`` does, once the last one is finished."""
+        optimizer, parameters = self._optimizer, self._parameters
+        self._groups = [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]
+        # The scaler takes them back when step() returns, and changes the scale in place.
+        self._scaler = {name: _kept(getattr(optimizer, name)) for name in _OF_SCALER if hasattr(optimizer, name)}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                position = parameters.position_of(parameter)
+                if position is None:
+                    continue
+                # What has been frozen since attach is stepped with the gradient that it still has, as by torch.
+                if parameter.requires_grad or parameters.is_reduced(position) or own_gradient(parameter) is not None:
+                    self._left[position] = _Gradient(parameter, parameters.is_reduced(position))
+        parameters.drop(self._own())
+        if type(optimizer.state) in (dict, collections.defaultdict):
+            optimizer.state = _FinishedState(optimizer.state, self._look)
+        self._state = optimizer.state
+        if not isinstance(optimizer.state, _FinishedState):
+            self._wait()  # nobody could tell that somebody looks
+
+    def cleared(self) -> None:
+        """The gradients have been set to None since the step was called."""
+        for gradient in self._left.values():
+            gradient.cleared = True
 
     def apply(self, positions: Iterable[int]) -> None:
-        """Does the step for the parameters at these positions, where that has not been done."""
+        """Does the step for the parameters at these positions, where that has not been done; gradients are there."""
         if not self._left:
             return
         if not self._one_by_one:
-            self.finish()
+            self._wait()
             return
-        wanted = {position for position in positions if position in self._left}
+        wanted = [position for position in positions if position in self._left]
         if wanted:
             self._run(wanted)
 
     def finish(self) -> None:
-        """Does what is left of the step."""
-        if self._left:
-            self._run(set(self._left))
+        """Does what is left of the step; gradients are there."""
+        if self._left and not self.running:
+            self._run(list(self._left))
 
-    def remember(self, closure: Callable[[], Any] | None) -> Any:
-        """What ``optimizer.step(closure)`` does, once the last one is finished."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        there = self._has_gradients()
-        optimizer = self._optimizer
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
-        self._groups = [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]
-        # The scaler takes them back when step() returns, and changes the scale in place.
-        self._scaler = {name: _kept(getattr(optimizer, name)) for name in _OF_SCALER if hasattr(optimizer, name)}
-        self._left = {
-            p.position: p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if isinstance(p, SteppedParameter) and not (there and p.dropped)
-        }
-        if not there:
-            self.finish()
-        return loss
+    def _look(self) -> None:
+        if self._left and not self.running:
+            self._wait()
 
-    def _run(self, positions: set[int]) -> None:
-        for position in positions:
-            del self._left[position]
+    def _run(self, positions: list[int]) -> None:
+        chosen = {position: self._left.pop(position) for position in positions}
+        self._parameters.values_arrived(positions)
         optimizer = self._optimizer
         groups = optimizer.param_groups
-        chosen = groups_of(self._groups, positions)
-        optimizer.param_groups = [group for group in chosen if group["params"]] if self._one_by_one else chosen
+        own = groups_of(self._groups, positions, self._parameters.position_of)
+        optimizer.param_groups = [group for group in own if group["params"]] if self._one_by_one else own
+        self.running = True  # who looks at the state now is the step
+        state, optimizer.state = optimizer.state, self._state
+        kept = len(optimizer.state)
         attributes = optimizer.__dict__
         now = {name: attributes.pop(name) for name in _OF_SCALER if name in attributes}  # for the step after this one
         attributes.update(self._scaler)
+        later: dict[int, torch.Tensor | None] = {}
         try:
-            with self._inside():
-                self._step(optimizer)
+            later = self._put_gradients(chosen)
+            self._step(optimizer)
         finally:
+            for position, gradient in later.items():
+                set_own_gradient(self._parameters[position], gradient)
             optimizer.param_groups = groups
+            if len(optimizer.state) != kept:
+                in_order(optimizer)
+            optimizer.state = state
+            self.running = False
             for name in self._scaler:
                 del attributes[name]
             attributes.update(now)
         if not self._one_by_one:
             # What the step itself has changed, a counter say; what others have changed since, stays.
-            for group, before, after in zip(groups, self._groups, chosen, strict=True):
+            for group, before, after in zip(groups, self._groups, own, strict=True):
                 group.update({k: v for k, v in after.items() if k != "params" and v is not before.get(k)})
 
+    def _put_gradients(self, chosen: dict[int, _Gradient]) -> dict[int, torch.Tensor | None]:
+        """Makes gradients the parameters' own; returns those that are to be it after the step, where it is others."""
+        later = {}
+        for position, gradient in chosen.items():
+            gradient.check(self._names[position])
+            parameter = self._parameters[position]
+            now, kept = own_gradient(parameter), gradient.own
+            if gradient.averaged:
+                kept = self._core.gradient(position)
+                if kept is not None and gradient.own is not None and kept.data_ptr() == gradient.own.data_ptr():
+                    kept = gradient.own
+            if now is not gradient.own or gradient.cleared:
+                later[position] = now
+            set_own_gradient(parameter, kept)
+        return later
 
-class _Remember:
-    """The function that the optimizer's hooks are wrapped around."""
 
-    __name__ = "step"
+class _FinishedState(collections.defaultdict):  # type: ignore[type-arg]
+    """The state of an optimizer, which has its step finished before anybody looks at it."""
 
-    def __init__(self, deferred: DeferredStep) -> None:
-        self._deferred = deferred
+    def __init__(self, state: dict[Any, Any], look: Callable[[], None]) -> None:
+        super().__init__(getattr(state, "default_factory", None), state)
+        self._look = look
 
-    def __call__(self, _: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return self._deferred.remember(closure)
+    def plain(self) -> Any:
+        """The same without looking."""
+        made: Any = collections.defaultdict(self.default_factory) if self.default_factory is not None else {}
+        made.update(dict.items(self))
+        return made
+
+    def __reduce__(self) -> Any:
+        self._look()
+        return self.plain().__reduce__()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        import copy
+
+        self._look()
+        return copy.deepcopy(self.plain(), memo)
+
+
+def _looking(name: str) -> Callable[..., Any]:
+    def method(self: _FinishedState, *args: Any, **kwargs: Any) -> Any:
+        self._look()
+        return getattr(collections.defaultdict, name)(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__reversed__", "__len__", "__eq__"),
+    *("__ne__", "__or__", "__ior__", "__repr__", "copy", "get", "setdefault", "pop", "popitem", "clear", "update"),
+    *("keys", "values", "items"),
+):
+    setattr(_FinishedState, _name, _looking(_name))
 
 
 def _in_no_mode(step: Callable[..., Any]) -> Callable[[torch.optim.Optimizer], None]:

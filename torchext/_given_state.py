@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["agreed_states"]
+__all__ = ["agreed_states", "split_by_owner"]
 
 _WHOSE = "load what sync.optimizer_state_dict() gave for this model, optimizer and world size"
 
@@ -47,7 +47,7 @@ def agreed_states(
         failure = error
     keys = zlib.crc32("\n".join(sorted(state)).encode()) if failure is None else 0
     # Whoever failed, and the keys' largest and smallest hash.
-    told = torch.tensor([group.rank() + 1 if failure else 0, keys, -keys])
+    told = torch.tensor([group.rank() + 1 if failure else 0, keys, -keys], device="cpu")
     dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
     failed, most, least = told.tolist()
     if failure is not None:
@@ -63,6 +63,24 @@ def agreed_states(
             f"nothing was loaded; {_WHOSE}"
         )
     return states
+
+
+def split_by_owner(state: Any, owners: Sequence[Collection[int]]) -> list[Any]:
+    """A state of several optimizers as one of each; what is nobody's is with the first, which refuses it.
+
+    Args:
+        state: What was given.
+        owners: The positions of each optimizer's parameters.
+    """
+    if not isinstance(state, Mapping):
+        return [state for _ in owners]
+    parts: list[dict[Any, Any]] = [{} for _ in owners]
+    for key, value in state.items():
+        position = key.partition(".")[0] if isinstance(key, str) else ""
+        number = int(position) if position.isascii() and position.isdecimal() else -1
+        owner = next((index for index, own in enumerate(owners) if number in own), 0)
+        parts[owner][key] = value
+    return parts
 
 
 def _by_position(state: Any, trained: Collection[int]) -> dict[int, dict[str, Any]]:

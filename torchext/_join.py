@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, ProcessGroup, Store
 
 from torchext._newcomers import Newcomer
 from torchext.backends import BACKENDS, options_for
+from torchext.options import LONGEST_TIMEOUT
 
 __all__ = ["forget_newcomer", "join", "newcomer_of"]
 
@@ -53,7 +54,7 @@ def join(
     Raises:
         RuntimeError: ``torch.distributed`` is initialized already.
         ValueError: ``backend`` cannot be joined, ``init_method`` or ``MASTER_PORT`` is not understood, or ``timeout``
-            is not above 0.
+            is not above 0 and at most ten years.
         TypeError: ``timeout`` is no timedelta, or ``init_method`` no str.
         torchext.errors.BackendOptionsError: ``pg_options`` are those of another backend.
         torch.distributed.DistError: There is no store.
@@ -70,8 +71,10 @@ def join(
             f"torchext.join: timeout must be a datetime.timedelta, got {timeout!r} ({type(timeout).__name__}); "
             "timedelta(seconds=...) makes one"
         )
-    if timeout <= timedelta(0):
-        raise ValueError(f"torchext.join: timeout must be more than 0, got {timeout}")
+    if not timedelta(0) < timeout <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"torchext.join: timeout must be more than 0 and at most {LONGEST_TIMEOUT.days} days, got {timeout}"
+        )
     if store is None:
         store = _store_at(init_method)
     newcomer = Newcomer(store, backend, options, timeout)

@@ -11,7 +11,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
@@ -106,7 +106,8 @@ class Meeting:
         members: Collection[int],
         *,
         first: Meeting,
-        dead: set[int],
+        dead: Collection[int],
+        lost: Callable[[], set[int]],
         grace: float,
         patience: float,
         reason: str,
@@ -118,7 +119,9 @@ class Meeting:
             members: Of the group that has failed, this one among them.
             first: The meeting of the first try, where newcomers say that they give up, and workers that their script
                 ends.
-            dead: Those that are known to be; more may come to it.
+            dead: Those that are known to be, from an earlier try.
+            lost: Tells whom this worker knows to be dead by now. The others learn it in the store: as a rule only one
+                worker sees the connection of a dead one close.
             grace: Seconds after which more than half need not wait for the rest.
             patience: Seconds after which fewer give up.
             reason: Of the failure.
@@ -129,13 +132,18 @@ class Meeting:
         self.store.set(f"alive/{me}", "1")
         _C.fault_point("meeting.alive")
         started = time.monotonic()
+        told: set[int] = set()
         while not self.store.check(["decision"]):
+            seen = lost()
+            for number in seen - told:
+                self.store.set(f"dead/{number}", "1")
+            told |= seen
             # A process that ends may live a while, and its group's failure says so; it has said before that it goes.
-            dead |= {number for number in members if first.has_left(number)}
-            alive = [number for number in members if number not in dead and self.store.check([f"alive/{number}"])]
+            gone = {n for n in members if n in dead or first.has_left(n) or self.store.check([f"dead/{n}"])}
+            alive = [number for number in members if number not in gone and self.store.check([f"alive/{number}"])]
             silent = set(members) - set(alive)
             waited = time.monotonic() - started
-            if silent <= dead or (2 * len(alive) > len(members) and waited > grace):
+            if silent <= gone or (2 * len(alive) > len(members) and waited > grace):
                 self.write(GoingOn(alive))
                 break
             if waited > patience:

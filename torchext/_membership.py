@@ -30,7 +30,7 @@ import logging
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -66,7 +66,7 @@ class Membership(ModelGroup):
 
     Args:
         ddp: The model to attach. Its group is the workers', or, for a newcomer, that of one made by ``join``.
-        optimizer: Its state goes to newcomers, with the model's.
+        optimizers: Their states go to newcomers, with the model's.
         newcomer: What ``join`` has prepared; then this waits until the workers let it in.
 
     Raises:
@@ -75,10 +75,13 @@ class Membership(ModelGroup):
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, newcomer: Newcomer | None = None
+        self,
+        ddp: DistributedDataParallel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        newcomer: Newcomer | None = None,
     ) -> None:
         super().__init__(ddp)
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self.is_newcomer = newcomer is not None
         self.seconds = 0.0
         """What it took to go on with another group, in all."""
@@ -86,7 +89,7 @@ class Membership(ModelGroup):
             self._begin()
         else:
             self._enter(newcomer)
-        self._door = Door(self._store, Request.of(self._backend, self._options, ddp.module, optimizer))
+        self._door = Door(self._store, Request.of(self._backend, self._options, ddp.module, optimizers))
 
     @property
     def members(self) -> list[int]:
@@ -147,7 +150,7 @@ class Membership(ModelGroup):
             torch.distributed.DistBackendError: As :meth:`renew`.
         """
         started = time.monotonic()
-        decided = self._agree(error, 0, *self._failure())
+        decided = self._agree(error, 0, set(), self._failure())
         self.seconds += time.monotonic() - started
         gone = {number: rank for number, rank in self._workers() if number not in decided.survivors}
         left = frozenset(rank for number, rank in gone.items() if self._has_left(number))
@@ -171,7 +174,7 @@ class Membership(ModelGroup):
                 group = self._ddp.process_group
                 if dist.get_rank(group) == 0:
                     for rank in newcomers:
-                        send(self._ddp.module, self._optimizer, rank, group)
+                        send(self._ddp.module, self._optimizers, rank, group)
                 core = make_core(backend_of(group))
                 break
             except dist.DistBackendError as another:
@@ -182,7 +185,8 @@ class Membership(ModelGroup):
 
     def _regroup(self, error: BaseException) -> range:
         """The ranks of newcomers in the new group."""
-        dead, reason = self._failure()
+        dead: set[int] = set()
+        reason = self._failure()
         for attempt in range(ATTEMPTS):
             decided = self._agree(error, attempt, dead, reason)
             try:
@@ -197,17 +201,28 @@ class Membership(ModelGroup):
         self._enroll(decided, reason)
         return range(len(decided.survivors), len(decided.members))
 
-    def _failure(self) -> tuple[set[int], str]:
-        """Of the group: whom its reason says to be gone, and not only silent; and the reason."""
+    def _failure(self) -> str:
+        """The reason of the group's; what happens to it is no news from now on."""
         backend = self._attachable()
         backend._withdraw_announcements()
-        lost = backend._lost_rank
-        return {self.members[lost]} if lost >= 0 else set(), backend.failure[1]
+        return backend.failure[1]
+
+    def _lost(self) -> set[int]:
+        """Whom the group that has failed knows to be gone by now, and not only silent."""
+        return {self.members[rank] for rank in self._attachable()._lost_ranks}
 
     def _agree(self, error: BaseException, attempt: int, dead: set[int], reason: str) -> GoingOn:
-        """Who goes on, this worker among them."""
+        """Who goes on, this worker among them.
+
+        Args:
+            error: Why the group has failed.
+            attempt: At a new group.
+            dead: Whom the lists of earlier attempts lack; more come to it.
+            reason: Of the failure.
+        """
         try:
             decided = self._decide(attempt, dead, reason)
+            dead |= set(self.members) - set(decided.survivors)  # who is on no list cannot come back
         except (dist.DistNetworkError, dist.DistStoreError) as lost:
             raise dist.DistBackendError(
                 f"torchext: cannot train on, as the store where the workers would agree on who is left does not"
@@ -236,6 +251,8 @@ class Membership(ModelGroup):
             self.members,
             first=self._meeting(),
             dead=dead,
+            # With the second attempt the others have left the group that has failed: that they do is no death.
+            lost=self._lost if attempt == 0 else set,
             grace=GRACE,
             patience=patience,
             reason=reason,
@@ -322,11 +339,11 @@ class Membership(ModelGroup):
         if not self._takes_newcomers():
             return False
         group = self._ddp.process_group
-        decided = torch.zeros(1)
+        decided = torch.zeros(1, device="cpu")
         if dist.get_rank(group) == 0:
             try:
                 decided.fill_(self._admit())
-            except (dist.DistNetworkError, dist.DistStoreError) as error:  # training needs no store
+            except RuntimeError as error:  # of the store, which training needs not
                 _logger.warning("torchext: nobody can join, since the store does not answer (%s)", error)
         dist.broadcast(decided, group=group, group_src=0)
         return bool(decided)
@@ -351,7 +368,7 @@ class Membership(ModelGroup):
         self._store = newcomer.store
         self.is_world = True
         for entry in range(ENTRIES):
-            request, answer = newcomer.ask(self._ddp.module, self._optimizer)
+            request, answer = newcomer.ask(self._ddp.module, self._optimizers)
             self._options._timeout = timedelta(seconds=answer.pop("timeout"))
             self._roll = Roll(**answer)
             try:
@@ -364,7 +381,7 @@ class Membership(ModelGroup):
                     raise dist.DistBackendError(f"torchext.join: not let in by {ENTRIES} tries") from error
                 _logger.warning("torchext.join: the workers lost one of them meanwhile (%s); asking again", error)
         try:
-            unpack(state, self._ddp.module, self._optimizer)
+            unpack(state, self._ddp.module, self._optimizers)
         except Exception as error:
             self._give_up()
             raise ValueError(

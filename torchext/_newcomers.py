@@ -1,6 +1,9 @@
 """How newcomers and a running job find each other: :class:`Newcomer` on their side, :class:`Door` on that of the job.
 
-They meet in the job's store. A newcomer leaves a request with what it trains, and waits. The job's first worker looks
+They meet in the job's store, which a worker of another version can reach, or any program. So what stands there is
+checked field by field, and what cannot be understood is refused as what does not fit is: it is no error of the job's.
+
+A newcomer leaves a request with what it trains, and waits. The job's first worker looks
 for requests whenever all workers meet for an exact average, refuses those that do not fit, with the reason, and makes
 sure that the others still wait: one that was killed meanwhile must not be waited for. Then all workers form a group
 with the newcomers in it (``torchext/_membership.py``). Should the first worker die before it has answered, the next one
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,6 +30,7 @@ __all__ = ["Door", "Newcomer", "Request", "root_of"]
 
 ANSWER = timedelta(seconds=1)  # for a newcomer that waits to say that it does
 REQUESTS = 5  # of a newcomer that is slow to say so
+REQUESTS_A_LOOK = 1024  # that the job's first worker reads: the count in the store is anybody's
 
 _PREFIX = "torchext/newcomers"
 _PAUSE = 0.02
@@ -45,25 +50,48 @@ class Request:
     backend: str
     options: str
     optimizer: str
-    """Its class."""
+    """Its class; of several one after the other."""
     model: list[tuple[str, str, list[int], list[int]]]
     """Name, dtype, shape and strides of each parameter and buffer: averages run over memory, in its order."""
     groups: list[list[str]]
-    """The parameters of each of the optimizer's groups, whose state goes by their places; "" for one of others."""
+    """The parameters of each of the optimizers' groups, whose state goes by their places; "" for one of others."""
     version: str = __version__
 
     @classmethod
-    def of(cls, backend: str, options: Any, module: nn.Module, optimizer: torch.optim.Optimizer) -> Request:
+    def of(cls, backend: str, options: Any, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Request:
         tensors = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor))
             # Not state_dict(), which has get_extra_state() and lacks buffers that are not persistent.
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
         ]
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        groups = [[names.get(id(p), "") for p in group["params"]] for own in optimizers for group in own.param_groups]
         # The timeout may come with init_process_group as well; newcomers take the job's.
         options = repr(options).rpartition(", timeout=")[0] + ")"  # which the job tells
-        return cls(backend, options, type(optimizer).__name__, tensors, groups)
+        return cls(backend, options, ", ".join(type(own).__name__ for own in optimizers), tensors, groups)
+
+    @classmethod
+    def parse(cls, text: bytes) -> Request:
+        """What a newcomer has left, which may be anything.
+
+        Raises:
+            ValueError: This version understands no such request; says why, to go on behind "this worker does not fit".
+        """
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"its request is not JSON ({error})") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"its request is {_cut(given)}, where an object is expected")
+        version = given.get("version")
+        if version != __version__:
+            raise ValueError(f"its version is {_cut(version)}, the job's is {__version__!r}")
+        if unlike := sorted(_FORMS.keys() ^ given.keys()):
+            raise ValueError(f"its request has other fields than the job's: {', '.join(map(_cut, unlike))}")
+        for name, is_formed in _FORMS.items():
+            if not is_formed(given[name]):
+                raise ValueError(f"its request has {_cut(given[name])} for {name}")
+        return cls(**given)
 
     def difference(self, job: Request) -> str:
         """Why a worker with this request cannot join ``job``; empty if it can."""
@@ -85,6 +113,37 @@ class Request:
                     where = f"at place {place} of group {number}"
                     return f"its optimizer has {_parameter(its)} {where}, where the job's has {_parameter(ours)}"
         return ""
+
+
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _list_of(is_formed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_formed, value))
+
+
+def _is_tensor(entry: Any) -> bool:
+    forms = (_is_text, _is_text, _are_sizes, _are_sizes)
+    return isinstance(entry, list) and len(entry) == len(forms) and all(f(v) for f, v in zip(forms, entry, strict=True))
+
+
+_are_sizes = _list_of(lambda value: isinstance(value, int))
+
+# The fields of a Request as they stand in JSON.
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    "backend": _is_text,
+    "options": _is_text,
+    "optimizer": _is_text,
+    "model": _list_of(_is_tensor),
+    "groups": _list_of(_list_of(_is_text)),
+    "version": _is_text,
+}
 
 
 def _listed(sizes: list[int]) -> str:
@@ -111,24 +170,35 @@ class Door:
     def __init__(self, store: Store, job: Request) -> None:
         self._store = PrefixStore(_PREFIX, root_of(store))
         self._job = job
-        self._done: set[int] = set()
+        self._first = 1  # those below are done,
+        self._done: set[int] = set()  # and these
 
     def newcomers(self) -> list[int]:
         """The requests of those that fit and wait, which must be answered with :meth:`admit`."""
         waiting = {}
-        for number in range(1, self._store.add("count", 0) + 1):
+        count = self._store.add("count", 0)
+        for number in range(self._first, min(count, self._first + REQUESTS_A_LOOK - 1) + 1):
             if number in self._done or not self._store.check([f"{number}/request"]):
                 continue
             self._done.add(number)
             call = self._calls(number) + 1
             if call > 1 and self._is_settled(number, call - 1):
                 continue
-            fields = json.loads(self._store.get(f"{number}/request"))
-            difference = Request(**fields).difference(self._job)
+            difference = self._difference(number)
             self._store.set(f"{number}/heard/{call}", difference)
             if not difference:
                 waiting[number] = call
+        while self._first in self._done:
+            self._done.remove(self._first)
+            self._first += 1
         return [number for number, call in waiting.items() if self._waits(number, call)]
+
+    def _difference(self, number: int) -> str:
+        """Why the newcomer cannot join; empty if it can."""
+        try:
+            return Request.parse(self._store.get(f"{number}/request")).difference(self._job)
+        except ValueError as error:
+            return str(error)
 
     def admit(self, number: int, answer: dict[str, Any]) -> None:
         """Tells a newcomer where the workers meet."""
@@ -171,7 +241,7 @@ class Newcomer:
         self.group: ProcessGroup | None = None  # that of one, in which the model is built
         self._timeout = timeout
 
-    def ask(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]]:
+    def ask(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[int, dict[str, Any]]:
         """Waits until the workers let this one in; returns the request's number and :meth:`Door.admit`'s answer.
 
         Raises:
@@ -179,7 +249,7 @@ class Newcomer:
             torch.distributed.DistStoreError: No worker answered in time.
         """
         store = PrefixStore(_PREFIX, root_of(self.store))
-        request = Request.of(self.backend, self.options, module, optimizer)
+        request = Request.of(self.backend, self.options, module, optimizers)
         for _ in range(REQUESTS):
             number = store.add("count", 1)
             store.set(f"{number}/request", json.dumps(asdict(request)))

@@ -191,18 +191,16 @@ def _hello(store: Store, rank: int, timeout: timedelta, called_off: CalledOff | 
 
 def _wait(store: Store, key: str, timeout: timedelta, complaint: str, called_off: CalledOff | None) -> None:
     try:
-        if called_off is None:
-            store.wait([key], timeout)
-        else:
-            _look(store, key, timeout, called_off)
+        _look(store, key, timeout, called_off)
     except RuntimeError as error:  # DistStoreError, or what a FileStore raises
         raise DistStoreError(f"{complaint} within {timeout.total_seconds():g} s ({error})") from error
 
 
-def _look(store: Store, key: str, timeout: timedelta, called_off: CalledOff) -> None:
+def _look(store: Store, key: str, timeout: timedelta, called_off: CalledOff | None) -> None:
+    """Looks again and again: in a wait inside the store, Python would not run the handlers of signals."""
     deadline, pause = _deadline(timeout), _FIRST_PAUSE
     while not store.check([key]):
-        if called_off():
+        if called_off and called_off():
             raise DistStoreError(_CALLED_OFF)
         if time.monotonic() > deadline:
             raise DistStoreError("timed out")

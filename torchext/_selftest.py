@@ -41,7 +41,7 @@ def _worker(rank: int, store: str) -> None:
 
     milliseconds = []
     for _ in range(REPEATS):
-        tensor = torch.full((ELEMENTS,), float(rank + 1))
+        tensor = torch.full((ELEMENTS,), float(rank + 1), device="cpu")
         started = time.perf_counter()
         dist.all_reduce(tensor)
         milliseconds.append((time.perf_counter() - started) * 1e3)
@@ -52,7 +52,7 @@ def _worker(rank: int, store: str) -> None:
     assert isinstance(backend, torchext.ProcessGroupPrague)
     milliseconds = []
     for _ in range(REPEATS):
-        tensor = torch.full((ELEMENTS,), float(rank + 1))
+        tensor = torch.full((ELEMENTS,), float(rank + 1), device="cpu")
         started = time.perf_counter()
         backend.partial_all_reduce(tensor, [0, 1]).wait()
         milliseconds.append((time.perf_counter() - started) * 1e3)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ __all__ = ["StateSlices"]
 
 # State that belongs to the whole parameter. Told from a slice by its shape, but for parameters without dimensions.
 _SCALARS = {"step", "eta", "mu", "mu_product"}
-# How long a rank waits for the others where scripts may forget them.
-_MEETING = timedelta(seconds=60)
 
 
 class StateSlices:
@@ -48,10 +46,10 @@ class StateSlices:
                     pieces.setdefault(value.dtype, []).append((position, key, value))
         for dtype, entries in pieces.items():
             sizes = [self._each(position) for position, _, _ in entries]
-            own = torch.zeros(sum(sizes), dtype=dtype)
+            own = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
             for (_, _, value), place in zip(entries, torch.split(own, sizes), strict=True):
                 place[: value.numel()] = value
-            everyone = torch.empty(self._world * own.numel(), dtype=dtype)
+            everyone = torch.empty(self._world * own.numel(), dtype=dtype, device="cpu")
             dist.all_gather_into_tensor(everyone, own, group=self._group)
             split = torch.split(everyone.view(self._world, -1), sizes, dim=1)
             for (position, key, _), parts in zip(entries, split, strict=True):
@@ -75,18 +73,35 @@ class StateSlices:
                 result[f"{position}.{key}"] = value
         return result
 
-    def meet(self) -> None:
-        """Returns when all ranks are here, or says who is not: a script may ask for the state on rank 0 alone."""
+    def meet(self, others_train_on: Callable[[], bool]) -> None:
+        """Returns when all ranks are here. Where one trains on instead, every rank is told, and the group fails.
+
+        A script may ask for the state on rank 0 alone, which would wait for the others, and they for its gradients.
+
+        Args:
+            others_train_on: Whether a rank waits for gradients of a step that this one has not begun.
+
+        Raises:
+            torch.distributed.DistBackendError: The group has failed.
+        """
         if self._world == 1:
             return
         backend = backend_of(self._group)
-        limit = min(backend.options._timeout, _MEETING)
+        arrival = dist.barrier(group=self._group, async_op=True)
+        assert arrival is not None
+        while not arrival.is_completed():
+            if others_train_on():
+                backend.abort_with_reason(
+                    f"rank {self._rank} waits in optimizer.state_dict(), where all ranks meet in dear's sharded form, "
+                    "and another rank trains on; call it on all ranks, or use DeAROptions(form='replicated')"
+                )
+            time.sleep(0.001)
         try:
-            backend.monitored_barrier(limit, wait_all_ranks=True)
+            arrival.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"dear: optimizer.state_dict() is collective, and some rank did not call it within {limit.seconds} s; "
-                f"call it on every rank, and save it on one ({error})"
+            raise type(error)(
+                "dear: optimizer.state_dict() is collective in the sharded form: call it on every rank, and save it on "
+                f"one ({error})"
             ) from error
 
     def _each(self, position: int) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["STEP_IS_EAGER", "UncompiledStep", "uncompiled"]
+__all__ = ["STEP_IS_EAGER", "uncompiled"]
 
 STEP_IS_EAGER = "dear: optimizer.step() waits for gradients and is not compiled; compile the model instead"
 
@@ -43,32 +42,3 @@ def uncompiled(reason: str) -> Callable[[_Function], _Function]:
         return call  # type: ignore[return-value]
 
     return decorate
-
-
-class UncompiledStep:
-    """Keeps ``optimizer.step`` out of what is compiled, on one optimizer, until removed.
-
-    A compiled step would have the gradients of its parameters as they were when it was compiled.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        before = self._before = optimizer.__dict__.get("step")  # a scheduler's, say, which knows its optimizer
-        function = type(optimizer).step if before is None else before
-
-        @uncompiled(STEP_IS_EAGER)
-        @functools.wraps(function)
-        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return function(optimizer, *args, **kwargs) if before is None else function(*args, **kwargs)
-
-        self._step = types.MethodType(step, optimizer)
-        optimizer.step = self._step  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """Gives the optimizer its own step back; one that was put around this one since goes on calling it."""
-        if self._optimizer.__dict__.get("step") is not self._step:
-            return
-        if self._before is None:
-            del self._optimizer.step
-        else:
-            self._optimizer.step = self._before  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ import copy
 import functools
 import os
 import sys
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +25,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, Sto
 from torchext import _C
 from torchext._rendezvous import attempt_store, decline
 from torchext._resources import check_resources
+from torchext._unattached import warn_of_unattached
 from torchext.errors import BackendOptionsError, NotABackendOfOursError
+from torchext.options import LONGEST_TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,8 +46,10 @@ __all__ = [
 
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 _CONNECT_GRACE = timedelta(seconds=5)
+_MISSING = "these ranks did not finish making their part of the group, and say why themselves: "
 # Survivors come to a new group when the old one has failed for each of them, however short its timeout.
 _SHRINK_PATIENCE = timedelta(seconds=30)
+_LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -169,13 +174,13 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
             # Others may wait for an average with this rank, and this one would wait for them.
             _C.keep_promises()
         patience = anew.connecting if anew else timeout
-        store = attempt_store(opts.store, opts.group_rank, opts.group_size, patience, is_fresh=bool(anew))
+        store = _connecting(attempt_store(opts.store, opts.group_rank, opts.group_size, patience, is_fresh=bool(anew)))
         members = options.global_ranks_in_group
         inner = _inner_backends(store, opts.group_rank, opts.group_size, timeout, opts.group_id, members)
         store.set(f"connected/{opts.group_rank}", _watching(options))
         try:
             if opts.group_size > 1 and not anew:  # groups that are formed anew have agreed before
-                _agree_on_watching(store, opts.group_rank, opts.group_size, name)
+                _agree_on_watching(store, opts.group_rank, opts.group_size, name, timeout)
             backend = BACKENDS[name].create(opts.group_rank, opts.group_size, inner, options)
         except Exception:
             _await_connected(store, opts.group_size)
@@ -189,9 +194,11 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
                 meeting = PrefixStore(f"shrunk/{'_'.join(map(str, remaining))}", store)
                 shrunk = attempt_store(meeting, rank, len(remaining), max(timeout, _SHRINK_PATIENCE))
             ranks = [members[position] for position in remaining]
-            return _inner_backends(shrunk, rank, len(remaining), timeout, f"{opts.group_id}:shrunk", ranks)
+            return _inner_backends(_connecting(shrunk), rank, len(remaining), timeout, f"{opts.group_id}:shrunk", ranks)
 
         backend._set_inner_factory(inner_of)
+        if opts.group_size > 1:
+            warn_of_unattached()
         return backend
 
     return create
@@ -231,21 +238,49 @@ def _options(name: str, pg_options: object | None, opts: Any) -> Any:
     # init_process_group always passes a timeout: the default says nothing about what the user wants.
     if opts.timeout != _DEFAULT_TIMEOUT or pg_options is None:
         options._timeout = opts.timeout
-    if options._timeout <= timedelta(0):
-        raise ValueError(f"timeout of a {name} group must be more than 0, got {options._timeout}")
+    if not timedelta(0) < options._timeout <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"timeout of a {name} group must be more than 0 and at most {LONGEST_TIMEOUT.days} days, got"
+            f" {options._timeout} (torch turns around what is far beyond); leave it out for 30 minutes"
+        )
     options.group_name = opts.group_id
     options.global_ranks_in_group = opts.global_ranks_in_group or list(range(opts.group_size))
     return options
+
+
+def _connecting(store: Store) -> Store:
+    """The store in which the ranks of one group connect.
+
+    There they learn at once who cannot. Where groups are formed anew, who is missing is found in another way.
+    """
+    return store if _replacement.get() else _C.ConnectingStore(store)
 
 
 def _inner_backends(
     store: Store, rank: int, size: int, timeout: timedelta, group_name: Any, members: list[int]
 ) -> _C.InnerBackends:
     """Gloo, NCCL where there is a GPU, and Gloo for control messages where there is a peer; collective."""
+    try:
+        return _connected(store, rank, size, timeout, group_name, members)
+    except BaseException as error:
+        if isinstance(store, _C.ConnectingStore):
+            with contextlib.suppress(RuntimeError):  # the store is gone, and with it the others
+                text = " ".join(str(error).split())[:_LONGEST_REASON]
+                store.refuse(f"rank {rank} cannot connect to the others: {type(error).__name__}: {text}")
+                store.set(f"told/{rank}", "1")
+                if rank == 0 and isinstance(error, Exception):  # the store may be this process's
+                    _await_told(store, size)
+        raise
+
+
+def _connected(
+    store: Store, rank: int, size: int, timeout: timedelta, group_name: Any, members: list[int]
+) -> _C.InnerBackends:
     anew = _replacement.get()
     if anew:
         _C.fault_point("group.arrived")
     connecting = anew.connecting if anew else timeout
+    sockets = _C.ClosedInChildren()
     cpu = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=connecting)
     cuda = _nccl(store, rank, size, timeout, group_name, members)
     control = None
@@ -254,11 +289,12 @@ def _inner_backends(
         # on it say so themselves.
         control = dist.ProcessGroupGloo(PrefixStore("control", store), rank, size, timeout=connecting)
         control._set_default_timeout(timeout)
+    sockets.watch()
     cpu._set_default_timeout(timeout)
     if anew:
         _C.fault_point("group.connected")
         anew.settle()
-    return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control)
+    return _C.InnerBackends(cpu=cpu, cuda=cuda, control=control, sockets=sockets)
 
 
 def _nccl(store: Store, rank: int, size: int, timeout: timedelta, group_name: Any, members: list[int]) -> Any:
@@ -281,7 +317,13 @@ def _group_of(process: int) -> ProcessGroup:  # a forked child has none of its p
     store, timeout = HashStore(), timedelta(minutes=1)
     kinds = ProcessGroup.BackendType
     group = ProcessGroup(store, 0, 1)
-    group._register_backend(torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(store, 0, 1, timeout=timeout))
+    check_resources(1, 1)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_default_device()]
+    options._threads = 1  # Gloo ends the process where it gets the first of several, and not the next
+    options._timeout = timeout
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo(store, 0, 1, options))
     nccl = _nccl(store, 0, 1, timeout, "torchext: one", [0])
     if nccl is not None:
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
@@ -297,14 +339,26 @@ def _watching(options: Any) -> str:
     return f'heartbeat_timeout = {beat:g} s, call_check = "{check}"'
 
 
-def _agree_on_watching(store: Store, rank: int, size: int, name: str) -> None:
-    """Raises on every rank if two differ: one would wait for what the other never sends. Rank 0 compares."""
+def _agree_on_watching(store: Store, rank: int, size: int, name: str, timeout: timedelta) -> None:
+    """Raises on every rank if two differ: one would wait for what the other never sends. Rank 0 compares.
+
+    Also where one has not come this far: it may have failed when it made its inner groups.
+    """
+    keys = [f"connected/{other}" for other in range(size)]
     if rank == 0:
-        keys = [f"connected/{other}" for other in range(size)]
+        try:
+            store.wait(keys, timeout)
+        except RuntimeError as error:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            store.set("watching", f"{_MISSING}{missing}")
+            raise dist.DistStoreError(f"{name}: {_MISSING}{missing}") from error
         given = [value.decode() for value in store.multi_get(keys)]
         other = next((other for other, value in enumerate(given) if value != given[0]), 0)
         store.set("watching", f"rank 0 has {given[0]}, rank {other} has {given[other]}" if other else "")
+    store.wait(["watching"], timeout + timedelta(seconds=1))  # later than rank 0, which knows more
     different = store.get("watching").decode()
+    if different.startswith(_MISSING):
+        raise dist.DistStoreError(f"{name}: {different}")
     if different:
         raise ValueError(
             f"{name}: {different}; pass the same options (and TORCH_DISTRIBUTED_DEBUG) on all ranks of a group"
@@ -318,6 +372,13 @@ def _await_connected(store: Store, size: int) -> None:
     """
     with contextlib.suppress(RuntimeError):  # a rank that does not come has a reason of its own
         store.wait([f"connected/{rank}" for rank in range(size)], _CONNECT_GRACE)
+
+
+def _await_told(store: Store, size: int) -> None:
+    """Lets every rank learn that the group does not come about, for some seconds at most."""
+    deadline = time.monotonic() + _CONNECT_GRACE.total_seconds()
+    while not store.check([f"told/{rank}" for rank in range(size)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _leave_at_exit() -> None:

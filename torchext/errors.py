@@ -1,8 +1,8 @@
-"""The errors of torchext that are its own; failures of a group are :class:`torch.distributed.DistBackendError`."""
+"""The errors and warnings of torchext's own; failures of a group are :class:`torch.distributed.DistBackendError`."""
 
 from __future__ import annotations
 
-__all__ = ["BackendOptionsError", "KFACStateError", "NoSupportedLayerError", "NotABackendOfOursError"]
+__all__ = ["BackendOptionsError", "KFACStateError", "NoSupportedLayerError", "NotABackendOfOursError", "ReplicaWarning"]
 
 
 class BackendOptionsError(TypeError):
@@ -19,3 +19,7 @@ class NoSupportedLayerError(ValueError):
 
 class KFACStateError(ValueError):
     """A K-FAC state does not belong to this model or these options; nothing of it was loaded."""
+
+
+class ReplicaWarning(UserWarning):
+    """A script reads the state of one replica where replicas differ, and may take it for the model's."""

@@ -7,8 +7,12 @@ from datetime import timedelta
 from typing import Any
 
 from torchext._C import DeAROptions, DSSyncOptions, HopOptions, PragueOptions
+from torchext._plain import plain
 
 __all__ = ["DSSyncOptions", "DeAROptions", "HopOptions", "PragueOptions"]
+
+# Of every wait. Times add up below that, in nanoseconds of 64 bits.
+LONGEST_TIMEOUT = timedelta(days=3650)
 
 # What an option must be, by its name, or else by its default.
 _NAMED = {
@@ -25,6 +29,10 @@ def _explain_refusals(kind: Any) -> None:
     construct = kind.__init__
 
     def init(self: Any, *positional: Any, **options: Any) -> None:
+        options = {name: _plain(value) for name, value in options.items()}
+        for name, value in options.items():
+            if isinstance(value, timedelta) and abs(value) > LONGEST_TIMEOUT:  # which C++ might take for another time
+                raise ValueError(f"{kind.__name__}: {name} must be at most {LONGEST_TIMEOUT.days} days, got {value}")
         try:
             construct(self, *positional, **options)
         except TypeError:
@@ -35,6 +43,13 @@ def _explain_refusals(kind: Any) -> None:
 
     init.__name__, init.__qualname__, init.__doc__ = "__init__", f"{kind.__qualname__}.__init__", construct.__doc__
     kind.__init__ = init
+
+
+def _plain(value: Any) -> Any:
+    """Python's numbers for NumPy's and tensors', in lists, too, and lists for their arrays."""
+    if getattr(value, "ndim", 0) and hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(element) for element in value] if isinstance(value, list | tuple) else plain(value)
 
 
 def _refusal(kind: Any, construct: Any, positional: tuple[Any, ...], options: dict[str, Any]) -> str:

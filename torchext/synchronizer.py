@@ -16,10 +16,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._forward_waits import ForwardWaits
-from torchext._step_hooks import after_step, before_step
+from torchext._forward_hooks import wait_in_front
+from torchext._plain import plain
+from torchext._step_guard import refuse_other_optimizers
+from torchext._under_way import Arrivals
 
-__all__ = ["Synchronizer", "in_use", "left_alone"]
+__all__ = ["Synchronizer", "abandon_ended", "in_use", "left_alone"]
 
 _attached: weakref.WeakValueDictionary[int, Synchronizer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -28,6 +30,18 @@ _numbers = itertools.count()
 def in_use() -> list[Synchronizer]:
     """Those that may still train, in the order of attaching: not detached, and their groups live."""
     return [synchronizer for _, synchronizer in sorted(_attached.items()) if synchronizer._in_use()]
+
+
+def abandon_ended(optimizer: torch.optim.Optimizer) -> None:
+    """Frees an optimizer of synchronizers whose groups were destroyed without ``detach()``.
+
+    Raises:
+        ValueError: Its state is not whole.
+    """
+    for synchronizer in list(_attached.values()):
+        owned = any(own is optimizer for own in synchronizer._optimizers)
+        if owned and not synchronizer._detached and not synchronizer._in_use():
+            synchronizer._abandon()
 
 
 def left_alone(ddp: DistributedDataParallel) -> set[int]:
@@ -52,20 +66,23 @@ class Synchronizer(abc.ABC):
         self,
         core: _C.Synchronizer,
         ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        tensors: Sequence[torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        arrivals: Arrivals,
     ) -> None:
         self._core = core
         self._ddp = ddp
-        self._optimizer = optimizer
+        self._optimizers = tuple(optimizers)
         self._averaging = False
         self._detached = False
         _attached[next(_numbers)] = self
         alone = left_alone(ddp)
+        self._trained = {id(p) for p in ddp.module.parameters() if p.requires_grad} - alone
         self._frozen = [p for p in ddp.module.parameters() if not p.requires_grad and id(p) not in alone]
-        self._waits = ForwardWaits(ddp, tensors, self._wait_tensors, self._wait_readable)
-        self._after_step_hook = after_step(optimizer, self._after_step)
-        self._handles: list[Any] = [before_step(optimizer, self._before_step), self._after_step_hook]
+        self._arrivals = arrivals
+        self._handles: list[Any] = []
+        self._waits: list[Any] | None = None  # in front of forward passes; None: nothing will be under way
+        self._wait_in_front(True)
+        refuse_other_optimizers()
 
     def __reduce__(self) -> Any:
         # In copies and pickles of the model, which stands for itself: None, not attached.
@@ -90,10 +107,6 @@ class Synchronizer(abc.ABC):
     def _wait_tensors(self, positions: list[int]) -> None:
         self._core.wait_tensors(positions)
 
-    def _wait_readable(self) -> None:
-        """Until a forward pass, or who saves, may read all of the model."""
-        self.wait()
-
     def _wait_all(self) -> None:
         self._core.wait_all()
 
@@ -101,10 +114,15 @@ class Synchronizer(abc.ABC):
         self._core.detach()
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
+    def averaged(self, *, optimizer_state: bool = True) -> Iterator[nn.Module]:
         """Inside, the model is the same on all workers (evaluation, checkpoints); yields it, without its DDP wrapper.
 
-        The optimizer must not step inside.
+        So is the optimizer's state, which a checkpoint holds, too. The optimizer must not step inside, and what is
+        loaded into it or into the model inside is lost when the block ends.
+
+        Args:
+            optimizer_state: False leaves the optimizer's state as it is, for an evaluation that saves nothing: with
+                Adam that is a third of the time and of the memory. With ``dear`` there is no difference.
 
         Raises:
             RuntimeError: After :meth:`detach` or inside :meth:`averaged`; a tensor of the model has been given other
@@ -112,7 +130,7 @@ class Synchronizer(abc.ABC):
             torch.distributed.DistBackendError: As :meth:`synchronize`.
         """
         self._check_attached("averaged")
-        self._enter_average()
+        self._enter_average(optimizer_state)
         self._averaging = True
         try:
             yield self._ddp.module
@@ -173,13 +191,13 @@ class Synchronizer(abc.ABC):
                     f"Synchronizer.load_state_dict: {key} is missing, got {', '.join(map(str, state)) or 'nothing'}; "
                     "pass what state_dict() gave"
                 )
-        version, steps = state["version"], state["steps"]
+        version, steps = state["version"], plain(state["steps"])
         if version != 1:
             raise ValueError(f"Synchronizer.load_state_dict: version must be 1, got {version!r}")
-        # The schedule counts in 64 bits.
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 2**63:
+        # The schedule counts on from there, in 64 bits.
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= 2**62:
             raise ValueError(
-                f"Synchronizer.load_state_dict: steps must be an int in [0, 2**63), got {steps!r}; pass what "
+                f"Synchronizer.load_state_dict: steps must be an int in [0, 2**62], got {steps!r}; pass what "
                 "state_dict() gave"
             )
         self._core.steps = steps
@@ -195,13 +213,22 @@ class Synchronizer(abc.ABC):
             return
         self._detached = True
         self._remove_hooks()
-        self._detach_core()
+        try:
+            self._detach_core()
+        finally:
+            self._arrivals.settle_all()
+
+    def _abandon(self) -> None:
+        """As :meth:`detach`, where the group has ended, with nobody else."""
+        self._detached = True
+        self._remove_hooks()
+        self._arrivals.settle_all()
 
     def _leave_at_exit(self) -> None:
         """A script that ends without detach() or destroy_process_group() still keeps its promises, for two seconds."""
         self._core.leave(timedelta(seconds=2))
 
-    def _enter_average(self) -> None:
+    def _enter_average(self, optimizer_state: bool) -> None:
         self._synchronize()
 
     def _leave_average(self) -> None:  # noqa: B027  # nothing to restore where replicas do not differ
@@ -227,24 +254,35 @@ class Synchronizer(abc.ABC):
         if self._averaging:
             raise RuntimeError(f"Synchronizer.{what} inside averaged(); leave the with block first")
 
+    def _wait_in_front(self, needed: bool) -> None:
+        """Has forward passes wait for what is under way, or, where nothing will be, cost nothing."""
+        if needed == (self._waits is not None):
+            return
+        for handle in self._waits or ():
+            handle.remove()
+        self._waits = wait_in_front(self._ddp, self._arrivals) if needed else None
+
     def _remove_hooks(self) -> None:
-        self._waits.remove()
+        self._wait_in_front(False)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _before_step(self, *_: Any) -> Any:
-        self._check_step()
-        self._core.before_step()
+    def _refuses(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of this optimizer, which is about to begin, must not be."""
+        if any(optimizer is own for own in self._optimizers) or self._steps_inside():
+            return False
+        return any(id(parameter) in self._trained for group in optimizer.param_groups for parameter in group["params"])
+
+    @abc.abstractmethod
+    def _steps_inside(self) -> bool:
+        """Whether the attached optimizer's step is under way, and another one's may be a part of it."""
 
     def _check_step(self) -> None:
         if self._averaging:
             raise RuntimeError("optimizer.step() inside averaged(): the step would be lost when the block ends")
         if any(parameter.requires_grad for parameter in self._frozen):
             self._refuse_unfrozen()
-
-    def _after_step(self, *_: Any) -> None:
-        self._core.after_step()
 
     def _refuse_unfrozen(self) -> None:
         frozen = {id(parameter) for parameter in self._frozen}

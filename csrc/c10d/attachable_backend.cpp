@@ -70,9 +70,11 @@ std::uint64_t AttachableBackend::addShutdownCallback(std::function<void()> callb
 
 void AttachableBackend::removeShutdownCallback(std::uint64_t id) {
   std::unique_lock<std::mutex> lock(mutex_);
-  shutdown_callbacks_.erase(id);
+  const auto removed = shutdown_callbacks_.extract(id);
   // What it captured goes with the caller.
-  callback_over_.wait(lock, [&] { return running_callback_ != id || shutdown_thread_ == std::this_thread::get_id(); });
+  callback_over_.wait(
+      lock, [&] { return id == 0 || running_callback_ != id || shutdown_thread_ == std::this_thread::get_id(); });
+  lock.unlock();
 }
 
 bool AttachableBackend::outwaitTraining(const std::function<bool(std::chrono::milliseconds)>& left) noexcept {
@@ -144,8 +146,9 @@ void AttachableBackend::announceLeaving() {
 }
 
 void AttachableBackend::withdrawAnnouncements() {
+  std::vector<std::function<void()>> withdrawn;  // what they own goes without the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  announcements_.clear();
+  withdrawn.swap(announcements_);
 }
 
 void AttachableBackend::keep(std::shared_ptr<void> synchronizer) {
@@ -164,10 +167,11 @@ void AttachableBackend::onShutdown() {
   std::unique_lock<std::mutex> lock(mutex_);
   shutdown_thread_ = std::this_thread::get_id();
   while (!shutdown_callbacks_.empty()) {
-    const auto entry = shutdown_callbacks_.extract(shutdown_callbacks_.begin());
+    auto entry = shutdown_callbacks_.extract(shutdown_callbacks_.begin());
     running_callback_ = entry.key();
     lock.unlock();
     entry.mapped()();
+    entry = {};  // what it captured goes without the lock
     lock.lock();
     running_callback_ = 0;
     callback_over_.notify_all();

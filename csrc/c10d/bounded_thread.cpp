@@ -4,7 +4,7 @@
 #include <mutex>
 #include <utility>
 
-#include <c10/util/thread_name.h>
+#include "c10d/start_thread.h"
 
 namespace torchext {
 
@@ -14,16 +14,15 @@ struct BoundedThread::End {
   bool reached = false;
 };
 
-BoundedThread::BoundedThread(std::string name, std::function<void()> body)
+BoundedThread::BoundedThread(const std::string& name, std::function<void()> body)
     : end_(std::make_shared<End>()),
-      thread_(std::make_unique<std::thread>([end = end_, name = std::move(name), body = std::move(body)]() mutable {
-        c10::setThreadName(name);
+      thread_(std::make_unique<std::thread>(startThread(name, [end = end_, body = std::move(body)]() mutable {
         body();
         body = nullptr;  // what it owned goes before anybody hears that it has ended
         std::lock_guard lock(end->mutex);
         end->reached = true;
         end->changed.notify_all();
-      })) {}
+      }))) {}
 
 BoundedThread::~BoundedThread() { finish(std::chrono::milliseconds(0)); }
 

@@ -15,7 +15,7 @@ namespace torchext {
 class BoundedThread {
  public:
   BoundedThread() = default;
-  BoundedThread(std::string name, std::function<void()> body);
+  BoundedThread(const std::string& name, std::function<void()> body);
   ~BoundedThread();  // finish(0)
   BoundedThread(BoundedThread&&) = default;
   BoundedThread& operator=(BoundedThread&&) = default;

@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/attentive_wait.h"
 #include "c10d/callers_line.h"
 #include "c10d/collective_header.h"
 #include "c10d/fault_points.h"
@@ -35,7 +36,8 @@ CallCheck::CallCheck(std::shared_ptr<GroupHealth> health, std::shared_ptr<Failur
       control_(std::move(control)),
       rank_(control_->getRank()),
       size_(control_->getSize()),
-      mode_(mode) {
+      mode_(mode),
+      thread_(std::make_unique<TaskThread>("torchext_start")) {
   abort_callback_ = health_->addAbortCallback([this] {
     std::lock_guard lock(mutex_);
     failed_ = true;
@@ -45,6 +47,11 @@ CallCheck::CallCheck(std::shared_ptr<GroupHealth> health, std::shared_ptr<Failur
 
 CallCheck::~CallCheck() { stop(); }
 
+void CallCheck::awaitRoom() {
+  std::unique_lock lock(mutex_);
+  waitAttentively(changed_, lock, [this] { return waiting_ < kMostWaiting || failed_; });
+}
+
 std::optional<CallCheck::Ticket> CallCheck::record(core::CallHeader header) {
   if (mode_ == Mode::kLines && !isLeaving(header)) {
     header.line = callersLine();
@@ -52,8 +59,7 @@ std::optional<CallCheck::Ticket> CallCheck::record(core::CallHeader header) {
   std::optional<core::CallMessage> different;
   std::optional<Ticket> ticket;
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return waiting_ < kMostWaiting || failed_; });
+    const std::lock_guard lock(mutex_);
     const bool predicted = ledger_.record(header) && mode_ == Mode::kNew;
     const std::uint64_t number = ledger_.count();
     if (early_ && early_->number == number) {
@@ -79,9 +85,6 @@ void CallCheck::startLater(const Ticket& ticket, const OpInfo& op,
   std::lock_guard lock(mutex_);
   if (failed_) {
     return;
-  }
-  if (!thread_) {
-    thread_ = std::make_unique<TaskThread>("torchext_start");
   }
   thread_->post([self = shared_from_this(), ticket, op, start = std::move(start)] {
     std::exception_ptr error;
@@ -191,7 +194,7 @@ void CallCheck::differ(std::uint64_t number, const core::CallHeader& own, int pe
 
 void CallCheck::drain() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return waiting_ == 0 || failed_; });
+  waitAttentively(changed_, lock, [this] { return waiting_ == 0 || failed_; });
 }
 
 void CallCheck::stop() noexcept {

@@ -59,6 +59,9 @@ class CallCheck : public std::enable_shared_from_this<CallCheck> {
   CallCheck(const CallCheck&) = delete;
   CallCheck& operator=(const CallCheck&) = delete;
 
+  // Before record(): until fewer calls wait to start than the ledger can keep apart. What a signal's handler raises
+  // leaves it, and no call has been made.
+  void awaitRoom();
   // Notes the next call. Nothing: start it now. Otherwise hand the ticket to startLater().
   std::optional<Ticket> record(core::CallHeader header);
   // Runs `start` on this object's thread, in the order of the calls, once the ranks agree; with the error if they do
@@ -67,10 +70,9 @@ class CallCheck : public std::enable_shared_from_this<CallCheck> {
   void startLater(const Ticket& ticket, const OpInfo& op, std::function<void(const std::exception_ptr&)> start);
   // The successor's header, from its ring message.
   void received(const core::CallMessage& message);
-  // Waits until all calls have started, or the group has failed.
+  // Waits until all calls have started, or the group has failed; attentive to signals.
   void drain();
-  // Drops what has not started. After the group was closed or failed; also on this object's thread, where the callback
-  // of a failed call's future may end the group.
+  // Drops what has not started. After the group was closed or failed.
   void stop() noexcept;
 
  private:
@@ -92,7 +94,7 @@ class CallCheck : public std::enable_shared_from_this<CallCheck> {
   std::optional<core::CallMessage> early_;  // of a call that is not made here yet
   std::uint64_t waiting_ = 0;               // calls that have not started
   bool failed_ = false;
-  std::unique_ptr<TaskThread> thread_;  // made when first needed
+  std::unique_ptr<TaskThread> thread_;  // null after stop()
 };
 
 }  // namespace torchext

@@ -20,11 +20,14 @@
 //   Begin every call of your own with checkUsable(). Block only in waitPointToPoint(), or in something that an abort
 //   callback wakes. Stop threads of your own in onShutdown(), and call shutdown() first thing in your destructor.
 //
-// Call order: construct on every rank (collective, the inner groups connect) -> collectives -> shutdown() or abort().
+// Call order: makeBackend() (living_backends.h) on every rank (collective, the inner groups connect) -> collectives ->
+// shutdown() or abort().
 #pragma once
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -38,6 +41,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "c10d/call_check.h"
+#include "c10d/closed_in_children.h"
 #include "c10d/failure_monitor.h"
 #include "c10d/group_health.h"
 #include "c10d/group_options.h"
@@ -47,9 +51,10 @@ namespace torchext {
 
 // The groups a backend stands on, all of the same ranks in the same order.
 struct InnerBackends {
-  c10::intrusive_ptr<c10d::Backend> cpu;      // Gloo; never null
-  c10::intrusive_ptr<c10d::Backend> cuda;     // NCCL; null when torch has no CUDA or no GPU is visible
-  c10::intrusive_ptr<c10d::Backend> control;  // Gloo of its own: liveness, generator; null in a group of one
+  c10::intrusive_ptr<c10d::Backend> cpu;                // Gloo; never null
+  c10::intrusive_ptr<c10d::Backend> cuda;               // NCCL; null when torch has no CUDA or no GPU is visible
+  c10::intrusive_ptr<c10d::Backend> control;            // Gloo of its own: liveness, generator; null in a group of one
+  std::shared_ptr<ClosedInChildren> sockets = nullptr;  // of the Gloo groups
 };
 
 class DelegatingBackend : public CompatBackend {
@@ -62,10 +67,10 @@ class DelegatingBackend : public CompatBackend {
 
   // ---- For subclasses and for csrc/ddp ----
 
-  // The backend for tensors of this device. Throws for a device without one, naming the way out.
-  const c10::intrusive_ptr<c10d::Backend>& inner(c10::DeviceType device) const;
+  // The backend for tensors of this device. Throws for a device without one, naming the way out, and after shutdown().
+  c10::intrusive_ptr<c10d::Backend> inner(c10::DeviceType device) const;
   // The control group. Its tags from FailureMonitor::kReservedTags upwards are taken.
-  const c10::intrusive_ptr<c10d::Backend>& control() const { return inner_.control; }
+  c10::intrusive_ptr<c10d::Backend> control() const { return innerBackends().control; }
   FailureMonitor& failureMonitor() const { return *monitor_; }
   const std::shared_ptr<FailureMonitor>& sharedMonitor() const { return monitor_; }
   const std::shared_ptr<GroupHealth>& health() const { return health_; }
@@ -114,6 +119,9 @@ class DelegatingBackend : public CompatBackend {
   using InnerFactory = std::function<InnerBackends(const std::vector<int>& remaining, int rank)>;
   void setInnerFactory(InnerFactory factory) { innerFactory_ = std::move(factory); }
 
+  // Of intrusive_ptr_target: when the last owner lets go, before the destructor.
+  void release_resources() override;
+
   // ---- c10d::Backend: what it is ----
 
   const std::string getBackendName() const override { return name_; }
@@ -123,7 +131,7 @@ class DelegatingBackend : public CompatBackend {
   void setSequenceNumberForGroup() override {}  // starts at 0 on every rank
   uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
   void setGroupUid(const std::string& uid) override;
-  bool supportsSplitting() const override { return inner_.cpu->supportsSplitting(); }
+  bool supportsSplitting() const override;
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& opts) override;
   bool supportsShrinking() const override { return static_cast<bool>(innerFactory_); }
@@ -195,9 +203,13 @@ class DelegatingBackend : public CompatBackend {
 
   void extendTimeout(const std::chrono::milliseconds& timeout) override;
   Works gatherSingle(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override;
-  c10d::Backend* deviceInner() const override { return inner_.cuda.get(); }
+  c10d::Backend* deviceInner() const override { return innerBackends().cuda.get(); }
 
  private:
+  struct NotStarted {};
+  DelegatingBackend(NotStarted, int rank, int size, std::string name, InnerBackends inner,
+                    c10::intrusive_ptr<c10d::Backend::Options> options);
+
   // Checks, numbers, calls `call` with the inner backend for `device`, and wraps its work. `call` owns what it needs:
   // it may run later, on another thread.
   template <typename Call>
@@ -210,11 +222,22 @@ class DelegatingBackend : public CompatBackend {
   FailureMonitor::Events monitorEvents(std::chrono::milliseconds patience) const;
   Works wrap(const OpInfo& op, Works work, bool on_cpu);
   void noteCudaCallWhileCoalescing();
+  // shutdown(), and its end where another thread has begun it.
+  void awaitShutdown();
+  bool shutdownOver() {
+    const std::lock_guard lock(shutdownMutex_);
+    return shutdownOver_;
+  }
+  const GroupOptions& watchedOptions() const;
+  void start();
   void closeConnections() noexcept;
-  void dropInner(std::chrono::milliseconds limit) noexcept;
+  InnerBackends innerBackends() const;
+  enum class Dropped : std::uint8_t { kGloo, kAll };
+  void dropInner(Dropped which, std::chrono::milliseconds limit) noexcept;
 
   const std::string name_;
-  InnerBackends inner_;
+  mutable std::mutex innerMutex_;
+  InnerBackends inner_;  // shutdown() lets go of Gloo's, while other threads have copies
   const c10::intrusive_ptr<Options> options_;
   std::chrono::milliseconds operation_timeout_{0};  // GroupOptions'
   const std::shared_ptr<GroupHealth> health_;
@@ -224,6 +247,9 @@ class DelegatingBackend : public CompatBackend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> shutDown_{false};
   std::exception_ptr interruption_;  // of shutdown(), on its thread
+  std::mutex shutdownMutex_;         // guards shutdownOver_
+  std::condition_variable shutdownChanged_;
+  bool shutdownOver_ = false;
 
   // Between startCoalescing() and endCoalescing(), on the calling thread.
   bool coalescing_ = false;

@@ -10,6 +10,7 @@
 #include "c10d/delegating_backend.h"
 #include "c10d/interpreter_lock.h"
 #include "c10d/leaving.h"
+#include "c10d/living_backends.h"
 
 namespace torchext {
 
@@ -25,18 +26,20 @@ c10::intrusive_ptr<c10d::Backend> DelegatingBackend::split(const c10::intrusive_
     inner_options->global_ranks_in_group = opts->global_ranks_in_group;
     return backend->split(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, inner_options);
   };
+  const InnerBackends own = innerBackends();
   InnerBackends children;
-  children.cpu = split_inner(inner_.cpu, "cpu");
-  if (inner_.cuda) {
-    children.cuda = split_inner(inner_.cuda, "cuda");
+  children.sockets = own.sockets;  // Gloo's device, with its event loop, is the parent's
+  children.cpu = split_inner(inner(c10::DeviceType::CPU), "cpu");
+  if (own.cuda) {
+    children.cuda = split_inner(own.cuda, "cuda");
   }
   const auto position = std::find(ranks.begin(), ranks.end(), rank_);
   if (position == ranks.end()) {
     return nullptr;
   }
-  // Not of inner_.cpu: Gloo of torch 2.11 mostly hangs when one of its groups is split a second time.
+  // Not of own.cpu: Gloo of torch 2.11 mostly hangs when one of its groups is split a second time.
   if (ranks.size() > 1) {
-    children.control = split_inner(inner_.control ? inner_.control : inner_.cpu, "control");
+    children.control = split_inner(own.control ? own.control : own.cpu, "control");
   }
   return createChild(static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), std::move(children),
                      opts);
@@ -44,7 +47,7 @@ c10::intrusive_ptr<c10d::Backend> DelegatingBackend::split(const c10::intrusive_
 
 c10::intrusive_ptr<c10d::Backend> DelegatingBackend::createChild(int rank, int size, InnerBackends inner,
                                                                  c10::intrusive_ptr<Options> options) {
-  return c10::make_intrusive<DelegatingBackend>(rank, size, name_, std::move(inner), std::move(options));
+  return makeBackend<DelegatingBackend>(rank, size, name_, std::move(inner), std::move(options));
 }
 
 c10::intrusive_ptr<c10d::Backend> DelegatingBackend::shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,

@@ -14,6 +14,7 @@
 #include "c10d/delegating_work.h"
 #include "c10d/fault_points.h"
 #include "c10d/leaving.h"
+#include "c10d/quotient_work.h"
 
 namespace torchext {
 namespace {
@@ -30,6 +31,15 @@ c10::DeviceType deviceOf(const std::vector<at::Tensor>& tensors) {
 // One list a rank, as Gloo has it.
 std::vector<at::Tensor> firstOf(const std::vector<std::vector<at::Tensor>>& lists) {
   return lists.empty() ? std::vector<at::Tensor>{} : lists.front();
+}
+
+c10::intrusive_ptr<c10d::Work> reduceAll(c10d::Backend& backend, std::vector<at::Tensor>& tensors,
+                                         c10d::AllreduceOptions opts) {
+  if (!QuotientWork::wanted(tensors, opts.reduceOp)) {
+    return backend.allreduce(tensors, opts);
+  }
+  opts.reduceOp = c10d::ReduceOp::SUM;
+  return c10::make_intrusive<QuotientWork>(backend.allreduce(tensors, opts), tensors, backend.getSize());
 }
 
 // What begins a work; fails it when destroyed without having run. Copies share it, as std::function wants.
@@ -95,8 +105,12 @@ template <typename Call>
 DelegatingBackend::Works DelegatingBackend::collective(const char* name, OpType type, c10::DeviceType device,
                                                        const core::CallHeader& header, Call call) {
   health_->checkUsable(name);
-  const auto& backend = inner(device);
+  const auto backend = inner(device);
   beforeCollective();
+  const bool checked = calls_ && device == c10::DeviceType::CPU;
+  if (checked) {
+    calls_->awaitRoom();  // before the call has a number, as a signal's handler may end it here
+  }
   OpInfo op{.name = name,
             .type = type,
             .sequence = nextSequence(),
@@ -104,7 +118,7 @@ DelegatingBackend::Works DelegatingBackend::collective(const char* name, OpType 
             .header = header,
             .since = std::chrono::steady_clock::now()};
   health_->progress().started(type, op.sequence);
-  if (!calls_ || device != c10::DeviceType::CPU) {
+  if (!checked) {
     return forward(op, device, call);
   }
   const auto ticket = calls_->record(header);
@@ -145,7 +159,7 @@ DelegatingBackend::Works DelegatingBackend::broadcast(Tensors& tensors, const c1
 DelegatingBackend::Works DelegatingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   return collective("all_reduce", OpType::ALLREDUCE, deviceOf(tensors),
                     headerOf(OpType::ALLREDUCE, tensors, opts.reduceOp),
-                    [tensors, opts](c10d::Backend& backend) mutable { return backend.allreduce(tensors, opts); });
+                    [tensors, opts](c10d::Backend& backend) mutable { return reduceAll(backend, tensors, opts); });
 }
 
 DelegatingBackend::Works DelegatingBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -287,7 +301,7 @@ DelegatingBackend::Works DelegatingBackend::recvAnysource(Tensors& tensors, int 
 
 DelegatingBackend::Works DelegatingBackend::barrier(const c10d::BarrierOptions& opts) {
   // Device indices only mean anything on GPUs; without them the barrier is one of processes, which the CPU carries.
-  const bool on_cuda = (opts.device && opts.device->is_cuda()) || (!opts.device_ids.empty() && inner_.cuda);
+  const bool on_cuda = (opts.device && opts.device->is_cuda()) || (!opts.device_ids.empty() && deviceInner());
   return collective("barrier", OpType::BARRIER, on_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU,
                     Leaving::here() ? headerOfLeaving() : headerOf(OpType::BARRIER),
                     [opts](c10d::Backend& backend) { return backend.barrier(opts); });
@@ -299,10 +313,10 @@ void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool 
   if (calls_) {
     calls_->drain();  // it takes its turn among Gloo's calls
   }
-  inner_.cpu->monitoredBarrier(opts, wait_all_ranks);
+  inner(c10::DeviceType::CPU)->monitoredBarrier(opts, wait_all_ranks);
 }
 
-bool DelegatingBackend::supportsCoalescing() const { return inner_.cuda && inner_.cuda->supportsCoalescing(); }
+bool DelegatingBackend::supportsCoalescing() const { return deviceInner() && deviceInner()->supportsCoalescing(); }
 
 void DelegatingBackend::startCoalescing() {
   health_->checkUsable("start_coalescing");
@@ -316,7 +330,7 @@ void DelegatingBackend::noteCudaCallWhileCoalescing() {
   if (std::exchange(cudaCoalescing_, true)) {
     return;
   }
-  inner_.cuda->startCoalescing();
+  inner(c10::DeviceType::CUDA)->startCoalescing();
 }
 
 DelegatingBackend::Works DelegatingBackend::endCoalescing() {
@@ -325,7 +339,7 @@ DelegatingBackend::Works DelegatingBackend::endCoalescing() {
   auto works = std::exchange(coalesced_, {});
   if (cudaCoalescing_) {
     const OpInfo op{.name = "coalesced", .type = OpType::COALESCED, .sequence = nextSequence()};
-    if (auto work = wrap(op, inner_.cuda->endCoalescing(), false)) {
+    if (auto work = wrap(op, inner(c10::DeviceType::CUDA)->endCoalescing(), false)) {
       works.push_back(std::move(work));
     }
   }

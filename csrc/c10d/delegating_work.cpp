@@ -9,11 +9,10 @@
 
 #include "c10d/fault_points.h"
 #include "c10d/promises.h"
+#include "c10d/work_future.h"
 
 namespace torchext {
 namespace {
-
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 // Null for an inner work without one (Gloo's reduce_scatter), which completes inside its own wait.
 FuturePtr futureOf(c10d::Work& work) {
@@ -85,8 +84,8 @@ void DelegatingWork::begin(const std::function<c10::intrusive_ptr<c10d::Work>()>
   if (future) {
     follow(future);
   } else {
-    health_->remove(this);
     complete(nullptr);
+    health_->remove(this);
   }
 }
 
@@ -102,6 +101,7 @@ DelegatingWork::DelegatingWork(std::shared_ptr<GroupHealth> health, c10::intrusi
       op_(op),
       timeout_(timeout),
       profiled_(at::hasCallbacks()),
+      nested_(CallbackThreads::here()),
       inner_(std::move(inner)) {}
 
 c10::intrusive_ptr<c10d::Work> DelegatingWork::inner() const {
@@ -122,13 +122,14 @@ void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner
   }
   auto self = c10::intrusive_ptr<DelegatingWork>::reclaim_copy(this);
   inner_future->addCallback([self = std::move(self)](c10::ivalue::Future& future) {
+    if (!future.hasError()) {
+      self->complete(nullptr);  // first: who finds the list empty finds all callbacks posted
+      self->health_->remove(self.get());
+      return;
+    }
     // Out of the list first: explain() may poison the group, which gives what is in the list time to end.
     self->health_->remove(self.get());
-    std::exception_ptr error;
-    if (future.hasError()) {
-      error = self->health_->explain(future.exception_ptr(), self->op_);
-    }
-    self->complete(error);
+    self->complete(self->health_->explain(future.exception_ptr(), self->op_));
   });
 }
 
@@ -167,13 +168,8 @@ void DelegatingWork::complete(const std::exception_ptr& error) {
   if (!error && op_.sequence > 0) {
     health_->progress().completed();
   }
-  if (!future) {
-    return;
-  }
-  if (error) {
-    future->setError(error);
-  } else {
-    future->markCompleted(valueOf(innerFuture_));
+  if (future) {
+    setFutureElsewhere(*health_, future, error, error ? c10::IValue() : valueOf(innerFuture_), nested_);
   }
 }
 
@@ -225,6 +221,11 @@ bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+bool DelegatingWork::overWithin(std::chrono::milliseconds limit) {
+  std::unique_lock lock(stateMutex_);
+  return stateChanged_.wait_for(lock, limit, [this] { return done_; });
+}
+
 void DelegatingWork::synchronize() {
   if (mode_ == Mode::kForward || mode_ == Mode::kInside) {
     inner()->synchronize();
@@ -272,11 +273,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DelegatingWork::getFuture() {
     }
     error = error_;
   }
-  if (error) {
-    future_->setError(error);
-  } else {
-    future_->markCompleted(valueOf(innerFuture_));
-  }
+  setFuture(future_, error, error ? c10::IValue() : valueOf(innerFuture_));
   return future_;
 }
 

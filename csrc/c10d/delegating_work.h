@@ -3,7 +3,7 @@
 // How it waits
 //   CPU collectives: on a condition variable of its own, signalled by the inner work's future or by a failure of the
 //     group, so abort() ends a wait even while a thread of Gloo is still stuck in the call. getFuture() behaves the
-//     same.
+//     same; its callbacks run on threads of their own, which no call needs (callback_threads.h).
 //   Point-to-point: Gloo completes these only inside wait(), so it waits there, through GroupHealth::waitPointToPoint.
 //     So do collectives that Gloo makes of others (reduce_scatter), which have no future.
 //   CUDA: forwards to the inner work, whose wait orders streams and does not block the CPU.
@@ -59,6 +59,8 @@ class DelegatingWork final : public CompatWork, public PendingOperation {
   void synchronize() override;
   // timeout 0: as long as the inner backend allows. Otherwise throws DistBackendError when it passes; the call goes on.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  // Whether a collective of CPU tensors is over, well or not, after `limit` at most. Nobody else is heeded meanwhile.
+  bool overWithin(std::chrono::milliseconds limit);
   void blockCurrentStream() override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -90,6 +92,7 @@ class DelegatingWork final : public CompatWork, public PendingOperation {
   const OpInfo op_;
   const std::chrono::milliseconds timeout_;
   const bool profiled_;
+  const bool nested_;  // made in the callback of another call's future
   Mode mode_ = Mode::kForward;
 
   mutable std::mutex stateMutex_;  // guards what follows

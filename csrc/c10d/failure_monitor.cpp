@@ -172,7 +172,16 @@ void FailureMonitor::State::run() {
     if (closed) {
       pending.reset();
     }
-    if (!verdict || stopping || std::exchange(over, true)) {
+    if (!verdict || stopping) {
+      continue;
+    }
+    if (closed && !successor_left && events.lost) {
+      const auto call = events.lost;
+      lock.unlock();
+      call(successor());
+      lock.lock();
+    }
+    if (std::exchange(over, true)) {
       continue;
     }
     successor_left = verdict->kind == Verdict::Kind::kGoodbye;
@@ -278,13 +287,15 @@ void FailureMonitor::stop(bool goodbye) noexcept {
 }
 
 void FailureMonitor::releaseGroup() noexcept {
+  c10::intrusive_ptr<c10d::Backend> control;  // these end without the lock: Gloo's group joins its threads
+  std::list<c10::intrusive_ptr<c10d::Work>> kept;
   std::lock_guard lock(state_->mutex);
   if (state_->left_alone || !state_->heartbeat) {
     return;  // the thread lets go of it when it ends
   }
-  state_->kept.clear();
+  kept.swap(state_->kept);
   state_->heartbeat->releaseGroup();
-  state_->control.reset();
+  control.swap(state_->control);
 }
 
 void FailureMonitor::abandon() noexcept {

@@ -7,7 +7,8 @@
 //   witness. It sends an obituary to its predecessor, which relays it, until it has gone round the ring: one message a
 //   rank. The same ring carries FAILURE and ABORT (a rank gave up, with its reason) and GOODBYE (orderly leave: the
 //   closing connection that follows is no alarm, and watching ends). Each rank passes on the first verdict only, so
-//   every rank has one reason.
+//   every rank has one reason. A connection that closes afterwards is told to this rank alone: a rank that was silent
+//   may be dead by then.
 //   Heartbeats and queries go the same way (heartbeat_ring.h), and so do headers of collectives, from a rank to its
 //   predecessor (call_check.h).
 //   Nothing here uses the store: when its server dies, groups that exist go on.
@@ -56,6 +57,8 @@ class FailureMonitor {
   struct Events {
     // The first verdict that came from outside.
     std::function<void(const Verdict&)> verdict;
+    // The connection to the successor has closed, also where a verdict came before; not after it has left in order.
+    std::function<void(int rank)> lost;
     // The header of a collective that the successor asks about.
     std::function<void(const core::CallMessage&)> call;
     HeartbeatRing::Events heartbeat;

@@ -12,7 +12,7 @@
 namespace torchext {
 namespace {
 
-constexpr core::EnumNames<FaultPoint, 23> kPoints{{
+constexpr core::EnumNames<FaultPoint, 24> kPoints{{
     {FaultPoint::kCallAsked, "call.asked"},
     {FaultPoint::kCallAgreed, "call.agreed"},
     {FaultPoint::kCallStarted, "call.started"},
@@ -28,6 +28,7 @@ constexpr core::EnumNames<FaultPoint, 23> kPoints{{
     {FaultPoint::kExchangeBegun, "exchange.begun"},
     {FaultPoint::kExchangeArrived, "exchange.arrived"},
     {FaultPoint::kExactAverage, "exact.average"},
+    {FaultPoint::kAveragedState, "averaged.state"},
     {FaultPoint::kVerdictHeard, "verdict.heard"},
     {FaultPoint::kMeetingAlive, "meeting.alive"},
     {FaultPoint::kMeetingListed, "meeting.listed"},

@@ -38,6 +38,8 @@ enum class FaultPoint {
   kExchangeArrived,
   // An exact average of all replicas, before a bucket.
   kExactAverage,
+  // Parameters have been averaged, and the optimizer's state has not.
+  kAveragedState,
   // A verdict has come, and has not been passed on.
   kVerdictHeard,
   // Going on without the dead: this worker has said that it lives; the list of those that go on stands; they have come

@@ -8,11 +8,11 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
-#include <c10/util/thread_name.h>
 
 #include "c10d/failure_monitor.h"
 #include "c10d/fault_points.h"
 #include "c10d/parse_message.h"
+#include "c10d/start_thread.h"
 
 namespace torchext {
 namespace {
@@ -36,18 +36,22 @@ std::span<const std::byte> bytesOf(const at::Tensor& message) {
 
 }  // namespace
 
-GeneratorService::GeneratorService(PointToPoint control, int tag_base, const core::GeneratorOptions& options,
-                                   ErrorFunction on_error)
+GeneratorService::GeneratorService(NotStarted, PointToPoint control, int tag_base,
+                                   const core::GeneratorOptions& options, ErrorFunction on_error)
     : control_(std::move(control)),
       tag_base_(tag_base),
       on_error_(std::move(on_error)),
       generator_(core::makeGroupGenerator(options)),
       requests_(static_cast<std::size_t>(options.world_size)),
-      outgoing_(static_cast<std::size_t>(options.world_size)) {
+      outgoing_(static_cast<std::size_t>(options.world_size)) {}
+
+GeneratorService::GeneratorService(PointToPoint control, int tag_base, const core::GeneratorOptions& options,
+                                   ErrorFunction on_error)
+    : GeneratorService(NotStarted{}, std::move(control), tag_base, options, std::move(on_error)) {
   if (options.world_size > 1) {
-    server_ = std::thread([this] { serve(); });
+    server_ = startThread("tx_generator", [this] { serve(); });
     server_id_ = server_.get_id();
-    timer_ = std::thread([this] { watchDeadlines(); });
+    timer_ = startThread("tx_gen_timer", [this] { watchDeadlines(); });
     timer_id_ = timer_.get_id();
   }
 }
@@ -77,12 +81,18 @@ void GeneratorService::stop(const std::string& reason) {
   if (self == server_id_ || self == timer_id_) {
     return;
   }
-  const std::lock_guard<std::mutex> joining(joining_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return !joining_; });
+  joining_ = true;
+  lock.unlock();
   for (std::thread* thread : {&server_, &timer_}) {
     if (thread->joinable()) {
       thread->join();
     }
   }
+  lock.lock();
+  joining_ = false;
+  changed_.notify_all();
 }
 
 double GeneratorService::now() const {
@@ -90,7 +100,6 @@ double GeneratorService::now() const {
 }
 
 void GeneratorService::serve() {
-  c10::setThreadName("tx_generator");
   while (true) {
     const at::Tensor request = emptyMessage(sizeof(GeneratorMessage));
     PointToPoint::WorkPtr receive;
@@ -116,6 +125,9 @@ void GeneratorService::serve() {
       const auto message =
           parseOrRefuse([&](const char* error) { return control_.refuse(receive->sourceRank(), kService, error); },
                         core::parseGeneratorMessage, bytesOf(request), control_.size());
+      if (message.kind != GeneratorMessage::kComplete) {
+        awaitSent(static_cast<std::size_t>(message.worker));
+      }
       std::lock_guard<std::mutex> lock(mutex_);
       pending_receive_ = nullptr;
       faultPoint(FaultPoint::kGeneratorAsked);
@@ -129,7 +141,6 @@ void GeneratorService::serve() {
 }
 
 void GeneratorService::watchDeadlines() {
-  c10::setThreadName("tx_gen_timer");
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
     const auto deadline = generator_->nextDeadline();
@@ -163,16 +174,25 @@ void GeneratorService::breakOff(const std::exception_ptr& error) {
   on_error_(error);  // without the lock: it may end the group, whose callbacks stop this service
 }
 
+// A worker asks or pauses only when it has received all that was sent to it, so these waits are over already. It
+// completes while deliveries of a drain may still be on their way.
+void GeneratorService::awaitSent(std::size_t worker) {
+  std::vector<PointToPoint::WorkPtr> sent;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    sent.swap(outgoing_[worker]);
+  }
+  try {
+    std::for_each(sent.begin(), sent.end(), [](const auto& work) { work->wait(kNoTimeout); });
+  } catch (...) {
+    std::for_each(sent.begin(), sent.end(), [this](const auto& work) { control_.keep(work); });
+    throw;
+  }
+}
+
+// Rank 0's own messages come here without awaitSent(): nothing is sent to it.
 void GeneratorService::handle(const GeneratorMessage& message) {
   const auto worker = static_cast<std::size_t>(message.worker);
-  if (message.kind != GeneratorMessage::kComplete) {
-    // A worker asks or pauses only when it has received all that was sent to it, so these waits are over already. It
-    // completes while deliveries of a drain may still be on their way.
-    for (const auto& sent : outgoing_[worker]) {
-      sent->wait(kNoTimeout);
-    }
-    outgoing_[worker].clear();
-  }
   if (message.completed != 0) {
     deliver(generator_->complete(message.worker, message.completed, now()));
   }
@@ -235,7 +255,10 @@ GeneratorClient::~GeneratorClient() {
 }
 
 void GeneratorClient::ask() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!asked_) {
+    awaitSent(lock);
+  }
   if (asked_) {
     return;
   }
@@ -260,7 +283,8 @@ AssignedGroup GeneratorClient::awaitGroup() {
 }
 
 void GeneratorClient::finished(std::uint64_t id) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  awaitSent(lock);
   completed_ = id;
   running_ = false;
   if (asked_) {
@@ -273,7 +297,8 @@ void GeneratorClient::finished(std::uint64_t id) {
 
 void GeneratorClient::pauseAndDrain(WaitingFor what, const std::function<void(const AssignedGroup&)>& run) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    awaitSent(lock);
     TORCH_INTERNAL_ASSERT(!asked_, "pauseAndDrain with a request in flight");
     postReply();
     sendMessage(what == WaitingFor::kEverybody ? GeneratorMessage::kMeet : GeneratorMessage::kPause);
@@ -289,17 +314,28 @@ void GeneratorClient::pauseAndDrain(WaitingFor what, const std::function<void(co
       postReply();
     }
     run(group);
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    awaitSent(lock);
     completed_ = group.id;
     sendMessage(GeneratorMessage::kComplete);
   }
 }
 
-void GeneratorClient::sendMessage(GeneratorMessage::Kind kind) {
-  if (sent_) {
-    control_.wait(sent_, 0, kService);
-    sent_ = nullptr;
+// Before a message: until the one before has left. Without the lock, so that nobody else waits for the service here.
+void GeneratorClient::awaitSent(std::unique_lock<std::mutex>& lock) {
+  while (const auto sent = std::exchange(sent_, nullptr)) {
+    lock.unlock();
+    try {
+      control_.wait(sent, 0, kService);
+    } catch (...) {
+      control_.keep(sent);
+      throw;
+    }
+    lock.lock();
   }
+}
+
+void GeneratorClient::sendMessage(GeneratorMessage::Kind kind) {
   GeneratorMessage message;
   message.kind = kind;
   message.worker = control_.rank();

@@ -59,9 +59,13 @@ class GeneratorService {
   AssignedGroup awaitLocally(std::chrono::milliseconds timeout);
 
  private:
+  struct NotStarted {};
+  GeneratorService(NotStarted, PointToPoint control, int tag_base, const core::GeneratorOptions& options,
+                   ErrorFunction on_error);
   void serve();
   void watchDeadlines();
   void breakOff(const std::exception_ptr& error);
+  void awaitSent(std::size_t worker);
   void handle(const GeneratorMessage& message);
   void deliver(const std::vector<core::Delivery>& deliveries);
   double now() const;
@@ -81,7 +85,7 @@ class GeneratorService {
   bool stopped_ = false;
   std::string reason_;        // of stop()
   std::exception_ptr error_;  // or what broke the service
-  std::mutex joining_;        // held while threads are joined; never with mutex_
+  bool joining_ = false;      // a thread joins those below
   std::thread server_;
   std::thread timer_;
   std::thread::id server_id_;
@@ -105,6 +109,7 @@ class GeneratorClient {
   void pauseAndDrain(WaitingFor what, const std::function<void(const AssignedGroup&)>& run);
 
  private:
+  void awaitSent(std::unique_lock<std::mutex>& lock);
   void sendMessage(GeneratorMessage::Kind kind);
   void sendAsk();
   void postReply();

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
 #include "c10d/connection_error.h"
@@ -38,7 +39,15 @@ std::exception_ptr makeError(std::string text) {
 }  // namespace
 
 GroupHealth::GroupHealth(std::string backend_name, int rank, int size)
-    : backendName_(std::move(backend_name)), rank_(rank), size_(size), creator_(getpid()) {}
+    : backendName_(std::move(backend_name)),
+      rank_(rank),
+      size_(size),
+      creator_(getpid()),
+      callbackThreads_([name = backendName_, rank] {
+        LOG(WARNING)
+            << name << " [rank " << rank << "]: " << CallbackThreads::kMost
+            << " callbacks of futures are blocked, the most there may be; others wait until one of them returns";
+      }) {}
 
 void GroupHealth::setConnectionCloser(std::function<void()> closer) {
   std::unique_lock lock(mutex_);
@@ -66,10 +75,9 @@ std::pair<int, std::string> GroupHealth::firstReason() const {
   return {reasonRank_, reason_};
 }
 
-int GroupHealth::lostRank() const {
+std::set<int> GroupHealth::lostRanks() const {
   std::lock_guard lock(mutex_);
-  const bool lost = reasonKind_ == Verdict::Kind::kObituary || reasonKind_ == Verdict::Kind::kDeparture;
-  return lost ? reasonRank_ : -1;
+  return lost_;
 }
 
 std::exception_ptr GroupHealth::failureOf(const OpInfo& op) const {
@@ -105,6 +113,9 @@ bool GroupHealth::setReason(Verdict::Kind kind, int rank, const std::string& rea
   reasonRank_ = rank;
   reasonKind_ = kind;
   reason_ = core::cutReason(reason);
+  if (kind == Verdict::Kind::kObituary || kind == Verdict::Kind::kDeparture) {
+    lost_.insert(rank);
+  }
   failed_.store(true, std::memory_order_release);
   changed_.notify_all();
   pending_.notify();
@@ -148,6 +159,11 @@ void GroupHealth::receive(const Verdict& verdict) {
                           : verdict.reason;
   setReason(verdict.kind, verdict.rank, reason);
   endPending(graceAfter(verdict.kind));
+}
+
+void GroupHealth::noteLost(int rank) {
+  std::lock_guard lock(mutex_);
+  lost_.insert(rank);
 }
 
 std::chrono::milliseconds GroupHealth::remoteGrace() const {
@@ -306,23 +322,29 @@ uint64_t GroupHealth::addAbortCallback(std::function<void()> callback) {
 }
 
 void GroupHealth::removeAbortCallback(uint64_t id) {
+  decltype(callbacks_) removed;  // what they captured may end with them, without the lock
   std::unique_lock lock(mutex_);
-  callbacks_.remove_if([id](const auto& entry) { return entry.first == id; });
+  const auto found =
+      std::find_if(callbacks_.begin(), callbacks_.end(), [id](const auto& entry) { return entry.first == id; });
+  if (found != callbacks_.end()) {
+    removed.splice(removed.end(), callbacks_, found);
+  }
   // What it captured goes with the caller.
   changed_.wait(lock, [&] {
-    const auto found = runningCallbacks_.find(id);
-    return found == runningCallbacks_.end() || found->second == std::this_thread::get_id();
+    const auto running = runningCallbacks_.find(id);
+    return running == runningCallbacks_.end() || running->second == std::this_thread::get_id();
   });
 }
 
 void GroupHealth::runAbortCallbacks() {
   std::unique_lock lock(mutex_);
   while (!callbacks_.empty()) {
-    const auto [id, callback] = std::move(callbacks_.front());
+    auto [id, callback] = std::move(callbacks_.front());
     callbacks_.pop_front();
     runningCallbacks_.emplace(id, std::this_thread::get_id());
     lock.unlock();
     callback();
+    callback = nullptr;  // what it captured may end with it
     lock.lock();
     runningCallbacks_.erase(id);
     changed_.notify_all();

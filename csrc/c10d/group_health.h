@@ -8,9 +8,9 @@
 // Life of a failure
 //   poison() stores the reason, tells the peers through the monitor, gives operations under way a grace period (their
 //   inner work may already hold all its data: a peer that exits right after the last all_reduce is no failure of it),
-//   ends what is left, runs the callbacks, and closes the inner connections. What it ends calls the callbacks of
-//   futures, the user's, which may shut the group down: who does closes the connections first, or waits for the thread
-//   that is at it.
+//   ends what is left, runs the callbacks, and closes the inner connections. The callbacks of futures, the user's, run
+//   on threads of their own (callback_threads.h), and may shut the group down meanwhile: who does closes the
+//   connections first, or waits for the thread that is at it.
 //
 // Threads: everything from any thread. Owned by shared_ptr: works may outlive their backend.
 #pragma once
@@ -27,6 +27,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -34,6 +35,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "c10d/callback_threads.h"
 #include "c10d/failure_monitor.h"
 #include "c10d/group_progress.h"
 #include "c10d/op_info.h"
@@ -57,6 +59,8 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
 
   // Where this rank is in the collectives of the group.
   GroupProgress& progress() { return progress_; }
+  // Where the callbacks of the futures of its calls run.
+  CallbackThreads& callbacks() { return callbackThreads_; }
 
   // "prague [rank 2 of 4, group default]"
   std::string label() const;
@@ -68,9 +72,9 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   bool inForkedChild() const noexcept;
   // The first reason and the rank it is about (-1: none); empty while the group is well.
   std::pair<int, std::string> firstReason() const;
-  // That rank, if the reason is that it has died, or leaves while others count on it; -1 where it may live, or where
-  // the group is well.
-  int lostRank() const;
+  // Who has died, or leaves while others count on it, as far as this rank knows. The first reason does not settle that:
+  // a rank that was silent for too long may be found dead afterwards.
+  std::set<int> lostRanks() const;
   // Throws DistBackendError if the group failed, was shut down, or belongs to the parent process.
   void checkUsable(const char* op) const;
   // The part of it that concerns a forked child.
@@ -84,6 +88,8 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   void abort(const std::string& reason);
   // The same for a verdict that came by the monitor, which passes it on itself.
   void receive(const Verdict& verdict);
+  // The monitor has seen a death after the first reason, which stays.
+  void noteLost(int rank);
   // What of kRemoteGrace the first reason leaves.
   std::chrono::milliseconds remoteGrace() const;
   // The successor was silent for too long: names it, and says where it was.
@@ -145,6 +151,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   std::shared_ptr<FailureMonitor> monitor_;
   GroupProgress progress_;
   PendingOperations pending_;
+  CallbackThreads callbackThreads_;
 
   std::atomic<bool> failed_{false};
   std::atomic<bool> closed_{false};
@@ -158,6 +165,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   std::string reason_;
   int reasonRank_ = -1;
   Verdict::Kind reasonKind_ = Verdict::Kind::kFailure;
+  std::set<int> lost_;
   std::function<void()> closeConnections_;
   bool closing_ = false;  // closeConnections_ was taken and runs
   std::list<std::pair<uint64_t, std::function<void()>>> callbacks_;

@@ -125,7 +125,9 @@ void HeartbeatRing::State::clockLoop() {
   std::unique_lock lock(mutex);
   while (!stopping) {
     if (beats && !beat_waits) {
+      lock.unlock();  // what answers has locks of its own
       const core::Heartbeat beat{.sender = rank, .progress = events.progress()};
+      lock.lock();
       const auto bytes = std::as_bytes(std::span(&beat, 1));
       outbox.emplace_back(bytes.begin(), bytes.end());
       beat_waits = true;

@@ -1,6 +1,6 @@
 // Whether this thread ends a group because its process leaves it: an uncaught exception, a script that is over,
 // destroy_process_group(). Then its barrier is no other's (headerOfLeaving), it does not count itself among those that
-// go on (AttachableBackend::announceMember), and the others know that it is gone (GroupHealth::lostRank).
+// go on (AttachableBackend::announceMember), and the others know that it is gone (GroupHealth::lostRanks).
 #pragma once
 
 namespace torchext {

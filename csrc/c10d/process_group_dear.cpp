@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "c10d/living_backends.h"
 #include "c10d/option_checks.h"
 
 namespace torchext {
@@ -23,7 +24,7 @@ ProcessGroupDear::~ProcessGroupDear() { ProcessGroupDear::shutdown(); }
 c10::intrusive_ptr<c10d::Backend> ProcessGroupDear::createChild(int rank, int size, InnerBackends inner,
                                                                 c10::intrusive_ptr<c10d::Backend::Options> options) {
   auto own = childOptions(*dear_options_, *options);
-  return c10::make_intrusive<ProcessGroupDear>(rank, size, std::move(inner), std::move(own));
+  return makeBackend<ProcessGroupDear>(rank, size, std::move(inner), std::move(own));
 }
 
 }  // namespace torchext

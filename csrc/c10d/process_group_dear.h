@@ -20,12 +20,12 @@ class ProcessGroupDear : public AttachableBackend {
   struct Options : GroupOptions {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("dear", timeout) {}
 
-    std::string form = "sharded";    // "sharded": the optimizer steps slices, parameters are gathered;
-                                     // "replicated": gradients are gathered, every rank steps everything
-    double bucket_mb = 0;            // MiB of a bucket, 0.001..4096; 0: tuned while training
-    bool allreduce_fallback = true;  // train as plain DDP where that is measured to be faster
-    std::string transport = "auto";  // "auto": on the CPU by point-to-point, on CUDA by NCCL's collectives;
-                                     // "collectives": on the CPU by Gloo's, too
+    std::string form = "replicated";  // "replicated": gradients are gathered, every rank steps everything;
+                                      // "sharded": the optimizer steps slices, parameters are gathered
+    double bucket_mb = 0;             // MiB of a bucket, 0.001..4096; 0: tuned while training
+    bool allreduce_fallback = true;   // train as plain DDP where that is measured to be faster
+    std::string transport = "auto";   // "auto": on the CPU by point-to-point, on CUDA by NCCL's collectives;
+                                      // "collectives": on the CPU by Gloo's, too
 
     // Throws c10::ValueError with the option's name, its value and the allowed range.
     void validate() const;

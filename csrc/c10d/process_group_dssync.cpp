@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "c10d/link_probe.h"
+#include "c10d/living_backends.h"
 #include "c10d/option_checks.h"
 
 namespace torchext {
@@ -107,7 +108,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupDSSync::createChild(int rank, int 
   if (!own->racks.empty()) {
     own->racks = ofMembers(*dssync_options_, own->global_ranks_in_group);  // the parent's are of other ranks
   }
-  return c10::make_intrusive<ProcessGroupDSSync>(rank, size, std::move(inner), std::move(own));
+  return makeBackend<ProcessGroupDSSync>(rank, size, std::move(inner), std::move(own));
 }
 
 }  // namespace torchext

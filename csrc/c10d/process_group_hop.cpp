@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "c10d/living_backends.h"
 #include "c10d/option_checks.h"
 
 namespace torchext {
@@ -107,7 +108,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupHop::createChild(int rank, int siz
                                                                c10::intrusive_ptr<c10d::Backend::Options> options) {
   auto own = childOptions(*hop_options_, *options);
   own->fit(size);
-  return c10::make_intrusive<ProcessGroupHop>(rank, size, std::move(inner), std::move(own));
+  return makeBackend<ProcessGroupHop>(rank, size, std::move(inner), std::move(own));
 }
 
 }  // namespace torchext

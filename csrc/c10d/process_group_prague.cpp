@@ -9,8 +9,10 @@
 #include <ATen/record_function.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/living_backends.h"
 #include "c10d/option_checks.h"
 #include "c10d/promises.h"
+#include "c10d/work_future.h"
 #include "core/group_generator.h"
 
 namespace torchext {
@@ -19,18 +21,23 @@ namespace {
 // The work of one partial all-reduce: finished by this group's thread.
 class PartialWork : public c10d::Work {
  public:
-  PartialWork(int rank, at::Tensor tensor)
+  PartialWork(std::shared_ptr<GroupHealth> health, int rank, at::Tensor tensor)
       : c10d::Work(rank, c10d::OpType::UNKNOWN, "torchext::partial_all_reduce"),
-        tensor_(std::move(tensor)),
-        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+        health_(std::move(health)),
+        nested_(CallbackThreads::here()),
+        tensor_(std::move(tensor)) {}
 
+  // Called once.
   void complete(const std::exception_ptr& error = nullptr) {
-    finish(error);
-    if (error) {
-      future_->setError(error);
-    } else {
-      future_->markCompleted(c10::IValue(std::vector<at::Tensor>{tensor_}));
+    FuturePtr future;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      over_ = true;
+      error_ = error;
+      future = future_;
     }
+    finish(error);
+    setFutureElsewhere(*health_, future, error, value(), nested_);
   }
   bool wait(std::chrono::milliseconds timeout) override {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -45,11 +52,33 @@ class PartialWork : public c10d::Work {
     return c10d::Work::wait(kNoTimeout);  // done: throws what ended it
   }
   std::vector<at::Tensor> result() override { return {tensor_}; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  FuturePtr getFuture() override {
+    std::exception_ptr error;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (future_) {
+        return future_;
+      }
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      if (!over_) {
+        return future_;
+      }
+      error = error_;
+    }
+    setFuture(future_, error, value());
+    return future_;
+  }
 
  private:
-  at::Tensor tensor_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::IValue value() const { return std::vector<at::Tensor>{tensor_}; }
+
+  const std::shared_ptr<GroupHealth> health_;
+  const bool nested_;  // made in the callback of another call's future
+  const at::Tensor tensor_;
+  // Guarded by mutex_ of c10d::Work.
+  bool over_ = false;  // complete() has been called
+  std::exception_ptr error_;
+  FuturePtr future_;  // made when first asked for
 };
 
 }  // namespace
@@ -169,16 +198,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Te
   members = checkMembers(std::move(members));
   // Detached: the caller's tensor may require grad, and its data is what is averaged.
   at::Tensor data = tensor.detach();
-  auto work = c10::make_intrusive<PartialWork>(getRank(), tensor);
+  auto work = c10::make_intrusive<PartialWork>(health(), getRank(), tensor);
   if (members.size() == 1) {
     work->complete();
     return work;
   }
+  startPartialThread();
   FlightRecord record = flights().begin("partial_all_reduce", "all_reduce", {data}, {data}, members);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!thread_) {
-    thread_ = std::make_unique<TaskThread>("tx_prague");
-  }
   const std::uint64_t call_id = ++calls_[members];
   const bool posted =
       thread_->post([this, work, data, members, call_id, record, state = at::ThreadLocalState()]() mutable {
@@ -199,6 +226,25 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Te
   return work;
 }
 
+// Most groups need none.
+void ProcessGroupPrague::startPartialThread() {
+  std::exception_ptr refused;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (thread_) {
+      return;
+    }
+    try {
+      thread_ = std::make_unique<TaskThread>("tx_prague");
+    } catch (...) {
+      refused = std::current_exception();
+    }
+  }
+  if (refused) {  // the other members wait for this call
+    std::rethrow_exception(health()->explainToAll(refused, {.name = "partial_all_reduce"}));
+  }
+}
+
 void ProcessGroupPrague::onShutdown() {
   AttachableBackend::onShutdown();
   TaskThread* thread = nullptr;
@@ -212,15 +258,16 @@ void ProcessGroupPrague::onShutdown() {
     }
     thread->discard();
   }
+  std::unique_ptr<SubsetAllreduce> partial;  // holds the inner group, which ends now: without the lock
   const std::lock_guard<std::mutex> lock(mutex_);
-  partial_ = nullptr;  // holds the inner group, which ends now
+  partial = std::move(partial_);
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupPrague::createChild(int rank, int size, InnerBackends inner,
                                                                   c10::intrusive_ptr<c10d::Backend::Options> options) {
   auto own = childOptions(*prague_options_, *options);
   own->fit(size);
-  return c10::make_intrusive<ProcessGroupPrague>(rank, size, std::move(inner), std::move(own));
+  return makeBackend<ProcessGroupPrague>(rank, size, std::move(inner), std::move(own));
 }
 
 }  // namespace torchext

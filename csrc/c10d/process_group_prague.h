@@ -8,7 +8,7 @@
 // The constructor is collective: ranks of one host find each other and share memory (shared_windows.h).
 //
 // Threads: partialAllReduce() checks its arguments on the caller's thread, then runs on one thread of this object, in
-// call order. Started on first use.
+// call order. Started on first use. What is added to the future of its work runs elsewhere (callback_threads.h).
 #pragma once
 
 #include <chrono>
@@ -74,6 +74,7 @@ class ProcessGroupPrague : public AttachableBackend {
  private:
   std::vector<int> checkMembers(std::vector<int> members) const;
   void checkTensor(const at::Tensor& tensor) const;
+  void startPartialThread();
 
   c10::intrusive_ptr<Options> prague_options_;
   std::vector<int> shared_memory_ranks_;

@@ -1,9 +1,11 @@
 #include "c10d/promises.h"
 
 #include <map>
+#include <memory>
 #include <thread>
 #include <utility>
 
+#include <c10/util/ScopeExit.h>
 #include <c10/util/thread_name.h>
 
 namespace torchext {
@@ -12,9 +14,11 @@ namespace {
 thread_local int internal_collectives = 0;  // alive on this thread
 
 struct PromiseCallbacks {
-  std::mutex mutex;
+  std::mutex mutex;  // guards what follows, and is not held while a callback runs
+  std::condition_variable over;
   // In the order of attaching, the same on every rank.
-  std::map<std::uint64_t, std::function<KeptPromise(WaitingFor)>> callbacks;
+  std::map<std::uint64_t, std::shared_ptr<const std::function<KeptPromise(WaitingFor)>>> callbacks;
+  std::map<std::uint64_t, int> running;  // by how many threads
   std::uint64_t last = 0;
 };
 
@@ -34,15 +38,18 @@ bool nobodyPromises() {
 
 std::uint64_t Promises::add(std::function<KeptPromise(WaitingFor)> begin) {
   PromiseCallbacks& all = promiseCallbacks();
+  auto callback = std::make_shared<const std::function<KeptPromise(WaitingFor)>>(std::move(begin));
   std::lock_guard<std::mutex> lock(all.mutex);
-  all.callbacks.emplace(++all.last, std::move(begin));
+  all.callbacks.emplace(++all.last, std::move(callback));
   return all.last;
 }
 
 void Promises::remove(std::uint64_t id) {
   PromiseCallbacks& all = promiseCallbacks();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  all.callbacks.erase(id);
+  std::unique_lock<std::mutex> lock(all.mutex);
+  const auto removed = all.callbacks.extract(id);  // goes without the lock
+  all.over.wait(lock, [&] { return !all.running.contains(id); });
+  lock.unlock();
 }
 
 std::vector<KeptPromise> Promises::beginAll(WaitingFor what, std::uint64_t except) {
@@ -50,13 +57,23 @@ std::vector<KeptPromise> Promises::beginAll(WaitingFor what, std::uint64_t excep
     return {};
   }
   PromiseCallbacks& all = promiseCallbacks();
-  std::lock_guard<std::mutex> lock(all.mutex);
   std::vector<KeptPromise> kept;
-  kept.reserve(all.callbacks.size());
-  for (const auto& [id, callback] : all.callbacks) {
+  std::unique_lock<std::mutex> lock(all.mutex);
+  for (auto next = all.callbacks.begin(); next != all.callbacks.end();) {
+    const auto [id, callback] = *next;
     if (id != except) {
-      kept.push_back(callback(what));
+      ++all.running[id];
+      lock.unlock();
+      const auto over = c10::make_scope_exit([&, id = id] {
+        lock.lock();
+        if (--all.running[id] == 0) {
+          all.running.erase(id);
+        }
+        all.over.notify_all();
+      });
+      kept.push_back((*callback)(what));
     }
+    next = all.callbacks.upper_bound(id);  // some may have gone, or come, meanwhile
   }
   return kept;
 }

@@ -14,8 +14,8 @@
 //
 // One list a process, because the models of two process groups block each other just as well.
 // Threads: all functions may be called from any. What a callback begins goes on on a thread of the model's own; the
-// thread that is about to block waits until it is done. Callbacks run under the list's lock: after remove() none does,
-// so what a callback looks at may end then.
+// thread that is about to block waits until it is done. remove() waits for a callback that runs, so what it looks at
+// may end then; no lock is held while one runs.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ enum class WaitingFor {
 
 class Promises {
  public:
-  // begin must neither block nor call Promises. Returns an id, never 0.
+  // begin must neither block nor call Promises::remove(). Returns an id, never 0.
   static std::uint64_t add(std::function<KeptPromise(WaitingFor)> begin);
   static void remove(std::uint64_t id);
   // Runs every callback but that of `except`. Their exceptions pass through. Nothing inside an InternalCollective.

@@ -1,11 +1,12 @@
 #include "c10d/task_thread.h"
 
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <mutex>
 #include <utility>
 
-#include <c10/util/thread_name.h>
+#include "c10d/start_thread.h"
 
 namespace torchext {
 
@@ -13,17 +14,22 @@ namespace torchext {
 struct TaskThread::State {
   explicit State(std::string thread_name) : name(std::move(thread_name)) {}
   void loop();
+  void awaitTask(std::unique_lock<std::mutex>& lock);
 
   const std::string name;
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
   std::deque<std::function<void()>> queue;
+  std::function<void()> idle;  // empty: none
+  std::chrono::milliseconds idle_span{0};
+  std::uint64_t idle_number = 0;  // of calls of whenIdle()
   bool running = false;
   bool closed = false;
 };
 
 TaskThread::TaskThread(std::string name)
-    : state_(std::make_shared<State>(std::move(name))), thread_([state = state_] { state->loop(); }) {}
+    : state_(std::make_shared<State>(std::move(name))),
+      thread_(startThread(state_->name, [state = state_] { state->loop(); })) {}
 
 TaskThread::~TaskThread() {
   discard();
@@ -44,6 +50,16 @@ bool TaskThread::post(std::function<void()> task) {
   return true;
 }
 
+void TaskThread::whenIdle(std::chrono::milliseconds span, std::function<void()> task) {
+  {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->idle.swap(task);  // the former one is destroyed outside the lock
+    state_->idle_span = span;
+    ++state_->idle_number;
+  }
+  state_->changed.notify_all();
+}
+
 bool TaskThread::finish(std::chrono::milliseconds limit) {
   std::unique_lock<std::mutex> lock(state_->mutex);
   state_->closed = true;
@@ -52,10 +68,12 @@ bool TaskThread::finish(std::chrono::milliseconds limit) {
 
 void TaskThread::discard() {
   std::deque<std::function<void()>> dropped;  // destroyed outside the lock: a task may own what posts to us
+  std::function<void()> idle;
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
     state_->closed = true;
     dropped.swap(state_->queue);
+    idle.swap(state_->idle);
   }
   state_->changed.notify_all();
   if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) {
@@ -64,10 +82,9 @@ void TaskThread::discard() {
 }
 
 void TaskThread::State::loop() {
-  c10::setThreadName(name);
   std::unique_lock<std::mutex> lock(mutex);
   while (true) {
-    changed.wait(lock, [this] { return closed || !queue.empty(); });
+    awaitTask(lock);
     if (queue.empty()) {
       return;
     }
@@ -80,6 +97,19 @@ void TaskThread::State::loop() {
     lock.lock();
     running = false;
     changed.notify_all();
+  }
+}
+
+// Until there is one, or the end.
+void TaskThread::State::awaitTask(std::unique_lock<std::mutex>& lock) {
+  while (!closed && queue.empty()) {
+    const std::uint64_t number = idle_number;
+    const auto other = [this, number] { return closed || !queue.empty() || idle_number != number; };
+    if (!idle) {
+      changed.wait(lock, other);
+    } else if (!changed.wait_for(lock, idle_span, other)) {
+      queue.push_back(std::exchange(idle, nullptr));
+    }
   }
 }
 

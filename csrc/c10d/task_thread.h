@@ -5,6 +5,7 @@
 // Exits: finish(limit) lets the queue run dry, at most `limit`; discard() drops what has not started. Both are safe
 // twice and from any thread; neither interrupts a running task - whoever owns the task's waits does that. A task that
 // discards or destroys the object it runs on goes on to its own end, and the thread with it.
+// whenIdle(): one task for later, should nothing else come meanwhile.
 #pragma once
 
 #include <chrono>
@@ -24,6 +25,9 @@ class TaskThread {
 
   // False (and the task is dropped) after finish() or discard().
   bool post(std::function<void()> task);
+  // Posts the task once the thread has had nothing to do for `span`, unless this is called again before. Neither
+  // finish() nor discard() waits for that.
+  void whenIdle(std::chrono::milliseconds span, std::function<void()> task);
   // True when the queue was empty and no task running within the limit.
   bool finish(std::chrono::milliseconds limit);
   void discard();

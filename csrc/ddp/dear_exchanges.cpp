@@ -38,9 +38,6 @@ void DearSynchronizer::expectBackward(bool exchanges) {
     // taken for that of this pass.
     waitExchanges();
     unstepped_ = false;
-    if (complete_ && !gathered_) {
-      takeZeros();
-    }
   }
   started_ = started_ && !armed_;
   // A forward pass may have no backward pass: then the next has its record.
@@ -53,23 +50,25 @@ void DearSynchronizer::expectBackward(bool exchanges) {
 // Autograd runs what is queued at the end of the pass that queues it, and a reentrant activation checkpoint is a pass
 // of its own inside: the first gradient may come from there. So whoever knows the outer pass queues the end before.
 void DearSynchronizer::queueEnd() {
-  if (!buckets_ || std::exchange(end_queued_, true)) {
+  if (std::exchange(end_queued_, true)) {
     return;
   }
   torch::autograd::Engine::get_default_engine().queue_callback([this] {
     end_queued_ = false;
     if (armed_ && started_) {  // else it was of no parameters (torch.autograd.grad), or of no_sync()
-      backwardEnds();
+      if (buckets_) {
+        backwardEnds();
+      } else {
+        armed_ = false;  // DDP's reducer averages no further pass of this forward pass, either
+        std::fill(local_.begin(), local_.end(), nullptr);
+      }
     }
   });
 }
 
-void DearSynchronizer::beginBackward(std::size_t first) {
-  if (buckets_ && complete_ && !gathered_) {
-    checkUnchanged(first);
-  }
+void DearSynchronizer::beginBackward() {
   started_ = true;
-  complete_ = gathered_ = stepping_ = false;
+  complete_ = gathered_ = accumulating_ = false;
   whole_.assign(parameters_.size(), at::Tensor());
   next_bucket_ = 0;
   gradient_order_.clear();
@@ -79,57 +78,6 @@ void DearSynchronizer::beginBackward(std::size_t first) {
     missing_[b] = buckets_->tensorsOf(b).size();
   }
   queueEnd();
-}
-
-// Since its reduce-scatter, by a script: it holds the averaged gradients.
-bool DearSynchronizer::isChanged(std::size_t bucket) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return buckets_->buffer(bucket)._version() != arrived_[bucket];
-}
-
-// Whether a parameter's own gradient is what was sent, but for `added` changes.
-bool DearSynchronizer::isKept(std::size_t parameter, std::int64_t added) const {
-  const at::Tensor& gradient = parameters_[parameter].grad();
-  const auto& [memory, version] = versions_[parameter];
-  return gradient.defined() && gradient.data_ptr() == memory && gradient._version() == version + added;
-}
-
-// Averaged gradients that have been set to zero by hand, as after a step that was skipped: so must the own ones be, to
-// which the coming pass adds.
-void DearSynchronizer::takeZeros() {
-  for (std::size_t b = 0; b < buckets_->size(); ++b) {
-    if (!isChanged(b)) {
-      continue;
-    }
-    for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
-      const std::size_t parameter = core::index(tensor);
-      if (isKept(parameter) && buckets_->hasGradient(parameter) && !buckets_->gradient(parameter).any().item<bool>()) {
-        parameters_[parameter].grad().variable_data().zero_();
-        versions_[parameter] = {nullptr, 0};
-      }
-    }
-  }
-}
-
-// A second pass sends what the parameters' own gradients have become: what was done to the averaged ones in between, in
-// the staging buffers, would be lost. Where the own ones are not kept, they were to count no more.
-void DearSynchronizer::checkUnchanged(std::size_t first) {
-  for (std::size_t b = 0; b < buckets_->size(); ++b) {
-    if (!isChanged(b)) {
-      continue;
-    }
-    for (const std::int64_t tensor : buckets_->tensorsOf(b)) {
-      const std::size_t parameter = core::index(tensor);
-      const at::Tensor& gradient = parameters_[parameter].grad();
-      // Autograd has just added to the first one; views of one bucket of DDP's have a version together.
-      const bool added = gradient.defined() && gradient.is_alias_of(parameters_[first].grad());
-      if (isKept(parameter, added ? 1 : 0)) {
-        throwRefused(c10::str("the averaged gradient of ", names_[parameter],
-                              " was changed between two backward passes that both average, so the change would be "
-                              "lost; have passes before the last one inside no_sync(), and clip after the last one"));
-      }
-    }
-  }
 }
 
 // A parameter's own, or none.
@@ -142,11 +90,14 @@ at::Tensor DearSynchronizer::denseGradient(std::size_t parameter) const {
 
 void DearSynchronizer::gradientReady(std::size_t parameter) {
   if (!armed_) {
+    local_[parameter] =
+        parameters_[parameter].grad().layout() == at::kStrided ? parameters_[parameter].grad().data_ptr() : nullptr;
     return;
   }
+  local_[parameter] = nullptr;
   const at::Tensor gradient = denseGradient(parameter);
   if (!started_) {
-    beginBackward(parameter);
+    beginBackward();
   }
   gradient_order_.push_back(static_cast<std::int64_t>(parameter));
   if (!buckets_) {
@@ -182,7 +133,15 @@ void DearSynchronizer::backwardEnds() {
   }
   postReady();
   complete_ = true;
+  std::fill(local_.begin(), local_.end(), nullptr);
   noteVersions();
+  if (replicated_) {
+    std::fill(settled_.begin(), settled_.end(), 0);
+    postGradientGathers();
+  }
+  if (on_reduced_) {
+    on_reduced_();
+  }
 }
 
 void DearSynchronizer::noteVersions() {
@@ -219,7 +178,6 @@ void DearSynchronizer::postReduceScatter(std::size_t bucket) {
                      {
                        std::lock_guard<std::mutex> lock(mutex_);
                        reducing_[bucket] = 0;
-                       arrived_[bucket] = buckets_->buffer(bucket)._version();
                      }
                      changed_.notify_all();
                    }});

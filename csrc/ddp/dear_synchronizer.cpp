@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
@@ -52,6 +53,8 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
                bucket_mb.value_or(group_->dearOptions().bucket_mb)),
       gradients_(parameters_.size()),
       seen_(parameters_.size(), 0),
+      local_(parameters_.size(), nullptr),
+      settled_(parameters_.size(), 1),
       waited_(parameters_.size(), 1),
       versions_(parameters_.size()) {
   const auto& options = group_->dearOptions();
@@ -69,7 +72,7 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
                           {"DeAROptions.form", options.form},
                           {"bucket_mb", bucket == 0 ? std::nullopt : std::optional(bucket)},
                           {"DeAROptions.allreduce_fallback", options.allreduce_fallback}});
-  const int channel = group_->nextChannel();
+  channel_ = group_->nextChannel();
   if (make_lane) {
     lane_ = make_lane();
     transfers_ = std::make_unique<ShardCollectives>(lane_);
@@ -78,11 +81,12 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
       lane->abortBecauseOf(rank, reason);
     });
   } else {
-    transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), channel);
+    transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), channel_);
   }
   exchange_ = std::make_shared<ExchangeThread>(device, [this](const std::exception_ptr& error) { fail(error); });
   rebuild();
-  hooks_ = std::make_unique<GradientHooks>(parameters_, [this](std::size_t i) { gradientReady(i); });
+  hooks_ = std::make_unique<GradientHooks>(
+      parameters_, [this](std::size_t i) { beforeAccumulation(i); }, [this](std::size_t i) { gradientReady(i); });
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
 }
 
@@ -108,7 +112,6 @@ void DearSynchronizer::rebuild() {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   reducing_.assign(count, 0);
-  arrived_.assign(count, 0);
   gathering_.assign(count, 0);
   missing_.assign(count, 0);
 }
@@ -117,34 +120,46 @@ void DearSynchronizer::rebuild() {
 
 void DearSynchronizer::beforeStep() {
   group_->checkProcess("training");
-  waitAll();
+  if (!replicated_) {
+    waitAll();  // replicated: gradients are gathered, and each is waited for by itself
+  }
   checkVersions();
+  checkAveraged();
 }
 
-void DearSynchronizer::checkAddresses() const {
+std::vector<std::int64_t> DearSynchronizer::takeMoved() {
+  std::vector<std::int64_t> moved;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    TORCH_CHECK(parameters_[i].data_ptr() == addresses_[i], "dear: parameter ", names_[i],
-                " has been given other memory since torchext.attach (model.to(), .data = ...); change a model before "
-                "it is wrapped in DistributedDataParallel and attached");
+    if (parameters_[i].data_ptr() == addresses_[i]) {
+      continue;
+    }
+    moved.push_back(static_cast<std::int64_t>(i));
+    if (buckets_ && buckets_->holds(i)) {
+      TORCH_CHECK(
+          buckets_->follow(i, parameters_[i]), "dear: parameter ", names_[i], " has become ", parameters_[i].toString(),
+          parameters_[i].sizes(), " since torchext.attach (model.to(), .data = ...); ",
+          "it may be given other memory of the same shape, strides, dtype and device; change a model before it ",
+          "is wrapped in DistributedDataParallel and attached");
+    }
+    addresses_[i] = parameters_[i].data_ptr();
   }
+  return moved;
 }
 
 void DearSynchronizer::afterStep() {
-  checkAddresses();
   ++steps_;
+  ++taken_;
   const bool stepped = std::exchange(complete_, false);
   started_ = false;
   unstepped_ = unstepped_ && !stepped;
+  if (!replicated_) {
+    noteLocal();  // under plain all-reduce, too: a script must not fail only once that is over
+    lost_ = std::exchange(lost_change_, false) ? local_ : std::vector<const void*>();
+  }
   // Before the planner, which may wait for rank 0: that may be waiting for gradients that it looks at.
-  if (stepped && buckets_) {
+  if (buckets_) {
     if (!replicated_) {
-      postParameterGathers();
-    } else if (!gathered_) {
-      postGradientGathers();
-    }
-    stepping_ = replicated_;
-    if (stepping_) {
-      noteVersions();
+      postParameterGathers();  // whatever was stepped with: the other ranks post theirs
     }
     std::fill(waited_.begin(), waited_.end(), 0);
   }
@@ -174,7 +189,14 @@ double DearSynchronizer::waitUntil(const char* what, const std::function<bool()>
   if (!over()) {
     RECORD_FUNCTION(what, std::vector<c10::IValue>{});
     const auto start = Clock::now();
-    waitAttentively(changed_, lock, over);
+    if (!changed_.wait_for(lock, kAttention, over)) {
+      // Who waits for all ranks meanwhile, in optimizer.state_dict() say, learns that this one does not come there.
+      lock.unlock();
+      group_->tellStep(channel_, 0, begun());
+      attendToSignals();
+      lock.lock();
+      waitAttentively(changed_, lock, over);
+    }
     waited = millisecondsSince(start);
   }
   if (error_) {
@@ -182,6 +204,8 @@ double DearSynchronizer::waitUntil(const char* what, const std::function<bool()>
   }
   return waited;
 }
+
+bool DearSynchronizer::othersTrainOn() const { return group_->furthestStep(channel_, 0) > begun(); }
 
 // With mutex_ held. A new plan begins with everything gathered, and so does the time after the end.
 bool DearSynchronizer::isGathered(std::size_t parameter) const {

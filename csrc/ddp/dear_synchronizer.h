@@ -9,17 +9,18 @@
 //   backward   gradientReady(i), for each parameter; a bucket of which all gradients are there is reduce-scattered,
 //              buckets in one order on all ranks. DDP's reducer sleeps, as inside no_sync(): it would copy every
 //              gradient into its buckets and back.
-//   step       the optimizer holds SteppedParameters (torchext/_dear_parameter.py), whose .grad is gradient(i): it
-//              waits for the bucket. What has arrived is stepped before the rest (arrivedBuckets()). afterStep() queues
-//              the all-gathers, in the order of the forward pass.
-//   forward    waitTensors() in front of each module waits for its buckets. Replicated: then Python steps them.
-// While DearPlanner says so the model trains as plain DDP instead (allreduce()): its reducer is awake, and the
-// optimizer holds the parameters.
+//   its end    onReduced() tells Python that averaged gradients are on their way. Replicated: the all-gathers of the
+//              gradients are queued, in the order of the forward pass; settleGradient(i) makes one the parameter's own.
+//   step       sharded: ownGradient(i) waits for the bucket, and what has arrived is stepped before the rest
+//              (arrivedBuckets()); afterStep() queues the all-gathers of the parameters. Replicated: gradient(i).
+//   forward    whatever reads a parameter calls waitTensors() first. Replicated: then Python steps it.
+// While DearPlanner says so the model trains as plain DDP instead (allreduce()): its reducer is awake.
 //
-// Gradients: the parameters' own .grad stay local. A parameter that got no gradient travels as zeros with a mark; one
-// that no rank has a gradient for has none (the optimizer skips it), as in single-process training.
+// Gradients: sharded, the parameters' own .grad stay local; replicated, they become the averaged ones. A parameter that
+// got no gradient travels as zeros with a mark; one that no rank has a gradient for has none (the optimizer skips it),
+// as in single-process training.
 // Gradient accumulation: only a backward pass whose forward ran outside no_sync() exchanges anything; then .grad holds
-// the sum of all micro-batches.
+// the sum of all micro-batches. What another pass adds is this rank's own: checkAveraged() refuses to step with it.
 //
 // Threads: the training thread, autograd's (gradientReady, backwardEnds) and exchange_'s. A bucket's
 // buffer is exchange_'s; between reduce-scatter and all-gather the training thread has its own chunk.
@@ -81,27 +82,45 @@ class DearSynchronizer : public Synchronizer {
   void expectBackward(bool exchanges);
   // In a hook of that forward pass's output: a backward pass begins. Without it the pass of the first gradient counts.
   void backwardBegins() { queueEnd(); }
+  // Called at the end of a backward pass that averages, on autograd's thread.
+  void onReduced(std::function<void()> callback) { on_reduced_ = std::move(callback); }
+  // Sharded: called when a later pass is about to add to gradients that onReduced() has told of and no step has used.
+  void onAccumulating(std::function<void()> callback) { on_accumulating_ = std::move(callback); }
 
   // Whether the model trains as plain DDP. Changes in afterStep() only.
   bool allreduce() const { return planner_.plan().allreduce; }
   bool replicated() const { return replicated_; }
+  // Whether another rank waits for gradients of a step that this one has not begun: it will not come to a collective
+  // that this rank waits in.
+  bool othersTrainOn() const;
   // What the optimizer steps, sharing memory with the parameter: this rank's slice (1-D, in memory order), or all of
   // it.
   at::Tensor stepped(std::size_t parameter) const;
-  // Its averaged gradient: waits for it; none when there is none to step with. Sharded: a view of the staging buffer,
-  // valid until afterStep(). Replicated: gathers all gradients first if that has not begun; valid until the next
-  // backward pass.
-  std::optional<at::Tensor> gradient(std::size_t parameter);
-  // In both forms this rank's slice of it, before anything is gathered (gathered(): too late).
+  // Sharded: this rank's slice of the averaged gradient, a view of the staging buffer, valid until afterStep(). Waits
+  // for it; none when no rank has one.
   std::optional<at::Tensor> ownGradient(std::size_t parameter);
-  bool gathered() const { return gathered_; }
+  // This rank's slice of any tensor of the parameter's shape: 1-D, in the parameter's memory order. A view if possible.
+  at::Tensor ownSliceOf(std::size_t parameter, const at::Tensor& whole) const;
+  // Replicated: the averaged gradient, valid until the next backward pass. Waits for it; none when no rank has one.
+  std::optional<at::Tensor> gradient(std::size_t parameter);
+  // Replicated: makes it the parameter's own.
+  void settleGradient(std::size_t parameter);
+  // Throws if a parameter's own gradient is this rank's alone, and not zero: ranks would step apart.
+  void checkAveraged() const;
+  // Parameters that have been given other memory of the same layout (.data = ...) since the last call; from now on
+  // that is theirs. Nothing may be under way. c10::Error for another layout, dtype or device.
+  std::vector<std::int64_t> takeMoved();
   // Buckets come in the order of the backward pass. arrivedBuckets(): how many have; waits until it is more than
   // `known`, or all. bucketOf(): none for what is not exchanged.
   std::size_t bucketCount() const { return reducing_.size(); }
   std::optional<std::size_t> bucketOf(std::size_t parameter) const;
   std::size_t arrivedBuckets(std::size_t known);
-  // As optimizer.zero_grad(): there is no gradient until the next backward pass.
+  // As optimizer.zero_grad(): there is no averaged gradient to step with until the next backward pass. What gradient()
+  // gives for a step that has been called already stays.
   void clearGradients();
+  // Sharded: a script has changed averaged gradients, and a step has used them up. The parameters' own do not have the
+  // change; a pass that adds to them raises.
+  void noteLostChange() { lost_change_ = true; }
 
   void beforeStep() override;
   void afterStep() override;
@@ -118,21 +137,19 @@ class DearSynchronizer : public Synchronizer {
 
  private:
   void gradientReady(std::size_t parameter);
+  void beforeAccumulation(std::size_t parameter);
   at::Tensor denseGradient(std::size_t parameter) const;
   void queueEnd();
-  void beginBackward(std::size_t first);  // the parameter whose gradient has come
-  bool isChanged(std::size_t bucket) const;
-  bool isKept(std::size_t parameter, std::int64_t added = 0) const;
-  void takeZeros();
-  void checkUnchanged(std::size_t first);
+  void beginBackward();
   void backwardEnds();
   void noteVersions();
+  void noteLocal();
   [[noreturn]] void throwMissing();
   // In a backward pass: all ranks hear of it.
   [[noreturn]] void throwRefused(const std::string& text);
+  void checkNotLost(std::size_t parameter);
   void checkVersions() const;
-  void checkStepping(std::size_t parameter) const;
-  void checkAddresses() const;
+  void checkVersion(std::size_t parameter) const;
   void postReady();
   void postReduceScatter(std::size_t bucket);
   void postGradientGathers();
@@ -148,6 +165,7 @@ class DearSynchronizer : public Synchronizer {
   void checkNotLeft() const;
   bool isGathered(std::size_t parameter) const;
   double waitUntil(const char* what, const std::function<bool()>& ready);
+  std::int64_t begun() const { return taken_ + (unstepped_ ? 1 : 0); }  // steps, by their backward passes
 
   c10::intrusive_ptr<ProcessGroupDear> group_;
   const std::vector<at::Tensor> parameters_;
@@ -155,6 +173,8 @@ class DearSynchronizer : public Synchronizer {
   const bool replicated_;
   const bool unused_allowed_;
   std::vector<const void*> addresses_;
+  std::function<void()> on_reduced_;
+  std::function<void()> on_accumulating_;
   DearPlanner planner_;
   c10::intrusive_ptr<ProcessGroupDear> lane_;
   std::unique_ptr<ShardTransport> transfers_;
@@ -167,29 +187,33 @@ class DearSynchronizer : public Synchronizer {
   bool end_queued_ = false;            // of the one under way
   bool started_ = false;               // gradients of it have come,
   bool complete_ = false;              //   and all: every bucket has been posted, gradient() may wait for them
+  bool accumulating_ = false;          //   and after that another pass has added to them
+  bool lost_change_ = false;           // see noteLostChange(); until afterStep()
   bool unstepped_ = false;             // reduce-scatters have been posted since the last step with gradients
   std::vector<at::Tensor> gradients_;  // [parameter] that have come and are not posted yet
   std::vector<char> seen_;             // [parameter]
+  std::vector<const void*> lost_;      // [parameter] memory of a gradient without a change; empty: none
+  std::vector<const void*> local_;     // [parameter] memory of a gradient that is this rank's alone
   // Replicated form:
-  bool gathered_ = false;             // the last pass' gradients are being gathered, or there,
-  bool stepping_ = false;             //   and optimizer.step() has been called
+  bool gathered_ = false;             // the last pass' gradients are being gathered, or there
+  std::vector<char> settled_;         // [parameter] its own gradient is the gathered one
   std::vector<at::Tensor> whole_;     // [parameter] gathered gradients; undefined: none
   std::vector<std::size_t> missing_;  // [bucket] gradients that have not come
   std::size_t next_bucket_ = 0;       // the first that has not been posted
   std::vector<std::int64_t> gradient_order_;
   std::vector<std::int64_t> forward_order_;
-  std::vector<char> waited_;  // [parameter] since the all-gathers were posted
-  std::vector<std::pair<const void*, std::int64_t>>
-      versions_;  // [parameter] of .grad after the backward pass; replicated, then after the step
+  std::vector<char> waited_;                                    // [parameter] since the all-gathers were posted
+  std::vector<std::pair<const void*, std::int64_t>> versions_;  // [parameter] of .grad after the backward pass
+  int channel_ = 0;
   std::int64_t steps_ = 0;
+  std::int64_t taken_ = 0;  // steps since attach, whatever setSteps() says
   bool detached_ = false;
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::vector<char> reducing_;         // [bucket] a reduce-scatter is posted and has not arrived
-  std::vector<std::int64_t> arrived_;  // [bucket] the version of its buffer when the last one had
-  std::vector<char> gathering_;        // [bucket] the same of an all-gather
-  FlightRecord gather_record_;         // of all of them
+  std::vector<char> reducing_;   // [bucket] a reduce-scatter is posted and has not arrived
+  std::vector<char> gathering_;  // [bucket] the same of an all-gather
+  FlightRecord gather_record_;   // of all of them
   std::exception_ptr error_;
   DearStats stats_;
   std::atomic<int> gathering_count_{0};  // lets a module's pre-hook pass without the lock

@@ -4,10 +4,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
-#include <c10/util/thread_name.h>
 
 #include "c10d/attentive_wait.h"
 #include "c10d/fault_points.h"
+#include "c10d/start_thread.h"
 #include "ddp/elapsed.h"
 
 namespace torchext {
@@ -20,7 +20,7 @@ const char* rangeName(ExchangeTask::Kind kind) {
 }  // namespace
 
 ExchangeThread::ExchangeThread(c10::Device device, std::function<void(std::exception_ptr)> on_error)
-    : stream_(device), on_error_(std::move(on_error)), thread_([this] { loop(); }) {}
+    : stream_(device), on_error_(std::move(on_error)), thread_(startThread("tx_exchange", [this] { loop(); })) {}
 
 void ExchangeThread::post(ExchangeTask task) {
   task.posted = stream_.mark();
@@ -68,7 +68,6 @@ double ExchangeThread::busyMilliseconds(ExchangeTask::Kind kind) const {
 }
 
 void ExchangeThread::loop() {
-  c10::setThreadName("tx_exchange");
   at::NoGradGuard no_grad;
   const c10::OptionalStreamGuard on_stream = stream_.enter();
   while (std::unique_ptr<ExchangeTask> task = next()) {

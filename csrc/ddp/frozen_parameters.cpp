@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 
 #include "c10d/agreement.h"
 #include "ddp/side_stream.h"
@@ -38,7 +39,16 @@ std::int64_t contentHash(const at::Tensor& tensor) {
   return static_cast<std::int64_t>(hash);
 }
 
+bool hasAverage(const at::Tensor& tensor) {
+  const c10::ScalarType dtype = tensor.scalar_type();
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
 }  // namespace
+
+FrozenParameters::FrozenParameters(const std::vector<at::Tensor>& tensors) {
+  std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(tensors_), hasAverage);
+}
 
 std::vector<at::Tensor> FrozenParameters::differing(AttachableBackend& group) const {
   std::vector<at::Tensor> result;

@@ -2,12 +2,35 @@
 
 #include <memory>
 
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 namespace torchext {
 
-GradientHooks::GradientHooks(const std::vector<at::Tensor>& parameters, std::function<void(std::size_t)> callback) {
-  const auto shared = std::make_shared<std::function<void(std::size_t)>>(std::move(callback));
+namespace {
+
+class BeforeAccumulation : public torch::autograd::FunctionPreHook {
+ public:
+  BeforeAccumulation(std::weak_ptr<GradientHooks::Callback> callback, std::size_t parameter)
+      : callback_(std::move(callback)), parameter_(parameter) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    if (const auto callback = callback_.lock()) {
+      (*callback)(parameter_);
+    }
+    return gradients;
+  }
+
+ private:
+  std::weak_ptr<GradientHooks::Callback> callback_;
+  std::size_t parameter_;
+};
+
+}  // namespace
+
+GradientHooks::GradientHooks(const std::vector<at::Tensor>& parameters, Callback before, Callback after)
+    : before_(std::make_shared<Callback>(std::move(before))) {
+  const auto shared = std::make_shared<Callback>(std::move(after));
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (!parameters[i].requires_grad()) {
       continue;
@@ -18,6 +41,7 @@ GradientHooks::GradientHooks(const std::vector<at::Tensor>& parameters, std::fun
           (*shared)(i);
           return outputs;
         });
+    accumulator->add_pre_hook(std::make_unique<BeforeAccumulation>(before_, i));
     const std::uintptr_t key = accumulator->add_post_hook(std::move(hook));
     hooks_.emplace_back(std::move(accumulator), key);
   }
@@ -28,6 +52,7 @@ void GradientHooks::remove() {
     accumulator->del_post_hook(key);
   }
   hooks_.clear();
+  before_.reset();
 }
 
 }  // namespace torchext

@@ -325,14 +325,14 @@ void GroupSynchronizer::pause(WaitingFor what) {
 
 void GroupSynchronizer::synchronize() {
   checkAttached();
-  tensors_.check(group_->getBackendName());
+  tensors_.takeBack(group_->getBackendName());
   meet([this] { noteDistance(average_.form()); });
 }
 
 void GroupSynchronizer::enterAverage() {
   checkAttached();
   average_.checkNotEntered();
-  tensors_.check(group_->getBackendName());
+  tensors_.takeBack(group_->getBackendName());
   meet([this] { noteDistance(average_.enter()); });
 }
 

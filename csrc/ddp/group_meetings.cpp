@@ -1,6 +1,5 @@
 // Where all workers of a GroupSynchronizer come together, and how one leaves.
 #include <algorithm>
-#include <future>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -9,6 +8,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include "c10d/attentive_wait.h"
+#include "c10d/delegating_work.h"
 #include "c10d/leaving.h"
 #include "ddp/group_synchronizer.h"
 
@@ -30,10 +30,8 @@ std::int64_t GroupSynchronizer::arrive() {
     options.reduceOp = c10d::ReduceOp::MAX;
     work = group_->allreduce(furthest, options);
   }
-  const auto promise = std::make_shared<std::promise<void>>();
-  const KeptPromise all_here = promise->get_future().share();
-  work->getFuture()->addCallback([promise](c10::ivalue::Future& /*future*/) { promise->set_value(); });
-  while (all_here.wait_for(kAttention) != std::future_status::ready) {
+  auto& all_here = dynamic_cast<DelegatingWork&>(*work);
+  while (!all_here.overWithin(kAttention)) {
     attendToSignals();
     makeUpTo(group_->furthestStep(channel_, meetings_));
   }

@@ -68,6 +68,7 @@ void GroupSynchronizer::gradientsReady() {
     // Errors are the averaging thread's to report: it waits for the answer.
     try {
       source_->ask();
+      expectStep();
     } catch (...) {
       fail(std::current_exception());
     }
@@ -94,11 +95,20 @@ void GroupSynchronizer::afterStep() {
     std::lock_guard<std::mutex> lock(mutex_);
     ++stats_.steps;
   }
+  pace_.stepped(Clock::now());
+  expectStep();
   if (detached_ || !averagesAt(steps_)) {
     return;
   }
-  tensors_.check(group_->getBackendName());
+  tensors_.takeBack(group_->getBackendName());
   postRound(steps_ / period_ - 1);
+}
+
+// If none comes, nobody waits for this worker any more.
+void GroupSynchronizer::expectStep() {
+  if (!detached_ && !source_->scheduled()) {
+    thread_->whenIdle(pace_.patience(), [this] { beginPromises(WaitingFor::kSomebody); });
+  }
 }
 
 void GroupSynchronizer::resume(std::int64_t own, std::int64_t furthest) {

@@ -22,6 +22,8 @@
 // the average makes, to be added before the next step. Costs a copy of the parameters while such a difference waits.
 // The collective may be another thread's, with training under way: `state_` keeps the two apart. A model in
 // synchronize(), averaged() or detach() has nothing left to keep.
+// A training thread that is elsewhere (it evaluates, saves, waits in a barrier that torchext does not see) keeps others
+// waiting, too. When no step has come for longer than steps take (core/step_pace.h), `thread_` does the same by itself.
 // With a schedule nothing is promised ahead: each round runs by itself once its step is taken. A worker that took fewer
 // steps than others (a gradient scaler skipped some) makes up for the rounds at the next collective call of the
 // synchronizer. One that is ahead may wait for such a round, and come to the call only afterwards: it tells all ranks
@@ -47,6 +49,7 @@
 #include "c10d/promises.h"
 #include "c10d/subset_allreduce.h"
 #include "c10d/task_thread.h"
+#include "core/step_pace.h"
 #include "ddp/attach_agreement.h"
 #include "ddp/flat_buckets.h"
 #include "ddp/group_source.h"
@@ -112,6 +115,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   double scaleOf(std::size_t index, std::int64_t members) const;
   void applyPending();
   KeptPromise beginPromises(WaitingFor what);
+  void expectStep();
   void averageDeferred(const AssignedGroup& group);
   void deferPending();
   void noteSigns(std::size_t index, at::Tensor nonnegative);
@@ -152,6 +156,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   std::unique_ptr<GroupSource> source_;
 
   std::int64_t steps_ = 0;             // training thread
+  core::StepPace pace_;                // training thread
   std::uint32_t meetings_ = 0;         // with a schedule: how often all have caught up; the same on all ranks
   std::int64_t resumed_from_ = 0;      // rounds of steps up to it are nobody's any more
   std::int64_t apply_members_ = 0;     // cta: of the average that waits to be applied; 0: none

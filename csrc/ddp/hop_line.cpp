@@ -1,23 +1,24 @@
 #include "ddp/hop_line.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/thread_name.h>
 
 #include "c10d/parse_message.h"
+#include "c10d/start_thread.h"
 
 namespace torchext {
 
 using core::HopMessage;
 
 HopLine::HopLine(AttachableBackend& group, HopLineOwner& owner, int peer, int tag)
-    : group_(group), owner_(owner), peer_(peer), tag_(tag), transport_(group.dataTransport()) {
-  receiver_ = std::thread([this] { run("tx_hop_recv", [this] { receiveAll(); }); });
-  sender_ = std::thread([this] { run("tx_hop_send", [this] { sendAll(); }); });
+    : group_(group), owner_(owner), peer_(peer), tag_(tag), transport_(group.dataTransport()) {}
+
+void HopLine::start() {
+  receiver_ = startThread("tx_hop_recv", [this] { run([this] { receiveAll(); }); });
+  sender_ = startThread("tx_hop_send", [this] { run([this] { sendAll(); }); });
 }
 
 template <class Loop>
-void HopLine::run(const char* name, Loop loop) {
-  c10::setThreadName(name);
+void HopLine::run(Loop loop) {
   try {
     loop();
   } catch (...) {

@@ -55,6 +55,8 @@ class HopLine {
   HopLine(const HopLine&) = delete;
   HopLine& operator=(const HopLine&) = delete;
 
+  // Starts both threads. Where one is refused, stop() ends the other.
+  void start();
   // Ends the waits of both threads, then the threads, which the owner must let go (next, destination) at the same time.
   // Safe twice.
   void stop();
@@ -66,7 +68,7 @@ class HopLine {
   void sendAll();
   void await(Wait which, const PointToPoint::WorkPtr& work, const char* what);
   template <class Loop>
-  void run(const char* name, Loop loop);
+  void run(Loop loop);
 
   AttachableBackend& group_;
   HopLineOwner& owner_;

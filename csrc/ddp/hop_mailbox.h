@@ -82,6 +82,8 @@ class HopMailbox final : private HopLineOwner {
   HopStats stats() const;
 
  private:
+  struct NotStarted {};
+  HopMailbox(NotStarted, c10::intrusive_ptr<AttachableBackend> group, HopSetup setup);
   struct Neighbour {
     bool sends = false;            // an in-neighbour: its models come, tokens and acknowledgements go
     bool receives = false;         // an out-neighbour

@@ -32,7 +32,7 @@ std::optional<int> assertedGapBound(const core::HopMode& mode, bool gives_tokens
 
 }  // namespace
 
-HopMailbox::HopMailbox(c10::intrusive_ptr<AttachableBackend> group, HopSetup setup)
+HopMailbox::HopMailbox(NotStarted, c10::intrusive_ptr<AttachableBackend> group, HopSetup setup)
     : group_(std::move(group)),
       setup_(std::move(setup)),
       rank_(group_->getRank()),
@@ -58,16 +58,19 @@ HopMailbox::HopMailbox(c10::intrusive_ptr<AttachableBackend> group, HopSetup set
     }
   }
   stats_.slot_bytes = static_cast<std::int64_t>(memory_.nbytes());
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    beginSession();
-  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  beginSession();
+}
+
+HopMailbox::HopMailbox(c10::intrusive_ptr<AttachableBackend> group, HopSetup setup)
+    : HopMailbox(NotStarted{}, std::move(group), std::move(setup)) {
   abort_callback_ = group_->addAbortCallback([this] {
     const std::lock_guard<std::mutex> lock(mutex_);
     fail(group_->health()->failureOf({.name = "training"}));
   });
   for (auto& [peer, neighbour] : neighbours_) {
     neighbour.line = std::make_unique<HopLine>(*group_, static_cast<HopLineOwner&>(*this), peer, setup_.channel);
+    neighbour.line->start();
   }
 }
 

@@ -93,7 +93,7 @@ void HopSynchronizer::orTellAll(Body body) {
 }
 
 void HopSynchronizer::publish(bool send) {
-  tensors_.check("hop");
+  tensors_.takeBack("hop");
   tensors_.note();
   exchange_ = group_->flights().begin("exchange", "all_reduce", wires_, wires_);
   const std::shared_ptr<HopMailbox> mailbox = mailbox_;
@@ -258,7 +258,7 @@ void HopSynchronizer::beginSession() {
 
 void HopSynchronizer::synchronize() {
   checkAttached();
-  tensors_.check("hop");
+  tensors_.takeBack("hop");
   const at::NoGradGuard no_grad;
   meet([this] {
     beginSession();
@@ -269,7 +269,7 @@ void HopSynchronizer::synchronize() {
 void HopSynchronizer::enterAverage() {
   checkAttached();
   replica_average_.checkNotEntered();
-  tensors_.check("hop");
+  tensors_.takeBack("hop");
   const at::NoGradGuard no_grad;
   meet([this] {
     beginSession();

@@ -74,6 +74,16 @@ ShardBuckets::ShardBuckets(const std::vector<at::Tensor>& parameters, const std:
   }
 }
 
+bool ShardBuckets::follow(std::size_t tensor, const at::Tensor& moved) {
+  at::Tensor& kept = parameters_[tensor];
+  if (moved.sizes() != kept.sizes() || moved.strides() != kept.strides() || moved.dtype() != kept.dtype() ||
+      moved.device() != kept.device()) {
+    return false;
+  }
+  kept = moved.detach();
+  return true;
+}
+
 std::size_t ShardBuckets::stagingBytes() const {
   std::size_t total = 0;
   for (const Bucket& bucket : buckets_) {

@@ -35,6 +35,9 @@ class ShardBuckets {
   const std::vector<std::int64_t>& tensorsOf(std::size_t bucket) const { return buckets_[bucket].tensors; }
   bool holds(std::size_t tensor) const { return place_[tensor].bucket != kNone; }
   std::size_t bucketOf(std::size_t tensor) const { return place_[tensor].bucket; }
+  // The tensor has been given other memory; false if not of the same layout, and then nothing is changed. Nothing may
+  // be under way.
+  bool follow(std::size_t tensor, const at::Tensor& moved);
   const at::Tensor& buffer(std::size_t bucket) const { return buckets_[bucket].buffer; }
   // Of the gradients in it.
   std::size_t bytesOf(std::size_t bucket) const { return buckets_[bucket].bytes; }

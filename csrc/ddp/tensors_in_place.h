@@ -1,8 +1,8 @@
 // TensorsInPlace: an attached model's own tensors, where they lived when it was attached, and which of them the user
 // has written.
 //
-// Buckets alias the tensors' memory. A model that is given other memory afterwards would go on training with tensors
-// that nobody averages.
+// Buckets alias the tensors' memory. A tensor that is given other memory afterwards (.data = ...) gets its own back,
+// with the values of the other: takeBack().
 //
 // An average that is under way takes the place of what was packed. What the user writes into parameters meanwhile must
 // outlive that; versions tell of it, at the price of reading one number a tensor. A tensor that is written now and then
@@ -32,7 +32,7 @@ class TensorsInPlace {
       : tensors_(std::move(parameters)) {
     tensors_.insert(tensors_.end(), buffers.begin(), buffers.end());
     for (const at::Tensor& tensor : tensors_) {
-      addresses_.push_back(tensor.data_ptr());
+      kept_.push_back(tensor.detach());
     }
     versions_.resize(tensors_.size());
     written_before_.resize(tensors_.size());
@@ -66,12 +66,23 @@ class TensorsInPlace {
     return writes;
   }
 
-  // c10::Error that names the first tensor whose memory is another.
-  void check(const std::string& backend) const {
+  // Before tensors are packed. c10::Error that names the first tensor that is of another shape, dtype or device now.
+  void takeBack(const std::string& backend) {
+    const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
-      TORCH_CHECK(tensors_[i].data_ptr() == addresses_[i], backend, ": parameter or buffer ", i,
+      at::Tensor& kept = kept_[i];
+      if (tensors_[i].data_ptr() == kept.data_ptr()) {
+        continue;
+      }
+      TORCH_CHECK(tensors_[i].sizes() == kept.sizes() && tensors_[i].options().type_equal(kept.options()) &&
+                      tensors_[i].device() == kept.device(),
+                  backend, ": parameter or buffer ", i,
                   " (in order of registration) has been given other memory since torchext.attach (model.to(), .data = "
-                  "...); change a model before it is wrapped in DistributedDataParallel and attached");
+                  "...) of another kind: it is ",
+                  tensors_[i].toString(), tensors_[i].sizes(), ", and was ", kept.toString(), kept.sizes(),
+                  "; change a model before it is wrapped in DistributedDataParallel and attached");
+      kept.copy_(tensors_[i]);
+      tensors_[i].set_data(kept);
     }
   }
 
@@ -83,7 +94,7 @@ class TensorsInPlace {
   }
 
   std::vector<at::Tensor> tensors_;
-  std::vector<const void*> addresses_;
+  std::vector<at::Tensor> kept_;         // with the memory that they had when the model was attached
   std::vector<std::uint32_t> versions_;  // as noted
   std::vector<char> written_before_;     // in the round before
 };

@@ -22,6 +22,9 @@ namespace torchext {
 
 class EarlyInverses {
  public:
+  explicit EarlyInverses(const std::shared_ptr<ExchangeWaits>& waits)
+      : runs_("tx_inverses", [waits] { waits->look(); }) {}
+
   // The step's next run, and slots whose own factor and whose layer's other one are in it or in earlier ones. Never
   // blocks. All runs of a step have the same inverter and damping.
   void follow(KfacExchange::Sum run, std::vector<std::size_t> slots, const FactorInverter& inverter, double damping);
@@ -39,7 +42,7 @@ class EarlyInverses {
     FactorInverse inverse;
     InverseFailures failures;
   };
-  FollowingThread<Made> runs_{"tx_inverses"};
+  FollowingThread<Made> runs_;
 };
 
 }  // namespace torchext

@@ -6,7 +6,8 @@
 // or what comes after it, up to end(); what was made before stays.
 //
 // Threads: work() is the body of one thread, which has all calls of Run; the owner's calls under a lock of its own.
-// Waits of the owner look up for signals (c10d/attentive_wait.h). No torch: it is run under ThreadSanitizer as it is.
+// Waits of the owner look up for signals (c10d/attentive_wait.h), or do what they are given for it. No torch: it is run
+// under ThreadSanitizer as it is.
 #pragma once
 
 #include <condition_variable>
@@ -32,6 +33,9 @@ class FollowedRuns {
     std::vector<std::size_t> keys;            // of the results, in the order in which they are made
     std::function<Result(std::size_t)> make;  // of a key
   };
+
+  // look: what a wait of the owner calls now and then; what it throws ends the wait.
+  explicit FollowedRuns(std::function<void()> look = &attendToSignals) : look_(std::move(look)) {}
 
   // Until close(): what a call of Run is busy with then comes to its end first.
   void work() {
@@ -76,7 +80,7 @@ class FollowedRuns {
   // Until the step's first `runs` are here.
   void waitForRuns(std::size_t runs) {
     std::unique_lock lock(mutex_);
-    waitAttentively(changed_, lock, [&] { return come_ >= runs || lost_; });
+    wait(lock, [&] { return come_ >= runs || lost_; });
     if (come_ < runs) {
       std::rethrow_exception(lost_);
     }
@@ -86,7 +90,7 @@ class FollowedRuns {
   template <class Use>
   auto use(std::size_t key, Use use) {
     std::unique_lock lock(mutex_);
-    waitAttentively(changed_, lock, [&] { return made_.contains(key) || lost_ || failed_; });
+    wait(lock, [&] { return made_.contains(key) || lost_ || failed_; });
     const auto found = made_.find(key);
     if (found == made_.end()) {
       std::rethrow_exception(failed_ ? failed_ : lost_);
@@ -101,7 +105,7 @@ class FollowedRuns {
     made_.clear();
     lost_ = nullptr;
     failed_ = nullptr;
-    waitAttentively(changed_, lock, [&] { return queue_.empty() && !working_; });
+    wait(lock, [&] { return queue_.empty() && !working_; });
   }
 
  private:
@@ -109,6 +113,14 @@ class FollowedRuns {
     std::size_t step = 0;
     Run run;
   };
+  template <class Ready>
+  void wait(std::unique_lock<std::mutex>& lock, Ready ready) {
+    while (!changed_.wait_for(lock, kAttention, ready)) {
+      lock.unlock();
+      look_();
+      lock.lock();
+    }
+  }
   bool wanted(const Queued& queued) const { return queued.step == step_ && !closed_; }
 
   // A step's later runs are waited for whatever has happened: their memory is used again.
@@ -157,6 +169,7 @@ class FollowedRuns {
     }
   }
 
+  const std::function<void()> look_;
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::deque<Queued> queue_;

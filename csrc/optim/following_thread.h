@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <new>
 #include <string>
@@ -23,8 +24,8 @@ namespace torchext {
 template <class Result>
 class FollowingThread {
  public:
-  explicit FollowingThread(std::string name)
-      : runs_(std::make_shared<FollowedRuns<Result>>()),
+  FollowingThread(std::string name, std::function<void()> look)
+      : runs_(std::make_shared<FollowedRuns<Result>>(std::move(look))),
         thread_(std::move(name),
                 [runs = runs_] {
                   at::init_num_threads();  // as many as the script has chosen

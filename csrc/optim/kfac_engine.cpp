@@ -11,6 +11,7 @@
 
 #include "optim/plain_mode.h"
 #include "optim/timed.h"
+#include "optim/weight_use.h"
 
 namespace torchext {
 namespace {
@@ -31,10 +32,22 @@ bool reaches(const at::Tensor& weight) {
 }
 
 // Under autocast a layer reads a copy of its input in the type of its output, and the input may change afterwards.
-at::Tensor asRead(const at::Tensor& input, const at::Tensor& output) {
-  const at::Tensor plain = input.detach();
-  return input.is_floating_point() && input.scalar_type() != output.scalar_type() ? plain.to(output.scalar_type())
-                                                                                  : plain;
+at::Tensor asRead(const KfacLayerSpec& spec, const at::Tensor& input, at::ScalarType type_of_output) {
+  const PlainMode plain;
+  const at::Tensor read = denseSamples(spec, input.detach(), /*is_input=*/true);
+  return read.is_floating_point() && read.scalar_type() != type_of_output ? read.to(type_of_output) : read;
+}
+
+// Nothing of a tensor whose elements are not laid out by sizes.
+std::optional<std::vector<std::int64_t>> sizesOf(const torch::autograd::InputMetadata& output) {
+  if (output.is_nested_tensor() || output.is_cpp_nested_tensor()) {
+    return std::nullopt;
+  }
+  std::vector<std::int64_t> sizes;
+  for (const c10::SymInt& size : output.shape_as_dim_vector()) {
+    sizes.push_back(size.guard_int(__FILE__, __LINE__));
+  }
+  return sizes;
 }
 
 }  // namespace
@@ -61,34 +74,47 @@ void KfacEngine::setKlClip(std::optional<double> kl_clip) {
   options_ = changed;
 }
 
-void KfacEngine::forward(int layer, const at::Tensor& input, const at::Tensor& output) {
+bool KfacEngine::forward(int layer, const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
   const bool seen =
       stats_.steps % options_.factor_update_steps == 0 || (isEarly(layer) && inEarlyStep()) || takesRows(layer);
-  if (!seen || !at::GradMode::is_enabled() || !output.requires_grad()) {
-    return;
+  if (!seen || !at::GradMode::is_enabled()) {
+    return true;
   }
   const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
+  const auto use = WeightUse::find(spec.weight, outputs);
+  if (!use) {
+    return false;
+  }
+  const auto& output = use->output();
   TORCH_CHECK_VALUE(output.device() == device_ && input.device() == device_, "torchext.optim: ", spec.name, " was on ",
                     device_, " when the optimizer was made, and computes on ", output.device(),
                     " now; move the model first");
-  checkCall(spec, input, output);
   // The hook lives in the graph, and dies with it or with the engine. Autograd keeps for the weight's gradient what the
   // layer has read: the input, or its copy in the type of autocast. A forward pass inside of a backward one is that of
   // a reentrant checkpoint: what comes of it, in a pass of its own, belongs to the outer one.
   const int outer = torch::autograd::get_current_graph_task_id();
-  const at::Tensor kept = asRead(input, output);
+  const at::Tensor kept = asRead(spec, input, c10::typeMetaToScalarType(output.dtype()));
+  const auto sizes = outputSizes(spec, kept, sizesOf(output));
   const auto version = kept.is_inference() ? 0 : kept._version();
-  output.register_hook([weak = weak_from_this(), layer, outer, kept, version](const at::TensorBase& gradient) {
-    if (const auto engine = weak.lock(); engine && gradient.defined()) {
-      // Autograd sees that, too, but not where it has kept a copy of its own: of an input that the layer has padded.
-      TORCH_CHECK_VALUE(kept.is_inference() || kept._version() == version, "torchext.optim: the input of ",
-                        engine->layers_[static_cast<std::size_t>(layer)].name,
-                        " was changed in place between the forward and the backward pass; change a copy of it, or "
-                        "leave the layer to the plain gradient, by its name in skip_layers");
-      const int pass = outer >= 0 ? outer : torch::autograd::get_current_graph_task_id();
-      engine->backward(layer, kept, at::Tensor(gradient), pass);
+  use->watch(this, [weak = weak_from_this(), layer, outer, kept, version, sizes](const at::Tensor& gradient) {
+    const auto engine = weak.lock();
+    if (!engine) {
+      return;
     }
+    const KfacLayerSpec& spec = engine->layers_[static_cast<std::size_t>(layer)];
+    // Autograd sees that, too, but not where it has kept a copy of its own: of an input that the layer has padded.
+    TORCH_CHECK_VALUE(kept.is_inference() || kept._version() == version, "torchext.optim: the input of ", spec.name,
+                      " was changed in place between the forward and the backward pass; change a copy of it, or "
+                      "leave the layer to the plain gradient, by its name in skip_layers");
+    const int pass = outer >= 0 ? outer : torch::autograd::get_current_graph_task_id();
+    at::Tensor samples;
+    {
+      const PlainMode plain;
+      samples = denseSamples(spec, gradient.detach(), /*is_input=*/false).reshape(sizes);
+    }
+    engine->backward(layer, kept, samples, pass);
   });
+  return true;
 }
 
 void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass) {
@@ -100,14 +126,14 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
   const Turn turn(*this, "backward");
   const Timed timed(stats_.factor_seconds);
   if (isEarly(layer) && inEarlyStep()) {
-    early_->keep(layer, input, gradient.detach(), torch::autograd::get_current_graph_task_id());
+    early_->keep(layer, input, gradient, torch::autograd::get_current_graph_task_id());
   }
-  keepRows(layer, input, gradient.detach());
+  keepRows(layer, input, gradient);
   if (stats_.steps % options_.factor_update_steps != 0) {
     return;
   }
   seen_backward_ = true;
-  if (defer(layer, input, gradient.detach(), pass)) {
+  if (defer(layer, input, gradient, pass)) {
     return;
   }
   const bool together = onFirstStream();
@@ -115,7 +141,7 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
   if (profiled) {
     ready_.start();
   }
-  statistics_->add(layer, input, gradient.detach(), pass, !putsProductsOff());
+  statistics_->add(layer, input, gradient, pass, !putsProductsOff());
   Calls& calls = calls_[number];
   const auto first = 2 * (layers_.size() - 1 - number);
   for (const std::size_t slot : {first, first + 1}) {

@@ -1,12 +1,14 @@
 // K-FAC: the engine behind torchext.optim, for one process or a group of ranks.
 //
-// The path of the data. A module's forward hook calls forward(layer, input, output), which only puts a C++ hook on the
-// output. When the backward pass has the gradient at that output, both factors' sums are made right there
-// (KfacStatistics), without Python, copies of inputs or synchronisation; a forward pass that is never differentiated
-// leaves no trace, and a checkpointed one is seen once. step() is called after the backward pass, when .grad holds the
-// gradient that all ranks share (DDP has averaged it). It takes the sums into the running averages, every
-// `inverse_update_steps` brings the ranks' averages together, inverts, distributes the inverses, and then replaces
-// every gradient by its direction V, scaled by the KL clip. The parameters themselves are stepped by the caller.
+// The path of the data. A module's forward hook calls forward(layer, input, outputs), which only puts a C++ hook on the
+// node of the graph that multiplies the weight (weight_use.h). When the backward pass has called that node with a
+// gradient, both factors' sums are made right there (KfacStatistics), without Python, copies of inputs or
+// synchronisation. Whatever hooks have changed, the node has then been given what the weight's gradient is made of. A
+// forward pass that is never differentiated leaves no trace, and a checkpointed one is seen once. step() is called
+// after the backward pass, when .grad holds the gradient that all ranks share (DDP has averaged it). It takes the sums
+// into the running averages, every `inverse_update_steps` brings the ranks' averages together, inverts, distributes the
+// inverses, and then replaces every gradient by its direction V, scaled by the KL clip. The parameters themselves are
+// stepped by the caller.
 //
 // When the sums are made. With a group, and in steps that send no factors, the hook only keeps its two tensors (up to
 // 16 MiB; what is beyond is summed at once), and the sums are made when the backward pass has ended: DDP's all-reduces
@@ -117,11 +119,15 @@ struct FactorState {
 
 class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
  public:
-  // Collective if there is a group (null: a single process): checks that all ranks agree, and measures costs.
+  // Collective if there is a group (null: a single process): checks that all ranks agree, and measures costs. model: of
+  // the group in which the model trains, whose failure ends every wait; null where that is none of torchext's.
   KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
-             const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+             const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<GroupHealth> model);
 
-  void forward(int layer, const at::Tensor& input, const at::Tensor& output);
+  // A call of the layer's module: its input, and what it returned, whatever other hooks have made of that. False: no
+  // gradient of what it returned reaches the weight. Throws std::invalid_argument for a call that is not such a
+  // layer's.
+  bool forward(int layer, const at::Tensor& input, const std::vector<at::Tensor>& outputs);
   // rates: of each layer, for the clip. others: gradients of parameters outside the layers, checked too and scaled.
   // loss_scale: what the loss was multiplied with; gradient_scale: multiplies the gradients first (1 / loss_scale if
   // nobody has done so). found_inf: the caller knows already. Collective. False: skip this step.

@@ -41,12 +41,12 @@ at::Device deviceOf(const std::vector<KfacLayerSpec>& layers) {
 }  // namespace
 
 KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
-                       const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+                       const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<GroupHealth> model)
     : layers_(std::move(layers)),
       options_((options.validate(), std::move(options))),
       device_(deviceOf(layers_)),
       queued_(options_.queued || !device_.is_cpu()),
-      exchange_(group && group->getSize() > 1 ? std::make_unique<KfacExchange>(group) : nullptr),
+      exchange_(group && group->getSize() > 1 ? std::make_unique<KfacExchange>(group, std::move(model)) : nullptr),
       rank_(exchange_ ? exchange_->rank() : 0),
       ranks_(exchange_ ? exchange_->size() : 1),
       statistics_(

@@ -10,7 +10,7 @@
 namespace torchext {
 namespace {
 
-enum Verdict : std::int64_t { kLeavesStep, kTakesStep, kTakesStepAgain };
+enum StepVote : std::int64_t { kLeavesStep, kTakesStep, kTakesStepAgain };
 
 }  // namespace
 
@@ -59,7 +59,7 @@ void KfacEngine::startRuns(bool overlapped) {
         followed_damping_ = options_.damping;
       }
       if (!early_inverses_) {
-        early_inverses_ = std::make_unique<EarlyInverses>();
+        early_inverses_ = std::make_unique<EarlyInverses>(exchange_->waits());
       }
       early_inverses_->follow(std::move(sum), invertedAfter(end), inverter_, followed_damping_);
     } else {
@@ -94,7 +94,7 @@ void KfacEngine::startRest(double loss_scale) {
 // forgotten, and all throw. Returns whether a rank has sent factors that are not those of the whole step, so that all
 // must send again. Each rank says besides how many rows its layers have had.
 bool KfacEngine::agreeOnStep(bool takes_step) {
-  const Verdict own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
+  const StepVote own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
   const at::Tensor said = at::cat({at::full({1}, static_cast<std::int64_t>(own), at::kLong), ownRowCounts()});
   const at::Tensor all = ofAllRanks(said, kfac_tags::kVerdict);
   all_row_counts_ = all.narrow(1, 1, said.numel() - 1);

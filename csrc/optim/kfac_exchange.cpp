@@ -7,7 +7,6 @@
 #include <numeric>
 #include <string>
 
-#include "c10d/attentive_wait.h"
 #include "core/host_identity.h"
 #include "optim/timed.h"
 
@@ -29,6 +28,8 @@ double fastestSeconds(at::Device device, int repeats, const Call& call) {
   return best;
 }
 
+constexpr int kEverybody = -1;  // a collective's peer
+
 // How long a look for what is no work blocks.
 constexpr std::chrono::milliseconds kLook{20};
 
@@ -38,11 +39,14 @@ std::exception_ptr malformedError(int peer, const char* what, const std::string&
                                                        c10::str(what, " with rank ", peer, ": ", error)));
 }
 
-// Over a Gloo group, whose works wait and fail by themselves. What is no work waits as long as they would.
-PointToPoint transportOver(const c10::intrusive_ptr<c10d::Backend>& backend) {
-  const auto wait = [](const PointToPoint::WorkPtr& work, int /*peer*/, const char* /*what*/) { work->wait(); };
-  const auto wait_until = [limit = backend->getBackendOptions()->timeout](const PointToPoint::Look& look, int peer,
-                                                                          const char* what) {
+// What is no work waits as long as those do.
+PointToPoint transportOver(const c10::intrusive_ptr<c10d::Backend>& backend,
+                           const std::shared_ptr<ExchangeWaits>& waits) {
+  const auto wait = [waits](const PointToPoint::WorkPtr& work, int peer, const char* /*what*/) {
+    waits->start(at::kCPU, peer, [&] { return work; })->wait();
+  };
+  const auto wait_until = [waits](const PointToPoint::Look& look, int peer, const char* what) {
+    const auto limit = waits->timeout();
     const auto end = std::chrono::steady_clock::now() + limit;
     while (!look(kLook)) {
       if (std::chrono::steady_clock::now() >= end) {
@@ -50,7 +54,7 @@ PointToPoint transportOver(const c10::intrusive_ptr<c10d::Backend>& backend) {
                                                    std::chrono::duration<double>(limit).count(),
                                                    " s; do all ranks take the same steps?"));
       }
-      attendToSignals();
+      waits->look();
     }
   };
   return {backend, wait, wait_until, &malformedError};
@@ -58,7 +62,9 @@ PointToPoint transportOver(const c10::intrusive_ptr<c10d::Backend>& backend) {
 
 }  // namespace
 
-KfacExchange::KfacExchange(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
+KfacExchange::KfacExchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<GroupHealth> model)
+    : group_(std::move(group)),
+      waits_(std::make_shared<ExchangeWaits>(group_->getBackend(c10::DeviceType::CPU), std::move(model))) {}
 
 void KfacExchange::Sum::wait() {
   for (std::size_t i = 0; i < works_.size(); ++i) {
@@ -74,7 +80,8 @@ KfacExchange::Sum KfacExchange::allReduce(at::Tensor slice) {
   bytes_.all_reduce += bytesOf(slice);
   std::vector<at::Tensor> tensors{std::move(slice)};
   Sum sum;
-  sum.works_.push_back(group_->allreduce(tensors, c10d::AllreduceOptions()));
+  sum.works_.push_back(waits_->start(tensors.front().device(), kEverybody,
+                                     [&] { return group_->allreduce(tensors, c10d::AllreduceOptions()); }));
   return sum;
 }
 
@@ -85,10 +92,11 @@ KfacExchange::Sum KfacExchange::reduce(at::Tensor slice, int root, int tag, cons
     c10d::ReduceOptions options;
     options.rootRank = root;
     std::vector<at::Tensor> tensors{std::move(slice)};
-    sum.works_.push_back(group_->reduce(tensors, options));
+    sum.works_.push_back(
+        waits_->start(tensors.front().device(), kEverybody, [&] { return group_->reduce(tensors, options); }));
   } else if (rank() != root) {
     std::vector<at::Tensor> tensors{std::move(slice)};
-    sum.works_.push_back(group_->send(tensors, root, tag));
+    sum.works_.push_back(waits_->start(at::kCPU, root, [&] { return group_->send(tensors, root, tag); }));
   } else {
     sum.shares_ = shares.view({size() - 1, slice.numel()});
     for (int from = 0; from < size(); ++from) {
@@ -106,18 +114,18 @@ KfacExchange::Work KfacExchange::broadcast(at::Tensor slice, int root) {
   c10d::BroadcastOptions options;
   options.rootRank = root;
   std::vector<at::Tensor> tensors{std::move(slice)};
-  return group_->broadcast(tensors, options);
+  return waits_->start(tensors.front().device(), kEverybody, [&] { return group_->broadcast(tensors, options); });
 }
 
 KfacExchange::Work KfacExchange::send(at::Tensor slice, int to, int tag) {
   bytes_.sent += bytesOf(slice);
   std::vector<at::Tensor> tensors{std::move(slice)};
-  return group_->send(tensors, to, tag);
+  return waits_->start(tensors.front().device(), to, [&] { return group_->send(tensors, to, tag); });
 }
 
 KfacExchange::Work KfacExchange::receive(at::Tensor slice, int from, int tag) {
   std::vector<at::Tensor> tensors{std::move(slice)};
-  return group_->recv(tensors, from, tag);
+  return waits_->start(tensors.front().device(), from, [&] { return group_->recv(tensors, from, tag); });
 }
 
 std::vector<KfacExchange::Work> KfacExchange::start(const std::vector<Message>& messages) {
@@ -163,11 +171,11 @@ void KfacExchange::shareMemory() {
   // Addresses go to every rank from every other: only where it may come to something.
   const at::Tensor own = at::full({1}, agreementHash(core::processSpace()), at::kLong);
   const at::Tensor all = at::empty({size(), 1}, at::kLong);
-  agreementGroup(*group_).gather(own, all);
+  agreement().gather(own, all);
   if (!all.eq(own).all().item<bool>()) {
     return;
   }
-  const PointToPoint transport = transportOver(group_->getBackend(c10::DeviceType::CPU));
+  const PointToPoint transport = transportOver(group_->getBackend(c10::DeviceType::CPU), waits_);
   constexpr int kTag = 0;
   auto windows = SharedWindows::open(transport, kTag, /*enabled=*/true);
   std::vector<int> everybody(static_cast<std::size_t>(size()));
@@ -178,6 +186,7 @@ void KfacExchange::shareMemory() {
 }
 
 void KfacExchange::gatherParts(const std::vector<at::Tensor>& parts) {
+  waits_->checkUsable();
   std::vector<WindowGather::Part> all(parts.size());
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
     if (parts[rank].defined() && parts[rank].numel() > 0) {
@@ -190,6 +199,7 @@ void KfacExchange::gatherParts(const std::vector<at::Tensor>& parts) {
 }
 
 void KfacExchange::sumParts(const at::Tensor& data, const std::vector<core::Span>& spans) {
+  waits_->checkUsable();
   TORCH_INTERNAL_ASSERT(data.is_contiguous() && data.is_cpu());
   bytes_.shared += bytesOf(data);
   gather_->sum({static_cast<std::byte*>(data.data_ptr()), data.nbytes()}, reductionFor(data.scalar_type()), spans);
@@ -215,9 +225,25 @@ std::vector<core::CommSample> KfacExchange::measureSharing() {
   return samples;
 }
 
+AgreementGroup KfacExchange::agreement() {
+  return {size(),
+          [this](const at::Tensor& own, const at::Tensor& all) {
+            std::vector<at::Tensor> inputs{own};
+            std::vector<std::vector<at::Tensor>> outputs{all.unbind()};
+            waits_
+                ->start(at::kCPU, kEverybody,
+                        [&] { return group_->allgather(outputs, inputs, c10d::AllgatherOptions()); })
+                ->wait();
+          },
+          [this](const at::Tensor& tensor, int root) {
+            const ExchangeBytes counted = bytes_;
+            broadcast(tensor, root)->wait();
+            bytes_ = counted;
+          }};
+}
+
 void KfacExchange::agree(const AgreementFields& fields) {
-  torchext::agree(agreementGroup(*group_), "torchext.optim", fields,
-                  "all ranks must pass the same model and the same options");
+  torchext::agree(agreement(), "torchext.optim", fields, "all ranks must pass the same model and the same options");
 }
 
 void KfacExchange::measure(at::Device device, std::size_t most, std::vector<core::CommSample>& all_reduce,

@@ -19,6 +19,7 @@
 #include "c10d/agreement.h"
 #include "c10d/window_gather.h"
 #include "core/kfac_costs.h"
+#include "optim/exchange_waits.h"
 
 namespace torchext {
 
@@ -35,7 +36,8 @@ struct ExchangeBytes {
 class KfacExchange {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;
-  explicit KfacExchange(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  // model: of the model's group; null where that is none of torchext's.
+  KfacExchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<GroupHealth> model);
 
   int rank() const { return group_->getRank(); }
   int size() const { return group_->getSize(); }
@@ -101,8 +103,14 @@ class KfacExchange {
   const ExchangeBytes& bytes() const { return bytes_; }
   void resetBytes() { bytes_ = {}; }
 
+  // Its waits: for those that wait for a thread which waits for works.
+  const std::shared_ptr<ExchangeWaits>& waits() const { return waits_; }
+
  private:
+  AgreementGroup agreement();
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<ExchangeWaits> waits_;
   std::unique_ptr<WindowGather> gather_;
   ExchangeBytes bytes_;
 };

@@ -95,29 +95,49 @@ std::int64_t KfacLayerSpec::inputs() const {
   return kind == Kind::kEmbedding ? weight.size(0) : weight.numel() / weight.size(0);
 }
 
-void checkCall(const KfacLayerSpec& spec, const at::Tensor& input, const at::Tensor& output) {
-  const auto is = [](const at::Tensor& tensor, std::int64_t dimension, std::int64_t size) {
-    return tensor.dim() >= 1 && tensor.size(dimension) == size;
-  };
-  bool fits = false;
+at::Tensor denseSamples(const KfacLayerSpec& spec, const at::Tensor& tensor, bool is_input) {
+  if (!tensor.is_nested()) {
+    return tensor.layout() == at::kStrided ? tensor : tensor.to_dense();
+  }
+  TORCH_CHECK_VALUE(spec.kind == Kind::kLinear, "torchext.optim: ", spec.name,
+                    " was called with a nested tensor, of which K-FAC takes those of Linear layers; leave it to the "
+                    "plain gradient, by its name in skip_layers");
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& part : tensor.unbind()) {
+    const at::Tensor rows = part.reshape({-1, part.size(-1)});
+    parts.push_back(!spec.reduce_sequence ? rows : is_input ? rows.mean(0, /*keepdim=*/true) : rows.sum(0, true));
+  }
+  return parts.empty() ? at::empty({0, is_input ? spec.inputs() : spec.outputs()}, tensor.options()) : at::cat(parts);
+}
+
+std::vector<std::int64_t> outputSizes(const KfacLayerSpec& spec, const at::Tensor& input,
+                                      const std::optional<std::vector<std::int64_t>>& sizes) {
+  std::optional<std::vector<std::int64_t>> made;
+  const std::int64_t dims = input.dim();
   if (spec.kind == Kind::kConvolution) {
     const auto spatial = static_cast<std::int64_t>(spec.stride.size());
-    const auto channels = [&](const at::Tensor& images) { return images.size(images.dim() - spatial - 1); };
-    fits = (input.dim() == spatial + 1 || input.dim() == spatial + 2) && output.dim() == input.dim() &&
-           channels(input) == spec.weight.size(1) * spec.groups && channels(output) == spec.weight.size(0) &&
-           (input.dim() == spatial + 1 || input.size(0) == output.size(0)) &&
-           threeOf(output.sizes().slice(output.dim() - spatial), 1) == windowOf(spec, input).out;
+    if ((dims == spatial + 1 || dims == spatial + 2) &&
+        input.size(dims - spatial - 1) == spec.weight.size(1) * spec.groups) {
+      const Three out = windowOf(spec, input).out;
+      made.emplace(input.sizes().begin(), input.sizes().end());
+      (*made)[static_cast<std::size_t>(dims - spatial - 1)] = spec.weight.size(0);
+      std::copy(out.end() - spatial, out.end(), made->end() - spatial);
+    }
   } else if (spec.kind == Kind::kEmbedding) {
-    fits = is(output, -1, spec.weight.size(1)) && output.numel() == input.numel() * output.size(-1);
-  } else {
-    fits = is(input, -1, spec.weight.size(1)) && is(output, -1, spec.weight.size(0)) &&
-           input.sizes().slice(0, static_cast<std::size_t>(input.dim() - 1)) ==
-               output.sizes().slice(0, static_cast<std::size_t>(output.dim() - 1));
+    made.emplace(input.sizes().begin(), input.sizes().end());
+    made->push_back(spec.weight.size(1));
+  } else if (dims >= 1 && input.size(-1) == spec.weight.size(1)) {
+    made.emplace(input.sizes().begin(), input.sizes().end());
+    made->back() = spec.weight.size(0);
   }
-  TORCH_CHECK_VALUE(fits, "torchext.optim: ", spec.name, " with a weight of ", spec.weight.sizes(), " was called with ",
-                    input.sizes(), " and returned ", output.sizes(),
-                    ", which such a layer does not: does its forward() pad or slice? Leave it to the plain gradient, "
-                    "by its name in skip_layers");
+  const bool fits = made && (!sizes || c10::multiply_integers(*made) == c10::multiply_integers(*sizes)) &&
+                    std::all_of(made->begin(), made->end(), [](std::int64_t size) { return size >= 0; });
+  TORCH_CHECK_VALUE(
+      fits, "torchext.optim: ", spec.name, " with a weight of ", spec.weight.sizes(), " was called with ",
+      input.sizes(), sizes ? c10::str(" and made ", at::IntArrayRef(*sizes), " of it") : "",
+      ", which such a layer does not: does its forward() pad or slice? Leave it to the plain gradient, by its name in "
+      "skip_layers");
+  return *made;
 }
 
 at::Tensor sampleRows(const at::Tensor& tensor, at::ScalarType type, bool reduce, bool mean) {

@@ -71,9 +71,16 @@ struct SampleMatrix {
   std::int64_t samples = 0;
 };
 
-// std::invalid_argument, as ValueError in Python, where input and output of a call are not those of such a layer: a
-// subclass may pad or slice in its forward(), and what is read here would be of other sizes.
-void checkCall(const KfacLayerSpec& spec, const at::Tensor& input, const at::Tensor& output);
+// What a layer's weight was multiplied with, or the gradient at what came of it, as a dense tensor: of one of any other
+// layout, all its elements; of a nested one [rows, dim], all its parts after each other (with reduce_sequence each part
+// averaged or summed). Throws std::invalid_argument, as ValueError in Python, where a layer of this kind has no such.
+at::Tensor denseSamples(const KfacLayerSpec& spec, const at::Tensor& tensor, bool is_input);
+
+// Of what such a layer makes of an input. Throws std::invalid_argument, as ValueError in Python, where it takes no such
+// input, or makes another number of elements of it than `sizes`: a subclass may pad or slice in its forward(), and what
+// is read here would be of other sizes. sizes: nothing where they are not known.
+std::vector<std::int64_t> outputSizes(const KfacLayerSpec& spec, const at::Tensor& input,
+                                      const std::optional<std::vector<std::int64_t>>& sizes);
 
 // [N, ..., dim] dense and in the type asked for; of a sequence with `reduce` [N, dim], its positions averaged (mean) or
 // summed. Any device.

@@ -16,7 +16,7 @@ RowDirections::RowDirections(std::vector<BatchRows::Layer> layers, const at::Ten
         }
       }) {
   if (rows_.travels()) {
-    thread_.emplace("tx_rows");
+    thread_.emplace("tx_rows", [waits = exchange->waits()] { waits->look(); });
   }
 }
 

@@ -11,8 +11,10 @@
 
 #include "c10d/attachable_backend.h"
 #include "c10d/attentive_wait.h"
+#include "c10d/connecting_store.h"
 #include "c10d/fault_points.h"
 #include "c10d/interpreter_lock.h"
+#include "c10d/living_backends.h"
 #include "c10d/promises.h"
 #include "python/bind_group.h"
 
@@ -97,15 +99,27 @@ void bindC10d(py::module_& module) {
   setSignalAttendant(&attend);
   registerLineFinder();
 
-  py::class_<InnerBackends>(module, "InnerBackends")
-      .def(py::init([](BackendPtr cpu, BackendPtr cuda, BackendPtr control) {
-             return InnerBackends{std::move(cpu), std::move(cuda), std::move(control)};
+  py::class_<ConnectingStore, c10d::PrefixStore, c10::intrusive_ptr<ConnectingStore>>(module, "ConnectingStore")
+      .def(py::init([](c10::intrusive_ptr<c10d::Store> store) {
+             return c10::make_intrusive<ConnectingStore>(std::move(store));
            }),
-           py::kw_only(), py::arg("cpu"), py::arg("cuda").none(true), py::arg("control").none(true));
+           py::arg("store"))
+      .def("refuse", &ConnectingStore::refuse, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
+
+  py::class_<ClosedInChildren, std::shared_ptr<ClosedInChildren>>(module, "ClosedInChildren")
+      .def(py::init<>())
+      .def("watch", &ClosedInChildren::watch);
+
+  py::class_<InnerBackends>(module, "InnerBackends")
+      .def(py::init([](BackendPtr cpu, BackendPtr cuda, BackendPtr control, std::shared_ptr<ClosedInChildren> sockets) {
+             return InnerBackends{std::move(cpu), std::move(cuda), std::move(control), std::move(sockets)};
+           }),
+           py::kw_only(), py::arg("cpu"), py::arg("cuda").none(true), py::arg("control").none(true),
+           py::arg("sockets").none(true) = py::none());
 
   py::class_<DelegatingBackend, c10::intrusive_ptr<DelegatingBackend>, c10d::Backend>(module, "DelegatingBackend")
       .def(py::init([](int rank, int size, const std::string& name, const InnerBackends& inner, OptionsPtr options) {
-             return c10::make_intrusive<DelegatingBackend>(rank, size, name, inner, std::move(options));
+             return makeBackend<DelegatingBackend>(rank, size, name, inner, std::move(options));
            }),
            py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("inner"), py::arg("options"),
            py::call_guard<py::gil_scoped_release>())
@@ -113,7 +127,7 @@ void bindC10d(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("_abort_because_of", &DelegatingBackend::abortBecauseOf, py::arg("rank"), py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("_lost_rank", [](const DelegatingBackend& self) { return self.health()->lostRank(); })
+      .def_property_readonly("_lost_ranks", [](const DelegatingBackend& self) { return self.health()->lostRanks(); })
       // Of those that a split leaves out, where the default group has a device. Ours needs nothing of them.
       .def(
           "perform_nocolor_split", [](const DelegatingBackend&, const py::object&) {}, py::arg("device"))
@@ -134,6 +148,12 @@ void bindC10d(py::module_& module) {
 
   // The systems derive from it.
   py::class_<AttachableBackend, DelegatingBackend, c10::intrusive_ptr<AttachableBackend>>(module, "AttachableBackend")
+      .def(
+          "_abandon_meeting",
+          [](AttachableBackend& self, const std::string& error) {
+            self.abandonMeeting(std::make_exception_ptr(std::runtime_error(error)));
+          },
+          py::arg("error"), NoGil())
       .def("_announce_member", &AttachableBackend::announceMember, py::arg("store"), py::arg("number"),
            py::call_guard<py::gil_scoped_release>())
       .def("_withdraw_announcements", &AttachableBackend::withdrawAnnouncements,

@@ -38,8 +38,8 @@ const char* const kDearDoc = R"(Options of the "dear" backend: how gradients are
 DeAR: Zhang et al., ICDCS 2023.
 
 Args:
-    form: "sharded": every worker steps its share, with 1 / world size of the optimizer's state, and parameters are
-        gathered. "replicated": gradients are gathered, and any optimizer steps whole parameters.
+    form: "replicated": gradients are gathered, and any optimizer steps whole parameters. "sharded": every worker steps
+        its share, with 1 / world size of the optimizer's state, and parameters are gathered.
     bucket_mb: MiB of a bucket, 0.001 to 4096; "auto": tuned in the first steps.
     allreduce_fallback: Train as plain DDP where that is measured to be faster.
     transport: "auto": point-to-point on the CPU, NCCL's collectives on CUDA. "collectives": Gloo's on the CPU, too.
@@ -97,7 +97,7 @@ py::dict dearToDict(const DearStats& stats) {
 }  // namespace
 
 void bindDear(py::module_& module) {
-  bindOptions<DearOptions>(module, "DeAROptions", kDearDoc, &makeDearOptions, py::arg("form") = "sharded",
+  bindOptions<DearOptions>(module, "DeAROptions", kDearDoc, &makeDearOptions, py::arg("form") = "replicated",
                            py::arg("bucket_mb") = "auto", py::arg("allreduce_fallback") = true,
                            py::arg("transport") = "auto")
       .def_readonly("form", &DearOptions::form)
@@ -110,16 +110,22 @@ void bindDear(py::module_& module) {
   py::class_<DearSynchronizer, Synchronizer, std::shared_ptr<DearSynchronizer>>(module, "DearSynchronizer")
       .def("expect_backward", &DearSynchronizer::expectBackward, py::arg("exchanges"), NoGil())
       .def("backward_begins", &DearSynchronizer::backwardBegins)
+      .def("on_reduced", &DearSynchronizer::onReduced, py::arg("callback"))
+      .def("on_accumulating", &DearSynchronizer::onAccumulating, py::arg("callback"))
       .def_property_readonly("allreduce", &DearSynchronizer::allreduce)
       .def_property_readonly("replicated", &DearSynchronizer::replicated)
-      .def_property_readonly("gathered", &DearSynchronizer::gathered)
+      .def("others_train_on", &DearSynchronizer::othersTrainOn, NoGil())
       .def("stepped", &DearSynchronizer::stepped, py::arg("parameter"), NoGil())
       .def("own_gradient", &DearSynchronizer::ownGradient, py::arg("parameter"), NoGil())
+      .def("own_slice_of", &DearSynchronizer::ownSliceOf, py::arg("parameter"), py::arg("whole"), NoGil())
       .def("gradient", &DearSynchronizer::gradient, py::arg("parameter"), NoGil())
+      .def("settle_gradient", &DearSynchronizer::settleGradient, py::arg("parameter"), NoGil())
+      .def("take_moved", &DearSynchronizer::takeMoved, NoGil())
       .def_property_readonly("bucket_count", &DearSynchronizer::bucketCount)
       .def("bucket_of", &DearSynchronizer::bucketOf, py::arg("parameter"))
       .def("arrived_buckets", &DearSynchronizer::arrivedBuckets, py::arg("known"), NoGil())
       .def("clear_gradients", &DearSynchronizer::clearGradients, NoGil())
+      .def("note_lost_change", &DearSynchronizer::noteLostChange)
       .def("stats", [](const DearSynchronizer& self) { return dearToDict(self.stats()); });
 
   module.def("attach_dear", &attachDear, py::arg("group"), py::arg("parameters"), py::arg("names"),

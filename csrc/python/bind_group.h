@@ -13,6 +13,7 @@
 
 #include "c10d/attachable_backend.h"
 #include "c10d/group_options.h"
+#include "c10d/living_backends.h"
 #include "python/bindings.h"
 
 namespace torchext {
@@ -66,7 +67,7 @@ auto bindBackend(py::module_& module, const char* name) {
   using Options = typename Group::Options;
   return py::class_<Group, AttachableBackend, c10::intrusive_ptr<Group>>(module, name)
       .def(py::init([](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<Options>& options) {
-             return c10::make_intrusive<Group>(rank, size, inner, options);
+             return makeBackend<Group>(rank, size, inner, options);
            }),
            py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), NoGil());
 }

@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include "c10d/delegating_backend.h"
 #include "core/enum_names.h"
 #include "optim/kfac_engine.h"
 #include "optim/matrix_product.h"
@@ -177,9 +178,15 @@ void bindKfac(py::module_& module) {
            py::arg("padding_idx"));
 
   py::class_<KfacEngine, std::shared_ptr<KfacEngine>>(module, "KfacEngine")
-      .def(py::init<std::vector<KfacLayerSpec>, KfacOptions, c10::intrusive_ptr<c10d::ProcessGroup>>(),
-           py::arg("layers"), py::arg("options"), py::arg("group").none(true), NoGil())
-      .def("forward", &KfacEngine::forward, py::arg("layer"), py::arg("input"), py::arg("output"))
+      .def(py::init([](std::vector<KfacLayerSpec> layers, KfacOptions options,
+                       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                       const c10::intrusive_ptr<DelegatingBackend>& model) {
+             const py::gil_scoped_release no_gil;
+             return std::make_shared<KfacEngine>(std::move(layers), std::move(options), group,
+                                                 model ? model->health() : nullptr);
+           }),
+           py::arg("layers"), py::arg("options"), py::arg("group").none(true), py::arg("model").none(true))
+      .def("forward", &KfacEngine::forward, py::arg("layer"), py::arg("input"), py::arg("outputs"))
       .def("step", &KfacEngine::step, py::arg("rates"), py::arg("others"), py::arg("loss_scale"),
            py::arg("gradient_scale"), py::arg("found_inf"), NoGil())
       .def("watch_gradients", &KfacEngine::watchGradients, NoGil())

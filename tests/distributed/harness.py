@@ -47,12 +47,8 @@ from pathlib import Path
 from typing import Any
 
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(
-    [
-        *("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torchext"),
-        *("sklearn.datasets", "sklearn.model_selection"),  # of the examples; left out where there is none
-    ]
-)
+# Nothing that starts threads, which a fork would lose: scikit-learn imports pandas where that is installed.
+forkserver.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torchext"])
 
 # Generous: shared runners stall. Tests of speed assert times of their own.
 DEADLINE = 60.0

@@ -149,3 +149,36 @@ def budgets_of_shards(rank: Rank, rows: int, budget: int) -> int | str:
 )
 def test_a_number_of_chunks_is_shared_out_by_rows(rows: int, budget: int, expected: list[int | str]) -> None:
     assert run_ranks(budgets_of_shards, 2, rows, budget) == expected
+
+
+def weight_of_shards(rank: Rank) -> list[str]:
+    rank.init("gloo")
+    table = AdaptiveEmbedding(ROWS, DIM, training="sharded")
+    with torch.no_grad():
+        table.weight.fill_(rank.rank + 1.0)  # its own rows
+    assert table(torch.tensor([0, 1]))[:, 0].tolist() == [1.0, 2.0]
+    found = []
+    for action in (
+        lambda: table.weight.requires_grad_(False),
+        lambda: torch.optim.SGD([table.weight], lr=0.1),
+        lambda: torch.nn.functional.linear(table(torch.tensor([1])), table.weight),
+        lambda: setattr(table, "weight", torch.nn.Parameter(torch.ones(ROWS, DIM))),
+    ):
+        try:
+            action()
+            found.append("no error")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_the_weight_of_shards_may_be_written_and_not_trained() -> None:
+    for frozen, given, tied, replaced in run_ranks(weight_of_shards, 2):
+        assert frozen.startswith("weight of this table is frozen, thawed or made a parameter")
+        assert given.startswith("weight of this table is given to an optimizer")
+        assert tied.startswith("weight of this table is asked for a gradient")
+        assert replaced.startswith("weight of this table is replaced by a parameter")
+        for text in (frozen, given, tied, replaced):
+            assert text.endswith(
+                "take training = 'dense' or 'sparse' with budget = 1.0, of which weight is a parameter"
+            )

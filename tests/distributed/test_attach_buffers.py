@@ -202,23 +202,18 @@ def test_memory_that_the_model_no_longer_has_is_not_averaged(backend: str, optio
 
 
 class Sliced(nn.Module):
-    def __init__(self, dtype: torch.dtype | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(8, 1)
-        odd = torch.ones(8, 16)[:, :8] if dtype is None else torch.ones(4).to(dtype)
-        self.register_buffer("odd", odd)
+        self.register_buffer("odd", torch.ones(8, 16)[:, :8])
 
 
 def body_odd(rank: Rank, backend: str) -> bool:
     rank.init(backend)
-    for dtype, text in (
-        (None, r"buffer 'odd' has strides \(16, 1\)"),
-        (torch.float8_e5m2, "buffer 'odd' is torch.float8"),
-    ):
-        model = DistributedDataParallel(Sliced(dtype), broadcast_buffers=False, init_sync=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(TypeError, match=text):
-            torchext.attach(model, optimizer)
+    model = DistributedDataParallel(Sliced(), broadcast_buffers=False, init_sync=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"buffer 'odd' has strides \(16, 1\)"):
+        torchext.attach(model, optimizer)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import time
@@ -139,23 +140,34 @@ def test_sigkill_before_the_generator_answers() -> None:
 
 
 def body_slow(rank: Rank, generator: str, heartbeat: float) -> Any:
-    """Rank 2 lives, and takes a step that is longer than the group's timeout."""
+    """Rank 2 lives, and takes longer than the group's timeout: in a step, or stopped where nobody waits for steps."""
     options = OPTIONS["prague"](
-        generator=generator, order="atc", group_size=2, heartbeat_timeout=timedelta(seconds=heartbeat)
+        generator=generator,
+        order="atc",
+        group_size=0 if generator == "static" else 2,
+        heartbeat_timeout=timedelta(seconds=heartbeat),
     )
     rank.init("prague", timeout=2, pg_options=options)
     trainer = Trainer(rank, group=dist.group.WORLD)
     if rank.rank == 2:  # the others may meet it before they have made as many steps
         trainer.run(3)
-        time.sleep(5)
+        if generator == "static":
+            time.sleep(5)
+        else:
+            rank.report("stops")
+            os.kill(os.getpid(), signal.SIGSTOP)
     return elapsed_error(lambda: trainer.run(1_000_000))
 
 
-@pytest.mark.parametrize(("generator", "heartbeat"), [("random", 0), ("random", 2), ("smart", 0)])
+@pytest.mark.parametrize(("generator", "heartbeat"), [("random", 0), ("smart", 0), ("static", 0), ("static", 2)])
 def test_a_rank_that_takes_too_long_is_not_said_to_have_died(generator: str, heartbeat: float) -> None:
     """Some wait for the generator meanwhile, which waits for those that wait for the slow rank."""
     for _ in range(4):
         with launch(body_slow, 5, generator, heartbeat) as ranks:
+            if generator != "static":
+                ranks.expect("stops", [2])
+                time.sleep(5)
+                ranks.kill(2, signal.SIGCONT)
             if not ranks.wait_until(lambda _, done: len(done) == 5, deadline=20):
                 continue  # nobody was to meet the slow rank just then, and all train on
             for outcome in ranks.outcomes():

@@ -87,7 +87,7 @@ def refuses_damaged_states(sync: torchext.Synchronizer) -> None:
         ({"steps": 3}, "version is missing, got steps"),
         ({"version": 1}, "steps is missing, got version; pass what state_dict"),
         *(
-            ({"version": 1, "steps": steps}, rf"steps must be an int in \[0, 2\*\*63\), got {steps!r}")
+            ({"version": 1, "steps": steps}, rf"steps must be an int in \[0, 2\*\*62\], got {steps!r}")
             for steps in (-5, "x", 2.5, None, True, 2**63)
         ),
     ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import SIZES, Pair, Residual, adamw, made
+from sharded import SIZES, Pair, made
 from torch import nn
 
 from torchext._dear_refusals import ELEMENTWISE
@@ -44,7 +43,7 @@ def body_in_parts(rank: Rank) -> dict[str, tuple[int, int]]:
         pairs = [Pair(rank, made(layers), lambda p: kind(p, lr=0.01, **options, **of_steps)) for _ in range(2)]  # noqa: B023
         pairs[1].run(4)  # the plan is made in the first steps
         pairs[0].run(4)
-        pairs[1].sync._held.core = core = SlowCore(pairs[1].sync._held.core)
+        pairs[1].sync._steps[0]._core = core = SlowCore(pairs[1].sync._steps[0]._core)
         seen: list[bool] = []
         pairs[1].optimizer.register_step_pre_hook(lambda o, *_: seen.extend(p.grad is not None for p in stepped(o)))  # noqa: B023
         for pair in pairs:
@@ -57,33 +56,6 @@ def body_in_parts(rank: Rank) -> dict[str, tuple[int, int]]:
         for pair in pairs:
             assert pair.done() < 1e-2  # Rprop goes by signs
     return found
-
-
-def body_asked(rank: Rank) -> dict[int, int]:
-    """How often the optimizer asks for a gradient that is not there for it, by parameter."""
-    rank.init("gloo")
-    pair = Pair(rank, made(Residual), adamw).run(4)
-    held = pair.sync._held
-    held.core = SlowCore(held.core)
-    in_vain: Counter[int] = Counter()
-    gradient = held.gradient
-
-    def counted(position: int, caller: Any = None) -> torch.Tensor | None:
-        found = gradient(position, caller)
-        in_vain[position] += found is None and caller is held._asking
-        return found
-
-    held.gradient = counted  # type: ignore[method-assign]
-    pair.step()
-    assert pair.done() < 1e-5
-    return dict(in_vain)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_part_asks_for_its_own_gradients_only(size: int) -> None:
-    for in_vain in run_ranks(body_asked, size):
-        assert len(in_vain) == 10, in_vain
-        assert sorted(set(in_vain.values())) == [0, 1], in_vain  # when the whole step comes to one that was early
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -60,6 +60,16 @@ def body_all_reduce(rank: Rank) -> bool:
         for other in range(1, n):
             expected_bits = getattr(torch, fold)(expected_bits, data(other, dtype=torch.int32))
         same(tensor, expected_bits)
+    for dtype in (torch.int32, torch.int64):  # Gloo itself refuses these
+        numbers = torch.tensor([rank.rank, -rank.rank, 7 * rank.rank + 1, -5], dtype=dtype)
+        work = dist.all_reduce(numbers, op=dist.ReduceOp.AVG, async_op=True)
+        assert work.get_future().wait()[0].data_ptr() == numbers.data_ptr()
+        total = n * (n - 1) // 2
+        same(numbers, torch.tensor([total // n, -(total // n), (7 * total + n) // n, -5], dtype=dtype))
+    with torch.inference_mode():
+        numbers = torch.tensor([rank.rank, 7])
+        dist.all_reduce(numbers, op=dist.ReduceOp.AVG)
+        same(numbers, torch.tensor([n * (n - 1) // 2 // n, 7]))
     strided = torch.zeros(4, 6)[:, ::2]
     dist.all_reduce(strided.copy_(torch.full((4, 3), float(rank.rank))))
     works = []

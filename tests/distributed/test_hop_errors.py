@@ -202,8 +202,9 @@ def body_moved(rank: Rank) -> tuple[str, str, float]:
     ddp = DistributedDataParallel(model)
     optimizer = sgd(ddp)
     torchext.attach(ddp, optimizer)
-    model.weight.data = model.weight.data.clone()
     ddp(torch.ones(2, 4)).sum().backward()
+    model.weight.grad = None
+    model.weight.data = model.weight.data.double()
     return elapsed_error(optimizer.step)
 
 

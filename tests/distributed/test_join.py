@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from attached import equal_everywhere
 from going_on import GoingOn
@@ -33,10 +34,14 @@ def body_joins(rank: Rank, backend: str, options: dict[str, Any], workers: int) 
     equal_everywhere(training.ddp.module)
     momentum = [state["momentum_buffer"].norm().item() for state in training.optimizer.state.values()]
     steps = training.sync.state_dict()["steps"]
-    before = training.sync.stats()
-    training.train(20)
-    after = training.sync.stats()
-    assert after["averages"] - before["averages"] >= 4, (before, after)
+    before = after = training.sync.stats()
+    fewest = torch.zeros(1)
+    while fewest < 4:  # on a busy machine a worker that comes early finds nobody to average with
+        training.train(20)
+        training.sync.synchronize()
+        after = training.sync.stats()
+        fewest.fill_(after["averages"] - before["averages"])
+        dist.all_reduce(fewest, dist.ReduceOp.MIN)
     with training.sync.averaged() as module:
         equal_everywhere(module)
     place = dist.get_rank(), dist.get_world_size(), dist.get_backend()

@@ -110,7 +110,7 @@ def test_a_newcomer_may_attach_again() -> None:
 def body_arguments(rank: Rank) -> None:
     with pytest.raises(TypeError, match=r"timeout must be a datetime\.timedelta, got 5 \(int\); timedelta\(seconds="):
         torchext.join("hop", store=dist.HashStore(), timeout=5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"timeout must be more than 0, got 0:00:00"):
+    with pytest.raises(ValueError, match=r"timeout must be more than 0 and at most 3650 days, got 0:00:00"):
         torchext.join("hop", store=dist.HashStore(), timeout=timedelta(0))
     for method in ("tcp://x:abc", "tcp://x:99999", "tcp://x:0", "tcp://x", "tcp://:29500", "bogus", "file://"):
         with pytest.raises(ValueError, match=rf"with a port in 1\.\.65535, got '{method}'"):
@@ -158,3 +158,27 @@ def body_arguments(rank: Rank) -> None:
 
 def test_arguments() -> None:
     run_ranks(body_arguments, 1)
+
+
+def body_strangers(rank: Rank) -> Any:
+    training = GoingOn(rank, "prague", {}, workers=2)
+    store = dist.PrefixStore("torchext/newcomers", dist.FileStore(str(rank.folder / "store")))
+    strange = ["hello", "[1]", "{}", '{"backend": "prague"}', '{"version": "9.9", "compression": "none"}']
+    if rank.rank == 0:
+        for text in strange:
+            store.set(f"{store.add('count', 1)}/request", text)
+    dist.barrier()
+    for _ in range(2):
+        training.train(2)
+        with training.sync.averaged():
+            pass
+    refusals = [store.get(f"{number}/heard/1").decode() for number in range(1, len(strange) + 1)]
+    dist.barrier()
+    training.sync.detach()
+    return training.sync.stats()["workers"], refusals
+
+
+def test_what_is_no_request_is_refused_and_training_goes_on() -> None:
+    for workers, refusals in run_ranks(body_strangers, 2):
+        assert workers == 2
+        assert all(refusal.startswith("its ") for refusal in refusals), refusals

@@ -80,8 +80,8 @@ def test_what_dear_cannot_step_is_refused(form: str) -> None:
     assert run_ranks(body_refused, 2, form) == [True, True]
 
 
-def body_by_hand(rank: Rank) -> float:
-    """step() called by hand in front of an optimizer of dear, which must be told what averages gradients."""
+def body_by_hand(rank: Rank, given: bool) -> float:
+    """step() called by hand in front of an optimizer of dear; ``given``: with its param groups."""
     options = torchext.DeAROptions(form="replicated", allreduce_fallback=False, bucket_mb=0.001)
     rank.init("dear", pg_options=options)
     weights = []
@@ -94,10 +94,10 @@ def body_by_hand(rank: Rank) -> float:
             image, token, target = (part.chunk(rank.size)[rank.rank] for part in whole_batch(step))
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(image, token), target).backward()
-            if sync is not None:
-                with pytest.raises(RuntimeError, match=r"under dear: .* pass optimizer\.param_groups"):
-                    kfac.step()
-            kfac.step(optimizer.param_groups)
+            if given:
+                kfac.step(optimizer.param_groups)
+            else:
+                kfac.step(lr=0.1)
             optimizer.step()
         if sync is not None:
             sync.wait()
@@ -105,5 +105,6 @@ def body_by_hand(rank: Rank) -> float:
     return float((weights[0] - weights[1]).abs().max())
 
 
-def test_a_step_by_hand_asks_for_averaged_gradients() -> None:
-    assert max(run_ranks(body_by_hand, 2)) < 1e-12
+@pytest.mark.parametrize("given", [False, True])
+def test_a_step_by_hand_takes_averaged_gradients(given: bool) -> None:
+    assert max(run_ranks(body_by_hand, 2, given)) < 1e-12

@@ -34,9 +34,9 @@ def note_controls() -> list[Any]:
     made: list[Any] = []
     plain = _C.InnerBackends
 
-    def noting(*, cpu: Any, cuda: Any, control: Any) -> Any:
+    def noting(*, control: Any, **others: Any) -> Any:
         made.append(control)
-        return plain(cpu=cpu, cuda=cuda, control=control)
+        return plain(control=control, **others)
 
     _C.InnerBackends = noting  # type: ignore[assignment, misc]
     return made

@@ -51,6 +51,35 @@ def test_too_few_descriptors(backend: str, victim: int) -> None:
         assert seconds < 10, errors
 
 
+def body_no_interface(rank: Rank, backend: str, victim: int, port: int) -> Any:
+    limit = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, rank.size, rank.rank == 0, limit)
+
+    def join() -> None:
+        dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size, timeout=limit)
+
+    if rank.rank == victim:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nonsense"
+    error = elapsed_error(join)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    join()
+    dist.barrier()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("backend", "victim"), [("prague", 0), ("prague", 2), ("dear", 1), ("dssync", 1), ("hop", 1), ("hop", 0)]
+)
+def test_a_rank_that_cannot_connect(backend: str, victim: int) -> None:
+    """The others wait for its address, and learn that there will be none; then all join."""
+    errors = run_ranks(body_no_interface, 3, backend, victim, free_port())
+    for rank, (kind, text, seconds) in enumerate(errors):
+        assert "nonsense" in text, errors
+        assert rank == victim or kind == "DistStoreError", errors
+        assert rank == victim or f"rank {victim} cannot connect to the others: RuntimeError" in text, errors
+        assert seconds < 10, errors
+
+
 def body_one_comes_late(rank: Rank, victim: int) -> Any:
     if rank.rank == 3:
         time.sleep(2)

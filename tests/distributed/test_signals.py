@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext.backends import backend_of
+from torchext.backends import BACKENDS, backend_of
 
 
 @contextmanager
@@ -71,6 +71,10 @@ class Training:
             dist.all_reduce(torch.ones(3))
         elif what == "wait with a limit":
             dist.all_reduce(torch.ones(3), async_op=True).wait(dist.distributed_c10d.default_pg_timeout)
+        elif what == "many calls":  # more than may wait for the first, which the peer has to agree to
+            works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(1100)]
+            for work in works:
+                work.wait()
         elif what == "partial_all_reduce":
             backend_of(None).partial_all_reduce(torch.ones(3), [0, 1]).wait()
         elif what == "training":
@@ -103,7 +107,7 @@ def body_flag(rank: Rank, backend: str, what: str) -> Any:
         on_thread.append(threading.current_thread() is threading.main_thread())
         store.set("handled", "1")
 
-    with handling(handler):
+    with handling(handler, seconds=4.0 if what == "many calls" else 0.5):  # they have been made by then
         training.wait(what)
     return on_thread == [True]
 
@@ -111,6 +115,7 @@ def body_flag(rank: Rank, backend: str, what: str) -> Any:
 WAITS = [
     *(("prague", what) for what in ("all_reduce", "wait with a limit", "partial_all_reduce", "training")),
     *(("prague", what) for what in ("synchronize", "detach", "destroy")),
+    *((backend, "many calls") for backend in sorted(BACKENDS)),
     *((backend, what) for backend in ("dssync", "hop") for what in ("training", "synchronize", "detach")),
     *(("dear", what) for what in ("all_reduce", "training", "forward")),
 ]
@@ -123,6 +128,24 @@ def test_handlers_run_in_a_wait(backend: str, what: str) -> None:
 
 class Stop(Exception):
     pass
+
+
+def body_rendezvous(rank: Rank, backend: str, missing: int) -> str:
+    """The others wait for a rank that comes when a handler has run on each of them."""
+    store = FileStore(str(rank.folder / "flags"), 3)
+    if rank.rank == missing:
+        store.wait([f"handled{other}" for other in range(3) if other != missing])
+        init(rank, backend)
+    else:
+        with handling(lambda *_: store.set(f"handled{rank.rank}", "1")):
+            init(rank, backend)
+    dist.destroy_process_group()
+    return "met"
+
+
+@pytest.mark.parametrize(("backend", "missing"), [("prague", 0), ("prague", 2), ("dssync", 0), ("hop", 0), ("dear", 0)])
+def test_handlers_run_in_the_rendezvous(backend: str, missing: int) -> None:
+    assert run_ranks(body_rendezvous, 3, backend, missing) == ["met"] * 3
 
 
 def body_raise(rank: Rank, backend: str, what: str) -> Any:

@@ -1,7 +1,6 @@
 """torchext_warm: a forked worker is what torchrun would have started, and ends with what it belongs to.
 
-Most tests play torchrun's agent themselves (an Agent: a process that starts thin processes), with scripts that write
-down what they see.
+Most tests play torchrun's agent themselves (warm_agent.py), with scripts that write down what they see.
 """
 
 from __future__ import annotations
@@ -11,101 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_agent import DEADLINE, ROOT, WAITS, Agent, agent, gone, pids, until, write
 
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE = 60.0
-
-AGENT = """
-import json, subprocess, sys
-children = {}
-for line in sys.stdin:
-    order = json.loads(line)
-    if "start" in order:
-        child = subprocess.Popen(order["start"], env=order["env"], cwd=order["cwd"], start_new_session=True,
-                                 stdout=open(order["out"], "w"), stderr=subprocess.STDOUT, stdin=open(order["in"]))
-        children[child.pid] = child
-        print(child.pid, flush=True)
-    else:
-        print(children[order["wait"]].wait(), flush=True)
-"""
-
-
-class Agent:
-    """A process in torchrun's place; the scripts run in ``folder``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.started = 0
-
-    def _order(self, **order: Any) -> int:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def start(self, *words: str, options: tuple[str, ...] = (), stdin: Path = Path("/dev/null"), **env: str) -> int:
-        """The pid of a thin process that is to run ``words``."""
-        self.started += 1
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        return self._order(
-            start=[sys.executable, "-u", "-m", "torchext_warm", *options, *words],
-            env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env},
-            cwd=str(self.folder),
-            out=str(self.folder / f"out{self.started}"),
-            **{"in": str(stdin)},
-        )
-
-    def wait(self, pid: int) -> int:
-        """How it ended, as subprocess says it."""
-        return self._order(wait=pid)
-
-    def said(self, number: int = 1) -> str:
-        """All that the process started as this one has printed so far."""
-        return (self.folder / f"out{number}").read_text()
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path)
-    yield agent
-    agent.process.kill()
-    agent.process.wait()
-    until(lambda: not servers(agent.process.pid), "the server outlives its agent")
-
-
-def write(folder: Path, text: str, name: str = "script.py") -> str:
-    (folder / name).write_text(textwrap.dedent(text))
-    return name
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    limit = time.monotonic() + DEADLINE
-    while not (value := true()):
-        assert time.monotonic() < limit, what
-        time.sleep(0.02)
-    return value
-
-
-def servers(agent: int) -> bool:
-    """Whether somebody listens for thin processes of an agent."""
-    return f"torchext-warm-{os.getuid()}-{agent}-" in Path("/proc/net/unix").read_text()
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+__all__ = ["agent"]  # a fixture
 
 
 def test_the_script_sees_what_it_would_see(agent: Agent, tmp_path: Path) -> None:
@@ -246,22 +157,6 @@ def test_random_numbers(agent: Agent, tmp_path: Path) -> None:
     assert numpy != other_numpy and python != other_python and torch == other_torch
 
 
-WAITS = """
-import os, signal, subprocess, sys, time
-def told(number, frame):
-    print("told", number, flush=True)
-    sys.exit(5)
-signal.signal(signal.SIGTERM, told)
-child = subprocess.Popen(["sleep", "1000"])
-print("pids", os.getpid(), child.pid, flush=True)
-time.sleep(1000)
-"""
-
-
-def pids(agent: Agent, number: int = 1) -> list[int]:
-    return [int(word) for word in until(lambda: agent.said(number), "no worker").split()[1:3]]
-
-
 def test_signals_reach_the_worker(agent: Agent, tmp_path: Path) -> None:
     thin = agent.start(write(tmp_path, WAITS))
     _, child = pids(agent)
@@ -341,31 +236,6 @@ def test_without_torchrun_the_script_runs_as_it_is(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout == f"False {os.getpid()} ['{script}', '1']\n"
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
-def test_other_users_are_refused(agent: Agent, tmp_path: Path) -> None:
-    thin = agent.start(write(tmp_path, WAITS))
-    worker, child = pids(agent)
-    address = next(line for line in Path("/proc/net/unix").read_text().split() if line.startswith("@torchext-warm-0-"))
-    script = """
-        import os, socket, sys
-        os.setuid(65534)
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(20)
-        connection.connect("\\0" + sys.argv[1])
-        try:
-            print(connection.recv(1))
-        except ConnectionResetError:
-            print(b"")
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script), address[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
-    assert done.stdout == "b''\n", done.stderr  # closed, without a word
-    assert not gone(worker)
-    os.kill(thin, signal.SIGTERM)
-    assert agent.wait(thin) == 5
-    os.kill(child, signal.SIGKILL)
 
 
 def test_torchrun_restarts_into_the_same_server(tmp_path: Path) -> None:

@@ -96,4 +96,4 @@ def check_dead_peer_ends_the_step(begin: Begin) -> None:
         ranks.kill(1)
         (outcome,) = ranks.outcomes([0], deadline=40)
         (kind, text, seconds), unchanged = outcome.value
-        assert kind == "RuntimeError" and "peer" in text and seconds < 20 and unchanged, (kind, text, seconds)
+        assert kind == "DistBackendError" and "peer" in text and seconds < 20 and unchanged, (kind, text, seconds)

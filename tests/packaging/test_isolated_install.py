@@ -47,6 +47,7 @@ def test_source_distribution_holds_what_a_build_needs_and_no_builds(sdist: Path)
         "setup.py",
         "pyproject.toml",
         "_torchext_autoload.py",
+        "_torchext_lightning.py",
         "torchext_warm.py",
         "torchext/py.typed",
         "torchext/_C.pyi",

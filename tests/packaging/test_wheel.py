@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 # Beside the package: what must be importable without it.
-MODULES = {"_torchext_autoload.py", "torchext_warm.py"}
+MODULES = {"_torchext_autoload.py", "_torchext_lightning.py", "torchext_warm.py"}
 
 
 def names_in(wheel: Path) -> list[str]:

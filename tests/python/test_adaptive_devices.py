@@ -9,7 +9,7 @@ import pytest
 import torch
 from adaptive_device import NO_GPU
 
-from torchext.nn import AdaptiveEmbeddingBag, _arguments, _storage
+from torchext.nn import AdaptiveEmbeddingBag, ChunkPruner, _arguments
 
 NAMES = [
     "adaptive_bag",
@@ -75,9 +75,8 @@ def test_the_cuda_key_holds_a_kernel_that_checks_or_explains(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
-def test_moving_takes_all_but_what_every_step_reads(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moving_takes_all_but_what_every_step_reads(layout: str) -> None:
     """To the meta device, in place of one that may not be here."""
-    monkeypatch.setattr(_storage, "check_device", lambda *_: None)
     bag = AdaptiveEmbeddingBag(50, 8, budget=0.3, chunk_dim=4, layout=layout, training="fused", optimizer="adam")
     bag.to("meta")
     moved = {name for name, value in bag.state_dict().items() if value.device.type == "meta"}
@@ -88,13 +87,42 @@ def test_moving_takes_all_but_what_every_step_reads(layout: str, monkeypatch: py
 def test_devices_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"budget": 0.01, "chunk_dim": 4}
     with pytest.raises(NotImplementedError, match="run on the CPU and on CUDA"):
-        AdaptiveEmbeddingBag(100, 16, device="meta", **options)
+        AdaptiveEmbeddingBag(100, 16, device="mps", **options)
     monkeypatch.setattr(_arguments, "build_info", lambda: {"cuda": False})
     with pytest.raises(NotImplementedError, match=r"without CUDA kernels .* TORCHEXT_CUDA=1"):
         AdaptiveEmbeddingBag(100, 16, device="cuda", **options)
-    bag = AdaptiveEmbeddingBag(100, 16, **options)
-    assert bag.layout == "sketch"
-    bag = AdaptiveEmbeddingBag(100, 16, **options)
-    with pytest.raises(NotImplementedError, match="run on the CPU and on CUDA"):
-        bag.to("meta")
-    assert bag.pool.device.type == bag.index.device.type == "cpu"
+    assert AdaptiveEmbeddingBag(100, 16, **options).layout == "sketch"
+
+
+@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
+@pytest.mark.parametrize("training", ["dense", "sparse", "fused"])
+def test_what_is_made_without_a_device_is_made_where_the_table_is(training: str, layout: str) -> None:
+    def run() -> dict[str, torch.Tensor]:
+        bag = copy.deepcopy(begun)
+        optimizer = None if training == "fused" else torch.optim.SGD(bag.parameters(), lr=0.1, momentum=0.9)
+        pruner = ChunkPruner(bag, optimizer=optimizer, first=1, growth=1.0, interval=1)
+        for step in range(3):
+            bag(batches[step], offsets).square().sum().backward()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert pruner.step() is not None
+        bag.load_state_dict(copy.deepcopy(bag).state_dict())
+        assert bag.stats()["resident_chunks"] > 0
+        return bag.state_dict() | {"weight": bag.weight.detach()}
+
+    torch.manual_seed(0)
+    begun = AdaptiveEmbeddingBag(60, 8, mode="sum", budget=0.3, chunk_dim=4, layout=layout, training=training)
+    begun.load_state_dict({"weight": torch.randn(60, 8)})
+    batches, offsets = torch.randint(0, 60, (3, 40)), torch.arange(0, 40, 4)
+    expected = run()
+    with torch.device("meta"):
+        found = run()
+    torch.set_default_device("meta")
+    try:
+        again = run()
+    finally:
+        torch.set_default_device(None)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+        assert torch.equal(again[name], value), name

@@ -146,7 +146,7 @@ def test_bad_ids_of_single_vectors_name_position_and_value(table: dict[str, Any]
         ({"padding_idx": 10}, ValueError, "padding_idx = 10: allowed -10..9"),
         ({"padding_idx": 1.5}, TypeError, "padding_idx = 1.5 is a float; it must be an int, -10..9, or None"),
         ({"dtype": torch.int8}, TypeError, "dtype is torch.int8"),
-        ({"device": "meta"}, NotImplementedError, "run on the CPU and on CUDA"),
+        ({"device": "mps"}, NotImplementedError, "run on the CPU and on CUDA"),
         ({"training": "sharded"}, RuntimeError, "needs a process group"),
         ({"optimizer": "adam"}, ValueError, "optimizer = 'adam': allowed with training = 'fused' or 'sharded', which"),
         (

@@ -57,7 +57,7 @@ def train(threads: int, weighted: bool = False, **options: Any) -> dict[str, Ten
             optimizer.step()
             optimizer.zero_grad()
         bag.prune(optimizer=optimizer, hysteresis=0.1)
-    return made | bag.state_dict()
+    return made | bag.state_dict() | {"pool": bag.pool.detach()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case.values()))

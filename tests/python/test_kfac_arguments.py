@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import typing
+from collections import OrderedDict
 from typing import Any
 
 import pytest
+import torch
 from kfac_models import mlp
 from torch import nn
 
@@ -124,6 +126,8 @@ def test_attributes_are_checked_too() -> None:
 def test_a_model_without_a_supported_layer() -> None:
     with pytest.raises(NoSupportedLayerError, match="no Linear, Conv"):
         KFAC(nn.Sequential(nn.LayerNorm(4)))
+    with pytest.raises(NoSupportedLayerError, match=r"takes real weights, and first is torch\.complex64"):
+        SPDKFAC(nn.Sequential(OrderedDict(first=nn.Linear(4, 3, dtype=torch.complex64))))
     with pytest.raises(NoSupportedLayerError, match="skip_layers"):
         KFAC(mlp(), skip_layers=[".*"])
 

@@ -18,7 +18,7 @@ CHANGED: dict[type, dict[str, Any]] = {
     torchext.PragueOptions: {"group_size": 3, "generator": "random", "order": "atc", "shared_memory": False},
     torchext.HopOptions: {"neighbours": [[1], [0]], "staleness": 2, "heartbeat_timeout": timedelta(seconds=2.5)},
     torchext.DSSyncOptions: {"schedule": "topology", "racks": [0, 0, 1], "timeout": timedelta(minutes=1)},
-    torchext.DeAROptions: {"form": "replicated", "bucket_mb": 0.1, "call_check": "off"},
+    torchext.DeAROptions: {"form": "sharded", "bucket_mb": 0.1, "call_check": "off"},
 }
 each_class = pytest.mark.parametrize("kind", CHANGED, ids=lambda kind: kind.__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchext._build import build_info
+from torchext._plain import plain
 
 MODES = {"sum": 0, "mean": 1, "max": 2}
 _TRAINING = ("dense", "sparse", "fused", "sharded")
@@ -28,6 +29,14 @@ _DIRECT_FROM, _HASH_FROM = 1 / 8, 1 / 32
 def refuse(name: str, value: object, allowed: str) -> ValueError:
     """The error for a value out of its range."""
     return ValueError(f"{name} = {value!r}: allowed {allowed}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, from whatever says so in a number."""
+    value = plain(value)
+    if not isinstance(value, int):
+        raise TypeError(f"{name} = {value!r} is a {type(value).__name__}; it must be True or False")
+    return bool(value)
 
 
 def check_number(name: str, value: Any, fits: Callable[[Any], bool], allowed: str) -> None:
@@ -59,6 +68,7 @@ def learning_rate(value: Any) -> float:
                 f"lr is a tensor of shape {shape}, {value.dtype}; it must hold one number, 0 or more, finite"
             )
         value = value.item()
+    value = plain(value)
     check_number("lr", value, lambda lr: 0 <= lr < float("inf"), "0 or more, finite")
     return float(value)
 
@@ -78,9 +88,9 @@ def chunk_dim_of(embedding_dim: int, chunk_dim: int | None, whole: bool) -> int:
 
 def check_device(device: torch.device) -> None:
     """Refuses devices that a table cannot live on."""
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(f"device {device}: adaptive embeddings run on the CPU and on CUDA")
-    if device.type == "cpu":
+    if device.type != "cuda":
         return
     if not build_info()["cuda"]:
         raise NotImplementedError(
@@ -131,6 +141,11 @@ class TableOptions:
     seed: int
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "lr":  # of which a tensor has an error of its own
+                object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+        if isinstance(self.betas, (tuple, list)):
+            object.__setattr__(self, "betas", tuple(map(plain, self.betas)))
         for name, choice, choices in (
             ("layout", self.layout, _LAYOUTS),
             ("training", self.training, _TRAINING),
@@ -183,25 +198,29 @@ class TableOptions:
         return replace(self, budget=budget, seed=(self.seed + rank) % SEEDS)
 
 
-def padding_of(padding_idx: int | None, num_embeddings: int) -> int | None:
+def padding_of(padding_idx: Any, num_embeddings: int) -> int | None:
     """The row that is padding, counted from the first one."""
+    padding_idx = plain(padding_idx)
     if padding_idx is None:
         return None
     allowed = f"{-num_embeddings}..{num_embeddings - 1}, or None"
     check_int("padding_idx", padding_idx, allowed)
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise refuse("padding_idx", padding_idx, allowed)
-    return padding_idx % num_embeddings
+    return int(padding_idx % num_embeddings)
 
 
-def check_norm(max_norm: float | None, norm_type: float, sharded: bool) -> None:
-    """Refuses norms that rows cannot be clipped to."""
+def norm_of(max_norm: Any, norm_type: Any, sharded: bool) -> tuple[float | None, float]:
+    """Both as numbers; refuses norms that rows cannot be clipped to."""
+    max_norm, norm_type = (
+        float(value) if isinstance(value, bool) else value for value in (plain(max_norm), plain(norm_type))
+    )
     check_number("norm_type", norm_type, lambda value: value > 0, "above 0")
-    if max_norm is None:
-        return
-    check_number("max_norm", max_norm, lambda value: value > 0, "above 0, or None")
-    if sharded:
-        raise ValueError("max_norm with training = 'sharded' is not supported; clip the rows of weight instead")
+    if max_norm is not None:
+        check_number("max_norm", max_norm, lambda value: value > 0, "above 0, or None")
+        if sharded:
+            raise ValueError("max_norm with training = 'sharded' is not supported; clip the rows of weight instead")
+    return max_norm, norm_type
 
 
 def check_size(num_embeddings: int, embedding_dim: int, dtype: torch.dtype) -> None:

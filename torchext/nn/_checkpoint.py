@@ -21,7 +21,9 @@ _NEWER = ("shard", "extent")  # what earlier versions lack, and loading does not
 
 
 def unregistered_tensors(table: AdaptiveTable) -> Iterable[tuple[str, Tensor]]:
-    """What belongs into a checkpoint besides the parameters that torch saves by itself."""
+    """What belongs into a checkpoint besides the parameters that torch saves by itself: of a whole table nothing."""
+    if table._whole:
+        return
     if table.training_mode == "sharded":
         yield "pool", table.pool.detach()
     if table.shard is not None:
@@ -131,6 +133,32 @@ def _renamed(saved: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     """What the first version saved, by the names of now."""
     old = prefix + "state."
     return {prefix + "state" + key[len(old) :] if key.startswith(old) else key: saved[key] for key in saved}
+
+
+def with_weight(
+    table: AdaptiveTable, saved: Mapping[str, Any], prefix: str, error_msgs: list[str]
+) -> Mapping[str, Any] | None:
+    """A whole table's checkpoint as nn.EmbeddingBag's; it has been saved with a pool in place of the weight before.
+
+    What is wrong with the pool is appended to ``error_msgs``, and there is no checkpoint then.
+    """
+    key = prefix + "pool"
+    if key not in saved or prefix + "weight" in saved:
+        return saved
+    pool, index, extent = saved[key], saved.get(prefix + "index"), saved.get(prefix + "extent")
+    rows, columns = table.weight.shape
+    expected = (rows * table.chunks, table.chunk_dim)
+    fits = pool.shape == expected and (index is None or not index.numel())
+    if not fits or (extent is not None and extent.tolist() != [rows, table.chunks]):
+        error_msgs.append(
+            f"{key}: saved with shape {tuple(pool.shape)}, allowed {expected}, all chunks of {rows} rows. Load another "
+            "table's checkpoint into one that is made as it was, and its weight into this one, as {'weight': values}"
+        )
+        return None
+    left = {key, *(prefix + name for name in ("extent", *table._PLAIN))}
+    return {name: value for name, value in saved.items() if name not in left} | {
+        prefix + "weight": pool.view(rows, columns)
+    }
 
 
 def load_table(

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchext.nn._arguments import TableOptions, check_norm, check_size, offsets_problem, padding_of
+from torchext._plain import plain
+from torchext.nn._arguments import TableOptions, check_size, flag, norm_of, offsets_problem, padding_of
 from torchext.nn._lineage import Origin
 from torchext.nn._ops import _ops, adaptive_bag, train_bag, written
 from torchext.nn._sharding import Shards
@@ -55,12 +56,14 @@ class AdaptiveLookup(AdaptiveTable):
         dtype: Any,
         **options: Any,
     ) -> None:
+        num_embeddings, embedding_dim = plain(num_embeddings), plain(embedding_dim)
+        sparse = flag("sparse", sparse)
         if sparse and training not in (None, "sparse"):
             raise ValueError(f"sparse = True with training = {training!r}: give one of them")
         dtype = torch.get_default_dtype() if dtype is None else dtype
         check_size(num_embeddings, embedding_dim, dtype)
         padding_idx = padding_of(padding_idx, num_embeddings)
-        check_norm(max_norm, norm_type, sharded=training == "sharded")
+        max_norm, norm_type = norm_of(max_norm, norm_type, sharded=training == "sharded")
         made = TableOptions(training=training or ("sparse" if sparse else "dense"), **options)
         made.check_used()
         if process_group is not None and made.training != "sharded":
@@ -79,8 +82,9 @@ class AdaptiveLookup(AdaptiveTable):
         if shards:
             self.shard = torch.tensor([shards.rank, shards.world, num_embeddings], device="cpu")
         self.sparse = made.training == "sparse"
-        self.mode, self.include_last_offset = mode, include_last_offset
-        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
+        self.mode, self.include_last_offset = mode, flag("include_last_offset", include_last_offset)
+        self.scale_grad_by_freq = flag("scale_grad_by_freq", scale_grad_by_freq)
+        self.max_norm, self.norm_type = max_norm, norm_type
         self.padding_idx = padding_idx
         self._frozen = self._skipped = shards.local(padding_idx) if shards else padding_idx
         self._zero_row(self._frozen)
@@ -98,7 +102,7 @@ class AdaptiveLookup(AdaptiveTable):
             raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; they must be 2-D")
         made = cls(*embeddings.shape, **{"dtype": embeddings.dtype, "device": embeddings.device, **options})
         made._take(embeddings)
-        return made.requires_grad_(not freeze)
+        return made.requires_grad_(not flag("freeze", freeze))
 
     def _take(self, embeddings: Tensor) -> None:
         if self._shards is not None and len(embeddings) == self._shards.num_embeddings:
@@ -108,6 +112,9 @@ class AdaptiveLookup(AdaptiveTable):
     def _look_up(
         self, ids: Tensor, offsets: Tensor | None, bag_size: int, per_sample_weights: Tensor | None, last: bool
     ) -> Tensor:
+        pool = self.pool  # once, as what has been put in the place of a weight may be computed anew each time
+        if self._whole and self.index.device != pool.device:  # a weight that has been put there by itself
+            self._make_plain()
         if self._strange_to_ddp():
             self._meet_ddp()
         if self._origin is not None:
@@ -117,14 +124,20 @@ class AdaptiveLookup(AdaptiveTable):
         if self.max_norm is not None:
             if not torch.compiler.is_compiling():  # its tensors have no values yet
                 self._check_before_writing(len(ids), offsets, per_sample_weights, last)
-            with torch.no_grad():
-                _ops.adaptive_bag_renorm_(
-                    self.pool.detach(), self.index, ids, self.num_embeddings, self.chunks, self.max_norm, self.norm_type
-                )
-            written(self.pool)
-            if self._origin is not None and not torch.compiler.is_compiling():
-                self._origin = Origin.of(self, self._origin.copied)
-        return self._bags(ids, offsets, bag_size, per_sample_weights, last, self.mode)
+            self._clip(pool, ids, self.max_norm)
+        return self._bags(pool, ids, offsets, bag_size, per_sample_weights, last, self.mode)
+
+    @torch.no_grad()
+    def _clip(self, pool: Tensor, ids: Tensor, max_norm: float) -> None:
+        """Scales rows of the ids that are longer."""
+        held = pool.detach()
+        clipped = held.contiguous()
+        _ops.adaptive_bag_renorm_(clipped, self.index, ids, *self._cut(pool), max_norm, self.norm_type)
+        if not held.is_contiguous():
+            held.copy_(clipped)
+        written(pool)
+        if self._origin is not None and not torch.compiler.is_compiling():
+            self._origin = Origin.of(self, self._origin.copied)
 
     def _check_before_writing(self, ids: int, offsets: Tensor | None, weights: Tensor | None, last: bool) -> None:
         """What the bags' operator would refuse, when max_norm has scaled rows. Ids are checked where that is done."""
@@ -141,16 +154,24 @@ class AdaptiveLookup(AdaptiveTable):
             )
 
     def _bags(
-        self, ids: Tensor, offsets: Tensor | None, bag_size: int, weights: Tensor | None, last: bool, mode: str
+        self,
+        pool: Tensor,
+        ids: Tensor,
+        offsets: Tensor | None,
+        bag_size: int,
+        weights: Tensor | None,
+        last: bool,
+        mode: str,
     ) -> Tensor:
         """This rank's rows only."""
-        spec = self._spec(mode, self._skipped, self._frozen, last, self.scale_grad_by_freq)
+        spec = self._spec(pool, mode, self._skipped, self._frozen, last, self.scale_grad_by_freq)
         if self.training_mode == "sharded":
             spec = spec._replace(training="fused")
-        trains = self._trained.requires_grad
+        trains = (pool if self.trigger is None else self.trigger).requires_grad
+        pool = pool.contiguous()  # a weight that a script has put there may be a transpose
         if not torch.is_grad_enabled() or not (trains or (weights is not None and weights.requires_grad)):
-            return adaptive_bag(self.pool.detach(), self._table, ids, offsets, bag_size, weights, spec)
-        pool = self.pool if self.trigger is None else self.pool.detach()
+            return adaptive_bag(pool.detach(), self._table, ids, offsets, bag_size, weights, spec)
+        pool = pool if self.trigger is None else pool.detach()
         return train_bag(pool, self.trigger, self._table, ids, offsets, bag_size, weights, spec)
 
     def extra_repr(self) -> str:

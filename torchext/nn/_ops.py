@@ -277,7 +277,9 @@ class _TrainBag(torch.autograd.Function):
             slots, values = _ops.adaptive_bag_sparse_gradient(
                 gradient, argmax, pool, *observed, *layout, spec.scale_by_frequency, spec.gamma
             )
-            pool_gradient = torch.sparse_coo_tensor(slots.unsqueeze(0), values, pool.shape, check_invariants=False)
+            pool_gradient = torch.sparse_coo_tensor(
+                slots.unsqueeze(0), values, pool.shape, device=values.device, check_invariants=False
+            )
         else:
             if utility.numel() > 0:
                 _ops.adaptive_bag_observe_(

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchext._dear_parameter import SteppedParameter, stood_for
-
 if TYPE_CHECKING:
     from torchext.nn._table import AdaptiveTable
 
@@ -24,11 +22,11 @@ _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _held(optimizer: torch.optim.Optimizer, pool: nn.Parameter) -> nn.Parameter | None:
-    """The pool among the optimizer's parameters, or what "dear" steps in its place."""
+    """The pool, if it is among the optimizer's parameters."""
     for group in optimizer.param_groups:
         for held in group["params"]:
-            if stood_for(held) is pool:
-                return held  # type: ignore[no-any-return]
+            if held is pool:
+                return held
     return None
 
 
@@ -86,8 +84,6 @@ def moving_state(
     pool, held = table.pool, _held(optimizer, table.pool)
     if held is None:
         return {}, {}
-    if isinstance(held, SteppedParameter):
-        held.held_by.wait()  # for the last step, or it would be done with other chunks
     state = _state_of(optimizer, held)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
     beginnings = _beginnings(optimizer, held)

@@ -190,7 +190,7 @@ class Shards:
             if weighted == 2 and not own.requires_grad:
                 own = own.detach().requires_grad_()
             weights = _SendWeights.apply(own[order], receive, send, self.group)
-        partial = module._bags(incoming[:, 0].contiguous(), bounds, 0, weights, True, "sum")
+        partial = module._bags(module.pool, incoming[:, 0].contiguous(), bounds, 0, weights, True, "sum")
         output: Tensor = _ReturnBags.apply(partial, sizes, self.group)
         if module.mode == "mean":
             counted = torch.ones_like(ids) if module.padding_idx is None else (ids != module.padding_idx).to(ids.dtype)

@@ -21,6 +21,7 @@ from torchext.nn._arguments import (
 )
 from torchext.nn._ops import _ops, written
 from torchext.nn._trigger import drop_gradients
+from torchext.nn._weight import TableWeight
 
 __all__ = ["ChunkStorage", "replace_values", "with_rows"]
 
@@ -58,7 +59,7 @@ def replace_values(parameter: nn.Parameter, values: Tensor) -> None:
     parameter.data = values
 
 
-class ChunkStorage(nn.Module):
+class ChunkStorage(TableWeight):
     """The tensors of a table of which only a budget of chunks is resident.
 
     On CUDA the pool, the fused optimizer's state, the index and utilities are on the device; the learning rate and the
@@ -67,7 +68,6 @@ class ChunkStorage(nn.Module):
 
     # Plain tensors, not buffers: DDP would send buffers to all ranks in every forward pass. They are in the state_dict,
     # and go to all ranks once (forward under DDP) and whenever utilities are merged (ChunkPruner).
-    pool: nn.Parameter
     trigger: nn.Parameter | None
     index: Tensor
 
@@ -107,15 +107,13 @@ class ChunkStorage(nn.Module):
         self.layout = layout_of(options.layout, self.budget_chunks, total)
         check_device(device)
         trained = self.training_mode in ("dense", "sparse")
+        self._whole = trained and self.layout == "identity"
         pool = _memory((self.budget_chunks, self.chunk_dim), dtype, device)
         # Autograd runs a backward pass only towards something that requires grad.
         trigger = None if trained else nn.Parameter(torch.empty(0, dtype=dtype, device=device))
         if trigger is not None:
             drop_gradients(trigger)
-        if self.training_mode == "sharded":  # not registered: DDP would give every rank the shard of rank 0
-            self.__dict__.update(pool=nn.Parameter(pool, requires_grad=False), trigger=trigger)
-        else:
-            self.pool, self.trigger = nn.Parameter(pool, requires_grad=trained), trigger
+        self._register_values(pool, trigger)
         self._lr = torch.tensor(learning_rate(options.lr), dtype=torch.float64, device="cpu")
         self.reset_parameters()
 
@@ -208,7 +206,7 @@ class ChunkStorage(nn.Module):
 
     def _generator(self) -> torch.Generator | None:
         """Of initial values: torch's, or one for this shard, as all ranks may have seeded torch's alike."""
-        if self.training_mode != "sharded":
+        if self.training_mode != "sharded" or self.pool.is_meta:
             return None
         drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**62))
         return torch.Generator(self.pool.device).manual_seed(drawn + self.seed)
@@ -225,20 +223,12 @@ class ChunkStorage(nn.Module):
         )
         return keys, slots
 
-    @property
-    def weight(self) -> Tensor:
-        """The table as nn.EmbeddingBag would have it, (num_embeddings, embedding_dim), zeros where chunks are absent.
-
-        Carries no gradient. A view of the pool where everything is resident (``budget=1.0``). Otherwise made anew at
-        each access, and only to be read: what is written into it, by ``torch.nn.init`` for instance, is lost. Values
-        come in by ``load_state_dict({"weight": values})`` or ``from_pretrained``, which keep the chunks with the
-        largest norms; later chunks start as ``init_std`` says.
-        """
-        if self.layout == "identity":
-            return self.pool.detach().view(self.num_embeddings, self.embedding_dim)
-        keys, slots = self._resident()
+    def _computed(self) -> Tensor:
         made = self.pool.new_zeros(self.num_embeddings * self.chunks, self.chunk_dim)
-        return made.index_copy_(0, keys, self.pool.detach()[slots]).view(self.num_embeddings, self.embedding_dim)
+        if not made.is_meta:  # whose chunks nobody knows
+            keys, slots = self._resident()
+            made.index_copy_(0, keys, self.pool.detach()[slots])
+        return made.view(self.num_embeddings, self.embedding_dim)
 
     def stats(self) -> dict[str, Any]:
         """What is resident, how wide rows are, and what it costs.
@@ -286,7 +276,8 @@ class ChunkStorage(nn.Module):
             raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}; the table is {expected}")
         values = embeddings.detach().to(self.pool).reshape(-1, self.chunk_dim)
         if self.layout == "identity":
-            self.pool.copy_(values)
+            self._make_plain()
+            self.pool.copy_(values.view(self.pool.shape))
             return
         self.reset_parameters()
         norms = values.float().norm(dim=1)
@@ -299,11 +290,14 @@ class ChunkStorage(nn.Module):
         self.seen.index_put_((rows >> 3,), _bit(rows), accumulate=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ChunkStorage:
-        device = fn(self.pool.new_empty(0)).device
+        before, device = self.pool.device, fn(self.pool.new_empty(0)).device
         check_device(device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.training_mode == "sharded" and self.trigger is not None:
             self.pool.data, self.trigger.data = fn(self.pool.data), fn(self.trigger.data)
+        if before.type == "meta" != device.type:  # from where nothing comes: an empty table
+            self._make_plain()
+            return self
         dtype = torch.float64 if self.pool.dtype == torch.float64 else torch.float32
         self.state = [state.to(device, dtype) for state in self.state]
         for name in self._PLAIN:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchext._plain import plain
 from torchext._uncompiled import uncompiled
 from torchext.nn._arguments import MODES, TableOptions, check_hysteresis, check_int, refuse
 from torchext.nn._attached import averaging
-from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors
+from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors, with_weight
 from torchext.nn._learning_rate import follow
 from torchext.nn._lineage import Copied, Origin, Prunings
 from torchext.nn._ops import BagSpec, Table, _ops, written
@@ -32,8 +33,9 @@ class AdaptiveTable(ChunkStorage):
     """What :class:`AdaptiveEmbeddingBag` and :class:`AdaptiveEmbedding` have in common.
 
     Attributes:
-        pool: Parameter, (slots, chunk_dim): the values of resident chunks. Trained by an optimizer of yours unless
-            training is fused or sharded.
+        weight: Parameter, (num_embeddings, embedding_dim), of a whole table; otherwise computed (``_weight.py``).
+        pool: Parameter, (slots, chunk_dim): the values of resident chunks; of a whole table weight itself. Trained by
+            an optimizer of yours unless training is fused or sharded.
         lr: Tensor of one number, float64, on the CPU wherever the table is: the learning rate of the fused update. A
             number that is assigned is written into it.
         budget_chunks: Slots of the pool.
@@ -60,6 +62,8 @@ class AdaptiveTable(ChunkStorage):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Thaws or freezes the table. A model around shards does not reach them: freeze them by this, on all ranks."""
+        if self._whole:  # and what a parametrization has put in the weight's place
+            return super().requires_grad_(requires_grad)
         self._trained.requires_grad_(requires_grad)
         return self
 
@@ -72,12 +76,13 @@ class AdaptiveTable(ChunkStorage):
     def _table(self) -> Table:
         return Table(self.index, self.utility, self.sketch, self.clock, self.lr, self.state)
 
-    def _spec(self, mode: str, padding: int | None, frozen: int | None, last: bool, by_frequency: bool) -> BagSpec:
+    def _spec(
+        self, pool: Tensor, mode: str, padding: int | None, frozen: int | None, last: bool, by_frequency: bool
+    ) -> BagSpec:
         if mode not in MODES:
             raise refuse("mode", mode, "'sum', 'mean', 'max'")
         return BagSpec(
-            self.num_embeddings,
-            self.chunks,
+            *self._cut(pool),
             MODES[mode],
             -1 if padding is None else padding,
             -1 if frozen is None else frozen,
@@ -149,6 +154,7 @@ class AdaptiveTable(ChunkStorage):
                 "would hold other chunks, while their gradients are averaged slot by slot. Take ChunkPruner.prune() on "
                 "all ranks, or prune a copy of the table (copy.deepcopy)"
             )
+        max_swaps, hysteresis, capacity = map(plain, (max_swaps, hysteresis, capacity))
         return self._prune(optimizer=optimizer, max_swaps=max_swaps, hysteresis=hysteresis, capacity=capacity)
 
     def _prune(
@@ -332,6 +338,12 @@ class AdaptiveTable(ChunkStorage):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if self._whole:  # a weight as nn.EmbeddingBag's
+            renamed = with_weight(self, state_dict, prefix, error_msgs)
+            given = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+            if renamed is not None:
+                super()._load_from_state_dict(renamed, prefix, *given)
+            return
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         version = local_metadata.get("version", VERSION)

@@ -13,14 +13,14 @@ __all__ = ["AdaptiveEmbedding", "AdaptiveEmbeddingBag"]
 
 
 # DDP asks instances of nn.EmbeddingBag and nn.Embedding, and no others, whether their gradients are sparse.
-class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[misc, override]
+class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[misc]
     """nn.EmbeddingBag in which every vector has the width that its gradients ask for (FIITED, section 3).
 
     The table is cut into chunks along its columns, and only a budget of chunks is resident; absent ones read as zero.
     Every chunk, resident or not, collects utility: ``u <- gamma u + a g`` with ``a`` the row's accesses in the step and
     ``g`` the norm of the chunk's gradient. A :class:`ChunkPruner` lets the most useful ones in, now and then. With
-    ``budget=1.0`` nothing is absent, nothing is observed, and this is nn.EmbeddingBag, which ``training="fused"``
-    updates in its backward pass.
+    ``budget=1.0`` nothing is absent, nothing is observed, and this is nn.EmbeddingBag, whose parameter is
+    :attr:`weight`, or which ``training="fused"`` updates in its backward pass.
 
     A table with a budget below 1 starts empty: without a pruner it stays empty. A checkpoint brings the budget that it
     was saved with into a table of the same layout: ``load_state_dict`` gives the pool that size, and
@@ -208,7 +208,7 @@ class AdaptiveEmbeddingBag(AdaptiveLookup, nn.EmbeddingBag):  # type: ignore[mis
                 raise ValueError(f"offsets has shape {tuple(offsets.shape)}; it must be 1-D")
 
 
-class AdaptiveEmbedding(AdaptiveLookup, nn.Embedding):  # type: ignore[misc, override]
+class AdaptiveEmbedding(AdaptiveLookup, nn.Embedding):  # type: ignore[misc]
     """nn.Embedding in which every vector has the width that its gradients ask for.
 
     All but ``mode``, offsets and weights is as in :class:`AdaptiveEmbeddingBag`. As in nn.Embedding, ``padding_idx`` is
@@ -283,4 +283,5 @@ class AdaptiveEmbedding(AdaptiveLookup, nn.Embedding):  # type: ignore[misc, ove
             except (TypeError, ValueError) as error:
                 self._shards.refuse(error, self.pool.device)
         flat = input.reshape(-1)
-        return self._look_up(flat, None, 1, None, False).view(*input.shape, self.embedding_dim)
+        found = self._look_up(flat, None, 1, None, False)
+        return found.view(*input.shape, found.shape[1])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchext._plain import plain
 from torchext.nn._arguments import check_hysteresis, check_int, check_number, refuse
 from torchext.nn._attached import averaging, check_prunable, group_of
 from torchext.nn._optimizer_state import check_optimizer, moving_state
@@ -114,6 +115,9 @@ class ChunkPruner:
                 f"optimizer = {optimizer!r} is a {type(optimizer).__name__}; it must be the torch.optim.Optimizer that "
                 "trains the pools, or None"
             )
+        first, growth, interval, max_swap_share, hysteresis, shared_budget = map(
+            plain, (first, growth, interval, max_swap_share, hysteresis, shared_budget)
+        )
         _check_count("first", first, 1, "1 or more")
         check_number("growth", growth, lambda value: 1 <= value < float("inf"), "1 or more, finite")
         _check_count("interval", interval, first, f"first = {first} or more")

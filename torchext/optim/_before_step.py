@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from torchext._dear_parameter import stood_for
 from torchext._step_hooks import before_step
 
 if TYPE_CHECKING:
@@ -112,4 +111,4 @@ def step_before(optimizer: Any, kfac: KFACPreconditioner) -> bool:
 def stepped_by(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
     """Ids of the model's parameters that it steps; None: it is not known."""
     groups = getattr(optimizer, "param_groups", None)  # which one that could not be built has not
-    return None if groups is None else {id(stood_for(p)) for group in groups for p in group["params"]}
+    return None if groups is None else {id(p) for group in groups for p in group["params"]}

@@ -6,32 +6,59 @@ import _thread
 import atexit
 import contextlib
 import time
+import traceback
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchext import _C
 from torchext._regroup import NAMED_BY_COUNTING
+from torchext.backends import backend_of
+from torchext.errors import NotABackendOfOursError
 
-__all__ = ["agree_that_all_can", "end", "end_after", "own_group"]
+__all__ = [
+    "agree_that_all_can",
+    "end_after",
+    "end_with",
+    "group_beside",
+    "least_of_ranks",
+    "model_backend",
+    "own_group",
+]
 
-_ending: list[list[dist.ProcessGroup]] = []
+_ending: list[list[Any]] = []
 
 
-def own_group(model: nn.Module, group: dist.ProcessGroup | None, on_cuda: bool) -> dist.ProcessGroup | None:
+def group_beside(model: nn.Module, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group over whose ranks K-FAC averages: the given one, DDP's, or the default group; None: there is none."""
+    if group is None and isinstance(model, DistributedDataParallel):
+        group = model.process_group
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return group if group is not None else dist.distributed_c10d._get_default_group()
+
+
+def model_backend(model: nn.Module, beside: dist.ProcessGroup | None) -> _C.DelegatingBackend | None:
+    """The backend in whose group the model trains, where that is one of torchext's, which knows of failures."""
+    group = model.process_group if isinstance(model, DistributedDataParallel) else beside
+    with contextlib.suppress(NotABackendOfOursError):
+        return None if group is None else backend_of(group)
+    return None
+
+
+def own_group(beside: dist.ProcessGroup | None, on_cuda: bool) -> dist.ProcessGroup | None:
     """A group for K-FAC alone over the same ranks, so that its collectives never mix with DDP's.
 
     Gloo, and NCCL beside it for what lies on a GPU: what the host decides by need not wait for the device then. It
     waits for a rank as long as the group of the same ranks does.
     """
-    if group is None and isinstance(model, DistributedDataParallel):
-        group = model.process_group
-    if not dist.is_available() or not dist.is_initialized():
+    if beside is None:
         return None
-    beside = group if group is not None else dist.distributed_c10d._get_default_group()
     ranks = dist.get_process_group_ranks(beside)
     if len(ranks) < 2:
         return None
@@ -54,13 +81,22 @@ def end_after(owner: object, group: dist.ProcessGroup | None) -> None:
         weakref.finalize(owner, _end, [group]).atexit = False
 
 
-def end(group: dist.ProcessGroup | None) -> None:
-    """Has its connections closed and its threads ended once nobody uses it. Local: no other rank need do so."""
-    if group is not None:
-        _end([group])
+def end_with(error: BaseException, holds: list[dist.ProcessGroup | None]) -> None:
+    """Ends the Gloo group of an optimizer whose making has failed. Local: no other rank need do so.
+
+    Its destructor waits for the other ranks, so it must not run where the error is dropped, which is the script's
+    thread. The frames that the error has come through let the group go.
+
+    Args:
+        error: what is about to be raised.
+        holds: the last reference to the group, which the caller has given up; with None there is no group.
+    """
+    traceback.clear_frames(error.__traceback__)
+    if holds[0] is not None:
+        _end(holds)
 
 
-def _end(holds: list[dist.ProcessGroup]) -> None:
+def _end(holds: list[Any]) -> None:
     if NAMED_BY_COUNTING:  # it lasts as long as the process
         return
     if dist.is_initialized():
@@ -72,7 +108,7 @@ def _end(holds: list[dist.ProcessGroup]) -> None:
     _thread.start_new_thread(_destroy, (holds,))
 
 
-def _destroy(holds: list[dist.ProcessGroup]) -> None:
+def _destroy(holds: list[Any]) -> None:
     try:
         holds.clear()
     finally:
@@ -87,13 +123,37 @@ def _await_ends() -> None:
         time.sleep(0.01)
 
 
-def agree_that_all_can(group: dist.ProcessGroup | None, failure: Exception | None) -> None:
-    """Raises on every rank if one of them has failed."""
+def _of_all_ranks(group: dist.ProcessGroup, model: _C.DelegatingBackend | None, value: int) -> list[int]:
+    """What each rank has passed. Signals are handled meanwhile, and the end of the model's group is heard of."""
+    own = torch.tensor([value], dtype=torch.int64, device="cpu")
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    work = dist.all_gather(gathered, own, group=group, async_op=True)
+    assert work is not None
+    while not work.is_completed():
+        if model is not None and model.failure[1]:
+            raise dist.DistBackendError(f"torchext.optim: {model.failure[1]}")
+        time.sleep(0.0005)
+    work.wait()
+    return [int(one) for one in gathered]
+
+
+def least_of_ranks(group: dist.ProcessGroup | None, model: _C.DelegatingBackend | None, value: int) -> int:
+    """The least of what the ranks have passed. Collective."""
+    return value if group is None else min(_of_all_ranks(group, model, value))
+
+
+def agree_that_all_can(
+    group: dist.ProcessGroup | None, model: _C.DelegatingBackend | None, failure: Exception | None
+) -> None:
+    """Raises on every rank if one of them has failed. Collective.
+
+    Args:
+        group: K-FAC's own.
+        model: the backend of the group in which the model trains.
+        failure: this rank's.
+    """
     if group is not None:
-        failed = torch.tensor([failure is not None], dtype=torch.int32)
-        gathered = [torch.empty_like(failed) for _ in range(group.size())]
-        dist.all_gather(gathered, failed, group=group)
-        ranks = [rank for rank, flag in enumerate(gathered) if flag.item()]
+        ranks = [rank for rank, failed in enumerate(_of_all_ranks(group, model, int(failure is not None))) if failed]
         if failure is None and ranks:
             raise RuntimeError(f"torchext.optim: rank {ranks[0]} could not build its optimizer; its own error says why")
     if failure is not None:

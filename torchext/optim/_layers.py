@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils import _pytree
 
 from torchext import _C
 from torchext._uncompiled import uncompiled
 from torchext.errors import NoSupportedLayerError
+from torchext.optim._memory import SHARE, factor_bytes
 
 __all__ = ["Layer", "Watch", "check_devices", "find_layers", "install_hooks"]
 
@@ -33,7 +37,12 @@ class Layer:
 
 
 def find_layers(
-    model: nn.Module, *, skip: Sequence[str], sequences: str, stepped: Collection[int] | None = None
+    model: nn.Module,
+    *,
+    skip: Sequence[str],
+    sequences: str,
+    stepped: Collection[int] | None = None,
+    memory: int | None = None,
 ) -> list[Layer]:
     """The layers of ``model`` in the order of ``named_modules()``.
 
@@ -42,6 +51,8 @@ def find_layers(
         skip: regular expressions; modules whose full name one of them matches are left to the plain gradient.
         sequences: ``"expand"`` or ``"reduce"``.
         stepped: ids of the parameters that are; others are left alone as frozen ones are. None: all.
+        memory: bytes of it, the same on all ranks; a layer that would take more than SHARE of them is left alone, with
+            a warning. None: no such limit.
 
     Raises:
         TypeError: ``skip`` is no list of patterns.
@@ -60,21 +71,55 @@ def find_layers(
         if weight is None or any(name.startswith(prefix) for prefix in inside):  # "": the model is one itself
             continue  # MultiheadAttention reads its projections itself, without a call that could be seen
         users.setdefault(id(weight), []).append((name, module))
-    found = []
+    found: list[Layer] = []
+    huge: list[Layer] = []
     for tied in users.values():
         name, module = tied[0]
         if all(_same_kind(module, other) for _, other in tied) and not any(
             pattern.fullmatch(n) for pattern in patterns for n, _ in tied
         ):
             layer = _layer(name, [user for _, user in tied], sequences, stepped)
-            found += [layer] if layer is not None else []
+            if layer is not None:
+                (found if _fits(layer, memory) else huge).append(layer)
     if not found:
         raise NoSupportedLayerError(
             "the model has no Linear, Conv1d/2d/3d or Embedding layer with a trained weight of its own"
             + ("" if stepped is None else " that the optimizer steps")
             + (f" that skip_layers={list(skip)} leaves" if skip else "")
+            + (f", and whose factors fit into an eighth of {_gb(memory)}" if huge and memory is not None else "")
+            + _complex(users)
         )
     return found
+
+
+def _complex(users: Mapping[int, list[tuple[str, nn.Module]]]) -> str:
+    """The layers that would be taken if their weights were real."""
+    named = [
+        f"{name or 'the model itself'} is {weight.dtype}"
+        for (name, module), *_ in users.values()
+        if isinstance(module, (nn.Linear, Convolution)) and (weight := module.weight).is_complex()
+    ]
+    return (
+        f"; K-FAC takes real weights, and {', '.join(named[:3])}" + (", ..." if len(named) > 3 else "") if named else ""
+    )
+
+
+def _fits(layer: Layer, memory: int | None) -> bool:
+    takes = factor_bytes(layer.modules[0], layer.bias is not None)
+    if memory is None or takes <= SHARE * memory:
+        return True
+    name = layer.name or "the model itself"
+    warnings.warn(
+        f"K-FAC leaves {name} to the plain gradient: the factors of its weight of {list(layer.weight.shape)} and their "
+        f"inverses would take {_gb(takes)}, and one layer may take an eighth of the {_gb(memory)} of memory here; "
+        f"skip_layers=[{re.escape(layer.name)!r}] does the same without this warning",
+        stacklevel=4,
+    )
+    return False
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"
 
 
 def _patterns(model: nn.Module, skip: Sequence[str]) -> list[re.Pattern[str]]:
@@ -175,11 +220,12 @@ class _NoHook:
 
 
 class _ForwardHook:
-    """Hands input and output of its module to the engine; of no other module, and not of copies of it."""
+    """Tells the engine of the calls of its module; of no other module, and not of copies of it."""
 
-    def __init__(self, engine: _C.KfacEngine, index: int, module: nn.Module, unseen: set[int]) -> None:
+    def __init__(self, engine: _C.KfacEngine, index: int, layer: Layer, module: nn.Module, unseen: set[int]) -> None:
         self._forward = engine.forward
         self._index = index
+        self._layer = layer
         self._module = weakref.ref(module)
         self._unseen = unseen
 
@@ -188,12 +234,42 @@ class _ForwardHook:
 
     @uncompiled("K-FAC's engine reads a layer's input and output")
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        if module is not self._module() or not isinstance(output, Tensor) or not output.requires_grad:
+        if module is not self._module():
             return
-        if torch._C._functorch.is_functorch_wrapped_tensor(output):
+        # Other hooks may have put anything in the place of the layer's own output.
+        found = [output] if isinstance(output, Tensor) else _pytree.tree_leaves(output)
+        outputs = [one for one in found if isinstance(one, Tensor) and one.requires_grad]
+        if not outputs or any(torch._C._functorch.is_functorch_wrapped_tensor(one) for one in outputs):
             return  # of torch.func: its gradients are values, and reach no .grad
-        self._unseen.discard(self._index)
-        self._forward(self._index, args[0] if args else _named_input(module, kwargs), output)
+        if not self._uses_its_parameters(module):
+            return
+        if self._forward(self._index, args[0] if args else _named_input(module, kwargs), outputs):
+            self._unseen.discard(self._index)
+
+    def _uses_its_parameters(self, module: nn.Module) -> bool:
+        """Whether the module holds the parameters that it had; torch.func.functional_call has it use others.
+
+        Raises:
+            ValueError: it makes them of others, so that their gradients are not those of its calls; or they are on
+                another device.
+        """
+        for name, own in (("weight", self._layer.weight), ("bias", self._layer.bias)):
+            now = module._parameters.get(name)
+            if own is None or now is own:
+                continue
+            if isinstance(now, nn.Parameter) and now.device != own.device:
+                raise ValueError(
+                    f"torchext.optim: {self._layer.name or 'the model itself'} was on {own.device} when the optimizer "
+                    f"was made, and computes on {now.device} now; move the model first"
+                )
+            if parametrize.is_parametrized(module, name):
+                raise ValueError(
+                    f"{self._layer.name or 'the model itself'}: its {name} has been parametrized since the optimizer "
+                    "was made, and K-FAC has no factors for that; parametrize first, which leaves the layer to the "
+                    "plain gradient, or name it in skip_layers"
+                )
+            return False
+        return True
 
 
 def _named_input(module: nn.Module, kwargs: Mapping[str, Any]) -> Any:
@@ -206,7 +282,7 @@ def install_hooks(
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Returns the handles that take the hooks away. ``unseen`` loses the numbers of layers whose calls are seen."""
     return [
-        module.register_forward_hook(_ForwardHook(engine, index, module, unseen), with_kwargs=True)
+        module.register_forward_hook(_ForwardHook(engine, index, layer, module, unseen), prepend=True, with_kwargs=True)
         for index, layer in enumerate(layers)
         for module in layer.modules
     ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchext._plain import plain
 from torchext.errors import KFACStateError
 
 __all__ = ["VERSION", "check_sgd", "check_state"]
@@ -49,13 +50,13 @@ def check_state(
     if theirs != scaling:
         raise KFACStateError(f'the state was made with factor_scaling="{theirs}", this one has "{scaling}"')
     for key, allowed in (("damping", "above 0, finite"), ("kl_clip", "above 0, finite; None for no clip")):
-        value = state.get(key, 1.0)  # the first states did not say
+        value = plain(state.get(key, 1.0))  # the first states did not say
         if value is None and key == "kl_clip":
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise KFACStateError(f"{key} = {value!r}: allowed {allowed}; pass what state_dict() gave")
     for key in ("steps", "factor_updates"):
-        value = state[key]
+        value = plain(state[key])
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
             raise KFACStateError(f"{key} = {value!r}: allowed an int, 0 or more; pass what state_dict() gave")
     _check_layers(state["layers"], layers)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
+from torchext._plain import plain
 from torchext.errors import KFACStateError
 from torchext.optim._arguments import no_copies, no_such
 from torchext.optim._before_step import step_before
@@ -58,7 +59,7 @@ class KFAC(torch.optim.Optimizer):
         strategy: str = "auto",
         **kfac: Unpack[PreconditionerOptions],
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        defaults = _plain({"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov})
         failure: Exception | None = None
         try:
             if isinstance(params, float | int):
@@ -66,7 +67,9 @@ class KFAC(torch.optim.Optimizer):
                     f"params must be parameters or groups, got {params!r}; the learning rate is lr={params!r}"
                 )
             if params is None:  # what is no model is refused below; torch wants something to begin with
-                params = model.parameters() if isinstance(model, nn.Module) else [nn.Parameter()]
+                params = (
+                    model.parameters() if isinstance(model, nn.Module) else [nn.Parameter(torch.empty(0, device="cpu"))]
+                )
             super().__init__(params, defaults)
         except Exception as error:  # the other ranks wait to be told
             failure = error
@@ -79,6 +82,8 @@ class KFAC(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's own values are checked."""
+        if isinstance(param_group, dict):
+            param_group = _plain(param_group)
         _check(**{name: param_group.get(name, self.defaults[name]) for name in _OPTIONS})
         super().add_param_group(param_group)
 
@@ -193,6 +198,14 @@ _OPTIONS = ("lr", "momentum", "weight_decay", "nesterov")
 # What KFAC passes on to its preconditioner as it is; one that stands for itself needs no optimizer.
 _PASSED_ON = [name for name in KEYWORDS if name != "strategy"]
 _GIVEN = "strategy="  # no name that a caller can have passed by
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """With Python's numbers, but for a learning rate that is a tensor, which schedulers write into."""
+    return {
+        name: plain(value) if name in _OPTIONS and not (name == "lr" and isinstance(value, Tensor)) else value
+        for name, value in group.items()
+    }
 
 
 def _with_strategy(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:

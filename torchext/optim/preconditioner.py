@@ -14,12 +14,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._dear_parameter import stood_for
+from torchext._plain import plain
 from torchext.optim._arguments import check_together, no_copies, no_such
 from torchext.optim._attached import dear_of, living, refusal_of_dear
 from torchext.optim._before_step import Handle, remove_all, stand_before, stepped_by
-from torchext.optim._group import agree_that_all_can, end, end_after, own_group
+from torchext.optim._group import (
+    agree_that_all_can,
+    end_after,
+    end_with,
+    group_beside,
+    least_of_ranks,
+    model_backend,
+    own_group,
+)
 from torchext.optim._layers import Watch, check_devices, find_layers, install_hooks
+from torchext.optim._memory import memory_here
 from torchext.optim._plan import KFACPlan
 from torchext.optim._state import VERSION, check_state
 
@@ -38,7 +47,8 @@ class KFACPreconditioner:
 
     Layers: Linear, Conv1d/2d/3d (any stride, padding, dilation, groups, padding mode), Embedding (diagonal A). All
     other parameters keep their gradients, among them the projections of MultiheadAttention, weights that layers of
-    different kinds share, and frozen ones.
+    different kinds share, and frozen ones. So do layers whose factors would take more than an eighth of a
+    rank's memory, with a warning.
 
     Devices: the CPU, or one CUDA device for all of these layers. There work is queued: a step waits for the device
     once, and again where inverses are made. Factors travel over NCCL. What was tried on a GPU: docs/kfac.md.
@@ -154,7 +164,15 @@ class KFACPreconditioner:
             model = nn.Module()
         module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
-        group = own_group(model, process_group, on_cuda)
+        beside = group_beside(model, process_group)
+        trains_in = model_backend(model, beside)
+        group = own_group(beside, on_cuda)
+        try:
+            memory = least_of_ranks(group, trains_in, memory_here(module))
+        except BaseException as error:
+            holds, group = [None if on_cuda else group], None
+            end_with(error, holds)
+            raise
         inside = None if _inside is None else type(_inside).__name__
         failure = _failure
         try:
@@ -163,7 +181,7 @@ class KFACPreconditioner:
                 raise TypeError(f"{type(self).__name__}: {no_such(unknown, ['optimizer', *KEYWORDS])}")
             if group is not None and on_cuda and not dist.is_nccl_available():
                 raise RuntimeError("factors of a CUDA model travel over NCCL, which this build of torch does not have")
-            options = _C.KfacOptions(
+            numbers = dict[str, Any](
                 damping=damping,
                 factor_decay=factor_decay,
                 martens_decay=martens_decay,
@@ -183,6 +201,7 @@ class KFACPreconditioner:
                 shared_memory=shared_memory,
                 queued=_queued,
             )
+            options = _C.KfacOptions(**{name: plain(value) for name, value in numbers.items()})
             check_together(
                 optimizer,
                 sequences=sequences,
@@ -194,7 +213,7 @@ class KFACPreconditioner:
                 split_directions=split_directions,
             )
             stepped = stepped_by(optimizer or _inside)
-            self._layers = find_layers(module, skip=skip_layers, sequences=sequences, stepped=stepped)
+            self._layers = find_layers(module, skip=skip_layers, sequences=sequences, stepped=stepped, memory=memory)
             check_devices(self._layers)
             if early_directions and not any(isinstance(layer.modules[0], nn.Linear) for layer in self._layers):
                 raise ValueError(
@@ -216,10 +235,11 @@ class KFACPreconditioner:
         except Exception as error:  # told to the other ranks first: they wait for this one
             failure = failure or error
         try:
-            agree_that_all_can(group, failure)
-            self._engine = _C.KfacEngine([layer.spec for layer in self._layers], options, group)
-        except BaseException:
-            end(None if on_cuda else group)
+            agree_that_all_can(group, trains_in, failure)
+            self._engine = _C.KfacEngine([layer.spec for layer in self._layers], options, group, trains_in)
+        except BaseException as error:
+            holds, group = [None if on_cuda else group], None
+            end_with(error, holds)
             raise
         end_after(self._engine, None if on_cuda else group)  # one rank alone cannot end NCCL's
         self._several = group is not None
@@ -268,20 +288,16 @@ class KFACPreconditioner:
         grouped = list(param_groups)
         if grouped and lr != 1.0:
             raise ValueError(f"lr = {lr}: allowed without param_groups, which have their own; leave one of them out")
-        if not grouped and dear_of(layer.weight for layer in self._layers) is not None:
-            raise RuntimeError(
-                "KFACPreconditioner.step() under dear: gradients are averaged where they are asked for; pass "
-                "optimizer.param_groups, or give it the optimizer when it is made"
-            )
+        for layer in self._layers:
+            for parameter in (layer.weight, layer.bias):
+                _ = None if parameter is None else parameter.grad  # "dear" makes it the averaged one, which C++ reads
         for group in grouped:
             rate = float(group["lr"])
             for parameter in group["params"]:
-                gradient = parameter.grad  # "dear" waits for it here
-                stands_for = id(stood_for(parameter))
-                if stands_for in self._own:
-                    rates[stands_for] = rate
-                elif gradient is not None:
-                    others.append(gradient)
+                if id(parameter) in self._own:
+                    rates[id(parameter)] = rate
+                elif parameter.grad is not None:
+                    others.append(parameter.grad)
         # Where only the weight is frozen in training, its bias is one of them.
         others += [
             layer.bias.grad
@@ -342,7 +358,7 @@ class KFACPreconditioner:
 
     @damping.setter
     def damping(self, value: float) -> None:
-        self._engine.damping = value
+        self._engine.damping = plain(value)
 
     @property
     def kl_clip(self) -> float | None:
@@ -351,7 +367,7 @@ class KFACPreconditioner:
 
     @kl_clip.setter
     def kl_clip(self, value: float | None) -> None:
-        self._engine.kl_clip = value
+        self._engine.kl_clip = plain(value)
 
     @property
     def layers(self) -> list[str]:
@@ -410,7 +426,7 @@ class KFACPreconditioner:
             KFACStateError: it is none, or one of another model or method; nothing was loaded.
         """
         self.check_state(state)
-        self._engine.load(state["factors"], state["steps"], state["factor_updates"])
+        self._engine.load(state["factors"], plain(state["steps"]), plain(state["factor_updates"]))
         self.damping = state.get("damping", self.damping)
         self.kl_clip = state.get("kl_clip", self.kl_clip)
 

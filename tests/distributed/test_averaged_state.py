@@ -1,0 +1,314 @@
+"""Inside ``averaged()`` the optimizer's state is one, too: the average of all workers', which belongs together."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from attached import batch, equal_everywhere, everywhere, mlp
+from going_on import GoingOn
+from harness import Rank, launch, run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+from torchext import _C
+from torchext._averaged_state import AveragedState
+from torchext.errors import ReplicaWarning
+
+AVERAGING = ["prague", "dssync", "hop"]
+
+
+class Holder(torch.optim.Optimizer):
+    """Has the state that a test gives it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+
+def body_kinds(rank: Rank) -> None:
+    """Every kind of value that an optimizer may keep, on three ranks, of which the last has no state of some."""
+    rank.init("gloo")
+    r, last = rank.rank, rank.rank == 2
+    parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in range(6)]
+    holder = Holder(parameters)
+    state = holder.state
+    state[parameters[0]] = {
+        "step": torch.tensor(float(3 + r)),
+        "moment": torch.full((2, 3), float(r)).t().contiguous().t(),
+        "half": torch.full((3,), 1.0 + r, dtype=torch.bfloat16),
+        "rate": torch.tensor(0.5 + r, dtype=torch.float64),
+        "count": 7 + r,
+        "factor": 0.25 * (r + 1),
+        "ticks": torch.tensor(5 - r),
+        "empty": torch.zeros(0),
+    }
+    if not last:
+        state[parameters[1]] = {"step": torch.tensor(4.0), "moment": torch.full((2, 3), 3.0), "product": 0.5}
+    # Not to be averaged: quantized, a list, None, and another make on another rank.
+    state[parameters[2]] = {"codes": torch.full((2, 3), 10 + r, dtype=torch.uint8), "scale": torch.ones(2) * r}
+    if r > 0:
+        state[parameters[3]] = {"history": [torch.ones(2) * r], "none": None, "moment": torch.ones(2) * r}
+    state[parameters[4]] = {"moment": torch.ones(1 + r)}
+    before = {p: dict(values) for p, values in state.items()}
+
+    average = AveragedState(holder, parameters, dist.group.WORLD)
+    assert all(state[p][k] is v for p, values in before.items() for k, v in values.items())
+    average.put()
+
+    first = state[parameters[0]]
+    assert list(first) == list(before[parameters[0]])
+    assert first["step"].dtype == torch.float32 and float(first["step"]) == 5
+    assert first["moment"].equal(torch.ones(2, 3))
+    assert first["half"].dtype == torch.bfloat16 and first["half"].equal(torch.full((3,), 2.0, dtype=torch.bfloat16))
+    assert first["rate"].dtype == torch.float64 and float(first["rate"]) == 1.5
+    assert type(first["count"]) is int and first["count"] == 9
+    assert type(first["factor"]) is float and first["factor"] == 0.5
+    assert first["ticks"].dtype == torch.int64 and int(first["ticks"]) == 5
+    assert first["empty"].shape == (0,)
+    second = state[parameters[1]]
+    assert float(second["step"]) == 4 and second["product"] == 0.5
+    assert second["moment"].equal(torch.full((2, 3), 2.0))
+    assert int(state[parameters[2]]["codes"][0, 0]) == 10 and state[parameters[2]]["scale"].equal(torch.zeros(2))
+    assert state[parameters[3]]["history"][0].equal(torch.ones(2)) and state[parameters[3]]["none"] is None
+    assert state[parameters[3]]["moment"].equal(torch.ones(2))
+    assert state[parameters[4]]["moment"].equal(torch.ones(1))
+    assert parameters[5] not in state
+
+    state[parameters[0]] = {}
+    average.take_back()
+    assert {p: dict(values) for p, values in state.items()} == before
+    assert all(state[p][k] is v for p, values in before.items() for k, v in values.items())
+    average.take_back()
+    assert len(state) == len(before)
+
+
+def test_kinds_of_state() -> None:
+    run_ranks(body_kinds, 3)
+
+
+def body_runs(rank: Rank) -> None:
+    """More than one all-reduce takes, of two dtypes."""
+    rank.init("gloo")
+    kinds = [torch.float32, torch.float64]
+    parameters = [nn.Parameter(torch.zeros(1 << 20, dtype=kinds[k % 2])) for k in range(12)]
+    holder = Holder(parameters)
+    for k, parameter in enumerate(parameters):
+        holder.state[parameter] = {"moment": torch.full_like(parameter, 2.0 * k * rank.rank, requires_grad=False)}
+    AveragedState(holder, parameters, dist.group.WORLD).put()
+    for k, parameter in enumerate(parameters):
+        moment = holder.state[parameter]["moment"]
+        assert moment.dtype == kinds[k % 2] and (moment == k).all()
+        assert moment.untyped_storage().nbytes() == moment.nbytes  # who saves it saves nothing else
+
+
+def test_more_than_one_run() -> None:
+    run_ranks(body_runs, 2)
+
+
+class Tokens(nn.Module):
+    """An embedding of which each rank sees other rows, and a layer that rank 0 alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 8)
+        self.head = nn.Linear(8, 1)
+        self.more = nn.Linear(8, 1)
+
+    def forward(self, tokens: torch.Tensor, use_more: bool) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        return self.head(hidden) + (self.more(hidden) if use_more else 0)
+
+
+def train_tokens(rank: Rank, ddp: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 32, (16,), generator=generator) + 32 * rank.rank % 64
+        optimizer.zero_grad()
+        ddp(tokens, rank.rank == 0).square().mean().backward()
+        optimizer.step()
+
+
+def body_saved(rank: Rank, backend: str, path: str) -> None:
+    rank.init(backend)
+    ddp = DistributedDataParallel(Tokens(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.05)
+    sync = torchext.attach(ddp, optimizer)
+    train_tokens(rank, ddp, optimizer, 12)
+    own = copy.deepcopy(optimizer.state_dict())["state"]
+    objects = {p: dict(values) for p, values in optimizer.state.items()}
+    with sync.averaged():
+        state = copy.deepcopy(optimizer.state_dict())["state"]
+        model_state, optimizer_state = get_state_dict(ddp, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    assert {p: dict(values) for p, values in optimizer.state.items()} == objects
+
+    assert sorted(state) == [0, 1, 2, 3, 4]  # of more on ranks that have none, too
+    for number, values in state.items():
+        assert float(values["step"]) == 12
+        for name in ("exp_avg", "exp_avg_sq"):
+            mean = everywhere(own[number][name] if number in own else torch.zeros_like(values[name])).mean(0)
+            torch.testing.assert_close(values[name], mean, rtol=1e-5, atol=1e-9)
+            all_ = everywhere(values[name])
+            assert all_.equal(all_[:1].expand_as(all_))
+        # What a step divides: a mean is not above the root of the mean of squares but by what each worker's was.
+        assert (values["exp_avg"].abs() / (values["exp_avg_sq"].sqrt() + 1e-8)).max() < 8
+
+    loaded = {
+        "optimizer": {
+            "state": {
+                name: {k: torch.zeros_like(v) for k, v in values.items()}
+                for name, values in optimizer_state["state"].items()
+            }
+        }
+    }
+    dcp.load(loaded, checkpoint_id=path)
+    for name, values in optimizer_state["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(loaded["optimizer"]["state"][name][key], value, rtol=0, atol=0)
+    with sync.averaged(optimizer_state=False):
+        assert {p: dict(values) for p, values in optimizer.state.items()} == objects
+    train_tokens(rank, ddp, optimizer, 2)
+    sync.synchronize()
+
+
+@pytest.mark.parametrize("backend", AVERAGING)
+def test_moments_of_a_file_belong_together(backend: str, tmp_path: Path) -> None:
+    run_ranks(body_saved, 2, backend, str(tmp_path / "checkpoint"))
+
+
+def body_ends(rank: Rank, backend: str) -> None:
+    """An error ends the block, and what was loaded inside is gone with it."""
+    rank.init(backend)
+    ddp = DistributedDataParallel(mlp())
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    sync = torchext.attach(ddp, optimizer)
+    with sync.averaged():  # before there is any state
+        assert not optimizer.state
+    assert not optimizer.state
+    for step in range(3):
+        inputs, targets = batch(rank.rank, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(inputs), targets).backward()
+        optimizer.step()
+    own = copy.deepcopy(optimizer.state_dict())
+    zeros = {k: {n: v * 0 for n, v in s.items()} for k, s in own["state"].items()}
+
+    def load_and_fail() -> None:
+        optimizer.load_state_dict({**own, "state": zeros})
+        raise KeyError
+
+    with pytest.raises(KeyError), sync.averaged():
+        load_and_fail()
+    torch.testing.assert_close(optimizer.state_dict()["state"], own["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", AVERAGING)
+def test_the_block_ends_with_an_error(backend: str) -> None:
+    run_ranks(body_ends, 2, backend)
+
+
+def body_dies(rank: Rank, backend: str, action: str) -> Any:
+    """A worker is gone when parameters have been averaged, and the optimizer's state has not."""
+    training = GoingOn(rank, backend, {})
+    training.train(4)
+    rank.report("ready")
+    if rank.rank == 2:
+        _C.arm_fault_point("averaged.state", action)
+    with training.sync.averaged() as module:
+        equal_everywhere(module, training.ddp.process_group)
+        for values in training.optimizer.state.values():
+            all_ = everywhere(values["momentum_buffer"].reshape(-1), training.ddp.process_group)
+            assert (all_ == all_[0]).all()
+    training.train(4)
+    training.sync.synchronize()
+    stats = training.sync.stats()
+    training.sync.detach()
+    return stats["workers"], stats["lost_ranks"]
+
+
+@pytest.mark.parametrize("action", ["kill", "throw"])
+@pytest.mark.parametrize("backend", AVERAGING)
+def test_a_worker_is_lost_between_parameters_and_state(backend: str, action: str) -> None:
+    with launch(body_dies, 3, backend, action) as ranks:
+        ranks.expect("ready")
+        for outcome in ranks.outcomes([0, 1], deadline=60):
+            assert outcome.ok, outcome.trace
+            assert outcome.value == (2, [2])
+
+
+def body_warned(rank: Rank, backend: str) -> None:
+    rank.init(backend)
+    ddp = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    sync = torchext.attach(ddp, optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        inputs, targets = batch(rank.rank, 0)
+        nn.functional.mse_loss(ddp(inputs), targets).backward()
+        optimizer.step()
+
+    def told(of: Any) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            of.state_dict()
+            copy.deepcopy(ddp.module).state_dict()
+        return sum(issubclass(w.category, ReplicaWarning) for w in caught)
+
+    assert told(ddp) == 0  # nobody has made a step
+    step()
+    with sync.averaged() as module:
+        assert told(module) == told(optimizer) == 0
+    sync.synchronize()
+    assert told(ddp) == told(optimizer) == 0
+    step()
+    whose = optimizer if rank.rank else ddp
+    assert told(whose) == 1
+    assert told(ddp) == told(optimizer) == 0  # once
+    sync.synchronize()
+    sync.detach()
+
+    other = torchext.attach(DistributedDataParallel(ddp.module), optimizer)
+    step()
+    other.detach()
+    assert told(ddp) == told(optimizer) == 0  # as with any model
+
+
+@pytest.mark.parametrize("backend", AVERAGING)
+def test_a_replica_is_not_saved_without_a_word(backend: str) -> None:
+    run_ranks(body_warned, 2, backend)
+
+
+def body_scripted(rank: Rank, backend: str) -> None:
+    """A scripted model takes fewer hooks; it is trained, warned of, averaged and saved all the same."""
+    rank.init(backend)
+    ddp = DistributedDataParallel(torch.jit.script(mlp()))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    sync = torchext.attach(ddp, optimizer)
+    for step in range(3):
+        inputs, targets = batch(rank.rank, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(inputs), targets).backward()
+        optimizer.step()
+    with pytest.warns(ReplicaWarning):
+        ddp.state_dict()
+    with sync.averaged() as module:
+        for value in (*module.state_dict().values(), *(s["exp_avg"] for s in optimizer.state.values())):
+            all_ = everywhere(value.reshape(-1))
+            assert (all_ == all_[0]).all()
+    sync.detach()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("backend", AVERAGING)
+def test_a_scripted_model(backend: str) -> None:
+    run_ranks(body_scripted, 2, backend)

@@ -1,0 +1,268 @@
+"""Callbacks of a collective's future may make further collectives and wait for them, as torch's PowerSGD hook does.
+
+No thread that those need runs a callback. So that callbacks do run on other threads than the script's, a rank adds them
+before its peer comes to the call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import new_group
+from harness import Rank, launch, run_ranks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from torchext.backends import BACKENDS, backend_of
+
+WAITING = 8  # more than Gloo has threads
+
+
+class Flags:
+    """One rank tells the other how far it is, by files: no collective."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.number = rank, 0
+
+    def first_then_second(self, call: Callable[[], Any]) -> Any:
+        """`call` on rank 0, and on rank 1 when it has returned there."""
+        self.number += 1
+        flag = self.rank.folder / f"called{self.number}"
+        if self.rank.rank == 0:
+            result = call()
+            flag.touch()
+            return result
+        while not flag.exists():
+            time.sleep(0.002)
+        return call()
+
+
+def nested(kind: str, group: dist.ProcessGroup | None, _: Any) -> torch.Tensor:
+    """The second collective, as callbacks make it."""
+    tensor = torch.full((50,), 3.0)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    if kind == "wait":
+        work.wait()
+        return tensor
+    future = work.get_future()
+    return future.wait()[0] if kind == "future" else future.then(lambda done: done.value()[0]).wait()
+
+
+def callbacks(flags: Flags, kind: str, group: dist.ProcessGroup | None, count: int) -> None:
+    def begin() -> tuple[list[torch.Tensor], list[Any]]:
+        tensors = [torch.full((10 + count,), float(i + 1)) for i in range(count)]
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+        return tensors, [work.get_future().then(partial(nested, kind, group)) for work in works]
+
+    tensors, futures = flags.first_then_second(begin)
+    for i, (tensor, future) in enumerate(zip(tensors, futures, strict=True)):
+        assert torch.equal(future.wait(), torch.full((50,), 6.0)), kind
+        assert torch.equal(tensor, torch.full_like(tensor, 2.0 * (i + 1))), kind
+
+
+def body_callbacks(rank: Rank, backend: str) -> bool:
+    rank.init(backend)
+    flags = Flags(rank)
+    for check in ("new", "off", "every"):
+        group = new_group(backend, call_check=check)
+        for kind in ("future", "wait", "chain"):
+            for count in (1, WAITING, WAITING):
+                callbacks(flags, kind, group, count)
+    dist.destroy_process_group()
+    return True
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_callbacks_make_collectives_and_wait(backend: str) -> None:
+    assert run_ranks(body_callbacks, 2, backend) == [True, True]
+
+
+def body_partial(rank: Rank) -> bool:
+    rank.init("prague")
+    group, flags = backend_of(), Flags(rank)
+
+    def inner(_: Any) -> torch.Tensor:
+        # Callbacks that wait at the same time may call in another order on another rank: all exchange the same values.
+        for _ in range(2):
+            tensor = torch.full((5,), float(rank.rank))
+            future = group.partial_all_reduce(tensor, [0, 1]).get_future()
+            mean = future.then(lambda done: done.value()[0]).wait()
+        return mean
+
+    for _ in range(3):
+        tensors = [torch.full((3,), float(rank.rank)) for _ in range(WAITING)]
+
+        def begin(tensors: list[torch.Tensor] = tensors) -> list[Any]:
+            works = [group.partial_all_reduce(tensor, [0, 1]) for tensor in tensors]
+            return [work.get_future().then(inner) for work in works]
+
+        for future in flags.first_then_second(begin):
+            assert torch.equal(future.wait(), torch.full((5,), 0.5))
+        assert all(torch.equal(tensor, torch.full((3,), 0.5)) for tensor in tensors)
+    dist.destroy_process_group()
+    return True
+
+
+def test_callbacks_make_partial_all_reduces_and_wait() -> None:
+    assert run_ranks(body_partial, 2) == [True, True]
+
+
+def body_callbacks_that_wait_for_others(rank: Rank, backend: str) -> bool:
+    """Each callback waits for the call after its own, whose end stands behind it."""
+    rank.init(backend)
+    flags = Flags(rank)
+
+    def begin() -> list[Any]:
+        works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(WAITING)]
+        futures = [work.get_future() for work in works]
+        return [future.then(lambda _, after=after: after.wait()[0]) for future, after in itertools.pairwise(futures)]
+
+    for future in flags.first_then_second(begin):
+        assert torch.equal(future.wait(), torch.full((4,), 2.0))
+    dist.destroy_process_group()
+    return True
+
+
+def test_callbacks_wait_for_calls_behind_theirs() -> None:
+    assert run_ranks(body_callbacks_that_wait_for_others, 2, "hop") == [True, True]
+
+
+def power_sgd(rank: Rank, backend: str) -> list[torch.Tensor]:
+    """Parameters after some steps with torch's hook, which waits for collectives in callbacks."""
+    rank.init(backend)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(
+        PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5),
+        powerSGD_hook,
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    data = torch.Generator().manual_seed(rank.rank)
+    for _ in range(12):
+        optimizer.zero_grad()
+        ddp(torch.randn(6, 12, generator=data)).square().sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def with_gloo() -> list[torch.Tensor]:
+    parameters: list[torch.Tensor] = run_ranks(power_sgd, 2, "gloo")[0]
+    return parameters
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_power_sgd(backend: str, with_gloo: list[torch.Tensor]) -> None:
+    """The same as with Gloo itself: two ranks add up the same numbers in either order."""
+    for parameters in run_ranks(power_sgd, 2, backend):
+        for got, expected in zip(parameters, with_gloo, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+
+
+def callback_threads() -> int:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:  # it has ended meanwhile
+            continue
+    return names.count("tx_callbacks")
+
+
+def body_many_futures(rank: Rank) -> tuple[int, int, int]:
+    rank.init("prague")
+    ran: list[int] = []
+    dist.all_reduce(torch.ones(3))
+    unasked = callback_threads()
+    for _ in range(5):
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(100)]
+        futures = [work.get_future().then(lambda _, i=i: ran.append(i)) for i, work in enumerate(works)]
+        torch.futures.wait_all(futures)
+    started = callback_threads()
+    dist.destroy_process_group()
+    return unasked, started, len(ran)
+
+
+def test_threads_for_callbacks_are_few_and_end_with_the_group() -> None:
+    """Each callback has run once, too."""
+    for unasked, started, ran in run_ranks(body_many_futures, 2):
+        assert unasked == 0 and started <= 50
+        assert ran == 500
+
+
+def body_slow_callback(rank: Rank) -> tuple[list[str], int]:
+    rank.init("dssync")
+    done: list[str] = []
+
+    def slow(_: Any) -> None:
+        time.sleep(0.2)
+        done.append(threading.current_thread().name)
+
+    flags = Flags(rank)
+    flags.first_then_second(lambda: dist.all_reduce(torch.ones(3), async_op=True).get_future().then(slow))
+    dist.destroy_process_group()
+    return done, callback_threads()
+
+
+def test_destroy_waits_for_callbacks() -> None:
+    for done, threads in run_ranks(body_slow_callback, 2):
+        assert len(done) == 1 and threads == 0
+
+
+def body_callback_that_destroys(rank: Rank, backend: str) -> bool:
+    rank.init(backend)
+    flags = Flags(rank)
+
+    def begin() -> Any:
+        return dist.all_reduce(torch.ones(3), async_op=True).get_future().then(lambda _: dist.destroy_process_group())
+
+    flags.first_then_second(begin).wait()
+    return dist.is_initialized()
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_a_callback_may_destroy_the_group(backend: str) -> None:
+    assert run_ranks(body_callback_that_destroys, 2, backend) == [False, False]
+
+
+def body_callback_of_a_failed_call(rank: Rank) -> list[str]:
+    """It makes another call, which raises at once: the group's threads are not the callback's."""
+    rank.init("prague")
+    dist.barrier()
+    if rank.rank == 1:
+        rank.pause()
+        return []
+    errors: list[str] = []
+
+    def then(future: Any) -> None:
+        for call in (future.value, lambda: dist.all_reduce(torch.ones(2))):
+            try:
+                call()
+            except Exception as error:  # judged by the test
+                errors.append(f"{type(error).__name__}: {error}")
+
+    futures = [dist.all_reduce(torch.ones(5), async_op=True).get_future().then(then) for _ in range(3)]
+    dist.distributed_c10d._get_default_group().abort()
+    torch.futures.wait_all(futures)
+    dist.destroy_process_group()
+    return errors
+
+
+def test_callbacks_of_failed_calls() -> None:
+    with launch(body_callback_of_a_failed_call, 2) as ranks:
+        outcome = ranks.outcomes([0])[0]
+        ranks.proceed([1])
+    assert outcome.ok, outcome.trace
+    assert len(outcome.value) == 6
+    assert all("rank 0 called abort()" in text for text in outcome.value), outcome.value

@@ -1,0 +1,79 @@
+"""Groups that are destroyed without ``detach()``, and models that are attached again: nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import OPTIONS
+from beside_ddp import ATTACHED
+from harness import Rank, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+ROUNDS = 6
+
+
+def held() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+class Rounds:
+    """One module and one optimizer, trained in one group after the other."""
+
+    def __init__(self, form: str, momentum: float) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=momentum)
+        self.backend, self.options = ATTACHED[form]
+
+    def train(self, steps: int = 3) -> None:
+        limit = timedelta(seconds=30)
+        options = OPTIONS[self.backend](timeout=limit, **self.options)
+        group = dist.new_group(backend=self.backend, timeout=limit, pg_options=options)
+        ddp = DistributedDataParallel(self.net, process_group=group)
+        torchext.attach(ddp, self.optimizer)
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            ddp(torch.ones(5, 4)).square().mean().backward()
+            self.optimizer.step()
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+def body_rounds(rank: Rank, form: str) -> list[tuple[int, int]]:
+    rank.init("gloo")
+    rounds, seen = Rounds(form, momentum=0.9 if form == "dear-replicated" else 0.0), []
+    for _ in range(ROUNDS):
+        rounds.train()
+        gc.collect()
+        seen.append(held())
+    return seen
+
+
+@pytest.mark.parametrize("form", ATTACHED)
+def test_nothing_stays_of_groups_that_were_destroyed(form: str) -> None:
+    for seen in run_ranks(body_rounds, 2, form):
+        descriptors, threads = zip(*seen, strict=True)
+        assert descriptors[-1] <= descriptors[1] + 3 and threads[-1] <= threads[1] + 2, seen
+
+
+def body_slices(rank: Rank) -> Any:
+    rank.init("gloo")
+    rounds = Rounds("dear-sharded", momentum=0.9)
+    rounds.train()
+    with pytest.raises(ValueError, match=r"is in slices, .* call sync\.detach\(\) before destroy_process_group\(\)"):
+        rounds.train()
+    return True
+
+
+def test_state_in_slices_of_a_group_that_was_destroyed() -> None:
+    assert run_ranks(body_slices, 2) == [True, True]

@@ -1,0 +1,219 @@
+"""Whoever uses a parameter after a step, whatever way, has the one that plain DDP would have."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside_ddp import ATTACHED, Script, apart, wide
+from harness import run_ranks
+from torch import nn
+from torch.nn import functional
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return (output - 1).square().mean()
+
+
+def train(script: Script, step: Callable[[nn.Sequential], torch.Tensor], steps: int = 6) -> torch.Tensor:
+    """A step is a function of the model to the loss."""
+    model = wide()
+    script.wrap(model)
+    optimizer = torch.optim.SGD(script.ddp.parameters(), lr=0.05)
+    script.attach(optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        step(model).backward()
+        optimizer.step()
+    return script.result()
+
+
+def part_before(script: Script) -> torch.Tensor:
+    """``h = net.embed(x); ddp(h)``: here of the last part, so that its parameters come late."""
+
+    def step(model: nn.Sequential) -> torch.Tensor:
+        with torch.no_grad():
+            offset = model[4](torch.ones(1, 400))
+        return loss(script.ddp(script.inputs()) + offset)
+
+    return train(script, step)
+
+
+def penalty_before(script: Script) -> torch.Tensor:
+    """Weights outside of their module, in front of the forward pass."""
+
+    def step(model: nn.Sequential) -> torch.Tensor:
+        penalty = model[4].weight.square().sum() + model[2].weight.square().sum()
+        return loss(script.ddp(script.inputs())) + 0.01 * penalty
+
+    return train(script, step)
+
+
+def functional_weight(script: Script) -> torch.Tensor:
+    def step(model: nn.Sequential) -> torch.Tensor:
+        with torch.no_grad():
+            scores = functional.linear(torch.ones(1, 400), model[4].weight, bias=model[4].bias)
+        return loss(script.ddp(script.inputs()) + scores)
+
+    return train(script, step)
+
+
+def average_of_a_list(script: Script) -> torch.Tensor:
+    """A list of parameters that the script has held from the beginning."""
+    model = wide()
+    held = list(model.parameters())
+    average = [parameter.detach().clone() for parameter in held]
+    script.wrap(model)
+    optimizer = torch.optim.SGD(held, lr=0.05)
+    script.attach(optimizer)
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss(script.ddp(script.inputs())).backward()
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(average, held, 0.5)  # type: ignore[arg-type]
+    script.result()
+    return torch.cat([value.flatten() for value in average])
+
+
+def clipped_weights(script: Script) -> torch.Tensor:
+    """Written through ``optimizer.param_groups``."""
+    model = wide()
+    script.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    script.attach(optimizer)
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss(script.ddp(script.inputs())).backward()
+        optimizer.step()
+        if script.sync is not None:
+            script.sync.synchronize()  # decentralized: of the average
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.02, 0.02)
+    return script.result()
+
+
+def copies(script: Script) -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+
+    def step(model: nn.Sequential) -> torch.Tensor:
+        for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(made[4].weight) is nn.Parameter
+            seen.append(made[4].weight.detach().clone())
+        return loss(script.ddp(script.inputs()))
+
+    train(script, step)
+    return torch.cat([value.flatten() for value in seen])
+
+
+def collective(script: Script) -> torch.Tensor:
+    """A parameter is handed to a collective, which takes it in C++."""
+
+    def step(model: nn.Sequential) -> torch.Tensor:
+        summed = [torch.zeros_like(model[4].weight) for _ in range(2)]
+        dist.all_gather(summed, model[4].weight.detach())
+        dist.broadcast(model[4].bias, 0)
+        return loss(script.ddp(script.inputs())) + 0 * summed[0].sum()
+
+    return train(script, step)
+
+
+class Unasked(torch.autograd.Function):
+    """As an extension in C++, which reads the memory of the weight that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].t() @ x
+
+
+class Extended(nn.Module):
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns) / columns**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Unasked.apply(x, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def extension(script: Script) -> torch.Tensor:
+    script.wrap(nn.Sequential(Extended(16, 400), nn.Tanh(), Extended(400, 400), nn.Tanh(), Extended(400, 4)))
+    optimizer = torch.optim.SGD(script.ddp.parameters(), lr=0.05)
+    script.attach(optimizer)
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss(script.ddp(script.inputs())).backward()
+        optimizer.step()
+    return script.result()
+
+
+SCRIPTS = [
+    *(part_before, penalty_before, functional_weight, average_of_a_list, clipped_weights),
+    *(copies, collective, extension),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("form", ATTACHED)
+def test_parameters_are_those_of_plain_ddp(form: str, script: Callable[[Script], torch.Tensor]) -> None:
+    assert max(run_ranks(apart, 2, form, script)) < 1e-6
+
+
+@dataclasses.dataclass
+class Boxed:
+    """An output of which torch finds no tensor."""
+
+    value: torch.Tensor
+
+
+class Boxing(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers, self.kind = wide(), kind
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        output = self.layers(inputs)
+        if self.kind == "distribution":
+            return torch.distributions.Normal(output, 1.0)
+        if self.kind == "closure":
+            return lambda: output
+        return Boxed(output)
+
+
+def opaque(script: Script, kind: str, then: str) -> torch.Tensor:
+    script.wrap(Boxing(kind))
+    optimizer = torch.optim.SGD(script.ddp.parameters(), lr=0.05, momentum=0.9)
+    script.attach(optimizer)
+    for _ in range(5):
+        optimizer.zero_grad()
+        made = script.ddp(script.inputs())
+        if kind == "distribution":
+            made.log_prob(torch.ones(())).mean().neg().backward()
+        else:
+            loss(made() if kind == "closure" else made.value).backward()
+        if then == "clip":
+            nn.utils.clip_grad_norm_(script.ddp.parameters(), 0.01)
+        elif then == "zero":
+            script.ddp.zero_grad()
+        optimizer.step()
+    return script.result()
+
+
+@pytest.mark.parametrize("then", ["", "clip", "zero"])
+@pytest.mark.parametrize("kind", ["distribution", "closure", "object"])
+@pytest.mark.parametrize("form", ["dear-sharded", "dear-replicated", "dear"])
+def test_outputs_without_tensors(form: str, kind: str, then: str) -> None:
+    assert max(run_ranks(apart, 2, form, opaque, kind, then)) < 1e-6

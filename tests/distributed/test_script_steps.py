@@ -1,0 +1,334 @@
+"""Steps that are not the plain one: by another optimizer, around a moved weight, with gradients or state changed."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from beside_ddp import ATTACHED, DEAR, Script, apart, wide
+from harness import Rank, elapsed_error, run_ranks
+from torch import nn
+
+
+def loss(script: Script) -> torch.Tensor:
+    return (script.ddp(script.inputs()) - 1).square().mean()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+# ---- Another optimizer ----
+
+
+def body_other(rank: Rank, form: str, wrapped: bool) -> tuple[str, str, float]:
+    rank.init("gloo")
+    script = Script(rank, form)
+    script.wrap(wide())
+    optimizer = Climbing(script.ddp.parameters(), "copy") if wrapped else momentum(script.ddp.parameters())
+    script.attach(optimizer)
+    other = optimizer.base if isinstance(optimizer, Climbing) else momentum(script.ddp.parameters())
+    strange = momentum(nn.Linear(2, 2).parameters())
+    loss(script).backward()
+    strange.step()  # of another model
+    return elapsed_error(other.step)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("form", ["prague", "dssync", "hop", "dear-replicated", "dear"])
+def test_a_step_of_another_optimizer_is_refused(form: str, wrapped: bool) -> None:
+    for kind, message, seconds in run_ranks(body_other, 2, form, wrapped):
+        assert kind == "RuntimeError" and "attached with another optimizer" in message, (kind, message)
+        assert "sync.detach()" in message and seconds < 10
+
+
+def body_new_phase(rank: Rank, form: str) -> None:
+    """The way out: the old one is detached, and the new one attached."""
+    rank.init("gloo")
+    found = []
+    for kind in (None, form):
+        torch.manual_seed(0)
+        script = Script(rank, kind)
+        model = wide()
+        for optimizer_kind in (torch.optim.SGD, momentum):
+            script.wrap(model)
+            optimizer = optimizer_kind(model.parameters())
+            script.attach(optimizer)
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss(script).backward()
+                optimizer.step()
+            result = script.result()
+        found.append(result)
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("form", ATTACHED)
+def test_another_phase_with_another_optimizer(form: str) -> None:
+    run_ranks(body_new_phase, 2, form)
+
+
+# ---- Sharpness-aware minimization ----
+
+
+class Climbing(torch.optim.Optimizer):
+    """Weights are moved along the gradient, a second pass is taken there, and they are put back before the step."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any, back: str) -> None:
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
+        self.param_groups = self.base.param_groups
+        self.back = back
+
+    def _used(self) -> list[Any]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        used = self._used()
+        norm = torch.stack([p.grad.norm() for p in used]).norm()
+        for p in used:
+            self.base.state[p]["old"] = p.data.clone()
+            p.add_(p.grad * (0.05 / (norm + 1e-12)))
+        self.base.zero_grad()
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for p in self._used():
+            old = self.base.state[p]["old"]
+            if self.back == "memory":
+                p.data = old
+            elif self.back == "data":
+                p.data.copy_(old)
+            else:
+                p.copy_(old)
+        self.base.step()
+        self.base.zero_grad()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def sharpness_aware(script: Script, back: str, local: bool) -> torch.Tensor:
+    """``local``: every worker climbs along its own gradient, as the paper has it."""
+    script.wrap(wide())
+    optimizer = Climbing(script.ddp.parameters(), back)
+    script.attach(optimizer.base)
+    for _ in range(4):
+        with script.ddp.no_sync() if local else contextlib.nullcontext():
+            loss(script).backward()
+        optimizer.climb()
+        loss(script).backward()
+        optimizer.descend()
+    return script.result()
+
+
+@pytest.mark.parametrize(
+    ("form", "back", "local"),
+    [
+        *((form, "memory", True) for form in ATTACHED),
+        *((form, back, False) for form in DEAR for back in ("memory", "data", "copy")),
+    ],
+)
+def test_weights_moved_and_put_back(form: str, back: str, local: bool) -> None:
+    assert max(run_ranks(apart, 2, form, sharpness_aware, back, local)) < 1e-6
+
+
+# ---- Gradients and state ----
+
+
+def train(script: Script, change: Callable[[Script, torch.optim.Optimizer], None], when: str) -> torch.Tensor:
+    script.wrap(wide())
+    optimizer = momentum(script.ddp.parameters())
+    script.attach(optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss(script).backward()
+        if when == "before" and step % 2:
+            change(script, optimizer)
+        optimizer.step()
+        if when == "after" and step % 2:
+            change(script, optimizer)
+    return script.result()
+
+
+def clip_norm(script: Script, _: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(script.ddp.parameters(), 0.01)
+
+
+def clip_value(script: Script, _: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_value_(script.ddp.parameters(), 1e-4)
+
+
+def scale(script: Script, _: torch.optim.Optimizer) -> None:
+    for parameter in script.ddp.parameters():
+        parameter.grad *= 0.1
+
+
+def decay(script: Script, _: torch.optim.Optimizer) -> None:
+    for parameter in script.ddp.parameters():
+        parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+
+def replace(script: Script, _: torch.optim.Optimizer) -> None:
+    for parameter in script.ddp.parameters():
+        parameter.grad = parameter.grad.clone().sign() * 1e-3
+
+
+def drop(script: Script, _: torch.optim.Optimizer) -> None:
+    next(script.ddp.parameters()).grad = None
+
+
+def zero(script: Script, _: torch.optim.Optimizer) -> None:
+    script.ddp.module[2].weight.grad.zero_()
+
+
+def sort(script: Script, _: torch.optim.Optimizer) -> None:
+    """By something that wants whole gradients."""
+    for parameter in script.ddp.parameters():
+        parameter.grad.mul_((parameter.grad.abs() > parameter.grad.abs().median()).float())
+
+
+def forget_momentum(_: Script, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"].zero_()
+
+
+def clear_state(_: Script, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def replace_state(_: Script, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state = collections.defaultdict(dict)
+
+
+BEFORE = [clip_norm, clip_value, scale, decay, replace, drop, zero, sort]
+
+
+@pytest.mark.parametrize("change", BEFORE)
+@pytest.mark.parametrize("form", DEAR)
+def test_gradients_changed_before_the_step(form: str, change: Callable[..., None]) -> None:
+    assert max(run_ranks(apart, 2, form, train, change, "before")) < 1e-6
+
+
+@pytest.mark.parametrize("change", [forget_momentum, clear_state, replace_state])
+@pytest.mark.parametrize("form", DEAR)
+def test_state_changed_after_the_step(form: str, change: Callable[..., None]) -> None:
+    assert max(run_ranks(apart, 2, form, train, change, "after")) < 1e-6
+
+
+def state_in_order(script: Script) -> torch.Tensor:
+    """The state has the order of the parameters, whichever were stepped first."""
+    script.wrap(wide())
+    optimizer = momentum(script.ddp.parameters())
+    script.attach(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(script).backward()
+        optimizer.step()
+    saved = optimizer.state_dict()["state"]
+    assert list(saved) == sorted(saved)
+    script.result()
+    return torch.cat([value["momentum_buffer"].flatten() for value in saved.values()])
+
+
+@pytest.mark.parametrize("form", DEAR)
+def test_state_is_in_the_order_of_the_parameters(form: str) -> None:
+    assert max(run_ranks(apart, 2, form, state_in_order)) < 1e-6
+
+
+def read_after_the_step(rank: Rank) -> bool:
+    rank.init("gloo")
+    script = Script(rank, "dear-sharded")
+    script.wrap(wide())
+    optimizer = momentum(script.ddp.parameters())
+    script.attach(optimizer)
+    for clear in (optimizer.zero_grad, script.ddp.zero_grad, lambda: script.ddp.zero_grad(set_to_none=False)):
+        loss(script).backward()
+        optimizer.step()
+        gradient = script.ddp.module[2].weight.grad
+        assert gradient is not None and gradient.shape == (400, 400)
+        with pytest.raises(RuntimeError, match=r"slices, which are gone after .*form='replicated'"):
+            gradient.abs()
+        clear()
+        assert script.ddp.module[2].weight.grad is None or not script.ddp.module[2].weight.grad.any()
+    return True
+
+
+def test_a_gradient_that_a_step_has_used_up_is_not_read_in_the_sharded_form() -> None:
+    assert run_ranks(read_after_the_step, 2) == [True, True]
+
+
+# ---- Gradients that are kept over a step ----
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "nothing": lambda _: None,
+    "clipped values": lambda module: nn.utils.clip_grad_value_(module.parameters(), 1e-3),
+    "a clipped norm": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1e-3),
+    "halves": lambda module: [parameter.grad.mul_(0.5) for parameter in module.parameters()],  # type: ignore[union-attr]
+}
+
+
+def kept(script: Script, change: str, zeroing: str) -> torch.Tensor:
+    model = script.wrap(wide())
+    optimizer = momentum(model.parameters())
+    script.attach(optimizer)
+    for _ in range(3):
+        loss(script).backward()
+        CHANGES[change](model.module)
+        optimizer.step()
+        if zeroing == "optimizer":
+            optimizer.zero_grad(set_to_none=False)
+        elif zeroing == "model":
+            model.zero_grad()
+            with model.no_sync():
+                loss(script).backward()
+    return script.result()
+
+
+def body_kept(rank: Rank, form: str, change: str, zeroing: str) -> Any:
+    try:
+        return apart(rank, form, kept, change, zeroing)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("zeroing", ["none", "optimizer", "model"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("form", DEAR)
+def test_a_gradient_that_was_changed_and_is_added_to_after_the_step(form: str, change: str, zeroing: str) -> None:
+    """As with plain DDP; where this rank's own gradient does not have the change, refused with the way out."""
+    for found in run_ranks(body_kept, 2, form, change, zeroing):
+        if form == "dear-sharded" and change != "nothing" and zeroing == "none":
+            assert "was changed before the last step" in found and "zero_grad()" in found, found
+        else:
+            assert isinstance(found, float) and found < 1e-6, found
+
+
+# ---- Frozen between steps ----
+
+
+def frozen_later(script: Script, before_the_step: bool) -> torch.Tensor:
+    """Torch goes on stepping what has a gradient, frozen or not."""
+    model = script.wrap(wide(), find_unused_parameters=True)
+    optimizer = momentum(model.parameters())
+    script.attach(optimizer)
+    for round_ in range(3):
+        loss(script).backward()
+        if round_ == 0 and before_the_step:
+            model.module[0].requires_grad_(False)
+        optimizer.step()
+        model.module[0].requires_grad_(round_ == 1)
+    return script.result()
+
+
+@pytest.mark.parametrize("before_the_step", [False, True])
+@pytest.mark.parametrize("form", DEAR)
+def test_frozen_with_a_gradient(form: str, before_the_step: bool) -> None:
+    assert max(run_ranks(apart, 2, form, frozen_later, before_the_step)) < 1e-6

@@ -1,0 +1,71 @@
+"""A DDP model on one of torchext's groups that nothing has attached trains as plain DDP, and rank 0 says so."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import batch, flat, mlp
+from harness import Rank, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
+
+
+def steps(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> list[str]:
+    """What was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(count):
+            inputs, targets = batch(rank.rank, step)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught if "torchext.attach" in str(warning.message)]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def body(rank: Rank, backend: str, case: str) -> Any:
+    rank.init(backend)
+    if case == "attached":
+        model = DistributedDataParallel(mlp())
+        optimizer = sgd(model)
+        sync = torchext.attach(model, optimizer)
+        told = steps(rank, model, optimizer)
+        sync.detach()
+        return told
+    if case == "only collectives":
+        dist.all_reduce(torch.ones(3))
+        alone = mlp()
+        told = steps(rank, alone, sgd(alone))
+        model = DistributedDataParallel(mlp(), process_group=dist.new_group(backend="gloo"))
+        return told + steps(rank, model, sgd(model))
+    if case == "later":  # something else trains first, and a model is there whose group has ended
+        gloo = dist.new_group(backend="gloo")
+        ended = DistributedDataParallel(mlp(), process_group=gloo)
+        assert not steps(rank, ended, sgd(ended), 1)
+        dist.destroy_process_group(gloo)
+        alone = mlp()
+        assert not steps(rank, alone, sgd(alone))
+    model = DistributedDataParallel(mlp())
+    told = steps(rank, model, sgd(model)) + steps(rank, model, sgd(model))
+    plain = DistributedDataParallel(mlp(), process_group=dist.new_group(backend="gloo"))
+    steps(rank, plain, sgd(plain)), steps(rank, plain, sgd(plain))
+    assert torch.equal(flat(model), flat(plain))  # as it says
+    return told
+
+
+@pytest.mark.parametrize("backend", ["prague", "dssync", "hop", "dear"])
+@pytest.mark.parametrize("case", ["not attached", "later", "attached", "only collectives"])
+def test_who_is_told(backend: str, case: str) -> None:
+    told, other = run_ranks(body, 2, backend, case)
+    assert not other
+    assert len(told) == (case in ("not attached", "later")), told
+    assert all(f"backend '{backend}'" in text and "sync = torchext.attach" in text for text in told)

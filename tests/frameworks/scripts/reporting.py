@@ -1,0 +1,58 @@
+"""What the scripts of these tests share: small models, their numbers as text, the lines that tests read."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def report(**cases: Any) -> None:
+    """A line that the test reads."""
+    print("RESULT", json.dumps(cases), flush=True)
+
+
+def begin(backend: str, *, initialize: bool) -> None:
+    """The rendezvous of the next group is another; the group itself is made here, or by the framework."""
+    ports = os.environ["FREE_PORTS"].split(",")
+    os.environ["MASTER_PORT"], os.environ["FREE_PORTS"] = ports[0], ",".join(ports[1:])
+    if initialize or backend in ("prague", "dssync"):
+        options = None
+        if backend in ("prague", "dssync"):  # else two workers would be the same after each step
+            import torchext
+
+            kinds = {"prague": torchext.PragueOptions, "dssync": torchext.DSSyncOptions}
+            options = kinds[backend](sync_period=5)
+        dist.init_process_group(backend, pg_options=options)
+
+
+def numbers(module: nn.Module) -> list[float]:
+    """A model's parameters, a few figures each."""
+    return [
+        float(f) for p in module.parameters() for f in (p.detach().double().sum(), p.detach().double().square().sum())
+    ]
+
+
+def is_average(saved: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> float:
+    """How far what was saved is from the average of all workers' own; collective."""
+    distance = 0.0
+    for name, value in own.items():
+        mean = value.detach().double().clone()
+        dist.all_reduce(mean)
+        distance = max(distance, float((saved[name].double() - mean / dist.get_world_size()).abs().max()))
+    return distance
+
+
+def spread(own: dict[str, torch.Tensor]) -> float:
+    """How far the workers' models are from each other; collective."""
+    distance = 0.0
+    for value in own.values():
+        low, high = value.detach().double().clone(), value.detach().double().clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN)
+        dist.all_reduce(high, dist.ReduceOp.MAX)
+        distance = max(distance, float((high - low).max()))
+    return distance

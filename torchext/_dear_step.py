@@ -1,0 +1,180 @@
+"""``optimizer.step()`` and ``optimizer.zero_grad()`` of an optimizer whose model is trained by "dear"."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from torchext import _C
+from torchext._dear_parameters import DearParameters
+from torchext._dear_refusals import ELEMENTWISE, refuse_copies
+from torchext._dear_state import DearState, groups_of
+from torchext._deferred_step import DeferredStep
+from torchext._step_hooks import unhooked, unhooked_step
+from torchext._uncompiled import STEP_IS_EAGER, uncompiled
+
+__all__ = ["DearStep"]
+
+# A step is cut into so many parts at most: each of them goes through the param groups.
+_PARTS = 16
+
+
+class DearStep:
+    """Takes the place of an optimizer's ``step`` and ``zero_grad``, until removed.
+
+    The optimizer's hooks are called around it, once. Inside, the class's own step is done: on the model's parameters
+    while DDP's reducer averages; on this rank's slices in the sharded form; later in the replicated form.
+
+    Args:
+        core: The C++ synchronizer.
+        optimizer: In the sharded form an elementwise one.
+        parameters: The model's.
+        state: The optimizer's.
+        deferred: Does the step of the replicated form.
+        own: The positions of the parameters that are the optimizer's; None: all.
+        begins: Called before it, behind the closure.
+        ends: Called after it, before the optimizer's hooks are.
+    """
+
+    def __init__(
+        self,
+        core: _C.DearSynchronizer,
+        optimizer: torch.optim.Optimizer,
+        parameters: DearParameters,
+        state: DearState,
+        deferred: DeferredStep,
+        own: Callable[[], Collection[int] | None],
+        begins: Callable[[], None],
+        ends: Callable[[], None],
+    ) -> None:
+        self._core, self._optimizer, self._parameters, self._state = core, optimizer, parameters, state
+        self._deferred, self._own, self._begins, self._ends = deferred, own, begins, ends
+        self._step = unhooked_step(optimizer)
+        self.under_way = False
+        attributes = optimizer.__dict__
+        # Somebody's own, a scheduler's say, which only counts; another may do more than the class's.
+        self._before = {name: attributes[name] for name in _REPLACED if name in attributes}
+        before = self._before.get("step")
+        self._own_step = None if before is None or hasattr(before, "_wrapped_by_lr_sched") else before
+        # One that is not torch's does more than clear gradients, and is called after these have been cleared.
+        own_class = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
+        self._cleared = optimizer.zero_grad if own_class or "zero_grad" in self._before else None
+
+        @functools.wraps(type(optimizer).step)
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **others: Any) -> Any:
+            return self._do(closure, others)
+
+        hooked = torch.optim.Optimizer.profile_hook_step(_with_name(step))
+        optimizer.step = self._now = types.MethodType(uncompiled(STEP_IS_EAGER)(hooked), optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        attributes["__deepcopy__"] = attributes["__reduce_ex__"] = refuse_copies
+
+    def remove(self) -> None:
+        """Gives the optimizer its own methods back; a step that was put around this one goes on calling its class's."""
+        attributes = self._optimizer.__dict__
+        if attributes.get("step") is not self._now:
+            self._do = self._plainly  # type: ignore[method-assign]
+        for name in _REPLACED:
+            if name == "step" and attributes.get(name) is not self._now:
+                continue
+            attributes.pop(name, None)
+            if name in self._before:
+                attributes[name] = self._before[name]
+
+    def _plainly(self, closure: Callable[[], Any] | None, others: dict[str, Any]) -> Any:
+        return self._step(self._optimizer, **({} if closure is None else {"closure": closure}), **others)
+
+    def _do(self, closure: Callable[[], Any] | None, others: dict[str, Any]) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            others["closure"] = lambda: loss
+        self.under_way = True
+        try:
+            self._take(others)
+        finally:
+            self.under_way = False
+        return loss
+
+    def _take(self, others: dict[str, Any]) -> None:
+        self._begins()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
+        if self._core.allreduce:
+            self._run(others)
+        elif self._state.sharded:
+            self._step_slices(others)
+        else:
+            self._deferred.remember()
+        self._ends()
+
+    def _run(self, others: dict[str, Any]) -> None:
+        if self._own_step is None:
+            self._step(self._optimizer, **others)
+            return
+        with unhooked(self._optimizer):
+            self._own_step(**others)
+
+    def _step_slices(self, others: dict[str, Any]) -> None:
+        """Steps what has arrived while the rest is on its way.
+
+        Otherwise the link would be idle while everything is stepped, between the last reduce-scatter and the first
+        all-gather.
+        """
+        optimizer, parameters = self._optimizer, self._parameters
+        in_parts = type(optimizer) in ELEMENTWISE and self._own_step is None
+        with self._state.as_slices() as position_of:
+            groups = optimizer.param_groups
+            held = [position_of(part) for group in groups for part in group["params"]]
+            left = {position for position in held if position is not None}
+            known, total = 0, self._core.bucket_count if in_parts else 0
+            stride = max(1, -(-total // _PARTS))
+            while (arrived := self._core.arrived_buckets(known + stride - 1) if total else 0) < total:
+                early = {
+                    position
+                    for position in left
+                    if parameters.is_reduced(position)
+                    and (bucket := self._core.bucket_of(position)) is not None
+                    and known <= bucket < arrived
+                }
+                if early:
+                    self._step_of(early, groups_of(groups, early, position_of), others)
+                    left -= early
+                known = arrived
+            # Without those that have been stepped, but what is no parameter of the model.
+            stepped = {position for position in held if position is not None} - left
+            rest = [{**g, "params": [p for p in g["params"] if position_of(p) not in stepped]} for g in groups]
+            self._step_of(left, rest if stepped else groups, others)
+        parameters.spend(self._own())
+
+    def _step_of(self, positions: set[int], groups: list[dict[str, Any]], others: dict[str, Any]) -> None:
+        for position in positions:
+            self._state.part_of(position).grad = self._parameters.own_slice(position)
+        optimizer, whole = self._optimizer, self._optimizer.param_groups
+        optimizer.param_groups = groups
+        try:
+            self._run(others)
+        finally:
+            optimizer.param_groups = whole
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._parameters.clear(set_to_none, self._own())
+        if set_to_none:
+            self._deferred.cleared()
+        if self._cleared is not None:
+            with self._parameters.raw_gradients():
+                self._cleared(**({} if set_to_none else {"set_to_none": False}))
+
+
+_REPLACED = ("step", "zero_grad", "__deepcopy__", "__reduce_ex__")
+
+
+def _with_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    # functools.wraps has copied torch's mark of a step with hooks.
+    function.__dict__.pop("hooked", None)
+    function.__dict__.pop("__wrapped__", None)
+    return function

@@ -1,0 +1,68 @@
+"""A warning where a model trains as plain DDP on a group of torchext's, for want of ``attach``."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchext._uncompiled import uncompiled
+
+__all__ = ["known_as_plain", "warn_of_unattached"]
+
+# So many optimizers have their first step looked at: who trains something else first is still told.
+_MOST = 4
+_plain: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def known_as_plain(model: DistributedDataParallel) -> None:
+    """Somebody has been told already why this model is not attached."""
+    _plain.add(model)
+
+
+@functools.cache
+def warn_of_unattached() -> None:
+    """From now on the first steps of optimizers are looked at, until there is a DDP model on one of torchext's groups.
+
+    Groups that only serve collectives have none, and nothing is said.
+    """
+    looked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    left = _MOST
+
+    @uncompiled("torchext: an optimizer's first step is looked at")
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal left
+        if not left or optimizer in looked:
+            return
+        looked.add(optimizer)
+        models = list(_models())
+        left = 0 if models else left - 1
+        for model, name in models:
+            known = getattr(model, "_torchext_synchronizer", None) is not None or model in _plain
+            if model.process_group.rank() == 0 and model.module.training and not known:
+                warnings.warn(
+                    f"torchext: a DistributedDataParallel({type(model.module).__name__}) trains on a group of backend "
+                    f"{name!r} as plain DDP: nothing has attached it. The missing line, in front of the training loop: "
+                    "sync = torchext.attach(ddp_model, optimizer)",
+                    stacklevel=5,
+                )
+
+    register_optimizer_step_pre_hook(look)
+
+
+def _models() -> Iterator[tuple[DistributedDataParallel, str]]:
+    """The DDP models on torchext's groups, each with its backend's name."""
+    from torchext.backends import backend_of
+
+    for model in [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]:
+        try:
+            yield model, backend_of(model.process_group).name()
+        except (ValueError, RuntimeError, AttributeError):  # another's, one whose group has ended, one half made
+            continue
