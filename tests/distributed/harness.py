@@ -18,7 +18,8 @@ Processes come from a fork server that has imported torch once, so that starting
 second. Each leads a process group of its own; leaving the `with` block kills the groups, and a rank whose test has
 been killed ends by itself.
 
-A test that fails says how long the machine held it up: where that comes near a limit of the test's, it may be why.
+A test that fails says how long the machine held it up: where that comes near a limit of the test's, it may be why. One
+whose deadline has passed says where its ranks are, and with what errors others have ended.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import faulthandler
 import functools
 import itertools
 import multiprocessing
@@ -54,6 +56,7 @@ forkserver.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.paral
 DEADLINE = 60.0
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+_SHOW_STACKS = signal.SIGRTMAX
 
 
 @dataclass
@@ -108,6 +111,11 @@ class Rank:
         self._line.recv()
 
 
+def _stacks(folder: str, rank: int) -> Path:
+    """Where a rank writes the Python stacks of its threads when it gets the signal `_SHOW_STACKS`."""
+    return Path(folder) / f"stacks-{rank}"
+
+
 def _die_with_the_test() -> None:
     """Even if stopped: the kernel ends a rank with the fork server, and that ends with the test's process.
 
@@ -125,6 +133,8 @@ def _rank_main(body: Callable[..., Any], rank: int, size: int, folder: str, line
 
     torch.set_num_threads(1)
     context = Rank(rank, size, Path(folder), line)
+    stacks = _stacks(folder, rank).open("w")
+    faulthandler.register(_SHOW_STACKS, file=stacks)
     try:
         result = ("value", body(context, *args))
     except BaseException as error:  # the test judges it
@@ -143,6 +153,7 @@ class Ranks:
 
     def __init__(self, body: Callable[..., Any], size: int, folder: str, args: Any) -> None:
         self.size = size
+        self._folder = folder
         self._lines: list[Connection] = []
         self.processes = []
         self._seen: list[list[str]] = [[] for _ in range(size)]
@@ -188,7 +199,7 @@ class Ranks:
     def expect(self, word: str, ranks: list[int] | None = None, deadline: float = DEADLINE) -> None:
         """Waits until the ranks have reported `word`."""
         wanted = set(ranks if ranks is not None else self.alive())
-        self._pump(
+        self._demand(
             lambda: all(word in self._seen[r] or r in self._outcomes for r in wanted), deadline, f"report {word!r}"
         )
         for rank in wanted:
@@ -196,16 +207,12 @@ class Ranks:
 
     def wait_until(self, done: Callable[[list[list[str]], dict[int, Outcome]], bool], deadline: float) -> bool:
         """Waits until `done(words reported by each rank, outcomes so far)`; False when the deadline passes first."""
-        try:
-            self._pump(lambda: done(self._seen, self._outcomes), deadline, "progress")
-        except AssertionError:
-            return False
-        return True
+        return self._pump(lambda: done(self._seen, self._outcomes), deadline)
 
     def outcomes(self, ranks: list[int] | None = None, deadline: float = DEADLINE) -> list[Outcome]:
         """Waits for the ranks' outcomes; by default of all that were not killed."""
         wanted = ranks if ranks is not None else self.alive()
-        self._pump(lambda: all(r in self._outcomes for r in wanted), deadline, "an outcome")
+        self._demand(lambda: all(r in self._outcomes for r in wanted), deadline, "outcome")
         return [self._outcomes[rank] for rank in wanted]
 
     def values(self, deadline: float = DEADLINE) -> list[Any]:
@@ -215,13 +222,20 @@ class Ranks:
             assert outcome.ok, f"rank {outcome.rank}: {outcome.trace}"
         return [outcome.value for outcome in outcomes]
 
-    def _pump(self, done: Callable[[], bool], deadline: float, what: str) -> None:
+    def _demand(self, done: Callable[[], bool], deadline: float, what: str) -> None:
+        if not self._pump(done, deadline):
+            missing = [r for r in self.alive() if r not in self._outcomes]
+            where = self._whereabouts(missing)
+            raise AssertionError(f"no {what} within {deadline:g} s; still running: {missing}\n{where}")
+
+    def _pump(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Takes what the ranks say until `done`; False when the deadline passes first."""
         end = time.monotonic() + deadline
         lines = {line: rank for rank, line in enumerate(self._lines)}
         while not done():
             left = end - time.monotonic()
-            missing = [r for r in self.alive() if r not in self._outcomes]
-            assert left > 0, f"no {what} within {deadline:g} s; still running: {missing}"
+            if left <= 0:
+                return False
             for line in wait(list(lines), timeout=left):
                 rank = lines[line]  # type: ignore[index]
                 try:
@@ -237,6 +251,19 @@ class Ranks:
                     self._outcomes[rank] = Outcome(rank, value=message[1])
                 else:
                     self._outcomes[rank] = Outcome(rank, error=message[1], message=message[2], trace=message[3])
+        return True
+
+    def _whereabouts(self, running: list[int]) -> str:
+        """The stacks of ranks that are still running, and the errors with which others have ended."""
+        texts = [f"rank {rank} ended: {o.trace or o.message}" for rank, o in sorted(self._outcomes.items()) if o.error]
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid(rank), _SHOW_STACKS)
+        time.sleep(0.5)  # a rank that is stopped, or not yet in its body, writes nothing
+        for rank in running:
+            with contextlib.suppress(OSError):
+                texts.append(f"rank {rank} is here:\n{_stacks(self._folder, rank).read_text()}")
+        return "\n".join(texts)
 
     def close(self) -> None:
         for rank, line in enumerate(self._lines):

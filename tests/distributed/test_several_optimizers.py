@@ -248,6 +248,7 @@ def body_goes_on(rank: Rank, backend: str, newcomer: bool) -> Any:
 
     if rank.rank < 3:
         train(8, dies=rank.rank == 2)
+        sync.synchronize()  # before it, one of the two may still count the third
         rank.report("two left")
     end = time.monotonic() + 40
     while newcomer and sync.stats()["workers"] < 3:
