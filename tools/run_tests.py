@@ -3,13 +3,15 @@
 Suites: cpp, asan, tsan (CMake and ctest), python, distributed, everyday, frameworks, packaging (pytest), slow (pytest,
 those marked slow). Without names, all but slow. MAX_JOBS: compilers at a time, and tests, unless TEST_JOBS says
 otherwise for them.
-A suite that breaks before it can count is one failure; the others still run. The last line is always "N passed, N
-failed, N skipped", and the exit status is 0 only if nothing failed and something ran.
+A suite that breaks before it can count is one failure; the others still run. At the end stand the slowest cases, and
+what each suite counted and took. The last line is always "N passed, N failed, N skipped", and the exit status is 0 only
+if nothing failed and something ran.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import os
 import shutil
 import subprocess
@@ -31,6 +33,7 @@ PARALLEL_SUITES = {"python", "distributed", "everyday", "frameworks"}
 # Suites in which all tests of a file share what its processes did.
 SHARED_SUITES = {"frameworks"}
 TEST_JOBS = os.environ.get("TEST_JOBS", JOBS)
+SLOWEST = 10  # cases that are listed at the end
 
 
 @dataclass
@@ -56,19 +59,21 @@ def run(*command: str | Path) -> int:
     return subprocess.run([str(part) for part in command], cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
 
 
-def read_report(report: Path) -> Counts:
-    """Counts of a JUnit file; one failure when the runner left none."""
+def read_report(report: Path) -> tuple[Counts, list[tuple[float, str]]]:
+    """Counts of a JUnit file, and the seconds of each case; one failure when the runner left none."""
     if not report.is_file():
-        return Counts(failed=1)
+        return Counts(failed=1), []
     counts = Counts()
+    times: list[tuple[float, str]] = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
+        times.append((float(case.get("time") or 0), f"{case.get('classname')}.{case.get('name')}"))
         if case.find("failure") is not None or case.find("error") is not None:
             counts.failed += 1
         elif case.find("skipped") is not None:
             counts.skipped += 1
         else:
             counts.passed += 1
-    return counts
+    return counts, times
 
 
 def run_cpp(suite: str, report: Path) -> int:
@@ -101,15 +106,15 @@ def run_pytest(suite: str, report: Path) -> int:
     return run(sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *selected)
 
 
-def run_suite(suite: str) -> Counts:
-    """Runs one suite and returns its counts; a non-zero exit is a failure even if the report shows none."""
+def run_suite(suite: str) -> tuple[Counts, list[tuple[float, str]]]:
+    """Runs one suite and returns what :func:`read_report` does; a non-zero exit is a failure even if it shows none."""
     report = REPORTS / f"{suite}.xml"
     report.unlink(missing_ok=True)
     status = (run_cpp if suite in CPP_SUITES else run_pytest)(suite, report)
-    counts = read_report(report)
+    counts, times = read_report(report)
     if status != 0 and counts.failed == 0:
         counts.failed = 1
-    return counts
+    return counts, times
 
 
 def main() -> int:
@@ -123,13 +128,16 @@ def main() -> int:
 
     REPORTS.mkdir(parents=True, exist_ok=True)
     total, lines = Counts(), []
+    cases: list[tuple[float, str]] = []
     for suite in suites:
         print(f"\n== {suite}", flush=True)
         started = time.monotonic()
-        counts = run_suite(suite)
+        counts, times = run_suite(suite)
+        cases += times
         lines.append(f"{suite:<12} {counts}, {time.monotonic() - started:.0f} s")
         total += counts
-    print("", *lines, total, sep="\n", flush=True)
+    slowest = [f"{seconds:6.1f} s  {name}" for seconds, name in heapq.nlargest(SLOWEST, cases)]
+    print("\nThe slowest cases:", *slowest, "", *lines, total, sep="\n", flush=True)
     return 0 if total.failed == 0 and total.passed > 0 else 1
 
 
