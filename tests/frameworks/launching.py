@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import free_port
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
@@ -55,6 +56,13 @@ class Ended:
                 for name, value in json.loads(line.removeprefix("RESULT ")).items():
                     found[name] = {**found[name], **value} if name in found else value
         return found
+
+
+def skip_without(*modules: str) -> None:
+    """Skips a file where a framework is not installed; importing one takes seconds in each process of pytest."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}", allow_module_level=True)
 
 
 @functools.cache

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SCRIPTS, run_workers, under_run
+from launching import SCRIPTS, run_workers, skip_without, under_run
 
-pytest.importorskip("accelerate", reason="Accelerate is not installed")
+skip_without("accelerate")
 
 SCRIPT = str(SCRIPTS / "accelerate_cases.py")
 BACKENDS = ["dear", "dear sharded", "prague", "dssync", "hop"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SCRIPTS, run_workers
+from launching import SCRIPTS, run_workers, skip_without
 
-pytest.importorskip("lightning", reason="Lightning is not installed")
+skip_without("lightning")
 
 BACKENDS = ["dear", "dear sharded", "prague", "dssync", "hop"]
 Results = dict[str, list[dict[str, Any]]]

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SCRIPTS, run_workers, under_run
+from launching import SCRIPTS, run_workers, skip_without, under_run
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("accelerate", reason="Accelerate is not installed, which transformers.Trainer needs")
+skip_without("transformers", "accelerate")  # the Trainer needs the latter
 
 BACKENDS = ["dear", "dear sharded", "prague", "dssync", "hop"]
 CASES = {"steps": 3, "resumed": 1, "best": 2}  # and how often each saves
