@@ -101,8 +101,9 @@ def run_pytest(suite: str, report: Path) -> int:
     if suite != "slow" and not any((ROOT / "tests" / suite).glob("test_*.py")):
         print(f"tests/{suite} holds no test")
         return 1
-    divided = "loadfile" if suite in SHARED_SUITES else "worksteal"
-    parallel = ["-n", TEST_JOBS, "--dist", divided] if suite in PARALLEL_SUITES and TEST_JOBS != "1" else []
+    # The files of a shared suite begin in the order of its conftest.py.
+    divided = ["loadfile", "--no-loadscope-reorder"] if suite in SHARED_SUITES else ["worksteal"]
+    parallel = ["-n", TEST_JOBS, "--dist", *divided] if suite in PARALLEL_SUITES and TEST_JOBS != "1" else []
     return run(sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *selected)
 
 

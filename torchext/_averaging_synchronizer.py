@@ -72,7 +72,8 @@ class AveragingSynchronizer(Synchronizer):
         self._restored = False  # averaged() has nothing to restore any more
         self._averaged_states: list[AveragedState] = []  # inside averaged()
         self._same = True  # replicas do not differ: no step since all workers met
-        self._handles.append(ReplicaNotice(ddp, self._optimizers, lambda: not (self._same or self._averaging)))
+        self._notice = ReplicaNotice(ddp, self._optimizers, lambda: not (self._same or self._averaging))
+        self._handles.append(self._notice)
         self._past: list[dict[str, Any]] = []  # stats of the groups before this one
         self._left: BaseException | None = None  # why it has left its group, while it has no other
         self._ended = False  # and will have none

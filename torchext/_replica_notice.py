@@ -1,4 +1,4 @@
-"""A warning where a script saves its own replica, and seems to take it for the model."""
+"""A warning where a script saves or evaluates its own replica, and seems to take it for the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext._forward_hooks import Hook
+from torchext._uncompiled import uncompiled
 from torchext.errors import ReplicaWarning
 
 __all__ = ["ReplicaNotice", "unnoticed"]
@@ -44,6 +45,8 @@ class ReplicaNotice:
     ) -> None:
         self._differ = differ
         self._told = False
+        self._remedy = "`with sync.averaged():` around it, on every rank"
+        self._module = ddp.module
         hook = Hook(self._look)
         scripted = isinstance(ddp.module, torch.jit.ScriptModule)  # takes no such hook
         module: nn.Module = ddp if scripted else ddp.module
@@ -52,13 +55,36 @@ class ReplicaNotice:
             *(optimizer.register_state_dict_pre_hook(hook) for optimizer in optimizers),
         ]
 
+    def advise(self, remedy: str) -> None:
+        """From now on warnings name another remedy, and the first evaluation of a replica warns, too.
+
+        Args:
+            remedy: What a script that has no synchronizer in hand writes.
+        """
+        self._remedy = remedy
+        if not isinstance(self._module, torch.jit.ScriptModule):
+            self._evaluation = self._module.register_forward_pre_hook(Hook(self._look_at_evaluation))
+            self._handles.append(self._evaluation)
+
     def _look(self) -> None:
         if self._told or _unnoticed or not self._differ():
             return
         self._told = True
         warnings.warn(
             "torchext: state_dict() between averages: it is this worker's own replica, and the others have theirs. "
-            "Save what is the same on all workers: `with sync.averaged():` around it, on every rank",
+            f"Save what is the same on all workers: {self._remedy}",
+            ReplicaWarning,
+            stacklevel=4,
+        )
+
+    @uncompiled("torchext: the forward pass of an evaluation is looked at")
+    def _look_at_evaluation(self) -> None:
+        if self._module.training or torch.is_grad_enabled() or not self._differ():
+            return
+        self._evaluation.remove()
+        warnings.warn(
+            "torchext: an evaluation between averages: it is of this worker's own replica, and the others have theirs. "
+            f"Evaluate what is the same on all workers: {self._remedy}",
             ReplicaWarning,
             stacklevel=4,
         )

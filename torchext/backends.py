@@ -42,6 +42,7 @@ __all__ = [
     "options_for",
     "register",
     "replacing",
+    "set_default_options",
 ]
 
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
@@ -69,6 +70,8 @@ class Replacement:
 
 
 _replacement: ContextVar[Replacement | None] = ContextVar("torchext_replacement", default=None)
+# Of groups that are made without options, by backend.
+_default_options: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,24 @@ def _declining(opts: Any) -> Iterator[None]:
         raise
 
 
+def set_default_options(options: Any) -> None:
+    """From now on a group of these options' backend that is made without ``pg_options`` has them.
+
+    For frameworks that make the group by its backend's name alone. All ranks set the same.
+
+    Raises:
+        BackendOptionsError: They are of no backend of torchext's.
+    """
+    for name, backend in BACKENDS.items():
+        if isinstance(options, backend.options):
+            _default_options[name] = copy.copy(options)
+            return
+    raise BackendOptionsError(
+        f"options are {type(options).__module__}.{type(options).__qualname__}; pass one of "
+        + ", ".join(f"torchext.{backend.options.__qualname__}" for backend in BACKENDS.values())
+    )
+
+
 def options_for(name: str, pg_options: object | None) -> Any:
     """A copy of the options that the user passed for a backend, or its defaults.
 
@@ -223,7 +244,7 @@ def options_for(name: str, pg_options: object | None) -> Any:
     """
     expected = BACKENDS[name].options
     if pg_options is None:
-        return expected()
+        return copy.copy(_default_options[name]) if name in _default_options else expected()
     if isinstance(pg_options, expected):
         return copy.copy(pg_options)  # the user's own may serve several groups
     raise BackendOptionsError(

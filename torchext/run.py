@@ -8,6 +8,9 @@ DistributedDataParallel model over it is attached at its first training forward,
 parameters; rank 0 says so on standard error. Where that is not clear, it warns and training goes on as plain DDP.
 Groups of new_group() stay what they are, and what names a backend of torchext already, or calls torchext.attach(),
 stays as it is. The script sees what it would see without this.
+
+With prague, dssync and hop each worker has a replica of its own. A barrier over the model's group makes them their
+average, and a script that saves or evaluates between barriers is warned.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from typing import Any, NoReturn
 from torchext._script import ScriptNotFoundError, run_as_main
 from torchext.backends import BACKENDS
 from torchext.integrations.automatic import attach_at_first_forward, has_seen_training
+from torchext.integrations.barriers import average_at_barriers
 from torchext.integrations.default_group import replace_default_backend
+from torchext.synchronizer import Synchronizer
 
 __all__ = ["main"]
 
@@ -138,7 +143,8 @@ def _model_is_made() -> None:
         importlib.import_module("torchext.integrations.transformers").use_everywhere(_say)
 
 
-def _model_is_attached() -> None:
+def _model_is_attached(synchronizer: Synchronizer) -> None:
+    average_at_barriers(synchronizer)
     if "accelerate" in sys.modules:
         importlib.import_module("torchext.integrations.accelerate").save_averages_everywhere()
 

@@ -1,12 +1,16 @@
 """Runs a training script as two processes, as torchrun would start them, and never leaves one behind.
 
 Scripts stand in ``scripts/``; each does several cases on several backends, since importing a framework takes longer
-than they do. What a script reports (``RESULT`` and JSON, a line for each rank) is what the tests compare.
+than they do. For the same reason processes are forked from one that has imported torch (``torchext_warm``), unless a
+test asks how Python itself starts a script. What a script reports (``RESULT`` and JSON, a line for each rank) is what
+the tests compare.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import json
 import os
 import signal
@@ -18,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import free_port
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
@@ -53,8 +58,44 @@ class Ended:
         return found
 
 
-def run_workers(command: list[str], folder: Path, ranks: int = 2, **environment: str) -> Ended:
-    """Runs ``python COMMAND`` once for each rank, in a folder of the test's."""
+def skip_without(*modules: str) -> None:
+    """Skips a file where a framework is not installed; importing one takes seconds in each process of pytest."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}", allow_module_level=True)
+
+
+@functools.cache
+def warm() -> list[str]:
+    """What stands in front of a command that a forked process runs."""
+    frameworks = [name for name in ("accelerate", "transformers") if importlib.util.find_spec(name) is not None]
+    imported = ["transformers.trainer" if name == "transformers" else name for name in frameworks]
+    return ["-m", "torchext_warm", *([f"--preload={','.join(imported)}"] if imported else [])]
+
+
+def under_run(backend: str) -> list[str]:
+    """``-m torchext.run`` for a backend, or for one of the forms that the tests know."""
+    name, _, form = backend.partition(" ")
+    # Without the first steps by plain all-reduce, in which nothing is in slices.
+    options = [f"form={form}", "allreduce_fallback=false"] if form else []
+    if name in ("prague", "dssync"):  # else two workers would be the same after each step
+        options.append("sync_period=5")
+    return ["-m", "torchext.run", "--backend", name, *(word for option in options for word in ("--option", option))]
+
+
+def run_workers(
+    command: list[str], folder: Path, ranks: int = 2, *, is_forked: bool = True, **environment: str
+) -> Ended:
+    """Runs ``python COMMAND`` once for each rank, in a folder of the test's.
+
+    Args:
+        command: A script or ``-m`` and a module, with arguments.
+        folder: Where it runs.
+        ranks: How many processes.
+        is_forked: From a process that has imported torch, torchext and some frameworks; False: a new interpreter.
+        environment: Variables for all ranks.
+    """
+    command = [*warm(), *command] if is_forked else command
     ports = [str(free_port()) for _ in range(8)]
     processes = []
     with contextlib.ExitStack() as files:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SCRIPTS, Ended, run_workers
+from launching import SCRIPTS, Ended, run_workers, under_run
 from torch import nn
 
 import torchext
 from torchext.run import UsageError, main, options_of, parse
 
 PLAIN = str(SCRIPTS / "plain_ddp.py")
-ATTACHED = ("plain", "closure", "accumulated", "validated first", "remade", "divided")
+ATTACHED = ("plain", "closure", "accumulated", "validated first", "remade", "divided", "saved")
 UNATTACHED = ("refused", "beside")
 
 
@@ -29,19 +29,26 @@ def run_on(backend: str, folder: Path, *words: str) -> Ended:
     return run_workers(["-m", "torchext.run", "--backend", backend, *words], folder)
 
 
-def test_dear_trains_as_gloo_does(reference: list[dict[str, Any]], tmp_path: Path) -> None:
-    ended = run_on("dear", tmp_path, "--option", "bucket_mb=0.001", PLAIN)
+@pytest.mark.parametrize("form", ["dear", "dear sharded"])
+def test_dear_trains_as_gloo_does(form: str, reference: list[dict[str, Any]], tmp_path: Path) -> None:
+    # In the sharded form rank 0 cannot ask for the optimizer's state alone.
+    attached = [case for case in ATTACHED if form == "dear" or case != "saved"]
+    cases = [*attached, *UNATTACHED]
+    ended = run_workers([*under_run(form), "--option", "bucket_mb=0.001", PLAIN, ",".join(cases)], tmp_path)
     for rank, (expected, given) in enumerate(zip(reference, ended.results(), strict=True)):
         assert (expected["backend"], given["backend"]) == ("gloo", "dear")
-        for case in (*ATTACHED, *UNATTACHED):
+        for case in cases:
             torch.testing.assert_close(given[case]["losses"], expected[case]["losses"], rtol=0, atol=1e-6)
             torch.testing.assert_close(given[case]["model"], expected[case]["model"], rtol=0, atol=1e-5)
-            assert (given[case]["steps"] is not None) == (case in ATTACHED), (rank, case)
+            assert (given[case]["steps"] is not None) == (case in attached), (rank, case)
         assert given["plain"]["steps"] == 6
         assert given["closure"]["steps"] == 5  # the first was under way
         assert given["beside"]["group"] == expected["beside"]["group"] == "gloo"
+        if form == "dear":
+            assert given["saved"]["between"] == given["saved"]["behind"] == []
+            assert given["saved"]["apart"] == given["saved"]["spread"] == 0.0
     lines = [line for line in ended.errors[0].splitlines() if line.startswith("torchext.run: ")]
-    assert lines.count("torchext.run: attached Sequential with SGD to dear, 2 workers") == 4
+    assert lines.count("torchext.run: attached Sequential with SGD to dear, 2 workers") == len(attached) - 2
     assert lines.count("torchext.run: attached Sequential with Adam to dear, 2 workers") == 1
     assert lines.count("torchext.run: attached Sequential with SGD and AdamW to dear, 2 workers") == 1
     assert (
@@ -54,20 +61,33 @@ def test_dear_trains_as_gloo_does(reference: list[dict[str, Any]], tmp_path: Pat
 def test_decentralized_workers_train(backend: str, reference: list[dict[str, Any]], tmp_path: Path) -> None:
     # A script that names a backend of torchext has that one.
     named, asked = ("dear", ["hop"]) if backend == "hop" else (backend, [])
-    ended = run_on(named, tmp_path, PLAIN, "plain,closure", *asked)
-    for expected, given in zip(reference, ended.results(), strict=True):
+    ended = run_on(named, tmp_path, PLAIN, "plain,closure,saved", *asked)
+    for rank, (expected, given) in enumerate(zip(reference, ended.results(), strict=True)):
         assert given["backend"] == backend
         for case in ("plain", "closure"):
             assert given[case]["losses"][0] == pytest.approx(expected[case]["losses"][0], abs=1e-6)
             assert given[case]["losses"] != expected[case]["losses"]
             assert given[case]["steps"] == (6 if case == "plain" else 5)
+        saved = given["saved"]
+        assert saved["apart"] > 1e-3
+        assert saved["distance"] < 1e-6
+        assert saved["spread"] == 0.0
+        assert saved["behind"] == []
+        # Each once: rank 0's state_dict(), and on all ranks the evaluation.
+        assert [message.partition(" between")[0] for message in saved["between"]] == [
+            *(["torchext: state_dict()"] if rank == 0 else []),
+            "torchext: an evaluation",
+        ]
+        assert all("torch.distributed.barrier() in front of it" in message for message in saved["between"])
+        assert saved["steps"] == 6
 
 
 @pytest.mark.parametrize("words", [["return"], ["exit", "3"], ["text"], ["raise"]], ids=lambda words: words[0])
 def test_a_script_ends_as_under_python(words: list[str], tmp_path: Path) -> None:
     script = str(SCRIPTS / "ends.py")
-    plain = run_workers([script, *words], tmp_path, 1)
-    ended = run_workers(["-m", "torchext.run", "--backend=dear", script, *words, "--help"], tmp_path, 1)
+    plain = run_workers([script, *words], tmp_path, 1, is_forked=False)
+    command = ["-m", "torchext.run", "--backend=dear", script, *words, "--help"]
+    ended = run_workers(command, tmp_path, 1, is_forked=False)
     assert ended.statuses == plain.statuses
     assert ended.outputs[0].replace(", '--help'", "") == plain.outputs[0]
     # Nothing was trained, which is told where the script did not end the process itself.

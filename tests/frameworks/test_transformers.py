@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SCRIPTS, run_workers
+from launching import SCRIPTS, run_workers, skip_without, under_run
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("accelerate", reason="Accelerate is not installed, which transformers.Trainer needs")
+skip_without("transformers", "accelerate")  # the Trainer needs the latter
 
-BACKENDS = ["dear", "prague", "dssync", "hop"]
+BACKENDS = ["dear", "dear sharded", "prague", "dssync", "hop"]
 CASES = {"steps": 3, "resumed": 1, "best": 2}  # and how often each saves
 Results = dict[str, list[dict[str, Any]]]
 
@@ -26,18 +25,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Under torchext.run."""
     script, found = str(SCRIPTS / "transformers_cases.py"), {}
-    for backend in ("dear", "hop"):
-        command = ["-m", "torchext.run", "--backend", backend, script]
-        ended = run_workers(command, tmp_path_factory.mktemp("untouched"))
+    for backend in ("dear", "dear sharded", "hop"):
+        ended = run_workers([*under_run(backend), script], tmp_path_factory.mktemp("untouched"))
         lines = [line for line in ended.errors[0].splitlines() if line.startswith("torchext.run: ")]
-        assert lines == [f"torchext.run: attached Net with AdamW to {backend}, 2 workers"] * 3
+        assert lines == [f"torchext.run: attached Net with AdamW to {backend.split()[0]}, 2 workers"] * 3
         found[backend] = ended.by_backend()["untouched"]
     return found
 
 
+@pytest.mark.parametrize("form", ["dear", "dear sharded"])
 @pytest.mark.parametrize("way", ["callback", "untouched"])
-def test_dear_is_plain_ddp_in_every_number(way: str, results: Results, untouched: Results) -> None:
-    everyone = results["dear"] if way == "callback" else untouched["dear"]
+def test_dear_is_plain_ddp_in_every_number(way: str, form: str, results: Results, untouched: Results) -> None:
+    everyone = results[form] if way == "callback" else untouched[form]
     for expected, given in zip(results["gloo"], everyone, strict=True):
         assert (expected["backend"], given["backend"]) == ("gloo", "dear")
         for case in CASES:
@@ -60,7 +59,10 @@ def test_evaluation_and_files_hold_the_average(way: str, results: Results, untou
             assert given[case]["spread"] == 0.0
             assert not given[case]["own state_dict"]
             assert given[case]["attached"]
-            if way != "dear":
+            assert given[case]["best"] == 0.0
+            if not way.startswith("dear"):
                 assert given[case]["apart"] > 1e-3
+                assert (case == "resumed") == (given[case]["after"] == [])
+                assert all(spread > 1e-3 for spread in given[case]["after"])  # each went on with its own
                 evaluated = [entry["eval_loss"] for entry in given[case]["log"] if "eval_loss" in entry]
                 assert evaluated[-1] < 2.7  # 2.77 knows nothing

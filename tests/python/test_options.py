@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import torchext
+from torchext import backends
+from torchext.errors import BackendOptionsError
 
 CHANGED: dict[type, dict[str, Any]] = {
     torchext.PragueOptions: {"group_size": 3, "generator": "random", "order": "atc", "shared_memory": False},
@@ -93,3 +95,16 @@ def test_an_unknown_option_is_named(kind: Any) -> None:
 def test_a_number_of_seconds_is_no_time() -> None:
     with pytest.raises(TypeError, match=r"PragueOptions: timeout must be a datetime\.timedelta, got 5 \(int\)"):
         torchext.PragueOptions(timeout=5)  # type: ignore[arg-type]
+
+
+def test_groups_made_by_name_alone_have_the_default_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_default_options", {})
+    given = torchext.DeAROptions(form="sharded")
+    backends.set_default_options(given)
+    taken = backends.options_for("dear", None)
+    assert taken == given
+    assert taken is not backends.options_for("dear", None)
+    assert backends.options_for("dear", torchext.DeAROptions()) == torchext.DeAROptions()
+    assert backends.options_for("hop", None) == torchext.HopOptions()
+    with pytest.raises(BackendOptionsError, match=r"options are builtins\.str; pass one of torchext\.DeAROptions"):
+        backends.set_default_options("sharded")

@@ -236,7 +236,9 @@ def has_seen_training() -> bool:
     return bool(_trained)
 
 
-def attach_at_first_forward(made: Callable[[], Any], done: Callable[[], Any], say: Callable[[str], Any]) -> None:
+def attach_at_first_forward(
+    made: Callable[[], Any], done: Callable[[Synchronizer], Any], say: Callable[[str], Any]
+) -> None:
     """From now on each DDP model that is made is attached at its first training forward.
 
     That is one with gradients, of a module in training mode (frameworks leave the wrapper in whatever mode), over a
@@ -245,7 +247,7 @@ def attach_at_first_forward(made: Callable[[], Any], done: Callable[[], Any], sa
 
     Args:
         made: Called when a DDP model has been made.
-        done: Called when one has been attached.
+        done: Called with what attached it.
         say: As of :func:`attach_found`.
     """
     watch()
@@ -274,13 +276,14 @@ def attach_at_first_forward(made: Callable[[], Any], done: Callable[[], Any], sa
 
 
 def _attach_once(
-    reference: weakref.ref[DistributedDataParallel], done: Callable[[], Any], say: Callable[[str], Any]
+    reference: weakref.ref[DistributedDataParallel], done: Callable[[Synchronizer], Any], say: Callable[[str], Any]
 ) -> None:
     ddp = reference()
     if ddp is None or getattr(ddp, "_torchext_synchronizer", None) is not None:
         return
-    if attach_found(ddp, say=say) is not None:
-        done()
+    synchronizer = attach_found(ddp, say=say)
+    if synchronizer is not None:
+        done(synchronizer)
 
 
 def _outside_steps(ddp: DistributedDataParallel, action: Callable[[], Any]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchext.backends import BACKENDS
 
-__all__ = ["replace_default_backend"]
+__all__ = ["instead_of", "replace_default_backend"]
 
 
 def replace_default_backend(backend: str, options: Any, timeout: timedelta | None = None) -> None:
@@ -30,7 +30,7 @@ def replace_default_backend(backend: str, options: Any, timeout: timedelta | Non
     """
     asked: list[Any] = []  # the backend of the default group, had it not been replaced
 
-    @_instead_of("init_process_group")
+    @instead_of("init_process_group")
     def init_process_group(original: Callable[..., Any], arguments: inspect.BoundArguments) -> Any:
         wanted = arguments.arguments.get("backend")
         asked.clear()
@@ -44,7 +44,7 @@ def replace_default_backend(backend: str, options: Any, timeout: timedelta | Non
         asked.append(wanted if wanted is not None else _of_torch())
         return result
 
-    @_instead_of("new_group")
+    @instead_of("new_group")
     def new_group(original: Callable[..., Any], arguments: inspect.BoundArguments) -> Any:
         if arguments.arguments.get("backend") is None and asked and dist.is_initialized():
             arguments.arguments["backend"] = asked[0]
@@ -62,8 +62,11 @@ def _of_torch() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
-def _instead_of(name: str) -> Callable[[Callable[..., Any]], None]:
-    """Puts a function in the place of one of torch.distributed, wherever that has been imported to."""
+def instead_of(name: str) -> Callable[[Callable[..., Any]], None]:
+    """Puts a function in the place of one of torch.distributed, wherever that has been imported to.
+
+    The function is called with the one that it replaces and the arguments of the call.
+    """
     original = getattr(dist.distributed_c10d, name)
     signature = inspect.signature(original)
 

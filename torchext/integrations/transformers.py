@@ -7,12 +7,14 @@ Make it before ``train()``: it looks at the DDP models that are made from then o
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import importlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from torchext.integrations.automatic import attach_found, is_ours, watch, wrapper_of
 from torchext.synchronizer import Synchronizer
@@ -33,13 +35,13 @@ _logger = logging.getLogger("torchext")
 class TorchextCallback(TrainerCallback):
     """Attaches the model of a ``transformers.Trainer`` whose process group runs on a backend of torchext.
 
-    In front of each evaluation and each save the workers' models become their average (``synchronize()``), on all ranks
-    and for good: files, metrics and the model that goes on are the same. When training ends the model is the average,
-    and detached. With another backend, without DistributedDataParallel, or where the script has attached the model
-    itself, it does nothing.
+    Evaluations and saves have the average of all workers (``averaged()``): metrics and files are those of one model. At
+    the next step every worker goes on with its own replica. When training ends, the model is the average, or the best
+    one that the Trainer has loaded, and detached. With another backend, without DistributedDataParallel, or where the
+    script has attached the model itself, it does nothing.
 
-    The Trainer saves on rank 0 alone. Where ``optimizer.state_dict()`` is collective (``dear``), all ranks call it in
-    front of the save, and the Trainer gets what that gave.
+    The Trainer saves on rank 0 alone. ``optimizer.state_dict()`` is collective in the sharded form of ``dear``: all
+    ranks call it in front of the save, and the Trainer gets what that gave.
 
     Args:
         say: Called on rank 0 with a line that says what was attached; by default the logger ``torchext``, as INFO.
@@ -49,10 +51,13 @@ class TorchextCallback(TrainerCallback):
         watch()
         self._say = say
         self._synchronizer: Synchronizer | None = None
+        self._average = contextlib.ExitStack()  # from an evaluation or a save until the next step
+        self._averaging = False
         self._held: list[Any] = []  # optimizers whose state_dict() is answered with what has been gathered
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Attaches the model; collective."""
+        self._leave()  # where an error ended the training before
         ddp = wrapper_of(given["model"])
         if ddp is None or not is_ours(ddp) or getattr(ddp, "_torchext_synchronizer", None) is not None:
             return
@@ -66,21 +71,24 @@ class TorchextCallback(TrainerCallback):
         """As behind a step."""
         self._meet(args, control)
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The optimizer's state is its own again."""
-        self._release()
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """As behind a save, where there was none after all."""
-        self._release()
+        """Every worker goes on with its own."""
+        self._leave()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The model is the average, and nothing is attached any more; collective."""
-        self._release()
         synchronizer, self._synchronizer = self._synchronizer, None
-        if synchronizer is not None:
-            synchronizer.synchronize()
-            synchronizer.detach()
+        if synchronizer is None:
+            return
+        # Behind the last save the Trainer may have loaded the best model, on all ranks.
+        shown = [*synchronizer._ddp.module.parameters(), *synchronizer._ddp.module.buffers()] if self._averaging else []
+        values = [tensor.detach().clone() for tensor in shown]
+        self._leave()
+        synchronizer.synchronize()
+        synchronizer.detach()
+        with torch.no_grad():
+            for tensor, value in zip(shown, values, strict=True):
+                tensor.copy_(value)
 
     def _meet(self, args: Any, control: Any) -> None:
         synchronizer = self._synchronizer
@@ -88,25 +96,25 @@ class TorchextCallback(TrainerCallback):
         may_save = control.should_save or (control.should_evaluate and args.save_strategy == "best")
         if synchronizer is None or not (may_save or control.should_evaluate):
             return
-        self._release()
-        synchronizer.synchronize()
-        if may_save and not args.save_only_model:
-            self._hold(synchronizer, args.should_save)
+        self._leave()
+        saves_state = may_save and not args.save_only_model
+        self._average.enter_context(synchronizer.averaged(optimizer_state=saves_state))
+        self._averaging = True
+        if saves_state:
+            self._hold(synchronizer)
 
-    def _hold(self, synchronizer: Synchronizer, saves: bool) -> None:
+    def _hold(self, synchronizer: Synchronizer) -> None:
         """Gathers the optimizer's state on all ranks, for the one that saves it."""
-        with synchronizer.averaged():
-            for optimizer in map(_untyped, synchronizer._optimizers):
-                gathered = optimizer.state_dict()
-                if saves:  # what the average holds ends with it
-                    gathered = copy.deepcopy(gathered)
-                optimizer.state_dict = functools.partial(_untyped, gathered)
-                self._held.append(optimizer)
+        for optimizer in map(_untyped, synchronizer._optimizers):
+            optimizer.state_dict = functools.partial(_untyped, optimizer.state_dict())
+            self._held.append(optimizer)
 
-    def _release(self) -> None:
+    def _leave(self) -> None:
         for optimizer in self._held:
             vars(optimizer).pop("state_dict", None)
         self._held.clear()
+        self._averaging = False
+        self._average.close()
 
 
 def _untyped(value: Any) -> Any:

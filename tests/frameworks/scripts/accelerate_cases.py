@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def train(folder: str, accelerator: Accelerator, attach: bool) -> dict[str, Any]:
     torch.manual_seed(2)
-    net: Any = nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 2))
+    # A bias in front of the BatchNorm would have rounding errors for gradients, which AdamW makes large.
+    net: Any = nn.Sequential(nn.Linear(5, 9, bias=False), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 2))
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.03)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     inputs = torch.randn(96, 5, generator=torch.Generator().manual_seed(4))
@@ -31,6 +32,7 @@ def train(folder: str, accelerator: Accelerator, attach: bool) -> dict[str, Any]
     norms: list[float] = []
     distances: list[float] = []
     apart: list[float] = []
+    after: list[float] = []
     for epoch in range(2):
         for batch, target in loader:
             with accelerator.accumulate(net):
@@ -42,11 +44,21 @@ def train(folder: str, accelerator: Accelerator, attach: bool) -> dict[str, Any]
                 schedule.step()
                 optimizer.zero_grad()
             losses.append(float(accelerator.gather(loss.detach()).mean()))
+        own = {name: value.detach().clone() for name, value in accelerator.unwrap_model(net).named_parameters()}
         accelerator.save_state(f"{folder}/{epoch}")
-        accelerator.wait_for_everyone()
-        own = dict(accelerator.unwrap_model(net).named_parameters())
+        accelerator.save_model(net, f"{folder}/model {epoch}")
+        apart.append(spread(own))  # and all ranks have come
         distances.append(is_average(load_file(f"{folder}/{epoch}/model.safetensors"), own))
-        apart.append(spread(own))
+        distances.append(is_average(load_file(f"{folder}/model {epoch}/model.safetensors"), own))
+        after.append(spread(dict(accelerator.unwrap_model(net).named_parameters())))
+    # As Accelerate's documentation has it: all ranks wait, and rank 0 saves alone.
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        accelerator.save(accelerator.unwrap_model(net).state_dict(), f"{folder}/alone.bin")
+        accelerator.save_model(net, f"{folder}/alone")
+    spread(own)
+    distances.append(is_average(torch.load(f"{folder}/alone.bin"), own))
+    distances.append(is_average(load_file(f"{folder}/alone/model.safetensors"), own))
     attached = getattr(net, "_torchext_synchronizer", None)
     told = {"steps": None if attached is None else attached.stats()["steps"], "losses": losses, "norms": norms}
     if attached is not None:
@@ -57,6 +69,7 @@ def train(folder: str, accelerator: Accelerator, attach: bool) -> dict[str, Any]
         **told,
         "saved": distances,
         "apart": apart,
+        "after": after,
         "model": numbers(net),
         "spread": spread(dict(net.named_parameters())),
         "optimizer": [float(state["exp_avg"].double().sum()) for state in moments.values()],
@@ -70,7 +83,8 @@ if __name__ == "__main__":
         if name != "untouched":
             begin(name, initialize=True)
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        report(**{name: train(name, accelerator, attach=name != "untouched")})
+        folder = name.replace(" ", "-")
+        report(**{name: train(folder, accelerator, attach=name != "untouched")})
         dist.destroy_process_group()
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()

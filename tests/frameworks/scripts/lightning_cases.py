@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from reporting import begin, is_average, numbers, report, spread
+from reporting import begin, is_average, name_of, numbers, report, spread
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -108,7 +108,7 @@ def trainer(epochs: int, callbacks: list[Any] | None = None, **options: Any) -> 
     return lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(process_group_backend=BACKEND),
+        strategy=DDPStrategy(process_group_backend=name_of(BACKEND)),
         max_epochs=epochs,
         callbacks=callbacks,
         **{"enable_checkpointing": bool(callbacks), "logger": False, "enable_progress_bar": False, **options},

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from reporting import numbers, report
+from reporting import is_average, numbers, report, spread
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,6 +113,47 @@ def remade() -> dict[str, Any]:
     return train(model, optimizers)
 
 
+def saved() -> dict[str, Any]:
+    """Rank 0 saves alone and all evaluate: between barriers, and behind one."""
+    model = make()
+    optimizer = sgd(model)[0]
+
+    def look() -> list[str]:
+        """What is warned of."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if dist.get_rank() == 0:
+                model.state_dict()
+                optimizer.state_dict()
+            model.eval()
+            with torch.no_grad():
+                model(data(0)[0])
+            model.train()
+        return [str(warning.message) for warning in caught]
+
+    told: dict[str, Any] = {}
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(float(backward(model, step)))
+        if step == 4:
+            dist.barrier()  # between the passes and the step
+        optimizer.step()
+        if step == 2:
+            told["between"] = look()
+            own = {name: value.clone() for name, value in model.module.state_dict().items()}
+            told["apart"] = spread(own)
+            dist.barrier()
+            told["behind"] = look()
+            told["distance"] = is_average(model.module.state_dict(), own)
+            told["spread"] = spread(model.module.state_dict())
+    attached = getattr(model, "_torchext_synchronizer", None)
+    steps = None if attached is None else attached.stats()["steps"]
+    if attached is not None:
+        attached.detach()
+    return {"losses": losses, "model": numbers(model.module), "steps": steps, **told}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": lambda: train(model := make(), sgd(model)),
     "closure": lambda: train(model := make(), sgd(model), closure=True),
@@ -121,6 +163,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "refused": refused,
     "beside": beside,
     "remade": remade,
+    "saved": saved,
 }
 
 

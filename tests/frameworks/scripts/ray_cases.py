@@ -1,7 +1,8 @@
 """Twelve epochs with random pauses in two workers of Ray, which wait for each other outside of torch.distributed.
 
-``ray_cases.py train BACKENDS``: Ray Train, by ``TorchConfig(backend=...)``. ``ray_cases.py actors BACKENDS``: plain
-actors that make the call which TorchConfig makes, and whose report waits for the other's as that of Ray Train does.
+``ray_cases.py train=BACKENDS``: Ray Train, by ``TorchConfig(backend=...)``, or, with options, by torchext's own class.
+``ray_cases.py actors=BACKENDS``: plain actors that make the call which TorchConfig makes. Their report waits for the
+other's, as that of Ray Train does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from reporting import report
+from reporting import SHARDED, name_of, options_of, report
 
 EPOCHS, STEPS = 12, 4
 DEADLINE = 100.0
@@ -92,7 +93,12 @@ class Worker:
 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
         dist.init_process_group(
-            backend=backend, init_method="env://", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+            backend=name_of(backend),
+            init_method="env://",
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=60),
+            pg_options=options_of(backend) if backend == SHARDED else None,
         )
         try:
             return loop(backend, DistributedDataParallel, lambda _: ray.get(meeting.come.remote()))
@@ -105,7 +111,7 @@ def with_actors(backends: list[str]) -> None:
     workers, meeting = [Worker.remote() for _ in range(2)], Meeting.remote()
     for backend, port in zip(backends, ports, strict=False):
         runs = [worker.run.remote(rank, backend, port, meeting) for rank, worker in enumerate(workers)]
-        report(**{backend: {"workers": ray.get(runs, timeout=DEADLINE)}})
+        report(actors={backend: ray.get(runs, timeout=DEADLINE)})
 
 
 def in_ray_train(settings: dict[str, Any]) -> None:
@@ -122,19 +128,26 @@ def with_ray_train(backends: list[str]) -> None:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     for backend in backends:
-        file = Path("results", f"{backend}.json").absolute()
+        file = Path(f"{backend}.json").absolute()
+        made: Any = TorchConfig(backend=name_of(backend), timeout_s=60)
+        if options_of(backend) is not None:
+            from torchext.integrations.ray import TorchextConfig
+
+            made = TorchextConfig(options_of(backend), timeout_s=60)
         trainer = TorchTrainer(
             in_ray_train,
             train_loop_config={"backend": backend, "file": str(file)},
             scaling_config=ScalingConfig(num_workers=2),
-            torch_config=TorchConfig(backend=backend, timeout_s=60),
+            torch_config=made,
             run_config=RunConfig(storage_path=str(file.parent), name=backend),
         )
         trainer.fit()
-        report(**{backend: {"last": json.loads(file.read_text())}})
+        report(train={backend: json.loads(file.read_text())})
 
 
 if __name__ == "__main__":
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=True)
-    {"actors": with_actors, "train": with_ray_train}[sys.argv[1]](sys.argv[2].split(","))
+    for words in sys.argv[1:]:
+        way, _, names = words.partition("=")
+        {"actors": with_actors, "train": with_ray_train}[way](names.split(","))
     ray.shutdown()

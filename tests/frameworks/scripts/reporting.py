@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+SHARDED = "dear sharded"
+
 
 def report(**cases: Any) -> None:
     """A line that the test reads."""
@@ -20,14 +22,26 @@ def begin(backend: str, *, initialize: bool) -> None:
     """The rendezvous of the next group is another; the group itself is made here, or by the framework."""
     ports = os.environ["FREE_PORTS"].split(",")
     os.environ["MASTER_PORT"], os.environ["FREE_PORTS"] = ports[0], ",".join(ports[1:])
-    if initialize or backend in ("prague", "dssync"):
-        options = None
-        if backend in ("prague", "dssync"):  # else two workers would be the same after each step
-            import torchext
+    if initialize or backend in ("prague", "dssync", SHARDED):
+        dist.init_process_group(name_of(backend), pg_options=options_of(backend))
 
-            kinds = {"prague": torchext.PragueOptions, "dssync": torchext.DSSyncOptions}
-            options = kinds[backend](sync_period=5)
-        dist.init_process_group(backend, pg_options=options)
+
+def name_of(backend: str) -> str:
+    """What torch knows it by."""
+    return backend.partition(" ")[0]
+
+
+def options_of(backend: str) -> Any:
+    """Options that the tests want; None: the defaults."""
+    if backend not in ("prague", "dssync", SHARDED):
+        return None
+    import torchext
+
+    if backend == SHARDED:
+        # Without the first steps by plain all-reduce, in which nothing is in slices.
+        return torchext.DeAROptions(form="sharded", allreduce_fallback=False)
+    kinds = {"prague": torchext.PragueOptions, "dssync": torchext.DSSyncOptions}
+    return kinds[backend](sync_period=5)  # else two workers would be the same after each step
 
 
 def numbers(module: nn.Module) -> list[float]:

@@ -48,11 +48,19 @@ class Watch(TrainerCallback):
         self.saved: list[float] = []
         self.evaluated: list[float] = []
         self.apart: list[float] = []
+        self.after: list[float] = []
+        self.is_behind = False  # an evaluation, and no step since
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.apart.append(spread(dict(given["model"].named_parameters())))
 
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.is_behind:
+            self.after.append(spread(dict(given["model"].named_parameters())))
+        self.is_behind = False
+
     def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.is_behind = True
         self.evaluated.append(spread(dict(given["model"].named_parameters())))
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -100,7 +108,13 @@ def train(folder: str, resume: str | None = None, **options: Any) -> dict[str, A
         {name: entry[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in entry}
         for entry in trainer.state.log_history
     ]
+    best = 0.0
+    if arguments.load_best_model_at_end:
+        kept = load_file(Path(str(trainer.state.best_model_checkpoint), "model.safetensors"))
+        best = max(float((kept[name] - value).abs().max()) for name, value in model.named_parameters())
     return {
+        "best": best,
+        "after": watch.after,
         "log": log,
         "model": numbers(model),
         "spread": spread(dict(model.named_parameters())),
