@@ -6,9 +6,9 @@
 //   state    0 to 2 tensors      of the fused optimizer: Adagrad (slots), Adam 2 x (slots x chunk_dim); float32, beside
 //   a
 //                                float64 pool float64
-//   index    int32 or int64      which slot a chunk is in (core/chunk_index.h): empty int32 = identity (everything is
+//   index    int32 or int64      which slot a chunk is in (chunk_index.h): empty int32 = identity (everything is
 //                                resident), rows * chunks int32 = direct, int64 = hashed
-//   utility  float32 or uint8    what a chunk is worth (core/chunk_utility.h): empty = none, rows * chunks float32 or
+//   utility  float32 or uint8    what a chunk is worth (chunk_utility.h): empty = none, rows * chunks float32 or
 //                                uint8, or slots + cells uint8 with `sketch`
 //   sketch   int32               keys of the sketch's cells, else empty
 //   clock    2 float64, CPU      steps taken; the growing factor gamma^-n of utilities
@@ -25,8 +25,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "csrc/core/chunk_index.h"
-#include "csrc/core/chunk_utility.h"
+#include "csrc/core/embedding/chunk_index.h"
+#include "csrc/core/embedding/chunk_utility.h"
 #include "kernels/cpu/bag_batch.h"
 
 namespace torchext::kernels {

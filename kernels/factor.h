@@ -2,7 +2,7 @@
 //
 //   packed_gram_(packed, samples, by_dimension, append_one, add)
 //       packed [groups, d(d+1)/2] = (or +=) the upper triangle of sum x x^T over the samples x of each group, row by
-//       row (csrc/core/packed_triangle.h). samples [groups, count, inner], or by_dimension [groups, inner, count], any
+//       row (packed_triangle.h). samples [groups, count, inner], or by_dimension [groups, inner, count], any
 //       strides. append_one: every x has a 1 more at its end (a layer's bias), so that d = inner + 1, else d = inner.
 //   pack_triangle_(packed, full)       the upper triangles of full [groups, d, d]
 //   unpack_triangle(packed, dim)       [groups, dim, dim], both halves

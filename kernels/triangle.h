@@ -1,6 +1,6 @@
 // What one GPU thread does when packed triangles are made from full matrices and back, free of torch and of CUDA.
 //
-// A packed triangle (csrc/core/packed_triangle.h) holds the rows of the upper triangle one after the other. Packing
+// A packed triangle (packed_triangle.h) holds the rows of the upper triangle one after the other. Packing
 // goes row by row: both sides are runs of memory. Unpacking goes by tiles of kTile x kTile elements of the upper half:
 // loadTile() reads a tile's rows into shared memory, and after a barrier storeTile() writes it to both halves of the
 // matrix, the lower one transposed, so that both writes are runs as well. The kernels (cuda/factor_launch.cu) add

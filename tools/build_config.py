@@ -148,7 +148,7 @@ def _kernels_extension(root: Path, include_dirs: list[str], cxx: list[str], link
         "extra_link_args": link,
     }
     # The storage of embeddings is an algorithm of the core that only kernels use.
-    sources = _relative(root, "kernels/*.cpp", "kernels/cpu/*.cpp", "csrc/core/chunk_*.cpp")
+    sources = _relative(root, "kernels/*.cpp", "kernels/cpu/*.cpp", "csrc/core/embedding/*.cpp")
     if not cuda.enabled:
         sources += _relative(root, "kernels/cuda/absent/*.cpp")
         return cpp_extension.CppExtension("torchext._kernels", sources, **settings)

@@ -51,7 +51,7 @@ def torch_flags() -> list[str]:
 def sources() -> dict[Path, list[str]]:
     """Each file to check, with its flags; those that take longest first."""
     # bag_run.h includes all headers of CUDA kernels that need no toolkit.
-    light = sorted([*ROOT.glob("csrc/core/*.cpp"), *ROOT.glob("kernels/cpu/*.h"), ROOT / "kernels/cuda/bag_run.h"])
+    light = sorted([*ROOT.glob("csrc/core/**/*.cpp"), *ROOT.glob("kernels/cpu/*.h"), ROOT / "kernels/cuda/bag_run.h"])
     heavy = {*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("kernels/**/*.cpp")} - {*light, *ROOT.glob("kernels/cuda/*.cpp")}
     return dict.fromkeys(sorted(heavy), COMMON + torch_flags()) | dict.fromkeys(light, COMMON)
 

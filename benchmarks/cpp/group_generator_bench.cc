@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/group_generator.h"
+#include "core/prague/group_generator.h"
 
 namespace {
 

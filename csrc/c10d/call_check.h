@@ -4,8 +4,8 @@
 // different reductions, give wrong numbers silently.
 //
 // How
-//   Every rank notes the header of every collective (core/call_header.h) in its ledger, which predicts the next one
-//   (core/call_ledger.h says why that suffices). A call that was predicted starts at once: the check sends no
+//   Every rank notes the header of every collective (call_header.h) in its ledger, which predicts the next one
+//   (core/fault/call_ledger.h says why that suffices). A call that was predicted starts at once: the check sends no
 //   message. One that was not, or comes while such a one waits, starts on this object's thread, in order:
 //     1. The header goes to the predecessor, on the monitor's ring. If that rank's own call of this number differs, or
 //        will, it says so: the group fails with both calls named. This is what reaches a rank that has started.
@@ -38,7 +38,7 @@
 
 #include "c10d/group_health.h"
 #include "c10d/task_thread.h"
-#include "core/call_ledger.h"
+#include "core/fault/call_ledger.h"
 
 namespace torchext {
 

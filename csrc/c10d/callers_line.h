@@ -4,7 +4,7 @@
 // thread that runs no Python (an engine's) has no line.
 #pragma once
 
-#include "core/call_header.h"
+#include "core/fault/call_header.h"
 
 namespace torchext {
 

@@ -1,4 +1,4 @@
-// What a call is (core/call_header.h), made of its arguments, and as text: for the check of calls and for errors.
+// What a call is (core/fault/call_header.h), made of its arguments, and as text: for the check of calls and for errors.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "core/call_header.h"
+#include "core/fault/call_header.h"
 
 namespace torchext {
 

@@ -13,7 +13,7 @@
 
 #include "c10d/bounded_thread.h"
 #include "c10d/fault_points.h"
-#include "core/wire.h"
+#include "core/base/wire.h"
 
 namespace torchext {
 namespace {

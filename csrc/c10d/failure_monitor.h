@@ -14,8 +14,8 @@
 //   Nothing here uses the store: when its server dies, groups that exist go on.
 //
 // Wire format
-//   A verdict is one fixed message of 256 bytes (core/verdict.h), and the longest; the others are core/heartbeat.h and
-//   core/call_header.h. Every field is checked against bounds before use. A malformed message ends the group with the
+//   A verdict is one fixed message of 256 bytes (verdict.h), and the longest; the others are heartbeat.h and
+//   call_header.h. Every field is checked against bounds before use. A malformed message ends the group with the
 //   sender named.
 //
 // Rules of the house
@@ -40,8 +40,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "c10d/heartbeat_ring.h"
-#include "core/call_header.h"
-#include "core/verdict.h"
+#include "core/fault/call_header.h"
+#include "core/fault/verdict.h"
 
 namespace torchext {
 

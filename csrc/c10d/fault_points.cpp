@@ -6,8 +6,8 @@
 
 #include <unistd.h>
 
-#include "core/check.h"
-#include "core/enum_names.h"
+#include "core/base/check.h"
+#include "core/base/enum_names.h"
 
 namespace torchext {
 namespace {

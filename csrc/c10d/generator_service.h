@@ -32,8 +32,8 @@
 
 #include "c10d/point_to_point.h"
 #include "c10d/promises.h"
-#include "core/generator_messages.h"
-#include "core/group_generator.h"
+#include "core/prague/generator_messages.h"
+#include "core/prague/group_generator.h"
 
 namespace torchext {
 

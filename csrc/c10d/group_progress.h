@@ -10,7 +10,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "core/heartbeat.h"
+#include "core/fault/heartbeat.h"
 
 namespace torchext {
 

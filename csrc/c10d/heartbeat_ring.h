@@ -30,7 +30,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "core/heartbeat.h"
+#include "core/fault/heartbeat.h"
 
 namespace torchext {
 

@@ -10,7 +10,7 @@
 #include <c10/util/Logging.h>
 
 #include "c10d/promises.h"
-#include "core/round_robin.h"
+#include "core/dssync/round_robin.h"
 
 namespace torchext {
 namespace {

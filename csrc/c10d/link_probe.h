@@ -1,6 +1,6 @@
 // Measures the network between the hosts of a group: the racks that DS-Sync's topology-aware schedule goes by.
 //
-// One rank of each host takes part. In rounds of disjoint pairs (core/round_robin.h) a pair sends messages that grow
+// One rank of each host takes part. In rounds of disjoint pairs (round_robin.h) a pair sends messages that grow
 // until the fastest of a few takes kProbeTime, which tells its bandwidth whatever the link's. Pairs of one rack do not
 // disturb each other; those that share an uplink do, which makes them look slower: core::findRacks needs no more. Then
 // one host of each rack measures against one of each other rack, again in disjoint pairs: that is the uplinks'
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "c10d/attachable_backend.h"
-#include "core/rack_map.h"
+#include "core/dssync/rack_map.h"
 
 namespace torchext {
 

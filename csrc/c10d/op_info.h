@@ -8,7 +8,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "core/call_header.h"
+#include "core/fault/call_header.h"
 
 namespace torchext {
 

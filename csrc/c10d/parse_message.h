@@ -7,7 +7,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include "core/wire.h"
+#include "core/base/wire.h"
 
 namespace torchext {
 

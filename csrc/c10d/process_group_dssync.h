@@ -3,7 +3,7 @@
 //
 // Every collective is DelegatingBackend's: exact, over all ranks. Models are trained through torchext.attach(): after
 // each step the workers are divided into groups that average among themselves, and shuffled before the next; see
-// csrc/core/shuffle_schedule.h for the schedules and csrc/ddp/group_synchronizer.h for the averages.
+// csrc/core/dssync/shuffle_schedule.h for the schedules and csrc/ddp/group_synchronizer.h for the averages.
 //
 // Threads: racks() is collective and called by the thread that attaches; everything else from any.
 #pragma once
@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "c10d/attachable_backend.h"
-#include "core/rack_map.h"
+#include "core/dssync/rack_map.h"
 
 namespace torchext {
 
@@ -27,7 +27,7 @@ class ProcessGroupDSSync : public AttachableBackend {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("dssync", timeout) {}
 
     std::int64_t group_size = 0;      // members a group aims for, 2..world size; 0: chosen by world size
-    std::string schedule = "grid";    // grid | random | topology (core/shuffle_schedule.h)
+    std::string schedule = "grid";    // grid | random | topology (core/dssync/shuffle_schedule.h)
     std::string order = "cta";        // "cta": average while computing, then step; "atc": local step, then average
     std::int64_t sync_period = 1;     // average after every n-th optimizer step, >= 1
     std::int64_t seed = 0;            // of "random"; the same on all ranks

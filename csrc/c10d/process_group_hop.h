@@ -11,14 +11,14 @@
 #include <vector>
 
 #include "c10d/attachable_backend.h"
-#include "core/communication_graph.h"
-#include "core/hop_mode.h"
+#include "core/hop/communication_graph.h"
+#include "core/hop/hop_mode.h"
 
 namespace torchext {
 
 class ProcessGroupHop : public AttachableBackend {
  public:
-  // How an attached model is averaged. What the modes mean and which go together: core/hop_mode.h.
+  // How an attached model is averaged. What the modes mean and which go together: core/hop/hop_mode.h.
   struct Options : GroupOptions {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("hop", timeout) {}
 

@@ -13,7 +13,7 @@
 #include "c10d/option_checks.h"
 #include "c10d/promises.h"
 #include "c10d/work_future.h"
-#include "core/group_generator.h"
+#include "core/prague/group_generator.h"
 
 namespace torchext {
 namespace {

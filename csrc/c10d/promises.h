@@ -7,7 +7,7 @@
 // against another model's groups. So whoever is about to block first has every other model keep what it promised.
 //
 // What is about to be waited for matters to who is waited for afterwards: from a call that all ranks make all come back
-// together (core/gathering.h), from a message or another model's average one may come while others wait for it.
+// together (core/prague/gathering.h), from a message or another model's average one may come while others wait for it.
 //
 // All models at once, not one after the other: had a worker to wait until its first model's groups are through before
 // it turns to the second, another could be waiting for the second the other way round.

@@ -1,4 +1,4 @@
-// SharedWindows: the windows (core/shared_window.h) of a group's ranks, as one rank has them mapped.
+// SharedWindows: the windows (core/transport/shared_window.h) of a group's ranks, as one rank has them mapped.
 //
 // Ranks of one host that can open each other's files share memory: each has a window of its own and has mapped those
 // of the others. Who that is is found out once, by open(), which is collective: every rank sends its window's address
@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "c10d/point_to_point.h"
-#include "core/check.h"
-#include "core/shared_window.h"
+#include "core/base/check.h"
+#include "core/transport/shared_window.h"
 
 namespace torchext {
 

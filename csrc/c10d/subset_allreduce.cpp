@@ -12,7 +12,7 @@
 
 #include "c10d/fault_points.h"
 #include "c10d/parse_message.h"
-#include "core/subset_plan.h"
+#include "core/transport/subset_plan.h"
 
 namespace torchext {
 namespace {

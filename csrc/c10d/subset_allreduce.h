@@ -34,7 +34,7 @@
 #include "c10d/reduction.h"
 #include "c10d/shared_windows.h"
 #include "c10d/window_allreduce.h"
-#include "core/subset_header.h"
+#include "core/transport/subset_header.h"
 
 namespace torchext {
 

@@ -7,7 +7,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "core/mix_bits.h"
+#include "core/base/mix_bits.h"
 
 namespace torchext {
 namespace {

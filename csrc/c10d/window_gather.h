@@ -22,7 +22,7 @@
 #include "c10d/point_to_point.h"
 #include "c10d/reduction.h"
 #include "c10d/shared_windows.h"
-#include "core/subset_plan.h"
+#include "core/transport/subset_plan.h"
 
 namespace torchext {
 

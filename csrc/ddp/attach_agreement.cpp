@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "core/host_identity.h"
+#include "core/base/host_identity.h"
 
 namespace torchext {
 namespace {

@@ -5,7 +5,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
-#include "core/check.h"
+#include "core/base/check.h"
 #include "ddp/dear_synchronizer.h"
 
 namespace torchext {

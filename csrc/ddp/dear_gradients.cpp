@@ -7,7 +7,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include "core/check.h"
+#include "core/base/check.h"
 #include "ddp/dear_synchronizer.h"
 
 namespace torchext {

@@ -8,7 +8,7 @@
 #include <c10/util/Logging.h>
 
 #include "c10d/promises.h"
-#include "core/step_times.h"
+#include "core/dear/step_times.h"
 #include "ddp/elapsed.h"
 
 namespace torchext {

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "c10d/process_group_dear.h"
-#include "core/bayesian_tuner.h"
+#include "core/dear/bayesian_tuner.h"
 
 namespace torchext {
 

@@ -13,7 +13,7 @@
 #include "c10d/promises.h"
 #include "c10d/shard_collectives.h"
 #include "c10d/shard_exchange.h"
-#include "core/check.h"
+#include "core/base/check.h"
 #include "ddp/attach_agreement.h"
 #include "ddp/elapsed.h"
 #include "ddp/side_stream.h"

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "core/shuffle_schedule.h"
+#include "core/dssync/shuffle_schedule.h"
 
 namespace torchext {
 namespace {

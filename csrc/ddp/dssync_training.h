@@ -1,4 +1,4 @@
-// How dssync fills a GroupSynchronizer: the groups of a ShuffleSchedule (core/shuffle_schedule.h), by optimizer step.
+// How dssync fills a GroupSynchronizer: the groups of a ShuffleSchedule (shuffle_schedule.h), by optimizer step.
 #pragma once
 
 #include "c10d/process_group_dssync.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "c10d/promises.h"
-#include "core/generator_messages.h"
+#include "core/prague/generator_messages.h"
 
 namespace torchext {
 

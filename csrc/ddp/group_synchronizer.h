@@ -23,7 +23,7 @@
 // The collective may be another thread's, with training under way: `state_` keeps the two apart. A model in
 // synchronize(), averaged() or detach() has nothing left to keep.
 // A training thread that is elsewhere (it evaluates, saves, waits in a barrier that torchext does not see) keeps others
-// waiting, too. When no step has come for longer than steps take (core/step_pace.h), `thread_` does the same by itself.
+// waiting, too. When no step has come for longer than steps take (step_pace.h), `thread_` does the same by itself.
 // With a schedule nothing is promised ahead: each round runs by itself once its step is taken. A worker that took fewer
 // steps than others (a gradient scaler skipped some) makes up for the rounds at the next collective call of the
 // synchronizer. One that is ahead may wait for such a round, and come to the call only afterwards: it tells all ranks
@@ -49,7 +49,7 @@
 #include "c10d/promises.h"
 #include "c10d/subset_allreduce.h"
 #include "c10d/task_thread.h"
-#include "core/step_pace.h"
+#include "core/prague/step_pace.h"
 #include "ddp/attach_agreement.h"
 #include "ddp/flat_buckets.h"
 #include "ddp/group_source.h"

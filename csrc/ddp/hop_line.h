@@ -6,7 +6,7 @@
 // without a limit too: the limit is that of the training thread, which knows whom it needs.
 //
 // Both are ended by stop(), by a failure of the group, or by the owner's answers.
-// Wire: core/hop_messages.h; a header on tag, the bytes of a model on tag + 1.
+// Wire: core/hop/hop_messages.h; a header on tag, the bytes of a model on tag + 1.
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@
 
 #include "c10d/attachable_backend.h"
 #include "c10d/point_to_point.h"
-#include "core/hop_messages.h"
+#include "core/hop/hop_messages.h"
 
 namespace torchext {
 

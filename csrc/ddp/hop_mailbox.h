@@ -1,5 +1,5 @@
 // HopMailbox: the update queue and the token queues of one Hop worker, and the lines to its neighbours that fill and
-// empty them (Luo et al., ASPLOS 2019, section 4; core/update_queue.h, core/token_queue.h).
+// empty them (Luo et al., ASPLOS 2019, section 4; core/hop/update_queue.h, core/hop/token_queue.h).
 //
 // Memory
 //   One block of memory for (1 + max_ahead) models of each in-neighbour, the worker itself included, allocated once.
@@ -37,10 +37,10 @@
 #include <string>
 #include <vector>
 
-#include "core/communication_graph.h"
-#include "core/hop_mode.h"
-#include "core/token_queue.h"
-#include "core/update_queue.h"
+#include "core/hop/communication_graph.h"
+#include "core/hop/hop_mode.h"
+#include "core/hop/token_queue.h"
+#include "core/hop/update_queue.h"
 #include "ddp/hop_line.h"
 #include "ddp/hop_model.h"
 #include "ddp/hop_stats.h"

@@ -6,7 +6,7 @@
 //              parameters become temp = sum_j W_ji x_{j,k}, and the optimizer makes x_{k+1} = temp - u(g(x_k)) of it.
 //   serial     compute, step: y_k = x_k - u(g(x_k)); y_k goes out, and x_{k+1} = sum_j W_ji y_{j,k} before the next
 //              forward, or whoever else reads the parameters.
-//   Which models are waited for, how far workers drift apart, and when one skips iterations: core/hop_mode.h.
+//   Which models are waited for, how far workers drift apart, and when one skips iterations: core/hop/hop_mode.h.
 // Floating-point buffers (BatchNorm statistics) are averaged with the parameters. In the parallel order a forward
 // changes them while their neighbours' are on the way; the average is corrected by what it added. What the user writes
 // into parameters meanwhile is kept, see TensorsInPlace.

@@ -10,7 +10,7 @@
 
 #include "c10d/generator_service.h"
 #include "c10d/own_fault.h"
-#include "core/static_schedule.h"
+#include "core/prague/static_schedule.h"
 
 namespace torchext {
 namespace {

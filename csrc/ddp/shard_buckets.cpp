@@ -4,8 +4,8 @@
 #include <map>
 #include <utility>
 
-#include "core/bucket_plan.h"
-#include "core/check.h"
+#include "core/base/check.h"
+#include "core/dear/bucket_plan.h"
 #include "ddp/slice_copier.h"
 
 namespace torchext {

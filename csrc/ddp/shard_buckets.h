@@ -3,7 +3,7 @@
 // One set of buffers for both: a bucket's gradients are packed for the reduce-scatter; what arrives in the own chunk is
 // this rank's share of the gradient. Sharded form: after the optimizer's step the own slices of the parameters take its
 // place, and the all-gather fills in everybody else's. Replicated form: it is gathered itself. How a chunk is laid out:
-// core/shard_layout.h. A parameter's elements are counted in memory order, so any dense layout (channels_last) will do.
+// shard_layout.h. A parameter's elements are counted in memory order, so any dense layout (channels_last) will do.
 //
 // Threads: a bucket belongs to one thread at a time; its owner (dear_synchronizer.h) hands it over.
 #pragma once
@@ -14,7 +14,7 @@
 
 #include <ATen/ATen.h>
 
-#include "core/shard_layout.h"
+#include "core/dear/shard_layout.h"
 
 namespace torchext {
 

@@ -6,7 +6,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "core/zero_packing.h"
+#include "core/kfac/zero_packing.h"
 
 namespace torchext {
 namespace {

@@ -4,7 +4,7 @@
 #include <iterator>
 #include <utility>
 
-#include "core/check.h"
+#include "core/base/check.h"
 #include "optim/kfac_tags.h"
 
 namespace torchext {

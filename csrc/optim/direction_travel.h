@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/kfac_plan.h"
+#include "core/kfac/kfac_plan.h"
 #include "optim/kfac_directions.h"
 #include "optim/kfac_exchange.h"
 

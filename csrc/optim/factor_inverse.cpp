@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "core/packed_triangle.h"
+#include "core/kfac/packed_triangle.h"
 #include "kernels/cpu/scale.h"
 
 // NOLINTBEGIN(readability-identifier-naming): the names of LAPACK

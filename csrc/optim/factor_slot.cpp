@@ -2,7 +2,7 @@
 
 #include <numeric>
 
-#include "core/packed_triangle.h"
+#include "core/kfac/packed_triangle.h"
 
 namespace torchext {
 namespace {

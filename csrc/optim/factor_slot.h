@@ -1,6 +1,6 @@
 // A factor's place among the others, and what can be done with its packed triangles on the CPU.
 //
-// All factors lie in flat buffers as packed upper triangles (core/packed_triangle.h), in the order of sending, the two
+// All factors lie in flat buffers as packed upper triangles (packed_triangle.h), in the order of sending, the two
 // of a layer side by side; a diagonal factor (of an embedding's inputs) as its diagonal. Plain functions, one thread a
 // buffer.
 #pragma once

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "core/check.h"
+#include "core/base/check.h"
 #include "optim/kfac_tags.h"
 
 namespace torchext {

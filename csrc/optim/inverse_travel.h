@@ -15,7 +15,7 @@
 
 #include <ATen/ATen.h>
 
-#include "core/kfac_plan.h"
+#include "core/kfac/kfac_plan.h"
 #include "optim/factor_inverse.h"
 #include "optim/kfac_exchange.h"
 #include "optim/kfac_options.h"

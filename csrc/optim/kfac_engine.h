@@ -17,7 +17,7 @@
 //
 // When communication starts. Factors travel only in steps that make inverses (see KfacStatistics; `exchange_always`
 // does it in all, to compare). In such a step a factor that has had as many calls as in the steps before is packed by
-// the backward hook, and a run of factors (core/kfac_plan.h) leaves as soon as its last one is packed, while the
+// the backward hook, and a run of factors (core/kfac/kfac_plan.h) leaves as soon as its last one is packed, while the
 // backward pass goes on; runs leave in the order of the plan on every rank, the rest of them in step(). They are waited
 // for and inverted on a thread of their own (early_inverses.h), mostly while the backward pass waits for DDP's last
 // all-reduces; what it has made is used only once all ranks are known to take the step. A layer that is called once
@@ -71,7 +71,7 @@
 
 #include <c10/core/Stream.h>
 
-#include "core/kfac_plan.h"
+#include "core/kfac/kfac_plan.h"
 #include "optim/direction_travel.h"
 #include "optim/early_directions.h"
 #include "optim/early_inverses.h"

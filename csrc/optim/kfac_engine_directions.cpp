@@ -1,5 +1,5 @@
 // How a step's directions are made (and sent: direction_travel.h).
-#include "core/check.h"
+#include "core/base/check.h"
 #include "optim/kfac_engine.h"
 #include "optim/timed.h"
 

@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "core/check.h"
+#include "core/base/check.h"
 #include "optim/kfac_engine.h"
 #include "optim/kfac_tags.h"
 #include "optim/plain_mode.h"

@@ -1,5 +1,5 @@
 // What KfacEngine does in steps that update inverses.
-#include "core/check.h"
+#include "core/base/check.h"
 #include "optim/factor_batch.h"
 #include "optim/kfac_engine.h"
 #include "optim/timed.h"

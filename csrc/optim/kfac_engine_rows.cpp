@@ -3,8 +3,8 @@
 // steps to come.
 #include <algorithm>
 
-#include "core/check.h"
-#include "core/kfac_rows.h"
+#include "core/base/check.h"
+#include "core/kfac/kfac_rows.h"
 #include "optim/kfac_engine.h"
 #include "optim/kfac_tags.h"
 #include "optim/kl_clip.h"

@@ -1,7 +1,7 @@
 // Factors on their way: what leaves when, and how a step ends that will not use it.
 #include <algorithm>
 
-#include "core/check.h"
+#include "core/base/check.h"
 #include "optim/kfac_engine.h"
 #include "optim/kfac_tags.h"
 #include "optim/plain_mode.h"

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <string>
 
-#include "core/host_identity.h"
+#include "core/base/host_identity.h"
 #include "optim/timed.h"
 
 namespace torchext {

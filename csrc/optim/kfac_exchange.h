@@ -18,7 +18,7 @@
 
 #include "c10d/agreement.h"
 #include "c10d/window_gather.h"
-#include "core/kfac_costs.h"
+#include "core/kfac/kfac_costs.h"
 #include "optim/exchange_waits.h"
 
 namespace torchext {

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "core/check.h"
-#include "core/kfac_plan.h"
+#include "core/base/check.h"
+#include "core/kfac/kfac_plan.h"
 
 namespace torchext {
 

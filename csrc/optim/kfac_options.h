@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "core/enum_names.h"
+#include "core/base/enum_names.h"
 #include "optim/factor_inverse.h"
 
 namespace torchext {

@@ -1,6 +1,6 @@
 #include "optim/kfac_statistics.h"
 
-#include "core/packed_triangle.h"
+#include "core/kfac/packed_triangle.h"
 
 namespace torchext {
 

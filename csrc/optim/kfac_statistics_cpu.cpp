@@ -3,7 +3,7 @@
 #include <array>
 #include <cmath>
 
-#include "core/packed_triangle.h"
+#include "core/kfac/packed_triangle.h"
 #include "kernels/cpu/weighted_sum.h"
 #include "optim/kept_samples.h"
 #include "optim/kfac_statistics.h"

@@ -4,7 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "c10d/delegating_backend.h"
-#include "core/enum_names.h"
+#include "core/base/enum_names.h"
 #include "optim/kfac_engine.h"
 #include "optim/matrix_product.h"
 #include "optim/tiled_direction.h"

@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "csrc/core/chunk_prune.h"
+#include "csrc/core/embedding/chunk_prune.h"
 #include "kernels/adaptive_bag.h"
 #include "kernels/bag_dispatch.h"
 #include "kernels/cpu/bag_groups.h"

@@ -11,8 +11,8 @@
 #include <span>
 #include <type_traits>
 
-#include "csrc/core/chunk_index.h"
-#include "csrc/core/chunk_utility.h"
+#include "csrc/core/embedding/chunk_index.h"
+#include "csrc/core/embedding/chunk_utility.h"
 #include "kernels/cpu/bag_batch.h"
 #include "kernels/cpu/bag_groups.h"
 #include "kernels/cpu/bag_loops.h"

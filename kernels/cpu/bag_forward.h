@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <span>
 
-#include "csrc/core/chunk_index.h"
+#include "csrc/core/embedding/chunk_index.h"
 #include "kernels/cpu/bag_batch.h"
 #include "kernels/cpu/bag_loops.h"
 #include "kernels/cpu/bag_rows.h"

@@ -12,7 +12,7 @@
 #include <span>
 #include <vector>
 
-#include "csrc/core/chunk_index.h"
+#include "csrc/core/embedding/chunk_index.h"
 #include "kernels/cpu/buffer.h"
 #include "kernels/cpu/isa.h"
 

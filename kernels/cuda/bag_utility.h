@@ -10,8 +10,8 @@
 #include <bit>
 #include <cstdint>
 
-#include "csrc/core/chunk_index.h"
-#include "csrc/core/chunk_utility.h"
+#include "csrc/core/embedding/chunk_index.h"
+#include "csrc/core/embedding/chunk_utility.h"
 #include "kernels/cuda/lanes.h"
 
 namespace torchext::cuda {

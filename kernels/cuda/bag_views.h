@@ -20,7 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "csrc/core/chunk_index.h"
+#include "csrc/core/embedding/chunk_index.h"
 #include "kernels/cpu/bag_batch.h"
 #include "kernels/cuda/quads.h"
 

@@ -7,8 +7,8 @@
 #include <set>
 #include <vector>
 
-#include "csrc/core/chunk_index.h"
-#include "csrc/core/chunk_utility.h"
+#include "csrc/core/embedding/chunk_index.h"
+#include "csrc/core/embedding/chunk_utility.h"
 #include "kernels/cpu/bag_batch.h"
 #include "kernels/cpu/bag_groups.h"
 #include "tests/cpp/kernels/host_device.h"

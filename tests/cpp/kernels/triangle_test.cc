@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/packed_triangle.h"
+#include "core/kfac/packed_triangle.h"
 
 namespace torchext::triangle {
 namespace {

@@ -1,7 +1,7 @@
 // The CUDA operators of the adaptive embedding bag on a simulated device: their own code from tensors to passes, and
 // loops on the host instead of launches. One translation unit, because torch's headers cost most of the time.
-#include "csrc/core/chunk_index.cpp"
-#include "csrc/core/chunk_utility.cpp"
+#include "csrc/core/embedding/chunk_index.cpp"
+#include "csrc/core/embedding/chunk_utility.cpp"
 #include "kernels/bag_checks.cpp"
 #include "kernels/cuda/adaptive_bag.cpp"
 #include "kernels/cuda/adaptive_bag_backward.cpp"

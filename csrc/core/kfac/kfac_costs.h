@@ -1,0 +1,39 @@
+// What K-FAC's tasks cost on this machine: straight lines through measured times, by which a plan is made.
+// (Shi et al., ICDCS 2021, section V: t_ar(n) = alpha + beta n; the cost of an inversion.)
+//
+// Pure functions of the samples; every rank must pass the same samples to come to the same plan. Times are seconds.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "core/kfac/alpha_beta.h"
+
+namespace torchext::core {
+
+struct CommSample {
+  std::size_t bytes = 0;
+  double seconds = 0;
+};
+// The line with the least sum of squared *relative* errors (small messages count as much as large ones), with alpha and
+// beta 0 or more. Needs two different sizes and times above 0; std::invalid_argument otherwise.
+AlphaBeta fitAlphaBeta(const std::vector<CommSample>& samples);
+
+struct InversionSample {
+  std::size_t dim = 0;
+  double seconds = 0;
+};
+// t(d) = fixed + cubic d^3. The paper's a exp(b d) fits its range of 64..8192, but grows without bound beyond it and
+// overrates small factors; what LAPACK does is d^3 after a constant.
+struct InversionCost {
+  double fixed = 0;  // seconds
+  double cubic = 0;  // seconds
+  double seconds(std::size_t dim) const {
+    const auto d = static_cast<double>(dim);
+    return fixed + cubic * d * d * d;
+  }
+};
+// Fitted as fitAlphaBeta is, on the same conditions.
+InversionCost fitInversion(const std::vector<InversionSample>& samples);
+
+}  // namespace torchext::core
