@@ -132,7 +132,7 @@ def extensions(root: Path) -> list[Extension]:
         "torchext._C",
         backends,
         include_dirs=list(include_dirs),
-        extra_compile_args={"cxx": [*cxx, f"-idirafter{root / 'csrc/c10d/absent'}"]},
+        extra_compile_args={"cxx": [*cxx, f"-idirafter{root / 'csrc/c10d/stubs'}"]},
         extra_link_args=link,
     )
     return [native, _kernels_extension(root, include_dirs, cxx, link)]

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.batches import batch_source, batches  # noqa: E402
 
-COMMON = ["-x", "c++", "-std=c++20", "-I.", "-Icsrc", "-idiraftercsrc/c10d/absent"]
+COMMON = ["-x", "c++", "-std=c++20", "-I.", "-Icsrc", "-idiraftercsrc/c10d/stubs"]
 KEEP_SECONDS = 30 * 24 * 3600
 BATCH = 16
 # clang's analyzer looks into sources that another one includes if the other one's name says so.

@@ -6,8 +6,8 @@
 
 #include <ATen/ATen.h>
 
-#include "c10d/agreement.h"
-#include "c10d/attachable_backend.h"
+#include "c10d/backend/attachable_backend.h"
+#include "c10d/transport/agreement.h"
 
 namespace torchext {
 

@@ -19,7 +19,7 @@
 #include <optional>
 #include <vector>
 
-#include "c10d/process_group_dear.h"
+#include "c10d/backend/process_group_dear.h"
 #include "core/dear/bayesian_tuner.h"
 
 namespace torchext {

@@ -9,10 +9,10 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
-#include "c10d/attentive_wait.h"
-#include "c10d/promises.h"
-#include "c10d/shard_collectives.h"
-#include "c10d/shard_exchange.h"
+#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/promises.h"
+#include "c10d/transport/shard_collectives.h"
+#include "c10d/transport/shard_exchange.h"
 #include "core/base/check.h"
 #include "ddp/attach_agreement.h"
 #include "ddp/elapsed.h"

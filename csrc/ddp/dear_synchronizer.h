@@ -37,8 +37,8 @@
 #include <utility>
 #include <vector>
 
-#include "c10d/process_group_dear.h"
-#include "c10d/shard_transport.h"
+#include "c10d/backend/process_group_dear.h"
+#include "c10d/transport/shard_transport.h"
 #include "ddp/dear_planner.h"
 #include "ddp/exchange_thread.h"
 #include "ddp/gradient_hooks.h"

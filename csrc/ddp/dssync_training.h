@@ -1,7 +1,7 @@
 // How dssync fills a GroupSynchronizer: the groups of a ShuffleSchedule (shuffle_schedule.h), by optimizer step.
 #pragma once
 
-#include "c10d/process_group_dssync.h"
+#include "c10d/backend/process_group_dssync.h"
 #include "ddp/group_synchronizer.h"
 
 namespace torchext {

@@ -5,9 +5,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 
-#include "c10d/attentive_wait.h"
-#include "c10d/fault_points.h"
-#include "c10d/start_thread.h"
+#include "c10d/fault/fault_points.h"
+#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/start_thread.h"
 #include "ddp/elapsed.h"
 
 namespace torchext {

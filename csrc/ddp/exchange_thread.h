@@ -18,7 +18,7 @@
 #include <mutex>
 #include <thread>
 
-#include "c10d/shard_transport.h"
+#include "c10d/transport/shard_transport.h"
 #include "ddp/side_stream.h"
 
 namespace torchext {
@@ -44,7 +44,7 @@ class ExchangeThread {
 
   void post(ExchangeTask task);
   // Blocks until nothing is queued, running or undrained; false after an error, or when no exchange has ended for
-  // `patience`. Attentive to signals (c10d/attentive_wait.h).
+  // `patience`. Attentive to signals (c10d/threads/attentive_wait.h).
   bool waitIdle(std::chrono::milliseconds patience);
   // The same for at most `limit` altogether, and without a look at signals: for the way out.
   bool waitIdleFor(std::chrono::milliseconds limit);

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <iterator>
 
-#include "c10d/agreement.h"
+#include "c10d/transport/agreement.h"
 #include "ddp/side_stream.h"
 
 namespace torchext {

@@ -11,7 +11,7 @@
 
 #include <ATen/ATen.h>
 
-#include "c10d/attachable_backend.h"
+#include "c10d/backend/attachable_backend.h"
 
 namespace torchext {
 

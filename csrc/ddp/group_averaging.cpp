@@ -7,7 +7,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 
-#include "c10d/fault_points.h"
+#include "c10d/fault/fault_points.h"
 #include "ddp/buffer_mean.h"
 #include "ddp/elapsed.h"
 #include "ddp/group_synchronizer.h"

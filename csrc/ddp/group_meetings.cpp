@@ -7,9 +7,9 @@
 #include <c10/util/Logging.h>
 #include <c10/util/ScopeExit.h>
 
-#include "c10d/attentive_wait.h"
-#include "c10d/delegating_work.h"
-#include "c10d/leaving.h"
+#include "c10d/backend/delegating_work.h"
+#include "c10d/fault/leaving.h"
+#include "c10d/threads/attentive_wait.h"
 #include "ddp/group_synchronizer.h"
 
 namespace torchext {

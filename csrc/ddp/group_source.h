@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "c10d/promises.h"
+#include "c10d/threads/promises.h"
 #include "core/prague/generator_messages.h"
 
 namespace torchext {

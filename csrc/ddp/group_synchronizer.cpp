@@ -8,7 +8,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 
-#include "c10d/attentive_wait.h"
+#include "c10d/threads/attentive_wait.h"
 #include "ddp/elapsed.h"
 
 namespace torchext {

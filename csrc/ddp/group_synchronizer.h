@@ -17,7 +17,7 @@
 // Threads: the training thread, autograd's (gradientsReady only) and `thread_`, which alone touches source_ (but for
 // ask()), partial_ and, while a bucket is pending, that bucket and its tensors.
 // Collectives of the user in the middle of training (a logged loss, DDP's own) and waits for another model's average: a
-// group may be promised in which others wait for this worker (c10d/promises.h). beginPromises() serves it without
+// group may be promised in which others wait for this worker (promises.h). beginPromises() serves it without
 // touching parameters that a forward or backward may be using: it sends what it has, and remembers the difference that
 // the average makes, to be added before the next step. Costs a copy of the parameters while such a difference waits.
 // The collective may be another thread's, with training under way: `state_` keeps the two apart. A model in
@@ -45,10 +45,10 @@
 #include <mutex>
 #include <vector>
 
-#include "c10d/attachable_backend.h"
-#include "c10d/promises.h"
-#include "c10d/subset_allreduce.h"
-#include "c10d/task_thread.h"
+#include "c10d/backend/attachable_backend.h"
+#include "c10d/threads/promises.h"
+#include "c10d/threads/task_thread.h"
+#include "c10d/transport/subset_allreduce.h"
 #include "core/prague/step_pace.h"
 #include "ddp/attach_agreement.h"
 #include "ddp/flat_buckets.h"
@@ -64,7 +64,7 @@ struct GroupTraining {
   c10::intrusive_ptr<AttachableBackend> group = nullptr;
   bool combine_then_adapt = false;  // cta; else atc
   std::int64_t period = 1;          // steps of a round
-  bool shared_memory = true;        // groups on one host average through memory (c10d/shared_windows.h)
+  bool shared_memory = true;        // groups on one host average through memory (c10d/transport/shared_windows.h)
   AgreementFields fields = {};      // options that must be the same on all ranks
   // Collective. host_of[rank]: dense host index. tag_base: two tags on the control group, the same on all ranks.
   std::function<std::unique_ptr<GroupSource>(const std::vector<int>& host_of, int tag_base)> make_source = {};

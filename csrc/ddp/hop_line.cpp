@@ -2,8 +2,8 @@
 
 #include <c10/util/Exception.h>
 
-#include "c10d/parse_message.h"
-#include "c10d/start_thread.h"
+#include "c10d/fault/parse_message.h"
+#include "c10d/threads/start_thread.h"
 
 namespace torchext {
 

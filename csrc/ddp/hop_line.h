@@ -17,8 +17,8 @@
 #include <optional>
 #include <thread>
 
-#include "c10d/attachable_backend.h"
-#include "c10d/point_to_point.h"
+#include "c10d/backend/attachable_backend.h"
+#include "c10d/transport/point_to_point.h"
 #include "core/hop/hop_messages.h"
 
 namespace torchext {

@@ -8,7 +8,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
-#include "c10d/attentive_wait.h"
+#include "c10d/threads/attentive_wait.h"
 #include "ddp/elapsed.h"
 #include "ddp/hop_mailbox.h"
 

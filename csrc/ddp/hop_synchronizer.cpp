@@ -9,9 +9,9 @@
 #include <c10/util/Logging.h>
 #include <c10/util/ScopeExit.h>
 
-#include "c10d/fault_points.h"
-#include "c10d/leaving.h"
-#include "c10d/promises.h"
+#include "c10d/fault/fault_points.h"
+#include "c10d/fault/leaving.h"
+#include "c10d/threads/promises.h"
 #include "ddp/attach_agreement.h"
 #include "ddp/elapsed.h"
 

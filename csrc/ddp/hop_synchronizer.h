@@ -26,7 +26,7 @@
 #include <memory>
 #include <vector>
 
-#include "c10d/process_group_hop.h"
+#include "c10d/backend/process_group_hop.h"
 #include "ddp/hop_mailbox.h"
 #include "ddp/hop_model.h"
 #include "ddp/hop_stats.h"

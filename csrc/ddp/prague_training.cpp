@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "c10d/generator_service.h"
-#include "c10d/own_fault.h"
+#include "c10d/fault/own_fault.h"
 #include "core/prague/static_schedule.h"
+#include "ddp/averaging/generator_service.h"
 
 namespace torchext {
 namespace {

@@ -2,7 +2,7 @@
 // generator, or of the static schedule.
 #pragma once
 
-#include "c10d/process_group_prague.h"
+#include "c10d/backend/process_group_prague.h"
 #include "ddp/group_synchronizer.h"
 
 namespace torchext {

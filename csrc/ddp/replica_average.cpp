@@ -7,8 +7,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 
-#include "c10d/fault_points.h"
-#include "c10d/promises.h"
+#include "c10d/fault/fault_points.h"
+#include "c10d/threads/promises.h"
 #include "ddp/buffer_mean.h"
 
 namespace torchext {

@@ -13,7 +13,7 @@
 
 #include <ATen/ATen.h>
 
-#include "c10d/attachable_backend.h"
+#include "c10d/backend/attachable_backend.h"
 #include "ddp/flat_buckets.h"
 #include "ddp/frozen_parameters.h"
 

@@ -13,9 +13,9 @@
 
 #include <c10/util/Exception.h>
 
-#include "c10d/attentive_wait.h"
-#include "c10d/connection_error.h"
-#include "c10d/torch_compat.h"
+#include "c10d/backend/torch_compat.h"
+#include "c10d/fault/connection_error.h"
+#include "c10d/threads/attentive_wait.h"
 
 namespace torchext {
 namespace {

@@ -6,7 +6,7 @@
 // or what comes after it, up to end(); what was made before stays.
 //
 // Threads: work() is the body of one thread, which has all calls of Run; the owner's calls under a lock of its own.
-// Waits of the owner look up for signals (c10d/attentive_wait.h), or do what they are given for it. No torch: it is run
+// Waits of the owner look up for signals (attentive_wait.h), or do what they are given for it. No torch: it is run
 // under ThreadSanitizer as it is.
 #pragma once
 
@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "c10d/attentive_wait.h"
+#include "c10d/threads/attentive_wait.h"
 
 namespace torchext {
 

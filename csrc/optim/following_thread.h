@@ -15,7 +15,7 @@
 
 #include <ATen/Parallel.h>
 
-#include "c10d/bounded_thread.h"
+#include "c10d/threads/bounded_thread.h"
 #include "optim/followed_runs.h"
 #include "optim/plain_mode.h"
 

@@ -16,8 +16,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "c10d/agreement.h"
-#include "c10d/window_gather.h"
+#include "c10d/transport/agreement.h"
+#include "c10d/transport/window_gather.h"
 #include "core/kfac/kfac_costs.h"
 #include "optim/exchange_waits.h"
 

@@ -9,13 +9,13 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "c10d/attachable_backend.h"
-#include "c10d/attentive_wait.h"
-#include "c10d/connecting_store.h"
-#include "c10d/fault_points.h"
-#include "c10d/interpreter_lock.h"
-#include "c10d/living_backends.h"
-#include "c10d/promises.h"
+#include "c10d/backend/attachable_backend.h"
+#include "c10d/backend/connecting_store.h"
+#include "c10d/backend/living_backends.h"
+#include "c10d/fault/fault_points.h"
+#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/interpreter_lock.h"
+#include "c10d/threads/promises.h"
 #include "python/bind_group.h"
 
 namespace torchext {

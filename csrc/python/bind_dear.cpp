@@ -9,7 +9,7 @@
 
 #include <pybind11/functional.h>
 
-#include "c10d/process_group_dear.h"
+#include "c10d/backend/process_group_dear.h"
 #include "ddp/dear_synchronizer.h"
 
 namespace torchext {

@@ -11,9 +11,9 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include "c10d/attachable_backend.h"
-#include "c10d/group_options.h"
-#include "c10d/living_backends.h"
+#include "c10d/backend/attachable_backend.h"
+#include "c10d/backend/group_options.h"
+#include "c10d/backend/living_backends.h"
 #include "python/bindings.h"
 
 namespace torchext {

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "c10d/process_group_hop.h"
+#include "c10d/backend/process_group_hop.h"
 #include "ddp/hop_synchronizer.h"
 
 namespace torchext {

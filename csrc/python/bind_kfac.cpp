@@ -3,7 +3,7 @@
 
 #include <pybind11/stl.h>
 
-#include "c10d/delegating_backend.h"
+#include "c10d/backend/delegating_backend.h"
 #include "core/base/enum_names.h"
 #include "optim/kfac_engine.h"
 #include "optim/matrix_product.h"

@@ -3,7 +3,7 @@
 #include "python/bind_group.h"
 #include "python/bind_synchronizer.h"
 
-#include "c10d/process_group_prague.h"
+#include "c10d/backend/process_group_prague.h"
 #include "ddp/prague_training.h"
 
 namespace torchext {

@@ -1,5 +1,5 @@
 // callersLine(): the innermost Python frame that is neither torch's nor torchext's.
-#include "c10d/callers_line.h"
+#include "c10d/fault/callers_line.h"
 
 #include <algorithm>
 #include <string>

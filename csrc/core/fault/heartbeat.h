@@ -1,5 +1,5 @@
 // Heartbeats: how far a rank is, who is behind or ahead, and from when on silence means something. Who sends what to
-// whom, and the threads: c10d/heartbeat_ring.h.
+// whom, and the threads: c10d/fault/heartbeat_ring.h.
 #pragma once
 
 #include <array>

@@ -1,0 +1,30 @@
+#include "c10d/backend/process_group_dear.h"
+
+#include <utility>
+
+#include "c10d/backend/living_backends.h"
+#include "c10d/backend/option_checks.h"
+
+namespace torchext {
+
+void ProcessGroupDear::Options::validate() const {
+  checkChoice("DeAROptions.form", form, {"sharded", "replicated"});
+  checkChoice("DeAROptions.transport", transport, {"auto", "collectives"});
+  TORCH_CHECK_VALUE(bucket_mb == 0 || (bucket_mb >= 0.001 && bucket_mb <= 4096),
+                    "DeAROptions.bucket_mb must be \"auto\" or in [0.001, 4096] MiB, got ", bucket_mb);
+}
+
+ProcessGroupDear::ProcessGroupDear(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options)
+    : AttachableBackend(rank, size, "dear", std::move(inner), options), dear_options_(std::move(options)) {
+  dear_options_->validate();
+}
+
+ProcessGroupDear::~ProcessGroupDear() { ProcessGroupDear::shutdown(); }
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupDear::createChild(int rank, int size, InnerBackends inner,
+                                                                c10::intrusive_ptr<c10d::Backend::Options> options) {
+  auto own = childOptions(*dear_options_, *options);
+  return makeBackend<ProcessGroupDear>(rank, size, std::move(inner), std::move(own));
+}
+
+}  // namespace torchext

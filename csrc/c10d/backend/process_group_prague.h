@@ -1,0 +1,87 @@
+// ProcessGroupPrague: the backend named "prague" (Luo et al., "Prague: High-Performance Heterogeneity-Aware
+// Asynchronous Decentralized Training", ASPLOS 2020).
+//
+// Every ordinary collective is DelegatingBackend's: exact, over all ranks. What Prague adds is P-Reduce,
+// partialAllReduce(): an average over the members named in the call. Models are trained with it through
+// torchext.attach(), see csrc/ddp/prague_training.h.
+//
+// The constructor is collective: ranks of one host find each other and share memory (shared_windows.h).
+//
+// Threads: partialAllReduce() checks its arguments on the caller's thread, then runs on one thread of this object, in
+// call order. Started on first use. What is added to the future of its work runs elsewhere (callback_threads.h).
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "c10d/backend/attachable_backend.h"
+#include "c10d/threads/task_thread.h"
+#include "c10d/transport/subset_allreduce.h"
+
+namespace torchext {
+
+class ProcessGroupPrague : public AttachableBackend {
+ public:
+  // How an attached model is averaged. Ranges are checked by validate(), before any communication.
+  struct Options : GroupOptions {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("prague", timeout) {}
+
+    std::int64_t group_size = 0;           // members of a group, 2..world size; 0: chosen by world size
+    std::string generator = "smart";       // random | division | inter-intra | smart | static | ready-set
+    std::string order = "cta";             // "cta": average while computing, then step; "atc": local step, then average
+    std::int64_t slowdown_threshold = -1;  // iterations behind from which a worker is left out; 0: never; -1: default
+    std::int64_t sync_period = 1;          // average after every n-th optimizer step, >= 1
+    std::int64_t sync_every = -1;          // every n-th division is one of all workers; 0: never; -1: default
+    std::int64_t seed = 0;                 // of the generator; the same on all ranks
+    bool shared_memory = true;             // averages among ranks of one host go through memory; each rank's own choice
+
+    // Throws c10::ValueError with the option's name, its value and the allowed range.
+    void validate() const;  // what can be checked without a world
+    void validate(int world_size) const;
+    // Changes what does not fit a group that has lost or gained ranks.
+    void fit(int world_size);
+    // NOLINTNEXTLINE(modernize-use-override): the options of torch 2.11 have none to override.
+    c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
+    std::int64_t groupSizeFor(int world_size) const;
+    std::int64_t slowdownThresholdFor() const;
+    std::int64_t syncEveryFor() const;
+  };
+
+  ProcessGroupPrague(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options);
+  ~ProcessGroupPrague() override;
+
+  // Averages `tensor` in place over `members` (ranks of this group, the caller among them, any order, no repeats).
+  // All members must call it with the same members, dtype and number of elements, in the same order relative to other
+  // calls they share. Errors that this rank can see are thrown at once; a difference between members fails the work on
+  // every member, with no buffer changed. One member: completes at once.
+  c10::intrusive_ptr<c10d::Work> partialAllReduce(const at::Tensor& tensor, std::vector<int> members);
+
+  const Options& pragueOptions() const { return *prague_options_; }
+
+  // The ranks, this one among them, whose averages with it go through shared memory; of calls on the group itself.
+  const std::vector<int>& sharedMemoryRanks() const { return shared_memory_ranks_; }
+
+ protected:
+  c10::intrusive_ptr<c10d::Backend> createChild(int rank, int size, InnerBackends inner,
+                                                c10::intrusive_ptr<c10d::Backend::Options> options) override;
+  void onShutdown() override;
+
+ private:
+  std::vector<int> checkMembers(std::vector<int> members) const;
+  void checkTensor(const at::Tensor& tensor) const;
+  void startPartialThread();
+
+  c10::intrusive_ptr<Options> prague_options_;
+  std::vector<int> shared_memory_ranks_;
+  std::mutex mutex_;  // guards the fields below
+  std::unique_ptr<SubsetAllreduce> partial_;
+  std::unique_ptr<TaskThread> thread_;
+  std::map<std::vector<int>, std::uint64_t> calls_;  // partial all-reduces so far, for each set of members
+};
+
+}  // namespace torchext

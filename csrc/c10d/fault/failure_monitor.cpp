@@ -1,0 +1,316 @@
+#include "c10d/fault/failure_monitor.h"
+
+#include <chrono>
+#include <cstring>
+#include <list>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
+
+#include "c10d/fault/fault_points.h"
+#include "c10d/threads/bounded_thread.h"
+#include "core/base/wire.h"
+
+namespace torchext {
+namespace {
+
+constexpr int kRingTag = FailureMonitor::kReservedTags + 1;
+constexpr auto kWatchStopLimit = std::chrono::milliseconds(1000);
+// For GOODBYE to leave before the connections close. It has, as a rule, when send() returns: the predecessor has a
+// receive posted. Not when it is still at the message before, on a busy machine.
+constexpr auto kGoodbyeLimit = std::chrono::milliseconds(100);
+
+// Zeros: Gloo accepts a message that is too short, and what it leaves unwritten must break a rule.
+at::Tensor emptyMessage() { return at::zeros({static_cast<int64_t>(core::kVerdictBytes)}, at::kByte); }
+
+}  // namespace
+
+// Shared with the thread, which may outlive the monitor when a handler is stuck.
+struct FailureMonitor::State {
+  State(c10::intrusive_ptr<c10d::Backend> group, int rank_in, int size_in)
+      : control(std::move(group)), rank(rank_in), size(size_in) {}
+
+  int successor() const { return (rank + 1) % size; }
+  int predecessor() const { return (rank + size - 1) % size; }
+
+  c10::intrusive_ptr<c10d::Work> send(const Verdict& verdict) noexcept;
+  void sayGoodbye() noexcept;
+  void run();
+  std::optional<at::Tensor> receive();
+  std::optional<Verdict> read(const at::Tensor& message);
+  void deliver(const Verdict& verdict);
+
+  std::mutex mutex;
+  c10::intrusive_ptr<c10d::Backend> control;
+  const int rank;
+  const int size;
+  Events events;
+  std::shared_ptr<HeartbeatRing> heartbeat;  // set once, by start(); null in a group of one
+  bool stopping = false;
+  bool announced = false;
+  bool successor_left = false;
+  bool left_alone = false;  // stop() could not wait for the thread
+  c10::intrusive_ptr<c10d::Work> pending;
+  // Messages under way, with their tensors: Gloo needs them until the peer's side of them is there, which may be never.
+  std::list<c10::intrusive_ptr<c10d::Work>> kept;
+  BoundedThread thread;
+  std::shared_ptr<State> itself;  // of abandon()
+};
+
+// The message under way; null when the predecessor is gone.
+c10::intrusive_ptr<c10d::Work> FailureMonitor::State::send(const Verdict& verdict) noexcept {
+  try {
+    c10::intrusive_ptr<c10d::Backend> group;
+    {
+      std::lock_guard lock(mutex);
+      group = control;
+    }
+    if (!group) {
+      return nullptr;  // stopped, and the connections are closed
+    }
+    const auto message = core::encodeVerdict(verdict);
+    std::vector<at::Tensor> tensors{emptyMessage()};
+    std::memcpy(tensors[0].mutable_data_ptr(), message.data(), message.size());
+    auto work = group->send(tensors, predecessor(), kRingTag);
+    std::lock_guard lock(mutex);
+    kept.push_back(work);
+    return work;
+  } catch (const std::exception&) {
+    return nullptr;  // the predecessor is gone; it needs no news, and those behind it have another witness
+  }
+}
+
+void FailureMonitor::State::sayGoodbye() noexcept {
+  const auto work = send({Verdict::Kind::kGoodbye, rank, rank, "left in order"});
+  try {
+    if (work) {
+      work->wait(kGoodbyeLimit);
+    }
+  } catch (const std::exception&) {
+    // The predecessor leaves as well, and receives nothing any more.
+  }
+}
+
+// The successor's next message; nothing when stop() ended the wait. Throws when the connection is closed.
+std::optional<at::Tensor> FailureMonitor::State::receive() {
+  std::vector<at::Tensor> tensors{emptyMessage()};
+  auto work = control->recv(tensors, successor(), kRingTag);
+  {
+    std::lock_guard lock(mutex);
+    if (stopping) {
+      return std::nullopt;
+    }
+    pending = work;
+  }
+  const bool arrived = work->wait(kForever);
+  std::lock_guard lock(mutex);
+  pending.reset();
+  return arrived && !stopping ? std::optional<at::Tensor>(tensors[0]) : std::nullopt;
+}
+
+// A verdict, or nothing when the message was of another kind and has been dealt with.
+std::optional<Verdict> FailureMonitor::State::read(const at::Tensor& message) {
+  const std::span bytes(static_cast<const std::byte*>(message.const_data_ptr()), core::kVerdictBytes);
+  if (heartbeat->take(bytes)) {
+    return std::nullopt;
+  }
+  if (core::magicOf(bytes) != core::CallMessage::kMagic) {
+    return core::parseVerdict(bytes, size);
+  }
+  const auto header = core::parseCallMessage(bytes, successor());
+  std::function<void(const core::CallMessage&)> call;
+  {
+    std::lock_guard lock(mutex);
+    call = events.call;
+  }
+  if (call) {
+    call(header);
+  }
+  return std::nullopt;
+}
+
+void FailureMonitor::State::deliver(const Verdict& verdict) {
+  std::function<void(const Verdict&)> call;
+  bool first = false;
+  {
+    std::lock_guard lock(mutex);
+    first = !std::exchange(announced, true);
+    call = events.verdict;
+  }
+  // The news goes out before anything here is torn down: a peer that sees our connections close must know why.
+  if (first && predecessor() != verdict.origin) {
+    send(verdict);
+  }
+  if (call) {
+    call(verdict);
+  }
+}
+
+void FailureMonitor::State::run() {
+  bool over = false;  // by a verdict. What still comes is received all the same: Gloo's loop would spin on it
+  bool closed = false;
+  while (!closed) {
+    std::optional<Verdict> verdict;
+    try {
+      const auto message = receive();
+      if (!message) {
+        return;
+      }
+      verdict = read(*message);
+    } catch (const core::MalformedMessage& error) {
+      verdict = Verdict{Verdict::Kind::kFailure, successor(), rank,
+                        c10::str("rank ", successor(), " sent a malformed message: ", error.what())};
+    } catch (const std::exception&) {
+      closed = true;
+      verdict = Verdict{Verdict::Kind::kObituary, successor(), rank, "connection closed"};
+    }
+    std::unique_lock lock(mutex);
+    if (closed) {
+      pending.reset();
+    }
+    if (!verdict || stopping) {
+      continue;
+    }
+    if (closed && !successor_left && events.lost) {
+      const auto call = events.lost;
+      lock.unlock();
+      call(successor());
+      lock.lock();
+    }
+    if (std::exchange(over, true)) {
+      continue;
+    }
+    successor_left = verdict->kind == Verdict::Kind::kGoodbye;
+    lock.unlock();
+    heartbeat->unwatch();
+    if (verdict->kind != Verdict::Kind::kGoodbye) {
+      faultPoint(FaultPoint::kVerdictHeard);
+      deliver(*verdict);
+    }
+  }
+}
+
+FailureMonitor::FailureMonitor(c10::intrusive_ptr<c10d::Backend> control, int rank, int size)
+    : state_(std::make_shared<State>(std::move(control), rank, size)) {}
+
+FailureMonitor::~FailureMonitor() {
+  if (state_) {
+    stop(false);
+  }
+}
+
+void FailureMonitor::start(std::chrono::milliseconds heartbeat_timeout, Events events) {
+  if (!state_->control) {
+    return;
+  }
+  std::lock_guard lock(state_->mutex);
+  state_->heartbeat =
+      std::make_shared<HeartbeatRing>(state_->control, kRingTag, heartbeat_timeout, std::move(events.heartbeat));
+  state_->events = std::move(events);
+  state_->thread = BoundedThread("torchext_mon", [state = state_] { state->run(); });
+  state_->heartbeat->start();
+}
+
+void FailureMonitor::post(const core::CallMessage& message) noexcept {
+  if (state_->heartbeat) {
+    state_->heartbeat->post(message);
+  }
+}
+
+std::optional<core::LaggardQuery> FailureMonitor::ask(std::uint64_t sequence, std::chrono::milliseconds limit) {
+  return state_->heartbeat ? state_->heartbeat->ask(sequence, limit) : std::nullopt;
+}
+
+void FailureMonitor::tell(const core::StepNotice& notice) noexcept {
+  if (state_->heartbeat) {
+    state_->heartbeat->tell(notice);
+  }
+}
+
+std::optional<core::StepNotice> FailureMonitor::furthest(int model) const {
+  return state_->heartbeat ? state_->heartbeat->furthest(model) : std::nullopt;
+}
+
+void FailureMonitor::announce(Verdict verdict) noexcept {
+  if (!state_->heartbeat) {
+    return;
+  }
+  {
+    std::lock_guard lock(state_->mutex);
+    if (std::exchange(state_->announced, true)) {
+      return;
+    }
+  }
+  verdict.origin = state_->rank;
+  state_->send(verdict);
+}
+
+void FailureMonitor::keep(c10::intrusive_ptr<c10d::Work> work) noexcept {
+  std::lock_guard lock(state_->mutex);
+  if (state_->control) {
+    state_->kept.push_back(std::move(work));
+  }
+}
+
+void FailureMonitor::stop(bool goodbye) noexcept {
+  BoundedThread thread;
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->stopping = true;
+    state_->events = {};
+    thread = std::move(state_->thread);
+    goodbye = goodbye && !std::exchange(state_->announced, true);
+  }
+  if (!state_->heartbeat) {
+    return;
+  }
+  state_->heartbeat->stop();
+  if (goodbye && state_->control) {
+    state_->sayGoodbye();
+  }
+  {
+    std::lock_guard lock(state_->mutex);
+    if (state_->pending) {
+      state_->pending->abort();
+    }
+  }
+  // If not: a handler is stuck in someone's callback, or it is the one that destroys us. The thread owns its state and
+  // ends by itself.
+  if (!thread.finish(kWatchStopLimit)) {
+    std::lock_guard lock(state_->mutex);
+    state_->left_alone = true;
+  }
+}
+
+void FailureMonitor::releaseGroup() noexcept {
+  c10::intrusive_ptr<c10d::Backend> control;  // these end without the lock: Gloo's group joins its threads
+  std::list<c10::intrusive_ptr<c10d::Work>> kept;
+  std::lock_guard lock(state_->mutex);
+  if (state_->left_alone || !state_->heartbeat) {
+    return;  // the thread lets go of it when it ends
+  }
+  kept.swap(state_->kept);
+  state_->heartbeat->releaseGroup();
+  control.swap(state_->control);
+}
+
+void FailureMonitor::abandon() noexcept {
+  // Deliberately leaked, as owners of themselves: neither the threads nor the locks mean anything in a forked child.
+  State& state = *state_;
+  state.thread.abandon();
+  if (state.heartbeat) {
+    state.heartbeat->abandon();
+  }
+  state.itself = std::move(state_);
+}
+
+bool FailureMonitor::successorLeft() const noexcept {
+  std::lock_guard lock(state_->mutex);
+  return state_->successor_left;
+}
+
+}  // namespace torchext
