@@ -10,7 +10,7 @@
 #include <pybind11/functional.h>
 
 #include "c10d/backend/process_group_dear.h"
-#include "ddp/dear_synchronizer.h"
+#include "ddp/dear/dear_synchronizer.h"
 
 namespace torchext {
 namespace {

@@ -4,7 +4,7 @@
 #include "python/bind_synchronizer.h"
 
 #include "c10d/backend/process_group_dssync.h"
-#include "ddp/dssync_training.h"
+#include "ddp/averaging/dssync_training.h"
 
 namespace torchext {
 namespace {

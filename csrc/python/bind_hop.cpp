@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "c10d/backend/process_group_hop.h"
-#include "ddp/hop_synchronizer.h"
+#include "ddp/hop/hop_synchronizer.h"
 
 namespace torchext {
 namespace {

@@ -4,7 +4,7 @@
 #include "python/bind_synchronizer.h"
 
 #include "c10d/backend/process_group_prague.h"
-#include "ddp/prague_training.h"
+#include "ddp/averaging/prague_training.h"
 
 namespace torchext {
 namespace {

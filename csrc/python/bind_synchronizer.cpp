@@ -6,8 +6,8 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
-#include "ddp/local_gradient_hook.h"
-#include "ddp/synchronizer.h"
+#include "ddp/common/local_gradient_hook.h"
+#include "ddp/common/synchronizer.h"
 
 namespace torchext {
 namespace {

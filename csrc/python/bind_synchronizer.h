@@ -7,7 +7,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include "ddp/group_synchronizer.h"
+#include "ddp/averaging/group_synchronizer.h"
 
 namespace torchext {
 

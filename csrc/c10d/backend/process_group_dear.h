@@ -3,7 +3,7 @@
 //
 // Every collective is DelegatingBackend's: exact, over all ranks. Models are trained through torchext.attach(): their
 // gradients are reduce-scattered under the backward pass, and what comes of them is gathered under the next forward
-// pass; see csrc/ddp/dear_synchronizer.h.
+// pass; see csrc/ddp/dear/dear_synchronizer.h.
 #pragma once
 
 #include <chrono>

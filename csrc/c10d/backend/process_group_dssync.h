@@ -3,7 +3,7 @@
 //
 // Every collective is DelegatingBackend's: exact, over all ranks. Models are trained through torchext.attach(): after
 // each step the workers are divided into groups that average among themselves, and shuffled before the next; see
-// csrc/core/dssync/shuffle_schedule.h for the schedules and csrc/ddp/group_synchronizer.h for the averages.
+// csrc/core/dssync/shuffle_schedule.h for the schedules and csrc/ddp/averaging/group_synchronizer.h for the averages.
 //
 // Threads: racks() is collective and called by the thread that attaches; everything else from any.
 #pragma once

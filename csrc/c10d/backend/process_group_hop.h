@@ -2,7 +2,7 @@
 // 2019).
 //
 // Every collective is DelegatingBackend's: exact, over all ranks. Models are trained through torchext.attach(): each
-// worker exchanges parameters with its neighbours on a communication graph; see csrc/ddp/hop_synchronizer.h.
+// worker exchanges parameters with its neighbours on a communication graph; see csrc/ddp/hop/hop_synchronizer.h.
 #pragma once
 
 #include <chrono>

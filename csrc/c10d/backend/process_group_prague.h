@@ -3,7 +3,7 @@
 //
 // Every ordinary collective is DelegatingBackend's: exact, over all ranks. What Prague adds is P-Reduce,
 // partialAllReduce(): an average over the members named in the call. Models are trained with it through
-// torchext.attach(), see csrc/ddp/prague_training.h.
+// torchext.attach(), see csrc/ddp/averaging/prague_training.h.
 //
 // The constructor is collective: ranks of one host find each other and share memory (shared_windows.h).
 //

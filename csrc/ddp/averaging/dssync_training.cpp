@@ -1,0 +1,68 @@
+#include "ddp/averaging/dssync_training.h"
+
+#include <algorithm>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/dssync/shuffle_schedule.h"
+
+namespace torchext {
+namespace {
+
+std::vector<std::string> textsOf(const std::vector<std::int64_t>& numbers) {
+  std::vector<std::string> texts;
+  std::transform(numbers.begin(), numbers.end(), std::back_inserter(texts),
+                 [](std::int64_t number) { return std::to_string(number); });
+  return texts;
+}
+
+AgreementFields agreementFields(const ProcessGroupDSSync& group) {
+  const auto& options = group.dssyncOptions();
+  return {
+      {"DSSyncOptions.group_size", options.groupSizeFor(group.getSize())},
+      {"DSSyncOptions.schedule", options.schedule},
+      {"DSSyncOptions.order", options.order},
+      {"DSSyncOptions.sync_period", options.sync_period},
+      {"DSSyncOptions.seed", options.seed},
+      {"DSSyncOptions.host_bandwidth", options.host_bandwidth},
+      {"DSSyncOptions.uplink_bandwidth", options.uplink_bandwidth},
+      {"DSSyncOptions.racks", textsOf(options.racks)},
+  };
+}
+
+std::unique_ptr<GroupSource> makeSource(ProcessGroupDSSync& group, const std::vector<int>& host_of) {
+  const auto& options = group.dssyncOptions();
+  core::ShuffleOptions shuffle;
+  shuffle.world_size = group.getSize();
+  shuffle.group_size = static_cast<int>(options.groupSizeFor(group.getSize()));
+  shuffle.kind = core::parseShuffleKind(options.schedule);
+  shuffle.seed = static_cast<std::uint64_t>(options.seed);
+  shuffle.host_of = host_of;
+  if (shuffle.kind == core::ShuffleKind::kTopology) {
+    core::RackMap map = group.racks(host_of);
+    shuffle.host_of = std::move(map.host_of);
+    shuffle.rack_of = std::move(map.rack_of);
+    shuffle.host_bandwidth = map.host_bandwidth;
+    shuffle.uplink_bandwidth = std::move(map.uplink_bandwidth);
+  }
+  return makeScheduledSource([rank = group.getRank(), schedule = core::ShuffleSchedule(std::move(shuffle))](
+                                 std::int64_t round) { return schedule.groupOf(rank, round); });
+}
+
+}  // namespace
+
+GroupTraining dssyncTraining(const c10::intrusive_ptr<ProcessGroupDSSync>& group) {
+  const auto& options = group->dssyncOptions();
+  return {
+      .group = group,
+      .combine_then_adapt = options.order == "cta",
+      .period = options.sync_period,
+      .shared_memory = options.shared_memory,
+      .fields = agreementFields(*group),
+      .make_source = [raw = group.get()](const std::vector<int>& host_of, int) { return makeSource(*raw, host_of); },
+  };
+}
+
+}  // namespace torchext

@@ -1,0 +1,11 @@
+// How dssync fills a GroupSynchronizer: the groups of a ShuffleSchedule (shuffle_schedule.h), by optimizer step.
+#pragma once
+
+#include "c10d/backend/process_group_dssync.h"
+#include "ddp/averaging/group_synchronizer.h"
+
+namespace torchext {
+
+GroupTraining dssyncTraining(const c10::intrusive_ptr<ProcessGroupDSSync>& group);
+
+}  // namespace torchext

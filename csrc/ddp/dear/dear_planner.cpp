@@ -1,0 +1,225 @@
+#include "ddp/dear/dear_planner.h"
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <utility>
+
+#include <c10/util/Logging.h>
+
+#include "c10d/threads/promises.h"
+#include "core/dear/step_times.h"
+#include "ddp/common/elapsed.h"
+
+namespace torchext {
+namespace {
+
+constexpr double kMebibyte = 1 << 20;
+// DDP builds its buckets anew after the first step, allocators and connections warm up.
+constexpr int kWarmUpSteps = 3;
+// Of every trial: the first of them pays for the change and is not counted.
+constexpr int kWindowSteps = 10;
+// After so many trials a search that is that far behind all-reduce is given up.
+constexpr std::size_t kPatientTrials = 4;
+constexpr double kHopeless = 1.1;
+// No further apart than this the two are measured in turn, in so many windows each.
+constexpr double kClose = 1.25;
+constexpr std::size_t kConfirmations = 3;
+// There buckets must win by so many standard errors of the difference: where steps vary, who wins by chance is the
+// slower one as often as not, and all-reduce loses nothing.
+constexpr double kStandardErrors = 2;
+// A decision is looked at first after so many steps, then after twice as many each time; by the median of the last few,
+// which pauses between steps (an evaluation) do not move.
+constexpr std::int64_t kFirstLook = 100;
+constexpr std::int64_t kLookedAt = 50;
+
+core::BayesianTunerOptions tunerOptions(std::size_t model_bytes) {
+  auto tuning = core::BayesianTunerOptions::forModel(std::max<std::size_t>(1, model_bytes));
+  tuning.start_mb = std::clamp(static_cast<double>(model_bytes) / kMebibyte / 8, tuning.min_mb, tuning.max_mb);
+  tuning.window_steps = kWindowSteps;
+  return tuning;
+}
+
+// Each of `all` once: first those that were seen, in that order, then the others (unused in that step) in their own.
+std::vector<std::int64_t> completed(const std::vector<std::int64_t>& seen, const std::vector<std::int64_t>& all) {
+  std::set<std::int64_t> left(all.begin(), all.end());
+  std::vector<std::int64_t> result;
+  for (const std::vector<std::int64_t>* list : {&seen, &all}) {
+    for (const std::int64_t tensor : *list) {
+      if (left.erase(tensor) > 0) {
+        result.push_back(tensor);
+      }
+    }
+  }
+  return result;
+}
+
+std::size_t bytesOf(double mebibytes) { return std::max<std::size_t>(1, std::llround(mebibytes * kMebibyte)); }
+
+}  // namespace
+
+DearPlanner::DearPlanner(ProcessGroupDear& group, std::size_t model_bytes, std::vector<std::int64_t> tensors,
+                         double bucket_mb)
+    : group_(group),
+      tensors_(std::move(tensors)),
+      fallback_(group.dearOptions().allreduce_fallback && group.getSize() > 1),
+      fixed_(bucket_mb > 0),
+      tuner_(tunerOptions(model_bytes)) {
+  plan_.allreduce = fallback_;
+  plan_.bucket_bytes = bytesOf(fixed_ ? bucket_mb : tuner_.propose());
+  plan_.forward_order = tensors_;
+  plan_.gradient_order.assign(tensors_.rbegin(), tensors_.rend());
+}
+
+bool DearPlanner::afterStep(const std::vector<std::int64_t>& gradient_order,
+                            const std::vector<std::int64_t>& forward_order) {
+  const auto now = Clock::now();
+  const std::optional<Clock::time_point> before = std::exchange(last_step_, now);
+  const double seconds = before ? std::max(1e-9, std::chrono::duration<double>(now - *before).count()) : 1.0;
+  if (phase_ == Phase::kDecided) {
+    return watch(seconds);
+  }
+  // The other ranks count only: their own clocks must not decide when a decision is due.
+  window_.push_back(seconds);
+  if (phase_ == Phase::kTuning && !fixed_ && group_.getRank() == 0) {
+    tuner_.report(seconds);
+  }
+  if (static_cast<int>(window_.size()) < (phase_ == Phase::kWarmUp ? kWarmUpSteps : kWindowSteps + 1)) {
+    return false;
+  }
+  const DearPlan old = plan_;
+  if (group_.getRank() == 0) {
+    decide(completed(gradient_order, tensors_), completed(forward_order, tensors_));
+  }
+  share();
+  window_.clear();
+  last_step_ = Clock::now();
+  return old.allreduce != plan_.allreduce || old.bucket_bytes != plan_.bucket_bytes ||
+         old.gradient_order != plan_.gradient_order || old.forward_order != plan_.forward_order;
+}
+
+void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
+                         const std::vector<std::int64_t>& forward_order) {
+  if (phase_ == Phase::kWarmUp) {
+    plan_.gradient_order = gradient_order;
+    plan_.forward_order = forward_order;
+    phase_ = fallback_ ? Phase::kAllreduce : fixed_ ? Phase::kDecided : Phase::kSettling;
+    return;
+  }
+  if (phase_ == Phase::kConfirming) {
+    confirm();
+  } else if (phase_ == Phase::kTuning) {
+    tune();
+  } else {
+    if (phase_ == Phase::kAllreduce) {
+      allreduce_seconds_ = core::median({window_.begin() + 1, window_.end()});
+      plan_.allreduce = false;
+    }
+    phase_ = Phase::kTuning;
+  }
+}
+
+void DearPlanner::tune() {
+  best_seconds_ = fixed_ ? core::median({window_.begin() + 1, window_.end()}) : tuner_.best()->step_seconds;
+  if (!fixed_) {
+    plan_.bucket_bytes = bytesOf(tuner_.propose());
+  }
+  const bool hopeless =
+      fallback_ && tuner_.state().trials.size() >= kPatientTrials && best_seconds_ > kHopeless * allreduce_seconds_;
+  if (!fixed_ && !tuner_.done() && !hopeless) {
+    return;
+  }
+  if (!fixed_) {
+    plan_.bucket_bytes = bytesOf(tuner_.best()->bucket_mb);
+  }
+  const double ratio = fallback_ ? allreduce_seconds_ / best_seconds_ : kClose;
+  if (ratio > 1 / kClose && ratio < kClose) {
+    compareAgain();
+  } else {
+    settle(allreduce_seconds_ <= best_seconds_);
+  }
+}
+
+void DearPlanner::compareAgain() {
+  phase_ = Phase::kConfirming;
+  plan_.allreduce = true;
+  confirmed_[0].clear();
+  confirmed_[1].clear();
+}
+
+// True: plan() is new. The network, or the machine, may not be what it was when it was measured.
+bool DearPlanner::watch(double seconds) {
+  if (!fallback_ || plan_.allreduce) {
+    return false;
+  }
+  next_look_ = std::max(next_look_, kFirstLook);
+  if (++watched_ > next_look_ - kLookedAt) {
+    window_.push_back(seconds);
+  }
+  if (watched_ < next_look_) {
+    return false;
+  }
+  watched_ = 0;
+  next_look_ *= 2;
+  if (group_.getRank() == 0 && core::median(window_) > allreduce_seconds_) {
+    compareAgain();
+  }
+  share();
+  window_.clear();
+  last_step_ = Clock::now();
+  return plan_.allreduce;
+}
+
+void DearPlanner::confirm() {
+  std::vector<double>& seconds = confirmed_[plan_.allreduce ? 1 : 0];
+  seconds.insert(seconds.end(), window_.begin() + 1, window_.end());
+  plan_.allreduce = !plan_.allreduce;
+  if (confirmed_[0].size() == kConfirmations * kWindowSteps) {  // the second of the two
+    best_seconds_ = core::mean(confirmed_[0]);
+    allreduce_seconds_ = core::mean(confirmed_[1]);
+    settle(!core::clearlyFaster(confirmed_[0], confirmed_[1], kStandardErrors));
+  }
+}
+
+void DearPlanner::settle(bool allreduce) {
+  phase_ = Phase::kDecided;
+  plan_.allreduce = fallback_ && allreduce;
+  announce();
+}
+
+void DearPlanner::announce() const {
+  if (plan_.allreduce) {
+    LOG(WARNING) << "dear: nothing to hide here, or too little to tell: a step takes " << 1e3 * best_seconds_
+                 << " ms with buckets of " << static_cast<double>(plan_.bucket_bytes) / kMebibyte << " MiB and "
+                 << 1e3 * allreduce_seconds_ << " ms with plain all-reduce, which is used from now on";
+  } else {
+    LOG(INFO) << "dear: buckets of " << static_cast<double>(plan_.bucket_bytes) / kMebibyte << " MiB, "
+              << 1e3 * best_seconds_ << " ms a step"
+              << (fallback_ ? c10::str(" (plain all-reduce: ", 1e3 * allreduce_seconds_, " ms)") : "");
+  }
+}
+
+void DearPlanner::share() {
+  const auto count = static_cast<std::int64_t>(tensors_.size());
+  at::Tensor message = at::zeros({3 + 2 * count}, at::kLong);
+  auto* data = message.mutable_data_ptr<std::int64_t>();
+  if (group_.getRank() == 0) {
+    data[0] = static_cast<std::int64_t>(phase_);
+    data[1] = plan_.allreduce ? 1 : 0;
+    data[2] = static_cast<std::int64_t>(plan_.bucket_bytes);
+    std::copy(plan_.gradient_order.begin(), plan_.gradient_order.end(), data + 3);
+    std::copy(plan_.forward_order.begin(), plan_.forward_order.end(), data + 3 + count);
+  }
+  if (group_.getSize() > 1) {
+    const InternalCollective internal;
+    std::vector<at::Tensor> tensors{message};
+    group_.broadcast(tensors, c10d::BroadcastOptions())->wait();
+  }
+  phase_ = static_cast<Phase>(data[0]);
+  plan_.allreduce = data[1] != 0;
+  plan_.bucket_bytes = static_cast<std::size_t>(data[2]);
+  plan_.gradient_order.assign(data + 3, data + 3 + count);
+  plan_.forward_order.assign(data + 3 + count, data + 3 + 2 * count);
+}
+
+}  // namespace torchext

@@ -1,0 +1,372 @@
+#include "ddp/hop/hop_synchronizer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <c10/util/ScopeExit.h>
+
+#include "c10d/fault/fault_points.h"
+#include "c10d/fault/leaving.h"
+#include "c10d/threads/promises.h"
+#include "ddp/common/attach_agreement.h"
+#include "ddp/common/elapsed.h"
+
+namespace torchext {
+namespace {
+
+std::vector<std::string> inNeighbours(const core::CommunicationGraph& graph) {
+  std::vector<std::string> texts;
+  texts.reserve(core::index(graph.size()));
+  for (int rank = 0; rank < graph.size(); ++rank) {
+    texts.push_back(
+        c10::str(c10::Join(", ", graph.inNeighbours(rank)), " (weights ", c10::Join(", ", graph.inWeights(rank)), ")"));
+  }
+  return texts;
+}
+
+void addFields(AgreementFields& fields, const ProcessGroupHop::Options& options,
+               const core::CommunicationGraph& graph) {
+  const AgreementFields more{
+      {"HopOptions.graph's in-neighbours", inNeighbours(graph)},
+      {"HopOptions.order", options.order},
+      {"HopOptions.notify_ack", options.notify_ack},
+      {"HopOptions.max_iteration_gap", options.max_iteration_gap},
+      {"HopOptions.backup_workers", options.backup_workers},
+      {"HopOptions.staleness", options.staleness},
+      {"HopOptions.max_jump", options.max_jump},
+      {"HopOptions.jump_trigger", options.jump_trigger},
+  };
+  fields.insert(fields.end(), more.begin(), more.end());
+}
+
+std::uint64_t digestOf(const std::vector<at::Tensor>& tensors) {
+  std::string text;
+  for (const at::Tensor& tensor : tensors) {
+    text += c10::str(tensor.sizes(), c10::toString(tensor.scalar_type()), ";");
+  }
+  return static_cast<std::uint64_t>(agreementHash(text));
+}
+
+}  // namespace
+
+HopSynchronizer::HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, const std::vector<at::Tensor>& parameters,
+                                 const std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& frozen)
+    : group_(std::move(group)),
+      graph_(group_->hopOptions().graphFor(group_->getSize())),
+      mode_(group_->hopOptions().mode()),
+      serial_(group_->hopOptions().order == "serial"),
+      model_(parameters, buffers),
+      wires_(wiresOf(model_.parameters(), model_.buffers())),
+      tensors_(parameters, buffers),
+      replica_average_(*group_, model_.parameters(), model_.buffers(), FrozenParameters(frozen)) {
+  const int channel = group_->nextChannel();
+  AgreementFields fields{agreementOf("parameters", parameters), agreementOf("buffers", buffers),
+                         agreementOf("frozen parameters", frozen)};
+  addFields(fields, group_->hopOptions(), graph_);
+  agreeOnAttach(*group_, fields);
+  if (group_->getSize() > 1) {
+    mailbox_ = std::make_shared<HopMailbox>(group_, HopSetup{.graph = graph_,
+                                                             .mode = mode_,
+                                                             .model_bytes = model_.bytes(),
+                                                             .digest = digestOf(tensors_.tensors()),
+                                                             .channel = channel});
+  }
+  shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
+}
+
+HopSynchronizer::~HopSynchronizer() { HopSynchronizer::leave(std::chrono::seconds(2)); }
+
+// ---- An iteration ----
+
+// What fails in the middle of an exchange leaves others waiting for it, whether or not the script goes on.
+template <class Body>
+void HopSynchronizer::orTellAll(Body body) {
+  try {
+    body();
+  } catch (...) {
+    std::rethrow_exception(group_->health()->explainToAll(std::current_exception(), OpInfo{.name = "training"}));
+  }
+}
+
+void HopSynchronizer::publish(bool send) {
+  tensors_.takeBack("hop");
+  tensors_.note();
+  exchange_ = group_->flights().begin("exchange", "all_reduce", wires_, wires_);
+  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
+  std::byte* block = mailbox->ownBlock(tag_);
+  orTellAll([&] {
+    const auto start = Clock::now();
+    model_.pack(block);
+    stats_.copy_ms += millisecondsSince(start);
+    mailbox->publish(tag_, send);
+    faultPoint(FaultPoint::kHopPublished);
+  });
+  own_block_ = block;
+}
+
+void HopSynchronizer::average() {
+  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
+  const auto inputs = mailbox->take();
+  orTellAll([&] {
+    faultPoint(FaultPoint::kHopTaken);
+    RECORD_FUNCTION("torchext::hop::average", std::vector<c10::IValue>{});
+    const auto start = Clock::now();
+    model_.assign(inputs, own_block_, tensors_.endRound());
+    stats_.copy_ms += millisecondsSince(start);
+    mailbox->release();
+  });
+  exchange_.done();
+  own_block_ = nullptr;
+}
+
+void HopSynchronizer::begin() {
+  if (mailbox_ && !inForkedChild() && !serial_ && !averaged_ && own_block_ == nullptr) {
+    const at::NoGradGuard no_grad;
+    publish(true);
+  }
+}
+
+void HopSynchronizer::beforeStep() {
+  group_->checkProcess("training");
+  waitAll();
+  if (!mailbox_ || serial_ || averaged_) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  if (own_block_ == nullptr) {
+    publish(true);
+  }
+  average();
+  averaged_ = true;
+}
+
+void HopSynchronizer::afterStep() {
+  const at::NoGradGuard no_grad;
+  if (mailbox_ && !serial_ && !averaged_) {
+    beforeStep();  // a step without its pre-hook
+  }
+  waitAll();  // serial: a closure that steps twice
+  ++iteration_;
+  ++stats_.steps;
+  if (!mailbox_) {
+    return;
+  }
+  if (serial_) {
+    publish(true);
+    exchanging_ = true;
+  } else {
+    averaged_ = false;
+    moveOn();
+    publish(true);
+  }
+}
+
+// Serial: the exchange that the last step began.
+void HopSynchronizer::finishIteration() {
+  group_->checkProcess("training");
+  const at::NoGradGuard no_grad;
+  average();
+  exchanging_ = false;
+  moveOn();
+}
+
+// To the next iteration, over some others if this worker is late.
+void HopSynchronizer::moveOn() {
+  const int jump = mode_.skips() ? core::plannedJump(mode_, mailbox_->lag()) : 1;
+  if (jump > 1) {
+    tag_ += jump - 1;
+    iteration_ += jump - 1;
+    stats_.skipped += jump - 1;
+    entering_ = Entering::kJump;
+  } else {
+    ++tag_;
+    entering_ = Entering::kNext;
+  }
+  enter();
+}
+
+// Again where what a signal's handler raised has ended a wait in here: training may go on after it.
+void HopSynchronizer::enter() {
+  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
+  if (entering_ == Entering::kJump) {
+    RECORD_FUNCTION("torchext::hop::skip", std::vector<c10::IValue>{});
+    if (own_block_ == nullptr) {
+      mailbox->enter(tag_);
+      publish(false);  // all who would receive it have passed
+    }
+    average();
+    ++tag_;
+    entering_ = Entering::kNext;
+  }
+  if (entering_ == Entering::kNext) {
+    mailbox->enter(tag_);
+    entering_ = Entering::kNo;
+  }
+}
+
+void HopSynchronizer::waitTensors(const std::vector<std::int64_t>& /*tensors*/) { waitAll(); }
+
+void HopSynchronizer::waitAll() {
+  if (mailbox_) {
+    mailbox_->checkUsable();
+    enter();
+    if (exchanging_) {
+      finishIteration();
+    }
+  }
+}
+
+// ---- Where all workers meet ----
+
+void HopSynchronizer::checkAttached() const {
+  group_->checkProcess("training");
+  TORCH_CHECK(!detached_, "hop: this synchronizer has been detached");
+}
+
+// What comes to an end in it, by what a signal's handler raises for one, leaves a mailbox that is half drained, and the
+// others waiting: the group ends with it.
+void HopSynchronizer::meet(const std::function<void()>& task) {
+  Promises::keepAll(WaitingFor::kEverybody);
+  meeting_ = true;
+  const auto over = c10::make_scope_exit([this] { meeting_ = false; });
+  try {
+    waitAll();
+    task();
+  } catch (...) {
+    group_->abandonMeeting(std::current_exception());
+    throw;
+  }
+}
+
+void HopSynchronizer::drain(bool finally) {
+  if (const std::shared_ptr<HopMailbox> mailbox = mailbox_) {
+    mailbox->drain(finally);
+    exchange_.done();  // all have met: nobody averages with what was published last
+  }
+}
+
+void HopSynchronizer::beginSession() {
+  drain(false);
+  tag_ = 0;
+  own_block_ = nullptr;
+  averaged_ = false;
+}
+
+void HopSynchronizer::synchronize() {
+  checkAttached();
+  tensors_.takeBack("hop");
+  const at::NoGradGuard no_grad;
+  meet([this] {
+    beginSession();
+    stats_.consensus_distance = replica_average_.form();
+  });
+}
+
+void HopSynchronizer::enterAverage() {
+  checkAttached();
+  replica_average_.checkNotEntered();
+  tensors_.takeBack("hop");
+  const at::NoGradGuard no_grad;
+  meet([this] {
+    beginSession();
+    stats_.consensus_distance = replica_average_.enter();
+  });
+}
+
+void HopSynchronizer::leaveAverage() { replica_average_.leave(); }
+
+// ---- The end ----
+
+void HopSynchronizer::detach() {
+  if (detached_) {
+    return;
+  }
+  group_->checkProcess("training");
+  meet([this] { drain(true); });
+  leave(std::chrono::milliseconds(0));
+}
+
+void HopSynchronizer::leave(std::chrono::milliseconds limit) {
+  if (group_->health()->inForkedChild()) {
+    return;
+  }
+  group_->removeShutdownCallback(shutdown_callback_);          // first: another thread may be leaving with the group
+  const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
+  const bool orderly = !std::exchange(detached_, true) && limit.count() > 0;
+  if (!mailbox_) {
+    return;
+  }
+  if (orderly) {
+    group_->announceLeaving();
+    bool met = false;
+    const auto left = [&](std::chrono::milliseconds within) {
+      try {
+        met = mailbox_->drain(true, within);
+        return met;
+      } catch (const std::exception& error) {
+        LOG(INFO) << "hop: left without the others: " << error.what();
+        return true;
+      }
+    };
+    // In a meeting the others have had this rank's farewell.
+    if (meeting_ || (!left(limit) && !group_->outwaitTraining(left))) {
+      LOG(WARNING) << "hop [rank " << group_->getRank() << "]: leaving while other workers still train; call "
+                   << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
+      const Leaving leaving;
+      group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
+    }
+    if (met) {
+      exchange_.done();
+    }
+  }
+  mailbox_->stop();
+  last_stats_ = mailbox_->stats();
+  mailbox_ = nullptr;
+}
+
+// ---- Figures ----
+
+HopStats HopSynchronizer::hopStats() const {
+  HopStats result = mailbox_ ? mailbox_->stats() : last_stats_;
+  result.steps = stats_.steps;
+  result.skipped = stats_.skipped;
+  result.copy_ms = stats_.copy_ms;
+  result.consensus_distance = stats_.consensus_distance;
+  return result;
+}
+
+AveragingStats HopSynchronizer::stats() const {
+  const HopStats all = hopStats();
+  AveragingStats result;
+  result.steps = all.steps;
+  result.averages = all.averages;
+  result.group_sizes = all.group_sizes;
+  result.exposed_ms = all.model_wait_ms + all.token_wait_ms + all.send_wait_ms;
+  result.peer_wait_ms = all.model_wait_ms;
+  result.copy_ms = all.copy_ms;
+  result.bytes_sent = all.bytes_sent;
+  result.bucket_bytes = all.slot_bytes;
+  result.iteration_gap = all.gaps.empty() ? 0 : std::max<std::int64_t>(0, -all.gaps.begin()->first);
+  result.consensus_distance = all.consensus_distance;
+  return result;
+}
+
+int HopSynchronizer::gapBound() const {
+  const int rank = group_->getRank();
+  const std::vector<int>& takers = graph_.outNeighbours(rank);
+  const auto from_here = graph_.pathLengthsFrom(rank);
+  int bound = 0;
+  for (const int neighbour : graph_.inNeighbours(rank)) {
+    if (neighbour != rank) {
+      const bool gives_tokens = std::find(takers.begin(), takers.end(), neighbour) != takers.end();
+      bound = std::max(bound, core::toldGapBound(mode_, gives_tokens, from_here[core::index(neighbour)]));
+    }
+  }
+  return bound;
+}
+
+}  // namespace torchext
