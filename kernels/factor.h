@@ -8,7 +8,7 @@
 //   unpack_triangle(packed, dim)       [groups, dim, dim], both halves
 //
 // factor_generic.cpp has them in plain ATen, for every device that has no kernels of its own, the CPU among them: the
-// engine's CPU path (csrc/optim) works on raw memory and does not come here, so that the same ATen code that runs on a
+// engine's CPU path (csrc/kfac) works on raw memory and does not come here, so that the same ATen code that runs on a
 // device is compared with it on any machine. kernels/cuda/factor.cpp has cuBLAS and kernels. float32 and float64;
 // nothing waits for the device. In grad mode tensors that require grad are refused: there is no derivative.
 //

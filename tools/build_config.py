@@ -109,7 +109,7 @@ def _relative(root: Path, *patterns: str) -> list[str]:
 
 def extensions(root: Path) -> list[Extension]:
     """torchext._C from csrc/, torchext._kernels from kernels/."""
-    backends = _relative(root, *(f"csrc/{layer}/**/*.cpp" for layer in ("core", "c10d", "ddp", "optim", "python")))
+    backends = _relative(root, *(f"csrc/{layer}/**/*.cpp" for layer in ("core", "c10d", "ddp", "kfac", "python")))
     if not any(source.startswith("csrc/python/") for source in backends):
         raise BuildError("csrc/python holds no .cpp file, so torchext._C has no bindings to build from.")
     drop_launchers()

@@ -5,9 +5,9 @@
 
 #include "c10d/backend/delegating_backend.h"
 #include "core/base/enum_names.h"
-#include "optim/kfac_engine.h"
-#include "optim/matrix_product.h"
-#include "optim/tiled_direction.h"
+#include "kfac/engine/kfac_engine.h"
+#include "kfac/linalg/matrix_product.h"
+#include "kfac/precondition/tiled_direction.h"
 
 namespace torchext {
 namespace {

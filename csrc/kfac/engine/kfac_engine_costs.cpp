@@ -1,0 +1,181 @@
+// What KfacEngine measures at its start, for plans to be compared by.
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "kfac/base/timed.h"
+#include "kfac/engine/kfac_engine.h"
+#include "kfac/inverses/factor_batch.h"
+#include "kfac/linalg/matrix_product.h"
+#include "kfac/precondition/tiled_direction.h"
+
+namespace torchext {
+namespace {
+
+// As directions are made (kfac_directions_cpu.cpp).
+template <class T>
+void multiplySquares(const at::Tensor& square, at::Tensor& result) {
+  const std::int64_t size = square.size(0);
+  const T* data = square.const_data_ptr<T>();
+  multiply(false, true, size, size, size, data, size, data, size, T(0), result.mutable_data_ptr<T>(), size);
+}
+
+// Well conditioned. Of full rank for eigenvectors, whose search ends sooner with fewer; Cholesky takes its time
+// whatever the elements are, and the script waits for this.
+at::Tensor exampleFactor(std::int64_t dim, InverseForm form, const at::Generator& generator) {
+  if (form == InverseForm::kInverse) {
+    return at::eye(dim).mul_(2);
+  }
+  const at::Tensor noise = at::rand({dim, dim}, generator);
+  const double radius = 2 * std::sqrt(static_cast<double>(dim) / 6);  // of the symmetric part's spectrum (Wigner)
+  return (noise + noise.t()).sub_(1).div_(radius).add_(at::eye(dim), 2);
+}
+
+}  // namespace
+
+// Replicas stay equal only where all ranks round alike.
+bool KfacEngine::allHaveTiles() const {
+  const bool here = options_.precision == DirectionPrecision::kHigh && !queued_ && statistics_->type() == at::kFloat &&
+                    std::any_of(layers_.begin(), layers_.end(),
+                                [&](const auto& spec) { return KfacDirections::usesTiles(spec, options_.form); }) &&
+                    TiledDirection::available();
+  return exchange_ ? exchange_->mean(here ? 1 : 0) > 1 - 0.5 / ranks_ : here;
+}
+
+void KfacEngine::measureCosts() {
+  // Sizes of the model's own factors, up to one that takes some milliseconds; beyond it the fit's cubic holds.
+  constexpr std::int64_t kLargest = 512;
+  constexpr int kRepeats = 3;
+  constexpr double kEnough = 1e-3;  // seconds for one size: the script waits, and what takes longer varies less
+  std::set<std::int64_t> dims{16, 64};
+  for (const FactorSlot& slot : statistics_->slots()) {
+    if (!slot.diagonal) {
+      dims.insert(std::min(slot.dim, kLargest));
+    }
+  }
+  while (dims.size() > 3) {
+    dims.erase(std::next(dims.begin()));  // keeps the largest ones, which weigh most
+  }
+  if (!exchange_) {
+    dims = {16, 64};
+  }
+  std::vector<core::InversionSample> samples;
+  std::vector<double> seconds;
+  at::Generator generator = at::detail::createCPUGenerator(/*seed_val=*/1);  // the script's numbers stay its own
+  for (const std::int64_t dim : dims) {
+    const at::Tensor batch = exampleFactor(dim, options_.form, generator).to(statistics_->options()).unsqueeze(0);
+    const at::Tensor damping = at::full({1}, 0.1, batch.options());
+    const FactorSlot slot{.dim = dim, .size = dim * (dim + 1) / 2};
+    const at::Tensor packed = at::empty({slot.size}, batch.options());
+    statistics_->pack(batch, slot, packed);
+    InverseFailures ignored;
+    double spent = 0;
+    int repeats = 0;
+    if (exchange_) {
+      exchange_->mean(0);  // all begin together, as they will: those that share a processor are in each other's way
+    }
+    for (; repeats < kRepeats && spent < kEnough; ++repeats) {
+      waitForDevice(device_);
+      const double start = monotonicSeconds();
+      if (queued_) {
+        invertFactors({FactorToInvert{batch, damping}}, options_.form, ignored);
+      } else if (options_.form == InverseForm::kInverse) {
+        invertFactor(packed, dim, /*divisor=*/1, damping, ignored);
+      } else {
+        decomposeFactor(batch, ignored);
+      }
+      waitForDevice(device_);
+      spent += monotonicSeconds() - start;
+    }
+    samples.push_back({static_cast<std::size_t>(dim), 0});
+    seconds.push_back(spent / repeats);
+  }
+  if (exchange_) {
+    for (double& taken : seconds) {
+      taken = typicalSeconds(taken);
+    }
+    seconds = exchange_->fromRankZero(seconds);
+    if (exchange_->sharesMemory()) {
+      // What everybody writes, everybody reads.
+      const core::AlphaBeta sharing = core::fitAlphaBeta(exchange_->measureSharing());
+      input_.costs.sharing = sharing;
+      input_.costs.broadcast = sharing;
+      input_.costs.all_reduce = {sharing.alpha, ranks_ * sharing.beta};
+    } else {
+      std::vector<core::CommSample> all_reduce;
+      std::vector<core::CommSample> broadcast;
+      const auto width = c10::elementSize(statistics_->type());
+      exchange_->measure(device_, static_cast<std::size_t>(statistics_->elements()) * width, all_reduce, broadcast);
+      input_.costs.all_reduce = core::fitAlphaBeta(all_reduce);
+      input_.costs.broadcast = core::fitAlphaBeta(broadcast);
+    }
+  }
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    samples[i].seconds = std::max(seconds[i], 1e-9);
+  }
+  input_.costs.inversion = core::fitInversion(samples);
+
+  // Each only where there is a layer for it: the script waits.
+  double on_tiles = 0;
+  double by_blas = 0;
+  for (const KfacLayerSpec& spec : layers_) {
+    const bool tiled = tiles_ && KfacDirections::usesTiles(spec, options_.form);
+    double& product = tiled ? on_tiles : by_blas;
+    product = product > 0 ? product : secondsOfProduct(tiled);
+    const auto out = static_cast<double>(spec.outputs());
+    const auto in = static_cast<double>(spec.inputDim());
+    const double diagonal = spec.diagonalInput() ? out * in : out * in * in;
+    const double form = options_.form == InverseForm::kEigen ? 2 : 1;
+    input_.precondition.push_back(form * static_cast<double>(spec.groups) * (out * out * in + diagonal) * product);
+  }
+}
+
+// Of a multiplication and an addition in a product of a common size. All ranks compute at once, as they will: for a
+// turn or two of those which share a processor. (Four ranks on two cores spread by as much, 10 to 25 %, with 20 ms.)
+double KfacEngine::secondsOfProduct(bool tiles) {
+  constexpr std::int64_t kSize = 192;
+  constexpr double kWindow = 0.005;  // seconds
+  const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
+  at::Tensor result = at::empty_like(square);
+  TiledDirection direction;
+  TiledDirection::Work work;
+  if (tiles) {
+    direction.prepare(square.unsqueeze(0), square.unsqueeze(0), /*begin=*/0, kSize);
+  }
+  const auto multiply_once = [&] {
+    if (tiles) {  // two products
+      direction.compute({square.const_data_ptr<float>(), nullptr, kSize},
+                        {result.mutable_data_ptr<float>(), nullptr, kSize}, work);
+    } else if (queued_) {
+      at::mm_out(result, square, square);
+    } else if (statistics_->type() == at::kDouble) {
+      multiplySquares<double>(square, result);
+    } else {
+      multiplySquares<float>(square, result);
+    }
+    waitForDevice(device_);
+  };
+  multiply_once();
+  if (exchange_) {
+    exchange_->mean(0);  // all begin together
+  }
+  const double start = monotonicSeconds();
+  double seconds = 0;
+  int products = 0;
+  while (seconds < kWindow) {
+    multiply_once();
+    ++products;
+    seconds = monotonicSeconds() - start;
+  }
+  seconds /= static_cast<double>(tiles ? 2 * products : products) * static_cast<double>(kSize * kSize * kSize);
+  // The mean may differ in its last bit from rank to rank, and plans may not.
+  return exchange_ ? exchange_->fromRankZero({typicalSeconds(seconds)}).front() : seconds;
+}
+
+// Of what all ranks have timed at once, by the mean of their speeds: where more ranks than processors share a host, one
+// may have slept through all of its measurement, and its seconds would be most of a mean.
+double KfacEngine::typicalSeconds(double seconds) { return 1 / exchange_->mean(1 / std::max(seconds, 1e-12)); }
+
+}  // namespace torchext

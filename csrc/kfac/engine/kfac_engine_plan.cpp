@@ -1,0 +1,182 @@
+// What KfacEngine does at its start: options compared, the plan made (of costs: kfac_engine_costs.cpp) and its buffers
+// laid out.
+#include <algorithm>
+#include <numeric>
+
+#include "core/base/check.h"
+#include "kfac/engine/kfac_engine.h"
+
+namespace torchext {
+namespace {
+
+// Ready times are taken from the last of so many steps that send factors, then runs are planned for good.
+constexpr int kProfiledSteps = 3;
+
+std::vector<std::string> describeLayers(const std::vector<KfacLayerSpec>& layers) {
+  std::vector<std::string> texts;
+  texts.reserve(layers.size());
+  for (const auto& layer : layers) {
+    texts.push_back(c10::str(layer.name.empty() ? "the model itself" : layer.name, ", weight ", layer.weight.sizes(),
+                             layer.bias ? " and bias" : "", ", groups ", layer.groups));
+  }
+  return texts;
+}
+
+at::ScalarType typeOf(const std::vector<KfacLayerSpec>& layers) {
+  const bool doubles = std::any_of(layers.begin(), layers.end(),
+                                   [](const auto& layer) { return layer.weight.scalar_type() == at::kDouble; });
+  return doubles ? at::kDouble : at::kFloat;
+}
+
+at::Device deviceOf(const std::vector<KfacLayerSpec>& layers) {
+  TORCH_CHECK_VALUE(!layers.empty(), "torchext.optim: no layers");
+  const at::Device device = layers.front().weight.device();
+  for (const auto& layer : layers) {
+    TORCH_CHECK_VALUE(layer.weight.device() == device, "torchext.optim: ", layers.front().name, " is on ", device, ", ",
+                      layer.name, " on ", layer.weight.device(), "; all layers must be on one device");
+  }
+  return device;
+}
+
+}  // namespace
+
+KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
+                       const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<GroupHealth> model)
+    : layers_(std::move(layers)),
+      options_((options.validate(), std::move(options))),
+      device_(deviceOf(layers_)),
+      queued_(options_.queued || !device_.is_cpu()),
+      exchange_(group && group->getSize() > 1 ? std::make_unique<KfacExchange>(group, std::move(model)) : nullptr),
+      rank_(exchange_ ? exchange_->rank() : 0),
+      ranks_(exchange_ ? exchange_->size() : 1),
+      statistics_(
+          queued_ ? makeQueuedStatistics(layers_, at::TensorOptions(typeOf(layers_)).device(device_), options_.scaling)
+                  : makeCpuStatistics(layers_, typeOf(layers_), options_.scaling)),
+      row_counts_(layers_.size()),
+      row_factors_(layers_.size(), 0),
+      row_products_(layers_.size(), 0),
+      inverses_(statistics_->slots().size()),
+      prepared_(statistics_->slots().size(), false),
+      calls_(layers_.size()),
+      ready_(device_, statistics_->slots().size()) {
+  if (exchange_) {
+    exchange_->agree({
+        {"layers", describeLayers(layers_)},
+        {"factor_update_steps", options_.factor_update_steps},
+        {"inverse_update_steps", options_.inverse_update_steps},
+        {"strategy", options_.strategy},
+        {"method", core::enumName(kMethodNames, "method", options_.form)},
+        {"factor_scaling", core::enumName(kScalingNames, "factor_scaling", options_.scaling)},
+        {"factor_decay", options_.decay},
+        {"martens_decay", options_.martens_decay},
+        {"damping", options_.damping},
+        {"kl_clip", options_.kl_clip},
+        {"worker_fraction", options_.worker_fraction},
+        {"max_run_mb", options_.max_run_mb},
+        {"exchange_always", options_.exchange_always},
+        {"split_directions", options_.split_directions},
+        {"direction_precision", core::enumName(kPrecisionNames, "direction_precision", options_.precision)},
+        {"early_directions", options_.early_directions},
+        {"gather_rows", options_.gather_rows},
+        {"shared_memory", options_.shared_memory},
+        {"the type of the device", c10::DeviceTypeName(device_.type(), /*lower_case=*/true)},
+    });
+    if (options_.shared_memory && !queued_) {
+      exchange_->shareMemory();
+    }
+  }
+  if (options_.early_directions) {
+    early_ = std::make_unique<EarlyDirections>(layers_, statistics_->options());
+  }
+  tiles_ = allHaveTiles();
+  measureCosts();
+  makePlan();
+}
+
+void KfacEngine::makePlan() {
+  const auto& slots = statistics_->slots();
+  const auto width = c10::elementSize(statistics_->type());
+  for (const FactorSlot& slot : slots) {
+    input_.tasks.push_back({slot.layer, static_cast<std::size_t>(slot.dim), static_cast<std::size_t>(slot.count),
+                            static_cast<std::size_t>(slot.size) * width,
+                            static_cast<std::size_t>(inverseElements(slot, options_.form)) * width, slot.diagonal});
+  }
+  for (const KfacLayerSpec& spec : layers_) {
+    input_.gradient_bytes.push_back(static_cast<std::size_t>(spec.groups * spec.outputs() * spec.inputDim()) * width);
+  }
+  for (int layer = 0; early_ && layer < static_cast<int>(layers_.size()); ++layer) {
+    input_.early.push_back(isEarly(layer));
+  }
+  // Through memory rows come in step(), where their directions are not ahead of anything.
+  for (int layer = 0; exchange_ && !throughMemory() && layer < static_cast<int>(layers_.size()); ++layer) {
+    input_.of_rows.push_back(suitsRows(layer));
+  }
+  input_.ranks = ranks_;
+  input_.steps_per_inverse = options_.inverse_update_steps;
+  input_.worker_fraction = options_.worker_fraction;
+  input_.max_run_bytes = static_cast<std::size_t>(options_.max_run_mb * (1 << 20));
+  plan_ = core::makeKfacPlan(core::parseKfacStrategy(options_.strategy), input_);
+  // Who asks for rows has no shares without asking for them.
+  const bool split = options_.split_directions.value_or(plan_.split_directions && options_.gather_rows != true);
+  plan_.split_directions = split && ranks_ > 1;
+
+  // Directions that few ranks compute lie together by owner. Those that may stay at home come last.
+  std::vector<int> order(layers_.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto key = [&](int layer) {
+    const auto i = static_cast<std::size_t>(layer);
+    return plan_.workers[i] < ranks_ ? plan_.layer_owner[i] : ranks_ + (isEarly(layer) || mayTakeRows(layer) ? 1 : 0);
+  };
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return key(a) < key(b); });
+  std::vector<int> parts(layers_.size(), 1);
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    if (plan_.split_directions && plan_.workers[layer] == ranks_ &&
+        KfacDirections::splits(layers_[layer], options_.form)) {
+      parts[layer] = ranks_;
+    }
+  }
+  KfacDirections::Layout layout{std::move(order), std::move(parts), tiles_};
+  directions_ = queued_ ? makeQueuedDirections(layers_, statistics_->options(), std::move(layout))
+                        : makeCpuDirections(layers_, statistics_->type(), std::move(layout));
+  std::vector<bool> at_home;
+  at_home.reserve(layers_.size());
+  for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
+    at_home.push_back(isEarly(layer) || mayTakeRows(layer));
+  }
+  made_.assign(layers_.size(), false);
+  direction_travel_ = std::make_unique<DirectionTravel>(plan_, *directions_, at_home, exchange_.get(), queued_);
+  inverse_travel_ = std::make_unique<InverseTravel>(plan_, *statistics_, options_.form, exchange_.get());
+  if (exchange_) {
+    payload_ = at::empty({statistics_->elements()}, statistics_->options());
+  }
+  inverter_ = {statistics_, exchange_ ? payload_ : statistics_->running(), {}, options_.form, queued_};
+  for (const core::FactorPlan& factor : plan_.factors) {
+    const bool summed = exchange_ && factor.exchange != core::FactorExchange::kOwnersOwn;
+    inverter_.divisors.push_back(summed ? ranks_ : 1);
+  }
+  share_place_.assign(slots.size(), -1);
+  const bool added_here = device_.is_cpu() && !throughMemory();
+  std::int64_t owned = 0;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const core::FactorPlan& factor = plan_.factors[i];
+    if (added_here && factor.exchange == core::FactorExchange::kReduceToOwner && factor.owner == rank_) {
+      share_place_[i] = owned;
+      owned += slots[i].size;
+    }
+  }
+  if (owned > 0) {
+    shares_ = at::empty({owned * (ranks_ - 1)}, statistics_->options());
+  }
+}
+
+// After some profiled steps: runs by the ready times that rank 0 saw.
+void KfacEngine::replanRuns() {
+  if (!exchange_ || profiled_ != kProfiledSteps || !input_.ready.empty() ||
+      plan_.strategy == core::KfacStrategy::kDkfac) {
+    return;
+  }
+  input_.ready = exchange_->fromRankZero(ready_.seconds());
+  plan_.fusion_ends = core::makeKfacPlan(plan_.strategy, input_).fusion_ends;
+}
+
+}  // namespace torchext

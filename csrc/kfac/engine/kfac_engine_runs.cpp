@@ -1,0 +1,213 @@
+// Factors on their way: what leaves when, and how a step ends that will not use it.
+#include <algorithm>
+
+#include "core/base/check.h"
+#include "kfac/base/plain_mode.h"
+#include "kfac/base/timed.h"
+#include "kfac/comm/kfac_tags.h"
+#include "kfac/engine/kfac_engine.h"
+
+namespace torchext {
+namespace {
+
+enum StepVote : std::int64_t { kLeavesStep, kTakesStep, kTakesStepAgain };
+
+}  // namespace
+
+bool KfacEngine::exchanging() const {
+  const int interval = options_.exchange_always ? options_.factor_update_steps : options_.inverse_update_steps;
+  return exchange_ && stats_.steps % interval == 0;
+}
+
+void KfacEngine::prepare(std::size_t slot, double loss_scale) {
+  if (prepared_[slot]) {
+    return;
+  }
+  prepared_[slot] = true;
+  const FactorSlot& place = statistics_->slots()[slot];
+  if (statistics_->calls(place.layer) == 0) {
+    statistics_->slice(payload_, place).copy_(statistics_->slice(statistics_->running(), place));
+  } else {
+    statistics_->preview(place, currentDecay(), loss_scale, payload_);
+  }
+}
+
+void KfacEngine::startRuns(bool overlapped) {
+  if (throughMemory()) {
+    return;
+  }
+  const auto& ends = plan_.fusion_ends;
+  while (started_ < ends.size()) {
+    const std::size_t begin = started_ == 0 ? 0 : core::index(ends[started_ - 1]);
+    const std::size_t end = core::index(ends[started_]);
+    const auto from = prepared_.begin() + static_cast<std::ptrdiff_t>(begin);
+    if (!std::all_of(from, prepared_.begin() + static_cast<std::ptrdiff_t>(end), [](bool done) { return done; })) {
+      return;
+    }
+    const FactorSlot& first = statistics_->slots()[begin];
+    const FactorSlot& last = statistics_->slots()[end - 1];
+    const at::Tensor run = payload_.narrow(0, first.offset, last.offset + last.size - first.offset);
+    KfacExchange::Sum sum;  // of kOwnersOwn: there is nothing to wait for
+    if (plan_.factors[begin].exchange == core::FactorExchange::kAllReduce) {
+      sum = exchange_->allReduce(run);
+    } else if (plan_.factors[begin].exchange == core::FactorExchange::kReduceToOwner) {
+      sum = exchange_->reduce(run, plan_.factors[begin].owner, kfac_tags::kSums + static_cast<int>(started_),
+                              sharesOf(begin, run.numel()));
+    }
+    if (followsRuns()) {
+      if (started_ == 0) {
+        followed_damping_ = options_.damping;
+      }
+      if (!early_inverses_) {
+        early_inverses_ = std::make_unique<EarlyInverses>(exchange_->waits());
+      }
+      early_inverses_->follow(std::move(sum), invertedAfter(end), inverter_, followed_damping_);
+    } else {
+      sums_.push_back(std::move(sum));
+    }
+    ++started_;
+    ++stats_.runs;
+    stats_.runs_overlapped += overlapped ? 1 : 0;
+  }
+}
+
+// Where the other ranks' shares of a run come that this rank owns; elsewhere undefined.
+at::Tensor KfacEngine::sharesOf(std::size_t first_slot, std::int64_t elements) const {
+  return share_place_[first_slot] < 0
+             ? at::Tensor()
+             : shares_.narrow(0, share_place_[first_slot] * (ranks_ - 1), elements * (ranks_ - 1));
+}
+
+// Sends what has not left yet.
+void KfacEngine::startRest(double loss_scale) {
+  {
+    const Timed timed(stats_.factor_seconds);
+    for (std::size_t slot = 0; slot < prepared_.size(); ++slot) {
+      prepare(slot, loss_scale);
+    }
+  }
+  const Timed timed(stats_.exchange_wait_seconds);
+  startRuns(/*overlapped=*/false);
+}
+
+// All ranks take a step, or none does. If they differ, what has been sent comes to its end on all of them, the step is
+// forgotten, and all throw. Returns whether a rank has sent factors that are not those of the whole step, so that all
+// must send again. Each rank says besides how many rows its layers have had.
+bool KfacEngine::agreeOnStep(bool takes_step) {
+  const StepVote own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
+  const at::Tensor said = at::cat({at::full({1}, static_cast<std::int64_t>(own), at::kLong), ownRowCounts()});
+  const at::Tensor all = ofAllRanks(said, kfac_tags::kVerdict);
+  all_row_counts_ = all.narrow(1, 1, said.numel() - 1);
+  const at::Tensor verdict_of = all.select(1, 0).contiguous();
+  const auto* verdicts = verdict_of.const_data_ptr<std::int64_t>();
+  const auto* end = verdicts + ranks_;
+  const auto* other = std::find_if(verdicts, end, [&](auto verdict) { return (verdict != kLeavesStep) != takes_step; });
+  if (other == end) {
+    return std::find(verdicts, end, kTakesStepAgain) != end;
+  }
+  waitForRuns();
+  endRuns();
+  forgetStep();
+  const auto rank = static_cast<int>(other - verdicts);
+  const bool ours = !takes_step;
+  C10_THROW_ERROR(DistBackendError,
+                  c10::str("torchext.optim: rank ", ours ? rank_ : rank, " left out step ", stats_.steps,
+                           " (cleared its gradients without step()), rank ", ours ? rank : rank_,
+                           " did not; step() is collective: take or leave it on all ranks alike, for example by an "
+                           "all-reduce of the condition"));
+}
+
+// Sends a step's factors and returns once all ranks take the step, or throws on all. Nothing is changed before that,
+// and nothing leaves that a rank without this step would not receive.
+void KfacEngine::sendFactors(double loss_scale) {
+  startRest(loss_scale);
+  bool again = false;
+  {
+    const Timed timed(stats_.exchange_wait_seconds);
+    again = agreeOnStep(/*takes_step=*/true);
+    if (again) {
+      waitForRuns();
+      endRuns();
+    }
+  }
+  if (again) {
+    startRest(loss_scale);
+  }
+  if (throughMemory()) {
+    const Timed timed(stats_.exchange_wait_seconds);
+    sumThroughMemory();
+  }
+}
+
+// All factors at once: of each only what this rank needs the sum of.
+void KfacEngine::sumThroughMemory() {
+  const auto& slots = statistics_->slots();
+  bool summed = false;
+  std::vector<core::Span> spans;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const core::FactorPlan& factor = plan_.factors[i];
+    summed = summed || factor.exchange != core::FactorExchange::kOwnersOwn;
+    if (factor.exchange == core::FactorExchange::kAllReduce ||
+        (factor.exchange == core::FactorExchange::kReduceToOwner && factor.owner == rank_)) {
+      spans.push_back({static_cast<std::size_t>(slots[i].offset), static_cast<std::size_t>(slots[i].size)});
+    }
+  }
+  if (summed) {
+    exchange_->sumParts(payload_, spans);
+  }
+}
+
+void KfacEngine::waitForRun(std::size_t run) {
+  if (followsRuns()) {
+    early_inverses_->waitForRuns(run + 1);
+  } else {
+    sums_[run].wait();
+  }
+}
+
+void KfacEngine::waitForRuns() {
+  if (early_inverses_) {
+    early_inverses_->waitForRuns(early_inverses_->runs());
+  }
+  for (auto& sum : sums_) {
+    sum.wait();
+  }
+}
+
+void KfacEngine::endRuns() {
+  if (early_inverses_) {
+    early_inverses_->end();
+  }
+  sums_.clear();
+  started_ = 0;
+  followed_ = 0;
+  std::fill(prepared_.begin(), prepared_.end(), false);
+}
+
+void KfacEngine::forgetStep() {
+  statistics_->discard();
+  forgetDeferred();
+  forgetRows();
+  endPass();
+}
+
+// Ends a step without its sums. `sent`: a backward pass may have sent some of them. Every rank then sends all, for
+// nothing: a collective that one rank leaves out would be met by its next one.
+void KfacEngine::drop(bool sent) {
+  forgetStep();
+  if (!exchanging() || !sent) {
+    return;
+  }
+  startRest(/*loss_scale=*/1);
+  agreeOnStep(/*takes_step=*/false);
+  waitForRuns();
+  endRuns();
+}
+
+void KfacEngine::discard() {
+  const PlainMode plain;
+  const Turn turn(*this, "discard");
+  drop(seen_backward_);
+}
+
+}  // namespace torchext
