@@ -27,7 +27,7 @@
 
 #include "csrc/core/embedding/chunk_index.h"
 #include "csrc/core/embedding/chunk_utility.h"
-#include "kernels/cpu/bag_batch.h"
+#include "kernels/bag_batch.h"
 
 namespace torchext::kernels {
 

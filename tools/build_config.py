@@ -150,7 +150,7 @@ def _kernels_extension(root: Path, include_dirs: list[str], cxx: list[str], link
     # The storage of embeddings is an algorithm of the core that only kernels use.
     sources = _relative(root, "kernels/*.cpp", "kernels/cpu/*.cpp", "csrc/core/embedding/*.cpp")
     if not cuda.enabled:
-        sources += _relative(root, "kernels/cuda/absent/*.cpp")
+        sources += _relative(root, "kernels/cuda/stubs/*.cpp")
         return cpp_extension.CppExtension("torchext._kernels", sources, **settings)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCH_LIST)
     sources += _relative(root, "kernels/cuda/*.cpp", "kernels/cuda/*.cu")

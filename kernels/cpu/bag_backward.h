@@ -13,11 +13,11 @@
 
 #include "csrc/core/embedding/chunk_index.h"
 #include "csrc/core/embedding/chunk_utility.h"
-#include "kernels/cpu/bag_batch.h"
+#include "kernels/bag_batch.h"
+#include "kernels/buffer.h"
 #include "kernels/cpu/bag_groups.h"
 #include "kernels/cpu/bag_loops.h"
 #include "kernels/cpu/bag_rows.h"
-#include "kernels/cpu/buffer.h"
 
 namespace torchext::cpu {
 

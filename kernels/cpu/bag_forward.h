@@ -5,10 +5,10 @@
 #include <span>
 
 #include "csrc/core/embedding/chunk_index.h"
-#include "kernels/cpu/bag_batch.h"
+#include "kernels/bag_batch.h"
+#include "kernels/buffer.h"
 #include "kernels/cpu/bag_loops.h"
 #include "kernels/cpu/bag_rows.h"
-#include "kernels/cpu/buffer.h"
 
 namespace torchext::cpu {
 

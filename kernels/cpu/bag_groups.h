@@ -10,8 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/cpu/bag_batch.h"
-#include "kernels/cpu/buffer.h"
+#include "kernels/bag_batch.h"
+#include "kernels/buffer.h"
 
 namespace torchext::cpu {
 

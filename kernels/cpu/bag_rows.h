@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "csrc/core/embedding/chunk_index.h"
-#include "kernels/cpu/buffer.h"
+#include "kernels/buffer.h"
 #include "kernels/cpu/isa.h"
 
 namespace torchext::cpu {

@@ -21,7 +21,7 @@
 #include <cstdint>
 
 #include "csrc/core/embedding/chunk_index.h"
-#include "kernels/cpu/bag_batch.h"
+#include "kernels/bag_batch.h"
 #include "kernels/cuda/quads.h"
 
 namespace torchext::cuda {

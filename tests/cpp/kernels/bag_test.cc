@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/cpu/bag_batch.h"
+#include "kernels/bag_batch.h"
 #include "kernels/cpu/bag_groups.h"
 #include "kernels/cpu/bag_loops.h"
 #include "kernels/cpu/bag_rows.h"

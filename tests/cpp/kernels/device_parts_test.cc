@@ -9,7 +9,7 @@
 
 #include "csrc/core/embedding/chunk_index.h"
 #include "csrc/core/embedding/chunk_utility.h"
-#include "kernels/cpu/bag_batch.h"
+#include "kernels/bag_batch.h"
 #include "kernels/cpu/bag_groups.h"
 #include "tests/cpp/kernels/host_device.h"
 

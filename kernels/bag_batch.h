@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/cpu/buffer.h"
+#include "kernels/buffer.h"
 
 namespace torchext::cpu {
 
