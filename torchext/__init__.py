@@ -18,12 +18,12 @@ with told_by_main():
 from torchext import nn, ops
 from torchext._attach import attach
 from torchext._C import ProcessGroupDear, ProcessGroupDSSync, ProcessGroupHop, ProcessGroupPrague
-from torchext._dear_synchronizer import DearSynchronizer
-from torchext._hop_synchronizer import HopSynchronizer
-from torchext._join import join
 from torchext.backends import backend_of, register
+from torchext.ddp.synchronizer import Synchronizer
+from torchext.dear.dear_synchronizer import DearSynchronizer
+from torchext.decentralized.hop_synchronizer import HopSynchronizer
+from torchext.elastic.join import join
 from torchext.options import DeAROptions, DSSyncOptions, HopOptions, PragueOptions
-from torchext.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
     from torchext import optim

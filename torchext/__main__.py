@@ -50,9 +50,9 @@ def main() -> int:
             print(f"{name:<13} loads")
         if not arguments.no_self_test:
             print("self-test: two processes, backend prague", flush=True)
-            from torchext import _selftest
+            from torchext import selftest
 
-            _selftest.run()
+            selftest.run()
     except Exception as error:
         print(f"\nFAILED: {error}", file=sys.stderr)
         return 1

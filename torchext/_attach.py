@@ -18,17 +18,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._averaging_synchronizer import AveragingSynchronizer
-from torchext._dear_refusals import check_stepped
-from torchext._dear_synchronizer import DearSynchronizer, Lane
-from torchext._hop_synchronizer import HopSynchronizer
-from torchext._join import forget_newcomer, newcomer_of
-from torchext._membership import Membership
-from torchext._newcomers import Newcomer
-from torchext._plain import plain
-from torchext._wrapped_optimizer import unwrapped
 from torchext.backends import backend_of, is_wrapped
-from torchext.synchronizer import Synchronizer, abandon_ended, in_use, left_alone
+from torchext.base.plain import plain
+from torchext.ddp.synchronizer import Synchronizer, abandon_ended, in_use, left_alone
+from torchext.ddp.wrapped_optimizer import unwrapped
+from torchext.dear.dear_refusals import check_stepped
+from torchext.dear.dear_synchronizer import DearSynchronizer, Lane
+from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
+from torchext.decentralized.hop_synchronizer import HopSynchronizer
+from torchext.elastic.join import forget_newcomer, newcomer_of
+from torchext.elastic.membership import Membership
+from torchext.elastic.newcomers import Newcomer
 
 __all__ = ["attach"]
 

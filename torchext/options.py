@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchext._C import DeAROptions, DSSyncOptions, HopOptions, PragueOptions
-from torchext._plain import plain
+from torchext.base.plain import plain
 
 __all__ = ["DSSyncOptions", "DeAROptions", "HopOptions", "PragueOptions"]
 

@@ -22,12 +22,12 @@ import sys
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from torchext._script import ScriptNotFoundError, run_as_main
 from torchext.backends import BACKENDS
+from torchext.ddp.synchronizer import Synchronizer
 from torchext.integrations.automatic import attach_at_first_forward, has_seen_training
 from torchext.integrations.barriers import average_at_barriers
 from torchext.integrations.default_group import replace_default_backend
-from torchext.synchronizer import Synchronizer
+from torchext.integrations.script import ScriptNotFoundError, run_as_main
 
 __all__ = ["main"]
 

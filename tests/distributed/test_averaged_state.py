@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 from torchext import _C
-from torchext._averaged_state import AveragedState
+from torchext.decentralized.averaged_state import AveragedState
 from torchext.errors import ReplicaWarning
 
 AVERAGING = ["prague", "dssync", "hop"]

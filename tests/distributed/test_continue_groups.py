@@ -12,11 +12,11 @@ from attached import equal_everywhere
 from going_on import GoingOn, stop_when_connecting
 from harness import Rank, launch
 
-from torchext import _meeting, _membership
+from torchext.elastic import meeting, membership
 
 
 def body_stopped(rank: Rank, backend: str, stopped: int, own_group: bool) -> Any:
-    _meeting.CONNECTING = timedelta(seconds=2)
+    meeting.CONNECTING = timedelta(seconds=2)
     training = GoingOn(rank, backend, {}, own_group=own_group)
     training.train(5)
     if rank.rank == stopped:
@@ -47,16 +47,16 @@ def test_one_is_gone_when_the_others_connect(backend: str, stopped: int, own_gro
 
 
 def body_late(rank: Rank, own_group: bool) -> Any:
-    _meeting.PATIENCE = timedelta(seconds=6)
-    _membership.GRACE = 10.0  # the late one has not heard that the others ask who lives
-    real = _membership.Membership._form
+    meeting.PATIENCE = timedelta(seconds=6)
+    membership.GRACE = 10.0  # the late one has not heard that the others ask who lives
+    real = membership.Membership._form
 
     def form(self: Any, decided: Any, attempt: int) -> None:
         if rank.rank == 2 and attempt == 0:
             time.sleep(8)  # a long step: the others have given the first group up
         real(self, decided, attempt)
 
-    _membership.Membership._form = form  # type: ignore[method-assign]
+    membership.Membership._form = form  # type: ignore[method-assign]
     training = GoingOn(rank, "prague", {}, own_group=own_group)
     training.train(3)
     rank.report("ready")
@@ -103,7 +103,7 @@ def body_interrupted(rank: Rank, owner: Any, name: str) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(_meeting.Meeting, "read"), (_membership.Membership, "_made")],
+    [(meeting.Meeting, "read"), (membership.Membership, "_made")],
     ids=["when it is decided", "when it connects"],
 )
 def test_who_is_interrupted_among_those_that_go_on_is_not_waited_for(owner: Any, name: str) -> None:

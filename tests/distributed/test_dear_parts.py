@@ -10,7 +10,7 @@ from harness import Rank, run_ranks
 from sharded import SIZES, Pair, made
 from torch import nn
 
-from torchext._dear_refusals import ELEMENTWISE
+from torchext.dear.dear_refusals import ELEMENTWISE
 
 
 def layers() -> nn.Module:

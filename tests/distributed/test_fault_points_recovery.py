@@ -15,13 +15,14 @@ from going_on import GoingOn
 from harness import Rank, launch
 from torch import nn
 
-from torchext import _C, _meeting
+from torchext import _C
+from torchext.elastic import meeting
 
 
 def hurry() -> None:
     """Those that have died are missed sooner."""
-    _meeting.PATIENCE = timedelta(seconds=4)
-    _meeting.CONNECTING = timedelta(seconds=2)
+    meeting.PATIENCE = timedelta(seconds=4)
+    meeting.CONNECTING = timedelta(seconds=2)
 
 
 def outcome_of(training: GoingOn) -> Any:

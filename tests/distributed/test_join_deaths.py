@@ -14,13 +14,13 @@ from harness import Rank, launch
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext import _meeting
-from torchext._newcomers import Door, Newcomer
+from torchext.elastic import meeting
+from torchext.elastic.newcomers import Door, Newcomer
 
 
 def body_ghosts(rank: Rank) -> Any:
     """Rank 2 dies while it waits, rank 3 when the others wait for it; rank 4 joins."""
-    _meeting.CONNECTING = timedelta(seconds=3)
+    meeting.CONNECTING = timedelta(seconds=3)
     if rank.rank == 2:
         torchext.join("prague", f"file://{rank.folder / 'store'}")
         ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
@@ -96,7 +96,7 @@ def test_a_newcomer_is_heard_in_vain_and_comes_in_all_the_same() -> None:
 
 def body_stopped_in_the_door(rank: Rank, stopped: int) -> Any:
     """Four workers and a newcomer make a group, and one of the five is gone when they connect."""
-    _meeting.CONNECTING = timedelta(seconds=2)
+    meeting.CONNECTING = timedelta(seconds=2)
     if rank.rank == 5:
         rank.pause()
     if rank.rank == 4 and stopped == 4:

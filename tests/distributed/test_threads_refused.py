@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import Rank, run_ranks
 
-from torchext import _resources
+from torchext.backends import resources
 
 
 def body_check(rank: Rank, backend: str) -> Any:
@@ -44,5 +44,5 @@ def test_too_few_for_gloo(backend: str) -> None:
 
 def test_the_check_leaves_nothing() -> None:
     before = threading.active_count()
-    _resources.check_resources(2, 2)
+    resources.check_resources(2, 2)
     assert threading.active_count() == before

@@ -34,7 +34,7 @@ def test_a_missing_kernel_module_is_a_failure(python: Python, site: Path) -> Non
 
 
 def test_a_failing_self_test_is_a_failure(python: Python, site: Path) -> None:
-    source = site / "torchext" / "_selftest.py"
+    source = site / "torchext" / "selftest.py"
     source.write_text(
         source.read_text().replace('_expect("all_reduce", tensor, 3.0)', '_expect("all_reduce", tensor, 4.0)')
     )

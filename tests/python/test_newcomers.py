@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from torchext._newcomers import REQUESTS_A_LOOK, Door, Request
+from torchext.elastic.newcomers import REQUESTS_A_LOOK, Door, Request
 from torchext.options import PragueOptions
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from torchext import _recovery
-from torchext._meeting import PAUSE, Gone
+from torchext.elastic import recovery
+from torchext.elastic.meeting import PAUSE, Gone
 
 
 class Workers:
@@ -36,7 +36,7 @@ class Workers:
 
 def losing(gone: Gone, *others: Workers) -> list[int]:
     asked: Any = list(others)
-    found: Any = _recovery.losing(gone, asked)
+    found: Any = recovery.losing(gone, asked)
     return sorted(others.index(other) for other in found)
 
 
@@ -55,7 +55,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_recovery, "time", Clock())
+    monkeypatch.setattr(recovery, "time", Clock())
 
 
 def gone(dead: set[int], left: set[int] | None = None) -> Gone:
@@ -76,14 +76,14 @@ def test_whoever_left_one_model_may_train_another() -> None:
 
 def test_a_script_that_ends_leaves_one_model_after_the_other() -> None:
     """The second is left later than is waited for one: the first has been left meanwhile."""
-    soon, late = (int(part * _recovery.LEAVING / PAUSE) for part in (0.6, 1.4))
+    soon, late = (int(part * recovery.LEAVING / PAUSE) for part in (0.6, 1.4))
     first, second, never = Workers({0, 1}, left_at=soon), Workers({0, 1}, left_at=late), Workers({0, 2})
     assert losing(gone(set(), {1}), never, second, first) == [1, 2]
     assert first.ended_for == second.ended_for == {1}
 
 
 def test_one_that_is_left_much_later_is_another_matter() -> None:
-    later = Workers({0, 1}, left_at=int(1.4 * _recovery.LEAVING / PAUSE))
+    later = Workers({0, 1}, left_at=int(1.4 * recovery.LEAVING / PAUSE))
     assert losing(gone(set(), {1}), later) == []
     assert not later.has_failed
 

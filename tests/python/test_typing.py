@@ -64,7 +64,7 @@ def test_a_script_that_uses_what_one_backend_adds(tmp_path: Path) -> None:
     )
     said = re.findall(r"^script.py:(\d+): (?:note: Revealed type is \"(.*)\"|error: .* \[(.*)\])$", done.stdout, re.M)
     assert said == [
-        ("9", "torchext.synchronizer.Synchronizer", ""),
+        ("9", "torchext.ddp.synchronizer.Synchronizer", ""),
         ("11", "int", ""),
         ("14", "dict[str, Any]", ""),
         ("15", "", "attr-defined"),

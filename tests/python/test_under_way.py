@@ -14,7 +14,7 @@ from torch import nn
 
 pytest.importorskip("torchext", reason="torchext is not installed")
 
-from torchext._under_way import Arrivals, UnderWay, own_gradient
+from torchext.ddp.under_way import Arrivals, UnderWay, own_gradient
 
 
 class Waits(Arrivals):

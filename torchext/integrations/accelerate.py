@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchext._averaging_synchronizer import AveragingSynchronizer
+from torchext.ddp.synchronizer import Synchronizer, in_use
+from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
 from torchext.integrations.automatic import attach_found, is_ours
 from torchext.integrations.barriers import average_now
-from torchext.synchronizer import Synchronizer, in_use
 
 __all__ = ["attach", "save_averages", "save_averages_everywhere"]
 

@@ -24,13 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchext._attach import attach
-from torchext._forward_hooks import Hook
-from torchext._step_hooks import _watch_steps
-from torchext._unattached import known_as_plain
-from torchext._uncompiled import uncompiled
-from torchext._wrapped_optimizer import unwrapped
 from torchext.backends import backend_of
-from torchext.synchronizer import Synchronizer, left_alone
+from torchext.backends.unattached import known_as_plain
+from torchext.base.uncompiled import uncompiled
+from torchext.ddp.forward_hooks import Hook
+from torchext.ddp.step_hooks import _watch_steps
+from torchext.ddp.synchronizer import Synchronizer, left_alone
+from torchext.ddp.wrapped_optimizer import unwrapped
 
 __all__ = [
     "OptimizerNotFoundError",

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchext._averaging_synchronizer import AveragingSynchronizer
+from torchext.ddp.synchronizer import Synchronizer, in_use
+from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
 from torchext.integrations.default_group import instead_of
-from torchext.synchronizer import Synchronizer, in_use
 
 __all__ = ["average_at_barriers", "average_now"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchext.ddp.synchronizer import Synchronizer
 from torchext.integrations.automatic import attach_found, is_ours
-from torchext.synchronizer import Synchronizer
 
 __all__ = ["Fit", "attach_fit"]
 

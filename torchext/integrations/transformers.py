@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchext.ddp.synchronizer import Synchronizer
 from torchext.integrations.automatic import attach_found, is_ours, watch, wrapper_of
-from torchext.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
 

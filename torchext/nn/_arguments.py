@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchext._build import build_info
-from torchext._plain import plain
+from torchext.base.plain import plain
 
 MODES = {"sum": 0, "mean": 1, "max": 2}
 _TRAINING = ("dense", "sparse", "fused", "sharded")

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torchext import _C
-from torchext._averaging_synchronizer import AveragingSynchronizer
 from torchext.backends import backend_of
-from torchext.synchronizer import in_use
+from torchext.ddp.synchronizer import in_use
+from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
 
 if TYPE_CHECKING:
     from torchext.nn._table import AdaptiveTable

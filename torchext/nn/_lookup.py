@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchext._plain import plain
+from torchext.base.plain import plain
 from torchext.nn._arguments import TableOptions, check_size, flag, norm_of, offsets_problem, padding_of
 from torchext.nn._lineage import Origin
 from torchext.nn._ops import _ops, adaptive_bag, train_bag, written

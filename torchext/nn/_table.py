@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext._plain import plain
-from torchext._uncompiled import uncompiled
+from torchext.base.plain import plain
+from torchext.base.uncompiled import uncompiled
 from torchext.nn._arguments import MODES, TableOptions, check_hysteresis, check_int, refuse
 from torchext.nn._attached import averaging
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors, with_weight

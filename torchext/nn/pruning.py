@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext._plain import plain
+from torchext.base.plain import plain
 from torchext.nn._arguments import check_hysteresis, check_int, check_number, refuse
 from torchext.nn._attached import averaging, check_prunable, group_of
 from torchext.nn._optimizer_state import check_optimizer, moving_state

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torchext._dear_synchronizer import DearSynchronizer
-from torchext.synchronizer import in_use
+from torchext.ddp.synchronizer import in_use
+from torchext.dear.dear_synchronizer import DearSynchronizer
 
 if TYPE_CHECKING:
     from torchext.optim.preconditioner import KFACPreconditioner

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from torchext._step_hooks import before_step
+from torchext.ddp.step_hooks import before_step
 
 if TYPE_CHECKING:
     from torchext.optim.preconditioner import KFACPreconditioner

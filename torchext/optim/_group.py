@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._regroup import NAMED_BY_COUNTING
 from torchext.backends import backend_of
+from torchext.backends.regroup import NAMED_BY_COUNTING
 from torchext.errors import NotABackendOfOursError
 
 __all__ = [

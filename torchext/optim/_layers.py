@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree
 
 from torchext import _C
-from torchext._uncompiled import uncompiled
+from torchext.base.uncompiled import uncompiled
 from torchext.errors import NoSupportedLayerError
 from torchext.optim._memory import SHARE, factor_bytes
 

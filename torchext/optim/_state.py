@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchext._plain import plain
+from torchext.base.plain import plain
 from torchext.errors import KFACStateError
 
 __all__ = ["VERSION", "check_sgd", "check_state"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from torchext._plain import plain
+from torchext.base.plain import plain
 from torchext.errors import KFACStateError
 from torchext.optim._arguments import no_copies, no_such
 from torchext.optim._before_step import step_before

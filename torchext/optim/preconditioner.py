@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._plain import plain
+from torchext.base.plain import plain
 from torchext.optim._arguments import check_together, no_copies, no_such
 from torchext.optim._attached import dear_of, living, refusal_of_dear
 from torchext.optim._before_step import Handle, remove_all, stand_before, stepped_by

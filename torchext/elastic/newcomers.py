@@ -6,7 +6,7 @@ checked field by field, and what cannot be understood is refused as what does no
 A newcomer leaves a request with what it trains, and waits. The job's first worker looks
 for requests whenever all workers meet for an exact average, refuses those that do not fit, with the reason, and makes
 sure that the others still wait: one that was killed meanwhile must not be waited for. Then all workers form a group
-with the newcomers in it (``torchext/_membership.py``). Should the first worker die before it has answered, the next one
+with the newcomers in it (``membership.py``). Should the first worker die before it has answered, the next one
 asks the newcomer again whether it waits; one that was taken for dead makes a new request.
 """
 

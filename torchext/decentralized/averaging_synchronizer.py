@@ -1,6 +1,6 @@
 """Decentralized training: what :func:`torchext.attach` returns with backends that average replicas.
 
-Also how it goes on when the group has failed or grown (``_membership.py`` says with whom), and what is counted over the
+Also how it goes on when the group has failed or grown (``membership.py`` says with whom), and what is counted over the
 groups that it has had.
 """
 
@@ -19,17 +19,17 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._averaged_state import AveragedState
-from torchext._forward_hooks import Hook
-from torchext._kept_buffers import KeptBuffers
-from torchext._membership import Membership
-from torchext._recovery import losing
-from torchext._replica_notice import ReplicaNotice
-from torchext._step_hooks import after_step, before_step
-from torchext._step_round import StepRound
-from torchext._under_way import Arrivals
 from torchext.backends import backend_of, group_of_one
-from torchext.synchronizer import Synchronizer, in_use
+from torchext.ddp.forward_hooks import Hook
+from torchext.ddp.replica_notice import ReplicaNotice
+from torchext.ddp.step_hooks import after_step, before_step
+from torchext.ddp.step_round import StepRound
+from torchext.ddp.synchronizer import Synchronizer, in_use
+from torchext.ddp.under_way import Arrivals
+from torchext.decentralized.averaged_state import AveragedState
+from torchext.decentralized.kept_buffers import KeptBuffers
+from torchext.elastic.membership import Membership
+from torchext.elastic.recovery import losing
 
 __all__ = ["AveragingSynchronizer"]
 
@@ -293,7 +293,7 @@ class AveragingSynchronizer(Synchronizer):
         """Goes on with another group; returns how many collectives the furthest of it has done.
 
         An error that gets here is that of this model's own group: those of others are theirs. Other models go on, too,
-        where they must (``_recovery.py``); what keeps one of them from it is raised when that one is next used.
+        where they must (``recovery.py``); what keeps one of them from it is raised when that one is next used.
         """
         membership.fail(error)
         gone = membership.agree(error)

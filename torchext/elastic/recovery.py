@@ -1,6 +1,6 @@
 """Which models of a process go on together when the workers of one have lost somebody.
 
-Whom a model has lost is what its workers have agreed on (``_membership.py``), not what the text of an error says. One
+Whom a model has lost is what its workers have agreed on (``membership.py``), not what the text of an error says. One
 whose process has ended, or does not answer, is gone for every model that it trained. Their workers may have noticed by
 different models, and would wait for each other if each began with its own: all go through all of these models, in the
 order in which they were attached, which is the same on all that share two.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from torchext._meeting import PAUSE, Gone
-from torchext._membership import Membership
+from torchext.elastic.meeting import PAUSE, Gone
+from torchext.elastic.membership import Membership
 
 __all__ = ["LEAVING", "losing"]
 

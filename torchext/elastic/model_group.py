@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext._meeting import GRACE, PAUSE
 from torchext.backends import backend_of
+from torchext.elastic.meeting import GRACE, PAUSE
 
 __all__ = ["ModelGroup"]
 

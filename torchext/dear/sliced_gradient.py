@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from torchext._under_way import UnderWay
+from torchext.ddp.under_way import UnderWay
 
 __all__ = ["SliceOwner", "SlicedGradient"]
 

@@ -9,7 +9,7 @@ first training thread to notice writes down who is left, and what it writes is f
 is not on the list, because it was stopped for longer than that, is told so and cannot come back by itself. Where half
 or more are silent and might live, behind a broken link, nobody goes on.
 
-Who comes. When all workers have formed an exact average, the first of them looks for newcomers (``_newcomers.py``) and
+Who comes. When all workers have formed an exact average, the first of them looks for newcomers (``newcomers.py``) and
 writes the same kind of list, with them on it.
 
 With whom. Those on the list make a new group, which takes the place of the old one as the model's process group (and as
@@ -40,14 +40,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext import _C, _meeting
-from torchext._handover import receive, send, unpack
-from torchext._meeting import FORMED, GRACE, GoingOn, Gone, Meeting, Roll
-from torchext._model_group import ModelGroup
-from torchext._newcomers import Door, Newcomer, Request, root_of
-from torchext._regroup import new_world, shrunk
-from torchext._rendezvous import attempt_store
+from torchext import _C
 from torchext.backends import BACKENDS, Replacement, backend_of, replacing
+from torchext.backends.regroup import new_world, shrunk
+from torchext.backends.rendezvous import attempt_store
+from torchext.elastic import meeting as _meeting
+from torchext.elastic.handover import receive, send, unpack
+from torchext.elastic.meeting import FORMED, GRACE, GoingOn, Gone, Meeting, Roll
+from torchext.elastic.model_group import ModelGroup
+from torchext.elastic.newcomers import Door, Newcomer, Request, root_of
 
 __all__ = ["Membership"]
 

@@ -16,16 +16,16 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._dear_parameters import DearParameters
-from torchext._dear_state import DearState
-from torchext._dear_step import DearStep
-from torchext._deferred_step import DeferredStep
-from torchext._forward_hooks import Hook, OutputHook, tensors_in
-from torchext._given_state import split_by_owner
-from torchext._step_round import StepRound
-from torchext._uncompiled import uncompiled
 from torchext.backends import backend_of
-from torchext.synchronizer import Synchronizer, _check_max_norm
+from torchext.base.uncompiled import uncompiled
+from torchext.ddp.forward_hooks import Hook, OutputHook, tensors_in
+from torchext.ddp.step_round import StepRound
+from torchext.ddp.synchronizer import Synchronizer, _check_max_norm
+from torchext.dear.dear_parameters import DearParameters
+from torchext.dear.dear_state import DearState
+from torchext.dear.dear_step import DearStep
+from torchext.dear.deferred_step import DeferredStep
+from torchext.dear.given_state import split_by_owner
 
 __all__ = ["DearSynchronizer", "Lane"]
 

@@ -6,7 +6,7 @@ script that kept a list of parameters. So nobody has to know who reads what, and
 
 What is no such operation: code in C++ that is given the tensor (an extension's kernel, a scripted module), and graphs
 of torch.compile, which look at classes when they are entered. For these there are hooks in front of forward passes
-(``_forward_hooks.py``).
+(``forward_hooks.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from torchext._uncompiled import uncompiled
+from torchext.base.uncompiled import uncompiled
 
 __all__ = ["Arrivals", "UnderWay", "own_gradient", "set_own_gradient"]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchext import _C
-from torchext._replica_notice import unnoticed
+from torchext.ddp.replica_notice import unnoticed
 
 __all__ = ["receive", "send", "unpack"]
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torchext import _C
-from torchext._sliced_gradient import SlicedGradient
-from torchext._state_slices import StateSlices
-from torchext._under_way import Arrivals, own_gradient, set_own_gradient
+from torchext.ddp.under_way import Arrivals, own_gradient, set_own_gradient
+from torchext.dear.sliced_gradient import SlicedGradient
+from torchext.dear.state_slices import StateSlices
 
 __all__ = ["DearParameters"]
 

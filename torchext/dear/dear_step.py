@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from torchext import _C
-from torchext._dear_parameters import DearParameters
-from torchext._dear_refusals import ELEMENTWISE, refuse_copies
-from torchext._dear_state import DearState, groups_of
-from torchext._deferred_step import DeferredStep
-from torchext._step_hooks import unhooked, unhooked_step
-from torchext._uncompiled import STEP_IS_EAGER, uncompiled
+from torchext.base.uncompiled import STEP_IS_EAGER, uncompiled
+from torchext.ddp.step_hooks import unhooked, unhooked_step
+from torchext.dear.dear_parameters import DearParameters
+from torchext.dear.dear_refusals import ELEMENTWISE, refuse_copies
+from torchext.dear.dear_state import DearState, groups_of
+from torchext.dear.deferred_step import DeferredStep
 
 __all__ = ["DearStep"]
 

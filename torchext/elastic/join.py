@@ -1,6 +1,6 @@
 """``join``: what a worker that comes to a running job calls in the place of ``init_process_group``.
 
-It finds the job's store and prepares a :class:`~torchext._newcomers.Newcomer`, which ``attach`` takes from here.
+It finds the job's store and prepares a :class:`~torchext.elastic.newcomers.Newcomer`, which ``attach`` takes from here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, ProcessGroup, Store, TCPStore
 
-from torchext._newcomers import Newcomer
 from torchext.backends import BACKENDS, options_for
+from torchext.elastic.newcomers import Newcomer
 from torchext.options import LONGEST_TIMEOUT
 
 __all__ = ["forget_newcomer", "join", "newcomer_of"]

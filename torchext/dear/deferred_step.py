@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from torchext import _C
-from torchext._dear_parameters import DearParameters
-from torchext._dear_refusals import ELEMENTWISE
-from torchext._dear_state import groups_of, in_order
-from torchext._step_hooks import unhooked_step
-from torchext._under_way import own_gradient, set_own_gradient
+from torchext.ddp.step_hooks import unhooked_step
+from torchext.ddp.under_way import own_gradient, set_own_gradient
+from torchext.dear.dear_parameters import DearParameters
+from torchext.dear.dear_refusals import ELEMENTWISE
+from torchext.dear.dear_state import groups_of, in_order
 
 __all__ = ["DeferredStep"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from torchext._under_way import Arrivals
+from torchext.ddp.under_way import Arrivals
 
 __all__ = ["Hook", "OutputHook", "tensors_in", "wait_in_front"]
 

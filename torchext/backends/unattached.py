@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchext._uncompiled import uncompiled
+from torchext.base.uncompiled import uncompiled
 
 __all__ = ["known_as_plain", "warn_of_unattached"]
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from torchext import _C
-from torchext._dear_refusals import ELEMENTWISE
-from torchext._given_state import agreed_states
-from torchext._state_slices import StateSlices
-from torchext._step_hooks import unhooked_step
+from torchext.ddp.step_hooks import unhooked_step
+from torchext.dear.dear_refusals import ELEMENTWISE
+from torchext.dear.given_state import agreed_states
+from torchext.dear.state_slices import StateSlices
 
 __all__ = ["DearState", "groups_of", "in_order"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchext._uncompiled import uncompiled
+from torchext.base.uncompiled import uncompiled
 
 __all__ = ["refuse_other_optimizers"]
 
@@ -21,7 +21,7 @@ def refuse_other_optimizers() -> None:
 
 @uncompiled("torchext: an optimizer's step is looked at")
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    from torchext.synchronizer import in_use
+    from torchext.ddp.synchronizer import in_use
 
     for synchronizer in in_use():
         if synchronizer._refuses(optimizer):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext._forward_hooks import Hook
-from torchext._uncompiled import uncompiled
+from torchext.base.uncompiled import uncompiled
+from torchext.ddp.forward_hooks import Hook
 from torchext.errors import ReplicaWarning
 
 __all__ = ["ReplicaNotice", "unnoticed"]

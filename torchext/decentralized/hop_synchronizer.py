@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchext import _C
-from torchext._averaging_synchronizer import AveragingSynchronizer
+from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
 
 __all__ = ["HopSynchronizer"]
 

@@ -1,0 +1,1 @@
+"""Hooks into DistributedDataParallel and into optimizers, which all synchronizers share."""

@@ -1,0 +1,1 @@
+"""Gradients are reduced under the backward pass, and parameters gathered under the next forward pass."""

@@ -1,0 +1,1 @@
+"""Parameters are averaged: the synchronizers of prague, dssync and hop."""

@@ -1,0 +1,1 @@
+"""Who trains: members, newcomers, joining, and the state that a newcomer gets."""
