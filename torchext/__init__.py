@@ -7,8 +7,9 @@ training loop does not change.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchext._build import load_native, told_by_main
+from torchext._build import load_native
 from torchext._version import __version__
+from torchext.diagnosis import told_by_main
 
 with told_by_main():
     # Checks torch first: a module built for another would crash, not fail.

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext.backends import backend_of, is_wrapped
 from torchext.base.plain import plain
+from torchext.ddp.attach_checks import before_averaging, before_dear
 from torchext.ddp.synchronizer import Synchronizer, abandon_ended, in_use, left_alone
 from torchext.ddp.wrapped_optimizer import unwrapped
 from torchext.dear.dear_refusals import check_stepped
@@ -257,14 +258,9 @@ def _check_can_continue(group: dist.ProcessGroup) -> None:
 
 def _check_averaging(ddp: DistributedDataParallel, optimizers: Optimizers) -> None:
     """Refuses what decentralized workers cannot train."""
-    kfac = sys.modules.get("torchext.optim._attached")
-    if kfac is not None and any(kfac.shares_factors(ddp.module, optimizer) for optimizer in optimizers):
-        raise ValueError(
-            "torchext.attach: K-FAC exchanges factors with all ranks in its steps, and wants the average gradient; "
-            "decentralized workers step at their own pace with their own. Train it with plain DDP, or with dear as "
-            "KFACPreconditioner(model, optimizer) and DeAROptions(form='replicated'), or keep its factors to each "
-            "worker: process_group=dist.new_group([rank], use_local_synchronization=True)"
-        )
+    for optimizer in optimizers:
+        for check in before_averaging:
+            check(ddp.module, optimizer)
     if ddp._comm_hooks:
         raise ValueError(
             "torchext.attach: the model has a communication hook (register_comm_hook), and gradients of decentralized "
@@ -341,10 +337,9 @@ def _attach_dear(
     bucket_mb: float | None,
 ) -> Synchronizer:
     options: Any = backend.options  # declared as those of any backend
-    kfac = sys.modules.get("torchext.optim._attached")
     for optimizer in optimizers:
-        if kfac is not None:
-            kfac.check_dear(ddp.module, optimizer, options.form)
+        for check in before_dear:
+            check(ddp.module, optimizer, options.form)
         check_stepped(optimizer, options.form)
     if ddp._comm_hooks:
         raise ValueError(

@@ -6,18 +6,15 @@ another torch fails with an undefined symbol at best and with wrong memory at wo
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-__all__ = ["BuildInfo", "build_info", "check_torch", "load_native", "told_by_main"]
+__all__ = ["BuildInfo", "build_info", "check_torch", "load_native"]
 
 BuildInfo = dict[str, str | bool | None]
 
@@ -72,25 +69,3 @@ def load_native(name: str) -> ModuleType:
         return importlib.import_module(f"torchext.{name}")
     except ImportError as error:
         raise ImportError(f"torchext.{name} cannot be loaded: {error}. Rebuild it with\n  {_REBUILD}") from error
-
-
-@contextlib.contextmanager
-def told_by_main() -> Iterator[None]:
-    """Under ``python -m torchext``, which imports the package first, an ImportError inside ends in what that says.
-
-    Elsewhere it is raised.
-    """
-    try:
-        yield
-    except ImportError:
-        if not _is_main():
-            raise
-        status = importlib.import_module("torchext.__main__").main()
-        if status == 0:  # what it looks at is well
-            raise
-        sys.exit(status)
-
-
-def _is_main() -> bool:
-    """Whether ``python -m torchext`` is importing the package: the module's name is what precedes its arguments."""
-    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("torchext", "-mtorchext")

@@ -32,7 +32,8 @@ def _timed(what: str, rank: int, milliseconds: list[float]) -> None:
 
 
 def _worker(rank: int, store: str) -> None:
-    import torchext
+    from torchext import _C
+    from torchext.backends import backend_of
 
     started = time.perf_counter()
     dist.init_process_group("prague", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE, timeout=TIMEOUT)
@@ -48,8 +49,8 @@ def _worker(rank: int, store: str) -> None:
         _expect("all_reduce", tensor, 3.0)
     _timed("all_reduce", rank, milliseconds)
 
-    backend = torchext.backend_of(dist.group.WORLD)
-    assert isinstance(backend, torchext.ProcessGroupPrague)
+    backend = backend_of(dist.group.WORLD)
+    assert isinstance(backend, _C.ProcessGroupPrague)
     milliseconds = []
     for _ in range(REPEATS):
         tensor = torch.full((ELEMENTS,), float(rank + 1), device="cpu")

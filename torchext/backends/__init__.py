@@ -201,7 +201,7 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
 
         backend._set_inner_factory(inner_of)
         if opts.group_size > 1:
-            warn_of_unattached()
+            warn_of_unattached(backend_of)
         return backend
 
     return create

@@ -6,10 +6,11 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -28,7 +29,7 @@ def known_as_plain(model: DistributedDataParallel) -> None:
 
 
 @functools.cache
-def warn_of_unattached() -> None:
+def warn_of_unattached(backend_of: Callable[[dist.ProcessGroup], Any]) -> None:
     """From now on the first steps of optimizers are looked at, until there is a DDP model on one of torchext's groups.
 
     Groups that only serve collectives have none, and nothing is said.
@@ -42,7 +43,7 @@ def warn_of_unattached() -> None:
         if not left or optimizer in looked:
             return
         looked.add(optimizer)
-        models = list(_models())
+        models = list(_models(backend_of))
         left = 0 if models else left - 1
         for model, name in models:
             known = getattr(model, "_torchext_synchronizer", None) is not None or model in _plain
@@ -57,10 +58,8 @@ def warn_of_unattached() -> None:
     register_optimizer_step_pre_hook(look)
 
 
-def _models() -> Iterator[tuple[DistributedDataParallel, str]]:
+def _models(backend_of: Callable[[dist.ProcessGroup], Any]) -> Iterator[tuple[DistributedDataParallel, str]]:
     """The DDP models on torchext's groups, each with its backend's name."""
-    from torchext.backends import backend_of
-
     for model in [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]:
         try:
             yield model, backend_of(model.process_group).name()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,23 +15,21 @@ __all__ = ["refuse_other_optimizers"]
 
 
 @functools.cache
-def refuse_other_optimizers() -> None:
+def refuse_other_optimizers(in_use: Callable[[], Iterable[Any]]) -> None:
     """From now on every optimizer's step is looked at."""
-    register_optimizer_step_pre_hook(_check)
 
+    @uncompiled("torchext: an optimizer's step is looked at")
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for synchronizer in in_use():
+            if synchronizer._refuses(optimizer):
+                kind = type(optimizer).__name__
+                attached = ", ".join(type(own).__name__ for own in synchronizer._optimizers)
+                raise RuntimeError(
+                    f"torchext: this {kind} steps parameters of a model that is attached with another optimizer "
+                    f"({attached}), so that workers would drift apart. Step the attached one, whose param_groups take "
+                    "other hyperparameters; attach several as a list; or, for another optimizer, call sync.detach(), "
+                    "wrap the module in a new DistributedDataParallel, and attach both. Of an optimizer around another "
+                    "one attach that whose step() the script calls"
+                )
 
-@uncompiled("torchext: an optimizer's step is looked at")
-def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    from torchext.ddp.synchronizer import in_use
-
-    for synchronizer in in_use():
-        if synchronizer._refuses(optimizer):
-            kind = type(optimizer).__name__
-            attached = ", ".join(type(own).__name__ for own in synchronizer._optimizers)
-            raise RuntimeError(
-                f"torchext: this {kind} steps parameters of a model that is attached with another optimizer "
-                f"({attached}), so that workers would drift apart. Step the attached one, whose param_groups take "
-                "other hyperparameters; attach several as a list; or, for another optimizer, call sync.detach(), wrap "
-                "the module in a new DistributedDataParallel, and attach both. Of an optimizer around another one "
-                "attach that whose step() the script calls"
-            )
+    register_optimizer_step_pre_hook(check)

@@ -82,7 +82,7 @@ class Synchronizer(abc.ABC):
         self._handles: list[Any] = []
         self._waits: list[Any] | None = None  # in front of forward passes; None: nothing will be under way
         self._wait_in_front(True)
-        refuse_other_optimizers()
+        refuse_other_optimizers(in_use)
 
     def __reduce__(self) -> Any:
         # In copies and pickles of the model, which stands for itself: None, not attached.

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from torchext.ddp.attach_checks import before_averaging, before_dear
 from torchext.ddp.synchronizer import in_use
 from torchext.dear.dear_synchronizer import DearSynchronizer
 
 if TYPE_CHECKING:
     from torchext.optim.preconditioner import KFACPreconditioner
 
-__all__ = ["check_dear", "dear_of", "living", "refusal_of_dear", "shares_factors"]
+__all__ = ["dear_of", "living", "refusal_of_dear"]
 
 # All that have not been removed.
 living: weakref.WeakSet[KFACPreconditioner] = weakref.WeakSet()
@@ -34,12 +35,18 @@ def _on(model: nn.Module) -> list[KFACPreconditioner]:
     return find()
 
 
-def shares_factors(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether K-FAC is in or in front of this optimizer of the model, and its ranks exchange factors in its steps."""
-    return any(kfac._several for kfac in _on(model) if kfac._belongs_to(optimizer))
+def _check_averaging(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises for K-FAC whose ranks exchange factors, in or in front of this optimizer of the model."""
+    if any(kfac._several for kfac in _on(model) if kfac._belongs_to(optimizer)):
+        raise ValueError(
+            "torchext.attach: K-FAC exchanges factors with all ranks in its steps, and wants the average gradient; "
+            "decentralized workers step at their own pace with their own. Train it with plain DDP, or with dear as "
+            "KFACPreconditioner(model, optimizer) and DeAROptions(form='replicated'), or keep its factors to each "
+            "worker: process_group=dist.new_group([rank], use_local_synchronization=True)"
+        )
 
 
-def check_dear(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> None:
+def _check_dear(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> None:
     """Raises for K-FAC on a model that this form of "dear" is to train. Local."""
     for kfac in _on(model):
         inside = kfac._inside if kfac._belongs_to(optimizer) else None
@@ -85,3 +92,7 @@ def dear_of(parameters: Iterable[Tensor]) -> DearSynchronizer | None:
         if isinstance(synchronizer, DearSynchronizer) and synchronizer._trains(given):
             return synchronizer
     return None
+
+
+before_averaging.append(_check_averaging)
+before_dear.append(_check_dear)
