@@ -98,7 +98,7 @@ def run_cpp(suite: str, report: Path) -> int:
 def run_pytest(suite: str, report: Path) -> int:
     """Runs one folder of Python tests (or, for slow, the marked ones of all)."""
     selected = ["-m", "slow", "tests"] if suite == "slow" else ["-m", "not slow", f"tests/{suite}"]
-    if suite != "slow" and not any((ROOT / "tests" / suite).glob("test_*.py")):
+    if suite != "slow" and not any((ROOT / "tests" / suite).rglob("test_*.py")):
         print(f"tests/{suite} holds no test")
         return 1
     # The files of a shared suite begin in the order of its conftest.py.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parents[1]):
+for folder in (HERE, *(path for path in HERE.iterdir() if path.is_dir()), HERE.parents[1]):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

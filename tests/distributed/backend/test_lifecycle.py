@@ -22,7 +22,7 @@ from interpreters import run_script
 
 import torchext
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 # ---- abort, shutdown, exit ----

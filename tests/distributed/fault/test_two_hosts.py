@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from processes import installed, require_averages, started, wait_all  # noqa: E402

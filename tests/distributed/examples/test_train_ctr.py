@@ -15,7 +15,7 @@ import torch
 from harness import free_port
 from interpreters import run_interpreters
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_ctr.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_ctr.py"
 
 
 @pytest.fixture(scope="module")

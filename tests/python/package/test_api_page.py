@@ -15,7 +15,7 @@ import torchext.ops
 import torchext.optim
 import torchext.options
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 
 
 def names() -> set[str]:

@@ -24,7 +24,7 @@ from torch.utils import cpp_extension
 
 from torchext.nn import _lookup, _ops, _shared_budget, _storage, _table
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")
 
 

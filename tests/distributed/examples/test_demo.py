@@ -22,7 +22,7 @@ import torch
 from harness import Outcome, Rank, Ranks, free_port, launch
 from interpreters import run_interpreters
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from processes import descendants, installed, require_averages, run, started, torchrun  # noqa: E402

@@ -85,7 +85,7 @@ print("parent ended", flush=True)
 def test_a_forked_child_ends_and_its_parent_trains_on(backend: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")])}
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), backend, str(rank), str(tmp_path)],

@@ -1,19 +1,9 @@
-"""Fixtures of the tests in one process."""
+"""Fixtures of the embeddings' tests in one process."""
 
 from __future__ import annotations
 
 import pytest
 from adaptive_device import NO_GPU, Device, load_simulated
-
-from torchext.optim import KFACPreconditioner
-
-
-@pytest.fixture(params=[False, True], ids=["cpu", "queued"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """K-FAC's loops for the CPU, or what runs on accelerators, here with CPU tensors."""
-    queued: bool = request.param
-    monkeypatch.setitem(KFACPreconditioner.__init__.__kwdefaults__, "_queued", queued)  # type: ignore[arg-type]
-    return queued
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import pytest
 
 import torchext_warm
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEADLINE = 60.0
 
 AGENT = """
