@@ -13,10 +13,10 @@ import dataclasses
 import os
 from typing import Any
 
-from lab.emulated import EmulatedModel, measure_overhead
-from lab.launch import launch
-from lab.netlab import NetLab
-from lab.rank import Rank
+from lab.net.netlab import NetLab
+from lab.run.launch import launch
+from lab.run.rank import Rank
+from lab.workloads.emulated import EmulatedModel, measure_overhead
 
 
 def ranks(rank: Rank) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torchext
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from lab import netlab  # noqa: E402
+from lab.net import netlab  # noqa: E402
 
 __all__ = ["netlab", "run_on"]
 

@@ -126,7 +126,7 @@ double factorSeconds(const KfacPlan& plan, const KfacPlanInput& input) {
 
 bool splittingPays(const KfacPlan& plan, const KfacPlanInput& input) {
   // Every step then waits for its slowest rank once more, which by messages made the exchange of a small model five
-  // times as long as in the measurement at start (benchmarks/kfac_iteration.py): start-up counts so, but not the bytes.
+  // times as long as in the measurement at start (kfac_iteration.py): start-up counts so, but not the bytes.
   // Through memory the exchange takes longer, too, but the step does not: who has waited there waits less in the next
   // all-reduce of gradients.
   const double waiting = input.costs.sharing ? 1 : 5;

@@ -9,7 +9,7 @@ namespace torchext {
 namespace {
 
 // Inverses of the last so many slots are left the time to come while this rank makes its own of later ones, for which
-// others wait. Eight layers 1024 wide over four hosts (benchmarks/kfac_network.py), milliseconds a step: 1223 with 2,
+// others wait. Eight layers 1024 wide over four hosts (kfac_network.py), milliseconds a step: 1223 with 2,
 // 1233 with 4, 1209 with 8, 1228 with 12, all within what runs vary by; making none before the last run, 1349.
 constexpr std::size_t kOnTheirWay = 8;
 

@@ -12,21 +12,10 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from lab import (  # noqa: E402
-    bounds,
-    contenders,
-    emulated,
-    language,
-    launch,
-    netlab,
-    plot,
-    reaper,
-    results,
-    stragglers,
-    timeline,
-    training,
-    tuning,
-)
+from lab.net import netlab, reaper  # noqa: E402
+from lab.report import bounds, plot, results, timeline, tuning  # noqa: E402
+from lab.run import launch  # noqa: E402
+from lab.workloads import contenders, emulated, language, stragglers, training  # noqa: E402
 
 __all__ = [
     "BENCHMARKS",

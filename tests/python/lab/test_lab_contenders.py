@@ -75,7 +75,7 @@ def test_a_window_of_another_way_counts_and_checks(text: str) -> None:
         "window_s": 0.4,
         "check_steps": 2,
     }
-    got = launch.launch("lab.training:ranks", ranks=2, settings=settings, deadline_s=200)
+    got = launch.launch("lab.workloads.training:ranks", ranks=2, settings=settings, deadline_s=200)
     name = contenders.contender(text).name
     assert 1 < training.gradients_per_second(got, 0.4)[name][0] <= 2 / 0.009
     assert got[0]["checks"][name]["error"] < 1e-4
@@ -86,7 +86,7 @@ def test_a_window_of_another_way_counts_and_checks(text: str) -> None:
 REFERENCE_RANKS = """
 import functools
 import torch
-from lab import contenders, reference
+from lab.workloads import contenders, reference
 
 MAKE = functools.partial(torch.optim.Adam, lr=0.01)
 

@@ -83,7 +83,7 @@ def test_a_window_of_ddp_counts_and_checks() -> None:
         "warmup_s": 0.2,
         "window_s": 0.6,
     }
-    got = launch.launch("lab.training:ranks", ranks=2, settings=settings, deadline_s=200)
+    got = launch.launch("lab.workloads.training:ranks", ranks=2, settings=settings, deadline_s=200)
     rates = training.gradients_per_second(got, 0.6)["ddp"]
     assert len(rates) == 2
     assert all(1 < rate <= 2 / 0.0299 for rate in rates)  # two workers, no step shorter than the straggler's 30 ms

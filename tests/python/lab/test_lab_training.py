@@ -97,7 +97,7 @@ def test_a_timeline_is_trimmed_and_its_overlap_counted(tmp_path: Path) -> None:
 
 
 def test_annotated_layers_are_seen_by_the_profiler() -> None:
-    from lab.emulated import EmulatedModel
+    from lab.workloads.emulated import EmulatedModel
 
     model = EmulatedModel(layers=2, parameter_bytes=800, forward_ms=0.0, backward_ms=0.0)
     model.annotate()

@@ -1,0 +1,1 @@
+"""Faults that strike a job, and the workers that they strike."""

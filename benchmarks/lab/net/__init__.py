@@ -1,0 +1,1 @@
+"""Hosts and links that are emulated on one machine."""

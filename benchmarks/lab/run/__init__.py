@@ -1,0 +1,1 @@
+"""Ranks are started, given their settings, and never left behind."""

@@ -1,0 +1,1 @@
+"""What is trained, by which contenders, and who is slow."""
