@@ -19,6 +19,7 @@ check "ruff format" "$python" -m ruff format --check .
 # mypy --strict comes from pyproject.toml, with the packages it looks at.
 check "mypy --strict" "$python" -m mypy
 check "clang-format" clang-format --dry-run -Werror "$@"
+check "layers" "$python" tools/check_layers.py
 check "clang-tidy" "$python" tools/clang_tidy.py "$cache"
 
 if [[ ${#failed[@]} -gt 0 ]]; then

@@ -1,0 +1,427 @@
+"""Checks which folder uses which: ``python tools/check_layers.py [ROOT]``; ``--table`` prints the laws instead.
+
+LAWS says of every folder under csrc/, kernels/ and torchext/ what it is for and which others it may use. Read are all
+``#include "..."`` and all imports, those under TYPE_CHECKING and inside of functions, too. Four things are findings:
+
+- an arrow that the laws do not allow, and above all one that runs up;
+- a circle of folders, or of files that import each other when they run;
+- a look-up of one of our own modules in sys.modules, which is an import that nobody sees;
+- a file in a folder that has no law, or a law of what is not there.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
+CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh"}
+PACKAGE = "torchext"
+NATIVE = {"_C", "_kernels"}  # below all of Python; the stub of one of them is a file
+
+
+@dataclass(frozen=True)
+class Law:
+    """What a folder (or a single file) is for, and what it may use; `a/*` is all folders below a."""
+
+    sentence: str
+    uses: tuple[str, ...] = ()
+
+
+CORE = "csrc/core/*"
+C10D = "csrc/c10d/*"
+BASE = ("csrc/core/base",)
+
+# Folder -> its law, from the bottom up. A file of Python's may have a law of its own.
+LAWS: dict[str, Law] = {
+    # C++ without torch
+    "csrc/core/base": Law(
+        "checks, names of enumerations, random numbers, parsing of messages, which rank is on which host"
+    ),
+    "csrc/core/fault": Law("messages and plans of liveness and of the call check", BASE),
+    "csrc/core/transport": Law("messages and plans of subset all-reduce and shared windows", BASE),
+    "csrc/core/prague": Law("Prague: who averages with whom, by a generator or a static schedule", BASE),
+    "csrc/core/hop": Law("Hop: the graph, the queues and the modes of waiting", BASE),
+    "csrc/core/dssync": Law("DS-Sync: rounds of groups, and racks", BASE),
+    "csrc/core/dear": Law("DeAR: buckets, shards and the tuner of bucket sizes", (*BASE, "csrc/core/transport")),
+    "csrc/core/kfac": Law("K-FAC: plans, costs, placements, and packed forms of matrices", BASE),
+    "csrc/core/embedding": Law("FIITED: which chunks of a table are resident, and where", BASE),
+    # torch.distributed
+    "csrc/c10d/threads": Law("worker threads and interruptible waits; knows no tensor and no group", BASE),
+    "csrc/c10d/fault": Law(
+        "liveness, the call check, the one reason of a failure; may end a group, never moves its data",
+        ("csrc/c10d/threads", *BASE, "csrc/core/fault"),
+    ),
+    "csrc/c10d/transport": Law(
+        "point-to-point, subset all-reduce, shared windows; knows no model",
+        ("csrc/c10d/fault", "csrc/c10d/threads", *BASE, "csrc/core/transport"),
+    ),
+    "csrc/c10d/backend": Law(
+        "what torch.distributed sees; forwards, and adds only the call of a paper",
+        (C10D, CORE),
+    ),
+    # operators
+    "kernels": Law("schemas of the operators, and what their devices share", (*BASE, "csrc/core/embedding")),
+    "kernels/cpu": Law("loops of the CPU, the reference of every operator", ("kernels", *BASE, "csrc/core/embedding")),
+    "kernels/cuda": Law(
+        "kernels of CUDA and their launches, with the CPU's formats of numbers",
+        ("kernels", "kernels/cpu", *BASE, "csrc/core/embedding"),
+    ),
+    "kernels/cuda/stubs": Law("the error that stands in for kernels that were not built"),
+    # attached models
+    "csrc/ddp/common": Law("what all synchronizers share", (C10D, *BASE)),
+    "csrc/ddp/averaging": Law(
+        "synchronizers that average parameters in groups: prague, dssync, the generator's service",
+        ("csrc/ddp/common", C10D, *BASE, "csrc/core/prague", "csrc/core/dssync"),
+    ),
+    "csrc/ddp/hop": Law(
+        "the synchronizer of hop: mailbox, lines to the neighbours",
+        ("csrc/ddp/common", C10D, *BASE, "csrc/core/hop", "kernels/cpu"),
+    ),
+    "csrc/ddp/dear": Law(
+        "the synchronizer of dear: gradients reduced under backward, gathered under forward",
+        ("csrc/ddp/common", C10D, *BASE, "csrc/core/dear"),
+    ),
+    # K-FAC
+    "csrc/kfac/linalg": Law("arithmetic on raw matrices of the CPU", (*BASE, "csrc/core/kfac", "kernels/cpu")),
+    "csrc/kfac/base": Law(
+        "layers, options, background threads, timers",
+        ("csrc/kfac/linalg", "csrc/c10d/threads", *BASE, "csrc/core/kfac"),
+    ),
+    "csrc/kfac/comm": Law(
+        "how K-FAC sends and waits in a group of its own",
+        ("csrc/kfac/base", "csrc/kfac/linalg", C10D, *BASE, "csrc/core/kfac"),
+    ),
+    "csrc/kfac/factors": Law(
+        "what a rank collects of its own Kronecker factors",
+        ("csrc/kfac/base", "csrc/kfac/linalg", *BASE, "csrc/core/kfac", "kernels/cpu"),
+    ),
+    "csrc/kfac/inverses": Law(
+        "from factors to inverses, and how these reach other ranks",
+        ("csrc/kfac/factors", "csrc/kfac/comm", "csrc/kfac/base", "csrc/kfac/linalg", *BASE, "csrc/core/kfac"),
+    ),
+    "csrc/kfac/precondition": Law(
+        "from gradients to preconditioned gradients, and how these reach other ranks",
+        (
+            *("csrc/kfac/factors", "csrc/kfac/comm", "csrc/kfac/base", "csrc/kfac/linalg"),
+            *(*BASE, "csrc/core/kfac", "kernels/cpu"),
+        ),
+    ),
+    "csrc/kfac/engine": Law(
+        "the steps of K-FAC, one after the other",
+        (
+            *("csrc/kfac/inverses", "csrc/kfac/precondition", "csrc/kfac/factors", "csrc/kfac/comm"),
+            *("csrc/kfac/base", "csrc/kfac/linalg", *BASE, "csrc/core/kfac"),
+        ),
+    ),
+    "csrc/python": Law("binds, and does nothing else", ("csrc/ddp/*", "csrc/kfac/*", C10D, CORE)),
+    # Python, the compiled modules aside
+    "torchext/_version.py": Law("the version"),
+    "torchext/_build.py": Law("what was built, and whether it fits the torch that runs"),
+    "torchext/errors.py": Law("errors and warnings of our own"),
+    "torchext/base": Law("what every folder may use: numbers of others, code that the compiler leaves alone"),
+    "torchext/ops.py": Law("operators over lists of tensors", ("torchext/_build.py",)),
+    "torchext/options.py": Law("options of the backends", ("torchext/base",)),
+    "torchext/backends": Law(
+        "names and process groups, one for the other", ("torchext/options.py", "torchext/errors.py", "torchext/base")
+    ),
+    "torchext/ddp": Law(
+        "hooks into DistributedDataParallel and into optimizers: synchronizer, waits, steps, checks of attach",
+        ("torchext/backends", "torchext/errors.py", "torchext/base"),
+    ),
+    "torchext/synchronizer.py": Law("the public name of what attach returns", ("torchext/ddp",)),
+    "torchext/elastic": Law(
+        "who trains: members, newcomers, joining, the state that a newcomer gets",
+        ("torchext/ddp", "torchext/backends", "torchext/options.py", "torchext/_version.py", "torchext/base"),
+    ),
+    "torchext/decentralized": Law(
+        "parameters are averaged: the synchronizers of prague, dssync and hop",
+        ("torchext/elastic", "torchext/ddp", "torchext/backends", "torchext/base"),
+    ),
+    "torchext/dear": Law(
+        "gradients are reduced under the backward pass and gathered under the forward pass",
+        ("torchext/ddp", "torchext/backends", "torchext/base"),
+    ),
+    "torchext/nn": Law(
+        "embeddings of adaptive width",
+        ("torchext/decentralized", "torchext/ddp", "torchext/backends", "torchext/_build.py", "torchext/base"),
+    ),
+    "torchext/optim": Law(
+        "K-FAC",
+        (
+            *("torchext/dear", "torchext/ddp", "torchext/backends"),
+            *("torchext/errors.py", "torchext/_build.py", "torchext/base"),
+        ),
+    ),
+    "torchext/_attach.py": Law(
+        "attach: from a backend's name to its synchronizer",
+        (
+            *("torchext/dear", "torchext/decentralized", "torchext/elastic"),
+            *("torchext/ddp", "torchext/backends", "torchext/base"),
+        ),
+    ),
+    "torchext/integrations": Law(
+        "training frameworks and untouched scripts, for which attach is called",
+        (
+            *("torchext/_attach.py", "torchext/synchronizer.py", "torchext/dear", "torchext/decentralized"),
+            *("torchext/elastic", "torchext/ddp", "torchext/backends"),
+            *("torchext/options.py", "torchext/errors.py", "torchext/base"),
+        ),
+    ),
+    "torchext/run.py": Law(
+        "torchext.run, a script on another backend", ("torchext/integrations", "torchext/ddp", "torchext/backends")
+    ),
+    "torchext/selftest.py": Law("two processes and one group", ("torchext/backends",)),
+    "torchext/diagnosis.py": Law(
+        "what python -m torchext says", ("torchext/selftest.py", "torchext/_build.py", "torchext/_version.py")
+    ),
+    "torchext/__init__.py": Law(
+        "the public face",
+        (
+            *("torchext/_attach.py", "torchext/diagnosis.py", "torchext/optim", "torchext/nn", "torchext/dear"),
+            *("torchext/decentralized", "torchext/elastic", "torchext/synchronizer.py", "torchext/ddp"),
+            *("torchext/backends", "torchext/options.py", "torchext/ops.py", "torchext/_build.py"),
+            "torchext/_version.py",
+        ),
+    ),
+    "torchext/__main__.py": Law("the command", ("torchext/diagnosis.py",)),
+}
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """One file uses another, at a line; `typing`: for type checkers alone."""
+
+    source: str
+    target: str
+    line: int
+    typing: bool = False
+
+
+# ------------------------------------------------------------------------------------------------ reading a tree
+
+
+def cpp_arrows(root: Path) -> Iterator[Arrow]:
+    """The includes of ours, by the compiler's rule: beside the file, then in the root, then in csrc/."""
+    for path in sorted(p for top in ("csrc", "kernels") for p in root.glob(f"{top}/**/*") if p.suffix in CPP_SUFFIXES):
+        source = path.relative_to(root).as_posix()
+        text = path.read_text()
+        for match in INCLUDE.finditer(text):
+            for folder in (path.parent, root, root / "csrc"):
+                target = (folder / match[1]).resolve()
+                if target.is_file() and target.is_relative_to(root):
+                    line = text.count("\n", 0, match.start()) + 1
+                    yield Arrow(source, target.relative_to(root).as_posix(), line)
+                    break
+
+
+def module_file(root: Path, name: str) -> str | None:
+    """The file of a module, if it is one of ours."""
+    path = Path(*name.split("."))
+    for candidate in (path / "__init__.py", path.with_suffix(".py")):
+        if (root / candidate).is_file():
+            return candidate.as_posix()
+    return None
+
+
+def is_native(name: str) -> bool:
+    """Whether a name is that of a compiled module, or of something in one."""
+    parts = name.split(".")
+    return parts[0] == PACKAGE and len(parts) > 1 and parts[1] in NATIVE
+
+
+class _Imports(ast.NodeVisitor):
+    """All that a module imports of ours, and what it looks up in sys.modules."""
+
+    def __init__(self, root: Path, source: str) -> None:
+        self.root, self.source = root, source
+        self.arrows: list[Arrow] = []
+        self.looked_up: list[tuple[int, str]] = []
+        self._typing = False
+
+    def _add(self, name: str, line: int) -> None:
+        """An import of a module, or of a name in one."""
+        if name.split(".")[0] != PACKAGE or is_native(name) or name.endswith("."):  # the rest of a name is made
+            return
+        target = module_file(self.root, name) or module_file(self.root, name.rpartition(".")[0])
+        if target is not None and target != self.source:
+            self.arrows.append(Arrow(self.source, target, line, self._typing))
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(alias.name, node.lineno)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        module = node.module or ""
+        if node.level:
+            parts = Path(self.source).parts
+            module = ".".join([*parts[: len(parts) - node.level], *([module] if module else [])])
+        for alias in node.names:
+            self._add(f"{module}.{alias.name}", node.lineno)
+
+    def visit_If(self, node: ast.If) -> None:
+        inside = any(
+            isinstance(n, (ast.Name, ast.Attribute)) and _last(n) == "TYPE_CHECKING" for n in ast.walk(node.test)
+        )
+        before, self._typing = self._typing, self._typing or inside
+        for child in node.body:
+            self.visit(child)
+        self._typing = before
+        for child in node.orelse:
+            self.visit(child)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name, text = _last(node.func), _text(node.args[0]) if node.args else ""
+        if name in ("import_module", "__import__"):
+            self._add(text, node.lineno)
+        elif isinstance(node.func, ast.Attribute) and _last(node.func.value) == "modules":
+            self._look_up(text, node.lineno)
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if _last(node.value) == "modules":
+            self._look_up(_text(node.slice), node.lineno)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if any(_last(other) == "modules" for other in node.comparators):
+            self._look_up(_text(node.left), node.lineno)
+        self.generic_visit(node)
+
+    def _look_up(self, text: str, line: int) -> None:
+        if text.split(".")[0] == PACKAGE:
+            self.looked_up.append((line, text))
+
+
+def _last(node: ast.AST) -> str:
+    """The last name of `a.b.c`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _text(node: ast.AST) -> str:
+    """A string's value, or the beginning of one that is put together."""
+    if isinstance(node, ast.JoinedStr) and node.values:
+        return _text(node.values[0])
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def python_imports(root: Path) -> Iterator[_Imports]:
+    """The imports of every module of the package."""
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        found = _Imports(root, path.relative_to(root).as_posix())
+        found.visit(ast.parse(path.read_text(), filename=str(path)))
+        yield found
+
+
+# ---------------------------------------------------------------------------------------------------- the laws
+
+
+def place_of(file: str, laws: Mapping[str, Law]) -> str | None:
+    """The law of a file: its own, or that of its folder or of the nearest one above."""
+    if file in laws:
+        return file
+    for folder in Path(file).parents:
+        if folder.as_posix() in laws:
+            # A folder whose subfolders have laws is no home for new subfolders.
+            direct = folder == Path(file).parent or not any(p.startswith(f"{folder.as_posix()}/") for p in laws)
+            return folder.as_posix() if direct else None
+    return None
+
+
+def covered(place: str, by: Iterable[str]) -> bool:
+    """Whether a place is one of the names, or below one that ends in a star."""
+    return any(place.startswith(name[:-1]) if name.endswith("/*") else place == name for name in by)
+
+
+def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """One circle for each set of nodes that reach each other."""
+    found: list[list[str]] = []
+    done: set[str] = set()
+    for start in sorted(edges):
+        if start in done:
+            continue
+        path, left = [start], [iter(sorted(edges.get(start, ())))]
+        while path:
+            following = next(left[-1], None)
+            if following is None:
+                done.add(path.pop())
+                left.pop()
+            elif following in path:
+                circle = path[path.index(following) :]
+                first = circle.index(min(circle))
+                found.append([*circle[first:], *circle[: first + 1]])
+            elif following not in done:
+                path.append(following)
+                left.append(iter(sorted(edges.get(following, ()))))
+    return found
+
+
+def table(laws: Mapping[str, Law]) -> str:
+    """The laws as CONTRIBUTING.md shows them."""
+    rows = [f"| `{place}` | {law.sentence} | {_names(law.uses)} |" for place, law in laws.items()]
+    return "\n".join(["| folder | what belongs there | what it may use |", "| --- | --- | --- |", *rows]) + "\n"
+
+
+def _names(uses: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in uses) or "nothing of ours"
+
+
+def findings(root: Path, laws: Mapping[str, Law] = LAWS) -> list[str]:
+    """What breaks the laws in the tree, one line each."""
+    root = root.resolve()
+    said = [f"LAWS: there is no {place}" for place in laws if not (root / place).exists()]
+    allowed = {place: [p for p in laws if p != place and covered(p, law.uses)] for place, law in laws.items()}
+    said += [f"LAWS allow a circle: {' -> '.join(circle)}" for circle in circles(allowed)]
+    arrows = list(cpp_arrows(root))
+    for module in python_imports(root):
+        arrows += module.arrows
+        said += [
+            f"{module.source}:{line}: looks {name} up in sys.modules; let that module register what is wanted of it"
+            for line, name in module.looked_up
+        ]
+    files = [p for top in ("csrc", "kernels") for p in root.glob(f"{top}/**/*") if p.suffix in CPP_SUFFIXES - {".hpp"}]
+    for path in sorted([*files, *(root / PACKAGE).rglob("*.py")]):
+        if place_of(path.relative_to(root).as_posix(), laws) is None:
+            said.append(
+                f"{path.relative_to(root)}: has no law; move it, or give its folder one in {Path(__file__).name}"
+            )
+
+    used: dict[str, set[str]] = {}
+    for arrow in arrows:
+        source, target = place_of(arrow.source, laws), place_of(arrow.target, laws)
+        if source is None or target is None or source == target:
+            continue
+        used.setdefault(source, set()).add(target)
+        if not covered(target, laws[source].uses):
+            up = covered(source, laws[target].uses)
+            said.append(
+                f"{arrow.source}:{arrow.line}: {source} must not use {target} ({arrow.target})"
+                + (": the arrow runs up" if up else f"; it may use {_names(laws[source].uses)}")
+            )
+    said += [f"circle of folders: {' -> '.join(circle)}" for circle in circles(used)]
+    by_file: dict[str, set[str]] = {}
+    for arrow in arrows:
+        if not arrow.typing:
+            by_file.setdefault(arrow.source, set()).add(arrow.target)
+    said += [f"circle of files: {' -> '.join(circle)}" for circle in circles(by_file)]
+    return list(dict.fromkeys(said))
+
+
+def main() -> int:
+    """Prints the findings, or the table."""
+    if "--table" in sys.argv[1:]:
+        print(table(LAWS), end="")
+        return 0
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
+    said = findings(root)
+    print(*said, sep="\n", end="\n" if said else "")
+    print(f"{len(LAWS)} laws, {len(said)} findings")
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
