@@ -20,6 +20,7 @@ check "ruff format" "$python" -m ruff format --check .
 check "mypy --strict" "$python" -m mypy
 check "clang-format" clang-format --dry-run -Werror "$@"
 check "layers" "$python" tools/check_layers.py
+check "pages" "$python" tools/check_docs.py
 check "clang-tidy" "$python" tools/clang_tidy.py "$cache"
 
 if [[ ${#failed[@]} -gt 0 ]]; then
