@@ -270,7 +270,7 @@ class HopSynchronizer(AveragingSynchronizer):
     def begin(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
-def keep_promises() -> None: ...
+def drain_averages() -> None: ...
 
 FAULT_POINTS: tuple[str, ...]
 
@@ -296,7 +296,7 @@ def attach_dear(
     names: Sequence[str],
     unused_allowed: bool,
     bucket_mb: float | None = None,
-    make_lane: Callable[[], ProcessGroupDear] | None = None,
+    make_dedicated_group: Callable[[], ProcessGroupDear] | None = None,
 ) -> DearSynchronizer: ...
 def attach_dssync(
     group: ProcessGroupDSSync,

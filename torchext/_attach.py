@@ -24,7 +24,7 @@ from torchext.ddp.attach_checks import before_averaging, before_dear
 from torchext.ddp.synchronizer import Synchronizer, abandon_ended, in_use, left_alone
 from torchext.ddp.wrapped_optimizer import unwrapped
 from torchext.dear.dear_refusals import check_stepped
-from torchext.dear.dear_synchronizer import DearSynchronizer, Lane
+from torchext.dear.dear_synchronizer import DearSynchronizer, DedicatedGroup
 from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
 from torchext.decentralized.hop_synchronizer import HopSynchronizer
 from torchext.elastic.join import forget_newcomer, newcomer_of
@@ -237,7 +237,7 @@ def _check_not_wrapped(ddp: DistributedDataParallel) -> None:
     if isinstance(backend_of(ddp.process_group), _C.ProcessGroupPrague) and is_wrapped(ddp.process_group):
         raise ValueError(
             "torchext.attach: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch waits for all ranks in front of each of the "
-            "script's collectives, before prague can keep what it has promised to other workers, and they could wait "
+            "script's collectives, before prague can complete the averages it owes other workers, and they could wait "
             "for each other; set it to INFO. PragueOptions(call_check='every') finds calls that differ, too"
         )
 
@@ -373,10 +373,12 @@ def _attach_dear(
     names = [name for name, _ in named]
     parameters = [parameter for _, parameter in named]
     unused_allowed = ddp.find_unused_parameters or ddp.static_graph
-    lane = Lane(ddp.process_group) if device.type != "cpu" or options.transport == "collectives" else None
-    make_lane = None if lane is None else lane.make
-    core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, make_lane)
-    return DearSynchronizer(core, ddp, optimizers, parameters, lane)
+    dedicated_group = (
+        DedicatedGroup(ddp.process_group) if device.type != "cpu" or options.transport == "collectives" else None
+    )
+    make_dedicated_group = None if dedicated_group is None else dedicated_group.make
+    core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, make_dedicated_group)
+    return DearSynchronizer(core, ddp, optimizers, parameters, dedicated_group)
 
 
 def _leave_at_exit(synchronizer: Synchronizer) -> None:
@@ -386,7 +388,7 @@ def _leave_at_exit(synchronizer: Synchronizer) -> None:
     def leave() -> None:
         alive = reference()
         # After an uncaught exception there is nothing to keep: the peers are told the reason instead. A forked child
-        # has promised nothing.
+        # owes nothing.
         if alive is not None and getattr(sys, "last_value", None) is None and os.getpid() == process:
             alive._leave_at_exit()
 

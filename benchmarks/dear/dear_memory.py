@@ -144,7 +144,7 @@ def ranks(rank: Rank) -> dict[str, Any]:
     return {"checks": checks.done, "name": which.name, "own": after - before, "peak": peak - resident, "parts": counted}
 
 
-def verdict(name: str, figures: list[float], staging: float, world: int) -> dict[str, Any]:
+def comparison(name: str, figures: list[float], staging: float, world: int) -> dict[str, Any]:
     """Prints and returns what a dear contender held, beside what it may."""
     share = world if "sharded" in name else 1
     allowed = 1 + 1 + 1 + ADAM_COPIES / share
@@ -189,8 +189,8 @@ def main() -> None:
             figures.setdefault(name, []).append(max(result["own"] for result in results) / size)
             counted = {part: max(result["parts"][part] for result in results) / size for part in results[0]["parts"]}
             notes[name] = {**counted, "peak": max(result["peak"] for result in results) / size}
-    verdicts = {
-        name: verdict(name, values, notes[name]["staging"], args.ranks)
+    comparisons = {
+        name: comparison(name, values, notes[name]["staging"], args.ranks)
         for name, values in figures.items()
         if name.startswith("dear")
     }
@@ -200,7 +200,7 @@ def main() -> None:
         f"{args.mib} MiB, {args.ranks} ranks",
         figures,
         checks=checks,
-        notes={"in_copies": notes, "verdicts": verdicts},
+        notes={"in_copies": notes, "verdicts": comparisons},
     )
     report.write(args.results)
 

@@ -106,7 +106,9 @@ def against_bounds(
     }
 
 
-def verdicts(figures: Mapping[str, list[float]], best_ddp: str | None, bound: dict[str, Any] | None) -> dict[str, Any]:
+def comparisons(
+    figures: Mapping[str, list[float]], best_ddp: str | None, bound: dict[str, Any] | None
+) -> dict[str, Any]:
     """Prints and returns what is asked of each dear contender: ratios over both ddp, share of the bound."""
     found: dict[str, Any] = {}
     if bound is not None:
@@ -152,7 +154,7 @@ def train(
 def measure(
     args: argparse.Namespace, lab: NetLab, rates: list[float], report: Report, model: str, wishes: list[str]
 ) -> None:
-    """Probes for the best of what is wished for, trains, prints the verdicts and adds the case to the report."""
+    """Probes for the best of what is wished for, trains, prints the comparisons and adds the case to the report."""
     settings = {"options": {}, "stragglers": "none", "seed": 0}
     spans = {"warmup_s": args.warmup, "window_s": args.window, "tuning_s": args.tuning}
 
@@ -183,7 +185,7 @@ def measure(
             **summarize(results),
             "best": chosen,
             "bounds": bound,
-            "verdicts": verdicts(figures, best, bound),
+            "verdicts": comparisons(figures, best, bound),
         },
     )
 

@@ -206,7 +206,7 @@ def main() -> None:
         sorted({case.name.split(", ")[part] for case in report.cases}, key=key)
         for part, key in ((0, rate_of), (1, size_of))
     )
-    verdict(report, names, expected=len(shown_rows) * len(shown_columns))
+    comparison(report, names, expected=len(shown_rows) * len(shown_columns))
 
     def picture(drawn: Report, path: Path) -> None:
         draw_map(drawn, path, rows=shown_rows, columns=shown_columns, challenger=names[-1])
@@ -224,7 +224,7 @@ def size_of(column: str) -> float:
     return float(column.removesuffix(" MB"))
 
 
-def verdict(report: Report, names: list[str], *, expected: int) -> None:
+def comparison(report: Report, names: list[str], *, expected: int) -> None:
     """Prints, and adds to the conditions, the smallest ratio of the map and how much of the map there is."""
     ratios: dict[str, Spread] = {case.name: case.ratios[names[-1]] for case in report.cases if names[-1] in case.ratios}
     if not ratios:

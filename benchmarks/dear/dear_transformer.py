@@ -169,7 +169,7 @@ def loss_difference(results: list[dict[str, Any]], name: str) -> float:
     return max(differences)
 
 
-def verdicts(results: list[dict[str, Any]], report: Report) -> dict[str, Any]:
+def comparisons(results: list[dict[str, Any]], report: Report) -> dict[str, Any]:
     """Prints and returns, by contender, the loss difference and the speed, beside what is asked of dear."""
     found: dict[str, Any] = {}
     if "ddp" not in results[0]["runs"]:
@@ -232,7 +232,7 @@ def main() -> None:
     figures = {name: [run["samples_s"] for run in runs] for name, runs in results[0]["runs"].items()}
     report.add(f"{HOSTS} hosts, {args.rate}", figures, checks=results[0]["checks"], target=TARGET, notes=notes)
     notes_of_case = report.cases[-1].notes
-    notes_of_case["verdicts"] = verdicts(results, report)
+    notes_of_case["verdicts"] = comparisons(results, report)
 
     def curves(axes: Any) -> None:
         for index, (name, losses) in enumerate(notes["losses_of_rank_0"].items()):

@@ -142,7 +142,7 @@ def random_search(sizes: Sequence[float], of_grid: Sequence[Sequence[float]], *,
     return statistics.mean(ends)
 
 
-def verdict(report: Report) -> dict[str, Any]:
+def comparison(report: Report) -> dict[str, Any]:
     """Returns what is asked: how far above the grid's best the tuner and random search end, in the mean of repeats."""
     tuner, medians, on_its_curves, searched = [], [], [], []
     for case in report.cases:
@@ -249,7 +249,7 @@ def main() -> None:
                 },
             },
         )
-    report.conditions["verdict"] = verdict(report)
+    report.conditions["verdict"] = comparison(report)
     print(report.conditions["verdict"])
     report.write(args.results, picture=picture)
 

@@ -117,10 +117,12 @@ def main() -> None:
     result = equal_samples(ways, **settings, deadline_s=args.deadline)
     answers = summary(result["accuracies"], result["consensus_distances"])
     for name, answer in answers.items():
-        verdict = "within" if answer["within_the_spread"] else "OUTSIDE"
+        comparison = "within" if answer["within_the_spread"] else "OUTSIDE"
         apart = f"apart {answer['last_consensus_distance']:.1e}" if "bounded" in answer else ""
         apart += ", GROWING" if not answer.get("bounded", True) else ""
-        print(f"{name:<44} {answer['mean']:.2%} +- {answer['standard_deviation']:.2%}  {verdict:<8}{apart}", flush=True)
+        print(
+            f"{name:<44} {answer['mean']:.2%} +- {answer['standard_deviation']:.2%}  {comparison:<8}{apart}", flush=True
+        )
     args.results.mkdir(parents=True, exist_ok=True)
     path = args.results / "digits_accuracy.json"
     content = {

@@ -134,7 +134,7 @@ def main() -> None:
     fastest = Report("hop_straggler", unit="iterations/s of the fastest worker", reference="hop", **shared)
     gradients = Report("hop_straggler_gradients", unit="gradients/s of all workers", reference="ddp", **shared)
     drawn: dict[str, dict[str, dict[str, Any]]] = {}
-    verdicts = []
+    comparisons = []
     for pattern in cli.names(args.patterns):
         results = launch(
             "lab.workloads.training:ranks",
@@ -157,15 +157,15 @@ def main() -> None:
         )
         for name, target in targets.items():
             ratio = row.ratios[name].median
-            verdicts.append(f"{pattern}: {name}: {ratio:.2f} x standard, target {target:g}: {_met(ratio >= target)}")
+            comparisons.append(f"{pattern}: {name}: {ratio:.2f} x standard, target {target:g}: {_met(ratio >= target)}")
         if pattern == "none" and "hop" in shares:
             share = sorted(shares["hop"])[len(shares["hop"]) // 2]
-            verdicts.append(f"none: exposed {share:.1%} of a step, target < 3 %: {_met(share < EXPOSED_TARGET)}")
+            comparisons.append(f"none: exposed {share:.1%} of a step, target < 3 %: {_met(share < EXPOSED_TARGET)}")
         drawn[pattern] = by_gap
         for name, note in by_gap.items():
             if note["largest"] > note["bound"]:
                 raise SystemExit(f"{pattern}: {name}: a gap of {note['largest']} above the bound {note['bound']}")
-    print("\n".join(verdicts), flush=True)
+    print("\n".join(comparisons), flush=True)
 
     fastest.write(args.results)
     gradients.write(args.results)

@@ -33,7 +33,7 @@ OVER_SGD = 1.15  # at most, with factors every 10 and inverses every 100 steps
 HOSTS = 4
 
 
-def verdicts(figures: dict[str, list[float]], seldom: bool) -> dict[str, Any]:
+def comparisons(figures: dict[str, list[float]], seldom: bool) -> dict[str, Any]:
     """What is asked of each strategy: a speed-up over d-kfac, or with seldom updates a ratio over SGD."""
     found = {}
     for name in figures:
@@ -94,7 +94,7 @@ def main() -> None:
                     checks=found["checks"],
                     target=TARGETS["pad"] if factors == 1 else None,
                     notes={
-                        "verdicts": verdicts(found["figures"], factors > 1),
+                        "verdicts": comparisons(found["figures"], factors > 1),
                         "counters": found["counters"],
                         "rows": settings["rows"][model],
                     },

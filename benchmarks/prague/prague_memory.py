@@ -119,10 +119,10 @@ def main() -> None:
         counted = max(share["attach_tensors"] for share in notes[name])
         grown = max(share["attach_own"] for share in notes[name])
         collective = max(share["with_collective"] for share in notes[name]) - min(figures["ddp"])
-        verdict = "within" if max(counted, grown) <= ALLOWED_COPIES + RESOLUTION else "MORE THAN"
+        comparison = "within" if max(counted, grown) <= ALLOWED_COPIES + RESOLUTION else "MORE THAN"
         print(
             f"{name}, in copies of the parameters: attach made {counted:.2f} in tensors, resident {grown:+.2f}, "
-            f"{verdict} the {ALLOWED_COPIES:g} allowed; {max(values):+.2f} compared with ddp after {STEPS} steps, "
+            f"{comparison} the {ALLOWED_COPIES:g} allowed; {max(values):+.2f} compared with ddp after {STEPS} steps, "
             f"{collective:+.2f} after a collective of the user's in the middle of training"
         )
     report.write(args.results)

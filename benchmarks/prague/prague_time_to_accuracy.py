@@ -207,7 +207,7 @@ def time_to_accuracy(args: argparse.Namespace) -> dict[str, Any]:
 # --- what all runs say -------------------------------------------------------------------------------------------
 
 
-def verdicts(runs: list[dict[str, Any]], backends: list[str]) -> dict[str, Any]:
+def comparisons(runs: list[dict[str, Any]], backends: list[str]) -> dict[str, Any]:
     """The summary: medians and, with both backends measured, the speed-up."""
     summary: dict[str, Any] = {"seconds_to_target": {}}
     for backend in backends:
@@ -282,7 +282,7 @@ def main() -> None:
         import torchext  # noqa: F401
     machine = describe_machine()
     result = time_to_accuracy(args)
-    result["summary"] = verdicts(result["runs"], args.backends)
+    result["summary"] = comparisons(result["runs"], args.backends)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "script": "benchmarks/prague/prague_time_to_accuracy.py",

@@ -13,9 +13,9 @@
 #include "c10d/backend/connecting_store.h"
 #include "c10d/backend/living_backends.h"
 #include "c10d/fault/fault_points.h"
-#include "c10d/threads/attentive_wait.h"
 #include "c10d/threads/interpreter_lock.h"
-#include "c10d/threads/promises.h"
+#include "c10d/threads/interruptible_wait.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "python/bind_group.h"
 
 namespace torchext {
@@ -33,10 +33,10 @@ void releaseInterpreterLock(const std::function<void()>& body) {
   }
 }
 
-// attendToSignals(): Python has a wait look up on the main thread only, where handlers run.
+// checkSignals(): Python has a wait check on the main thread only, where handlers run.
 unsigned long main_thread = 0;  // set once, by the binding
 
-void attend() {
+void checkPythonSignals() {
   if (PyThread_get_thread_ident() != main_thread || Py_IsInitialized() == 0) {
     return;
   }
@@ -96,7 +96,7 @@ void bindValue(const py::object& type, std::vector<std::string> keywords) {
 void bindC10d(py::module_& module) {
   setInterpreterLockReleaser(&releaseInterpreterLock);
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
-  setSignalAttendant(&attend);
+  setSignalChecker(&checkPythonSignals);
   registerLineFinder();
 
   py::class_<ConnectingStore, c10d::PrefixStore, c10::intrusive_ptr<ConnectingStore>>(module, "ConnectingStore")
@@ -161,7 +161,8 @@ void bindC10d(py::module_& module) {
 
   // Of a new group, or one that takes another's place, only some of a model's workers may be members.
   module.def(
-      "keep_promises", [] { Promises::keepAll(WaitingFor::kSomebody); }, py::call_guard<py::gil_scoped_release>());
+      "drain_averages", [] { OutstandingAverages::drain(WaitingFor::kSomebody); },
+      py::call_guard<py::gil_scoped_release>());
   // What tests arm, and what code in Python passes.
   module.attr("FAULT_POINTS") = py::tuple(py::cast(faultPointNames()));
   module.def("arm_fault_point", &armFaultPoint, py::arg("point"), py::arg("action"), py::arg("passes") = 0);

@@ -61,10 +61,10 @@ c10::intrusive_ptr<DearOptions> makeDearOptions(std::string form, const BucketSi
 std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group,
                                              std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                              bool unused_allowed, std::optional<double> bucket_mb,
-                                             const DearSynchronizer::MakeLane& make_lane) {
-  std::shared_ptr<DearSynchronizer> synchronizer(
-      new DearSynchronizer(group, std::move(parameters), std::move(names), unused_allowed, bucket_mb, make_lane),
-      DeleteWithoutGil());
+                                             const DearSynchronizer::MakeDedicatedGroup& make_dedicated_group) {
+  std::shared_ptr<DearSynchronizer> synchronizer(new DearSynchronizer(group, std::move(parameters), std::move(names),
+                                                                      unused_allowed, bucket_mb, make_dedicated_group),
+                                                 DeleteWithoutGil());
   return synchronizer;
 }
 
@@ -130,7 +130,7 @@ void bindDear(py::module_& module) {
 
   module.def("attach_dear", &attachDear, py::arg("group"), py::arg("parameters"), py::arg("names"),
              py::arg("unused_allowed"), py::arg("bucket_mb") = std::nullopt,
-             py::arg("make_lane") = DearSynchronizer::MakeLane(), NoGil());
+             py::arg("make_dedicated_group") = DearSynchronizer::MakeDedicatedGroup(), NoGil());
 }
 
 }  // namespace torchext

@@ -5,7 +5,7 @@
 
 namespace torchext {
 
-void registerLineFinder();  // callersLine()
+void registerLineFinder();  // callSite()
 void bindC10d(py::module_& module);
 void bindSynchronizer(py::module_& module);  // before the systems
 void bindPrague(py::module_& module);

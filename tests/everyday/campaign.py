@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import forms
+from comparisons import Case, judge, smallest
 from generator import random_script
 from pool import Pool, open_pool
-from verdicts import Case, judge, smallest
 
 
 class Campaign:
@@ -60,8 +60,8 @@ class Campaign:
     def _add(self, pool: Pool, case: Case) -> None:
         seed = case.script.seed
         reports = [
-            {"seed": seed, "form": form, "kind": verdict.kind, "report": self._report(pool, case, form)}
-            for form, verdict in case.wrong.items()
+            {"seed": seed, "form": form, "kind": comparison.kind, "report": self._report(pool, case, form)}
+            for form, comparison in case.wrong.items()
         ]
         with self._lock:
             self.scripts += 1
@@ -70,19 +70,19 @@ class Campaign:
                 self.features.update(case.script.features())
             else:
                 self._say(f"seed {seed}: plain DDP itself: {case.reference.kind} {case.reference.detail[:300]}")
-            for form, verdict in case.verdicts.items():
-                self.outcomes[form][verdict.kind] += 1
-                if verdict.kind == "refused":
-                    self.refusals[f"{form}: {verdict.detail[:200]}"] += 1
+            for form, comparison in case.comparisons.items():
+                self.outcomes[form][comparison.kind] += 1
+                if comparison.kind == "refused":
+                    self.refusals[f"{form}: {comparison.detail[:200]}"] += 1
             self.wrong += reports
             for report in reports:
                 self._say(report["report"])
 
     def _report(self, pool: Pool, case: Case, form: str) -> str:
         """What is wrong, and by which lines."""
-        verdict = case.verdicts[form]
-        script = smallest(pool, case, form) if self._shrink and verdict.kind != "now and then" else case.script
-        return f"seed {case.script.seed} on {form}: {verdict.kind} {verdict.detail}\n{script.source()}"
+        comparison = case.comparisons[form]
+        script = smallest(pool, case, form) if self._shrink and comparison.kind != "now and then" else case.script
+        return f"seed {case.script.seed} on {form}: {comparison.kind} {comparison.detail}\n{script.source()}"
 
     def as_json(self) -> dict[str, Any]:
         return {

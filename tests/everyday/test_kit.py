@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import comparisons
 import forms
 import pytest
-import verdicts
 from operation import Op
 from pool import Pool, open_pool
 from script import Phase, Script
@@ -26,33 +26,33 @@ def pool() -> Iterator[Pool]:
 
 
 def test_plain_ddp_is_itself(pool: Pool) -> None:
-    case = verdicts.judge(pool, script(ZERO, PASS, STEP), [forms.REFERENCE])
-    assert case.verdicts == {forms.REFERENCE: verdicts.Verdict("equal")}
+    case = comparisons.judge(pool, script(ZERO, PASS, STEP), [forms.REFERENCE])
+    assert case.comparisons == {forms.REFERENCE: comparisons.Comparison("equal")}
 
 
 def test_averaged_parameters_are_plain_ddp_for_sgd_alone(pool: Pool) -> None:
     kinds = []
     for optimizer in ("SGD momentum", "Adam"):
-        case = verdicts.judge(pool, script(ZERO, PASS, STEP, setup=Setup(optimizer=optimizer)), [forms.LOCAL])
-        kinds.append(case.verdicts[forms.LOCAL].kind)
+        case = comparisons.judge(pool, script(ZERO, PASS, STEP, setup=Setup(optimizer=optimizer)), [forms.LOCAL])
+        kinds.append(case.comparisons[forms.LOCAL].kind)
     assert kinds == ["equal", "differs"]
 
 
 def test_an_error_on_one_rank_alone_is_seen(pool: Pool) -> None:
     told = pool.run("if rank == 1:\n    raise RuntimeError('torchext: no')\n", "gloo", double=True)
-    verdict = verdicts._failed(told)
-    assert verdict is not None
-    assert verdict.kind == "one rank alone"
-    assert "torchext: no" in verdict.detail
+    comparison = comparisons._failed(told)
+    assert comparison is not None
+    assert comparison.kind == "one rank alone"
+    assert "torchext: no" in comparison.detail
 
 
 def test_a_hang_is_seen_and_the_next_script_runs(pool: Pool) -> None:
     told = pool.run("import time\ntime.sleep(60 * rank)\n", "gloo", double=True, deadline_s=2.0)
-    verdict = verdicts._failed(told)
-    assert verdict is not None
-    assert (verdict.kind, verdict.detail) == ("hang", "no word from ranks [1]")
-    case = verdicts.judge(pool, script(ZERO, PASS, STEP), [forms.REFERENCE])
-    assert case.verdicts[forms.REFERENCE].kind == "equal"
+    comparison = comparisons._failed(told)
+    assert comparison is not None
+    assert (comparison.kind, comparison.detail) == ("hang", "no word from ranks [1]")
+    case = comparisons.judge(pool, script(ZERO, PASS, STEP), [forms.REFERENCE])
+    assert case.comparisons[forms.REFERENCE].kind == "equal"
 
 
 def test_a_difference_shrinks_to_what_makes_it(pool: Pool) -> None:
@@ -66,7 +66,7 @@ def test_a_difference_shrinks_to_what_makes_it(pool: Pool) -> None:
         ),
     )
     # On this form alone the reference is plain DDP, whatever a feature keeps.
-    case = verdicts.judge(pool, long, [forms.LOCAL])
-    assert case.verdicts[forms.LOCAL].kind == "differs"
-    small = verdicts.smallest(pool, case, forms.LOCAL)
+    case = comparisons.judge(pool, long, [forms.LOCAL])
+    assert case.comparisons[forms.LOCAL].kind == "differs"
+    small = comparisons.smallest(pool, case, forms.LOCAL)
     assert small == script(PASS, Op("grad sign"), STEP, times=1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from comparisons import judge
 from generator import random_script
 from pool import Pool, open_pool
 from script import Script
 from setups import EXACT
-from verdicts import judge
 
 SCRIPTS = 200
 CHUNK = 10
@@ -27,7 +27,9 @@ def test_no_silent_difference(pool: Pool, first: int) -> None:
     for seed in range(first, first + CHUNK):
         case = judge(pool, random_script(seed))
         assert case.reference.kind == "ran", f"seed {seed}: plain DDP itself: {case.reference}"
-        wrong += [f"seed {seed} on {form}: {verdict.kind} {verdict.detail}" for form, verdict in case.wrong.items()]
+        wrong += [
+            f"seed {seed} on {form}: {comparison.kind} {comparison.detail}" for form, comparison in case.wrong.items()
+        ]
     assert not wrong, "\n".join([*wrong, "shrink one: python tests/everyday/fuzz.py SEED --forms FORM"])
 
 

@@ -175,7 +175,7 @@ def _creator(name: str) -> Callable[[Any, object | None], Any]:
         anew = _replacement.get()
         if not anew:
             # Others may wait for an average with this rank, and this one would wait for them.
-            _C.keep_promises()
+            _C.drain_averages()
         patience = anew.connecting if anew else timeout
         store = _connecting(attempt_store(opts.store, opts.group_rank, opts.group_size, patience, is_fresh=bool(anew)))
         members = options.global_ranks_in_group

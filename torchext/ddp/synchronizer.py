@@ -225,7 +225,7 @@ class Synchronizer(abc.ABC):
         self._arrivals.settle_all()
 
     def _leave_at_exit(self) -> None:
-        """A script that ends without detach() or destroy_process_group() still keeps its promises, for two seconds."""
+        """A script that ends without detach() or destroy_process_group() still does what it owes, for two seconds."""
         self._core.leave(timedelta(seconds=2))
 
     def _enter_average(self, optimizer_state: bool) -> None:

@@ -27,10 +27,10 @@ from torchext.dear.dear_step import DearStep
 from torchext.dear.deferred_step import DeferredStep
 from torchext.dear.given_state import split_by_owner
 
-__all__ = ["DearSynchronizer", "Lane"]
+__all__ = ["DearSynchronizer", "DedicatedGroup"]
 
 
-class Lane:
+class DedicatedGroup:
     """A group of the same ranks as a model's, for the collectives of its exchange thread and nothing else.
 
     Their order among the user's own collectives would not be the same on all ranks; NCCL needs one order in a
@@ -49,13 +49,13 @@ class Lane:
             timeout=options._timeout,
             backend="dear",
             use_local_synchronization=True,
-            group_desc="torchext_dear_lane",
+            group_desc="torchext_dear_dedicated",
         )
         assert isinstance(group, dist.ProcessGroup)  # its ranks are those that call this
         self._group = group
-        lane = backend_of(group)
-        assert isinstance(lane, _C.ProcessGroupDear)
-        return lane
+        dedicated_group = backend_of(group)
+        assert isinstance(dedicated_group, _C.ProcessGroupDear)
+        return dedicated_group
 
     def close(self) -> None:
         """Ends it, unless all groups have been destroyed already. Safe twice."""
@@ -87,11 +87,11 @@ class DearSynchronizer(Synchronizer):
         ddp: DistributedDataParallel,
         optimizers: Sequence[torch.optim.Optimizer],
         parameters: Sequence[nn.Parameter],
-        lane: Lane | None = None,
+        dedicated_group: DedicatedGroup | None = None,
     ) -> None:
         self._parameters = DearParameters(core, parameters, ddp.process_group, self._wait_tensors)
         super().__init__(core, ddp, optimizers, self._parameters)
-        self._lane = lane
+        self._dedicated_group = dedicated_group
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         named = [names[id(parameter)] for parameter in parameters]
         self._round = StepRound(self._optimizers, self._begin_round, self._end_round)
@@ -228,8 +228,8 @@ class DearSynchronizer(Synchronizer):
             try:
                 super().detach()
             finally:
-                if self._lane is not None:
-                    self._lane.close()
+                if self._dedicated_group is not None:
+                    self._dedicated_group.close()
 
     def _abandon(self) -> None:  # inherited
         if any(state.is_sliced for state in self._states):
@@ -242,8 +242,8 @@ class DearSynchronizer(Synchronizer):
             self.wait()
         self._give_back()
         super()._abandon()
-        if self._lane is not None:
-            self._lane.close()
+        if self._dedicated_group is not None:
+            self._dedicated_group.close()
 
     def _give_back(self) -> None:
         """Frees model and optimizer."""

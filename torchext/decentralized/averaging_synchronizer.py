@@ -303,12 +303,13 @@ class AveragingSynchronizer(Synchronizer):
         models = [model for model in attached if model is self or model._membership in failed]
         if self not in models:  # its group is gone: it fails in its own way
             models.append(self)
-        # All of them first: the promises of one that has failed would be in the way of the others' collectives.
+        # All of them first: the outstanding averages of one that has failed would be in the way of the others'
+        # collectives.
         for model in models:
             assert model._membership is not None
             model._give_up(error if model is self else model._membership.error())
         # And those of the models that go on as they are: who waits for this worker there does not come to a new group.
-        _C.keep_promises()
+        _C.drain_averages()
         most = 0
         for model in models:
             with contextlib.suppress(dist.DistBackendError):  # kept in _left

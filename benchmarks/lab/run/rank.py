@@ -64,7 +64,7 @@ class Rank:
         )
         yield  # without a finally: after an error, destroying the group could wait for ranks that are gone
         dist.destroy_process_group()
-        self.board.barrier()  # rank 0 holds the store: nobody may end while others still say goodbye through it
+        self.board.barrier()  # rank 0 holds the store: nobody may end while others still leave through it
 
 
 def _die_with_parent() -> None:

@@ -10,10 +10,10 @@
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
-#include "c10d/fault/leaving.h"
-#include "c10d/fault/own_fault.h"
-#include "c10d/threads/attentive_wait.h"
-#include "c10d/threads/promises.h"
+#include "c10d/fault/local_error.h"
+#include "c10d/fault/orderly_exit_scope.h"
+#include "c10d/threads/interruptible_wait.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "c10d/transport/shared_windows.h"
 
 namespace torchext {
@@ -84,12 +84,12 @@ bool AttachableBackend::outwaitTraining(const std::function<bool(std::chrono::mi
   LOG(WARNING) << health()->label() << ": destroy_process_group() waits for workers that still train with this one, as "
                << "sync.detach() does; each wait has the group's timeout, " << timeout().count() << " ms";
   try {
-    while (!left(kAttention) && !health()->failed()) {
-      attendToSignals();
+    while (!left(kSignalCheckInterval) && !health()->failed()) {
+      checkSignals();
     }
   } catch (...) {
     raiseAfterShutdown(std::current_exception());
-    const Leaving leaving;
+    const OrderlyExitScope orderly_exit;
     poison(getRank(), c10::str("rank ", getRank(), " was interrupted while it waited for those that still trained"));
   }
   return true;
@@ -108,10 +108,10 @@ void AttachableBackend::abandonMeeting(const std::exception_ptr& error) {
   if (health()->failed()) {
     return;
   }
-  const auto fault = ownFault(error);
-  std::optional<Leaving> leaving;
+  const auto fault = localError(error);
+  std::optional<OrderlyExitScope> orderly_exit;
   if (fault) {
-    leaving.emplace();
+    orderly_exit.emplace();
   }
   abortWithReason(c10::str("rank ", getRank(), fault ? " failed" : " was interrupted",
                            " while all workers were to meet", fault ? ": " + *fault : ""));
@@ -126,7 +126,7 @@ void AttachableBackend::announceMember(const c10::intrusive_ptr<c10d::Store>& st
     }
   };
   health()->addAbortCallback([announce] {
-    if (!Leaving::here()) {
+    if (!OrderlyExitScope::here()) {
       announce("alive");
     }
   });
@@ -178,8 +178,8 @@ void AttachableBackend::onShutdown() {
   }
 }
 
-void AttachableBackend::beforeCollective() { Promises::keepAll(WaitingFor::kEverybody); }
+void AttachableBackend::beforeCollective() { OutstandingAverages::drain(WaitingFor::kEverybody); }
 
-void AttachableBackend::beforeMessage() { Promises::keepAll(WaitingFor::kSomebody); }
+void AttachableBackend::beforeMessage() { OutstandingAverages::drain(WaitingFor::kSomebody); }
 
 }  // namespace torchext

@@ -6,7 +6,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/interruptible_wait.h"
 
 namespace torchext {
 namespace {
@@ -32,7 +32,7 @@ void ConnectingStore::wait(const std::vector<std::string>& keys, const std::chro
       C10_THROW_ERROR(DistStoreError, c10::str("waited ", timeout.count(), " ms in the store for ",
                                                c10::Join(", ", keys), "; do all ranks run?"));
     }
-    attendToSignals();
+    checkSignals();
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongestPause);
   }

@@ -2,7 +2,7 @@
 //
 // Gloo waits in the store for the addresses of all ranks. A rank that cannot connect says why in the same place
 // (refuse()), and every wait in the store ends with that reason. Waits on the script's thread run the handlers of
-// signals meanwhile (attentive_wait.h).
+// signals meanwhile (interruptible_wait.h).
 //
 // Threads: as the store that it is made of.
 #pragma once

@@ -100,7 +100,7 @@ class DelegatingBackend : public CompatBackend {
     health_->waitPointToPoint(work, timeout, op);
   }
 
-  // In order: says goodbye to the peers, gives pending calls a second, ends what is left. At most 2 s, unless other
+  // In order: sends Leave to the peers, gives pending calls a second, ends what is left. At most 2 s, unless other
   // workers still train with an attached model (AttachableBackend::outwaitTraining); safe twice.
   void shutdown() override;
   // At once: every pending call on every rank raises; safe twice, from any thread.
@@ -193,7 +193,7 @@ class DelegatingBackend : public CompatBackend {
   void raiseAfterShutdown(std::exception_ptr error) { interruption_ = std::move(error); }
 
   // Called on the caller's thread before every collective and split, and before every message: what a subclass has
-  // promised to peers on the side must be kept first, or a peer would wait for this rank, and this rank in the call for
+  // owed to peers on the side must be done first, or a peer would wait for this rank, and this rank in the call for
   // that peer.
   virtual void beforeCollective() {}
   virtual void beforeMessage() {}

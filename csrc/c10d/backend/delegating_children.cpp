@@ -9,7 +9,7 @@
 
 #include "c10d/backend/delegating_backend.h"
 #include "c10d/backend/living_backends.h"
-#include "c10d/fault/leaving.h"
+#include "c10d/fault/orderly_exit_scope.h"
 #include "c10d/threads/interpreter_lock.h"
 
 namespace torchext {

@@ -14,7 +14,7 @@
 #include "c10d/backend/quotient_work.h"
 #include "c10d/fault/collective_header.h"
 #include "c10d/fault/fault_points.h"
-#include "c10d/fault/leaving.h"
+#include "c10d/fault/orderly_exit_scope.h"
 
 namespace torchext {
 namespace {
@@ -303,7 +303,7 @@ DelegatingBackend::Works DelegatingBackend::barrier(const c10d::BarrierOptions& 
   // Device indices only mean anything on GPUs; without them the barrier is one of processes, which the CPU carries.
   const bool on_cuda = (opts.device && opts.device->is_cuda()) || (!opts.device_ids.empty() && deviceInner());
   return collective("barrier", OpType::BARRIER, on_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU,
-                    Leaving::here() ? headerOfLeaving() : headerOf(OpType::BARRIER),
+                    OrderlyExitScope::here() ? headerOfOrderlyExit() : headerOf(OpType::BARRIER),
                     [opts](c10d::Backend& backend) { return backend.barrier(opts); });
 }
 

@@ -16,9 +16,9 @@
 #include <torch/csrc/distributed/c10d/debug.h>
 
 #include "c10d/backend/living_backends.h"
-#include "c10d/fault/leaving.h"
-#include "c10d/threads/attentive_wait.h"
+#include "c10d/fault/orderly_exit_scope.h"
 #include "c10d/threads/interpreter_lock.h"
+#include "c10d/threads/interruptible_wait.h"
 
 namespace torchext {
 namespace {
@@ -93,8 +93,8 @@ FailureMonitor::Events DelegatingBackend::monitorEvents(std::chrono::millisecond
     }
   };
   FailureMonitor::Events events;
-  events.verdict = [with_health](const Verdict& verdict) {
-    with_health([&](GroupHealth& health) { health.receive(verdict); });
+  events.fault = [with_health](const FaultMessage& fault) {
+    with_health([&](GroupHealth& health) { health.receive(fault); });
   };
   events.lost = [with_health](int rank) { with_health([&](GroupHealth& health) { health.noteLost(rank); }); };
   events.call = [calls = std::weak_ptr<CallCheck>(calls_)](const core::CallMessage& message) {
@@ -155,7 +155,7 @@ void DelegatingBackend::shutdown() {
     if (calls_) {
       calls_->stop();
     }
-    monitor_->stop(/*goodbye=*/!health_->failed());
+    monitor_->stop(/*leave=*/!health_->failed());
     health_->setConnectionCloser(nullptr);
     try {
       const InnerBackends inner = innerBackends();
@@ -167,7 +167,7 @@ void DelegatingBackend::shutdown() {
       LOG(WARNING) << health_->label() << ": shutdown of an inner backend failed: " << error.what();
     }
     // Ended here and not with this object, which a DDP model keeps until the garbage collector finds it: with it
-    // threads and descriptors would stay. A peer's goodbye that arrives when nobody receives any more stays in its
+    // threads and descriptors would stay. A peer's Leave that arrives when nobody receives any more stays in its
     // socket, and Gloo's event loop spins on it.
     dropInner(Dropped::kGloo, kDropLimit);
   });
@@ -201,7 +201,7 @@ void DelegatingBackend::release_resources() {
 void DelegatingBackend::awaitShutdown() {
   shutdown();
   std::unique_lock lock(shutdownMutex_);
-  waitAttentively(shutdownChanged_, lock, [this] { return shutdownOver_; });
+  waitInterruptibly(shutdownChanged_, lock, [this] { return shutdownOver_; });
 }
 
 // No lock is held meanwhile: a signal's handler, or another thread, may destroy groups of this process.
@@ -210,7 +210,7 @@ void DelegatingBackend::leaveAll(const std::string& reason) {
   std::erase_if(backends, [](const auto& backend) { return backend->health_->inForkedChild(); });
   const auto fail = [](DelegatingBackend& backend, const std::string& why) {
     if (!why.empty() && !backend.shutDown_) {
-      const Leaving leaving;
+      const OrderlyExitScope orderly_exit;
       backend.health_->poison(backend.rank_, why);
     }
   };

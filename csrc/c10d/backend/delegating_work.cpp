@@ -9,7 +9,7 @@
 
 #include "c10d/backend/work_future.h"
 #include "c10d/fault/fault_points.h"
-#include "c10d/threads/promises.h"
+#include "c10d/threads/outstanding_averages.h"
 
 namespace torchext {
 namespace {
@@ -190,7 +190,8 @@ bool DelegatingWork::waitInside(std::chrono::milliseconds timeout) {
 
 bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
   if (mode_ == Mode::kPointToPoint) {
-    Promises::keepDuring([&] { health_->waitPointToPoint(inner(), timeout == kNoTimeout ? timeout_ : timeout, op_); });
+    OutstandingAverages::drainDuring(
+        [&] { health_->waitPointToPoint(inner(), timeout == kNoTimeout ? timeout_ : timeout, op_); });
     return true;
   }
   if (mode_ == Mode::kForward) {
@@ -198,14 +199,14 @@ bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
   }
   if (mode_ == Mode::kInside) {
     bool completed = false;
-    Promises::keepDuring([&] { completed = waitInside(timeout); });
+    OutstandingAverages::drainDuring([&] { completed = waitInside(timeout); });
     return completed;
   }
   std::unique_lock lock(stateMutex_);
   if (timeout == kNoTimeout) {
-    Promises::waitAndKeep(stateChanged_, lock, [this] { return done_; });
-  } else if (!Promises::waitAndKeep(stateChanged_, lock, std::chrono::steady_clock::now() + timeout,
-                                    [this] { return done_; })) {
+    OutstandingAverages::waitAndDrain(stateChanged_, lock, [this] { return done_; });
+  } else if (!OutstandingAverages::waitAndDrain(stateChanged_, lock, std::chrono::steady_clock::now() + timeout,
+                                                [this] { return done_; })) {
     lock.unlock();
     C10_THROW_ERROR(DistBackendError, c10::str(health_->describe(op_), ": not complete after wait(", timeout.count(),
                                                " ms): operation timed out! The call itself goes on"));

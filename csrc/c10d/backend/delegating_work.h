@@ -7,8 +7,8 @@
 //   Point-to-point: Gloo completes these only inside wait(), so it waits there, through GroupHealth::waitPointToPoint.
 //     So do collectives that Gloo makes of others (reduce_scatter), which have no future.
 //   CUDA: forwards to the inner work, whose wait orders streams and does not block the CPU.
-//   Whatever blocks keeps what attached models have promised since the call was made (promises.h). A wait for the
-//   future itself cannot: it is torch's.
+//   Whatever blocks drains the averages that attached models owe since the call was made (outstanding_averages.h). A
+//   wait for the future itself cannot: it is torch's.
 //
 // A call may start later than its work is made (call_check.h): startLater() makes the work, begin() or fail() follow.
 //

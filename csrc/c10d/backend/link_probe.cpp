@@ -9,7 +9,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/Logging.h>
 
-#include "c10d/threads/promises.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "core/dssync/round_robin.h"
 
 namespace torchext {

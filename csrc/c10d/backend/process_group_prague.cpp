@@ -12,7 +12,7 @@
 #include "c10d/backend/living_backends.h"
 #include "c10d/backend/option_checks.h"
 #include "c10d/backend/work_future.h"
-#include "c10d/threads/promises.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "core/prague/group_generator.h"
 
 namespace torchext {
@@ -43,8 +43,8 @@ class PartialWork : public c10d::Work {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto completed = [this] { return completed_; };
     if (timeout == kNoTimeout) {
-      Promises::waitAndKeep(cv_, lock, completed);
-    } else if (!Promises::waitAndKeep(cv_, lock, std::chrono::steady_clock::now() + timeout, completed)) {
+      OutstandingAverages::waitAndDrain(cv_, lock, completed);
+    } else if (!OutstandingAverages::waitAndDrain(cv_, lock, std::chrono::steady_clock::now() + timeout, completed)) {
       C10_THROW_ERROR(DistBackendError, c10::str("partial_all_reduce: not complete after wait(", timeout.count(),
                                                  " ms): operation timed out! The call itself goes on"));
     }

@@ -9,11 +9,11 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/StringUtil.h>
 
-#include "c10d/fault/callers_line.h"
+#include "c10d/fault/call_site.h"
 #include "c10d/fault/collective_header.h"
 #include "c10d/fault/fault_points.h"
 #include "c10d/fault/parse_message.h"
-#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/interruptible_wait.h"
 
 namespace torchext {
 namespace {
@@ -23,7 +23,7 @@ constexpr int kAgreementTag = FailureMonitor::kReservedTags + 2;
 constexpr std::uint64_t kMostWaiting = core::CallLedger::kPast / 2;
 
 // For a rank that knows both calls to say so.
-constexpr std::chrono::milliseconds kVerdictPatience{1000};
+constexpr std::chrono::milliseconds kFaultMessagePatience{1000};
 
 at::Tensor messageBuffer() { return at::zeros({static_cast<std::int64_t>(sizeof(core::CallMessage))}, at::kByte); }
 
@@ -49,12 +49,12 @@ CallCheck::~CallCheck() { stop(); }
 
 void CallCheck::awaitRoom() {
   std::unique_lock lock(mutex_);
-  waitAttentively(changed_, lock, [this] { return waiting_ < kMostWaiting || failed_; });
+  waitInterruptibly(changed_, lock, [this] { return waiting_ < kMostWaiting || failed_; });
 }
 
 std::optional<CallCheck::Ticket> CallCheck::record(core::CallHeader header) {
-  if (mode_ == Mode::kLines && !isLeaving(header)) {
-    header.line = callersLine();
+  if (mode_ == Mode::kLines && !isOrderlyExit(header)) {
+    header.line = callSite();
   }
   std::optional<core::CallMessage> different;
   std::optional<Ticket> ticket;
@@ -149,7 +149,7 @@ void CallCheck::disagree(const Ticket& ticket, const core::CallMessage& its) {
   }
   if (its.number > ticket.number) {
     // It has started its call of this number, which this rank cannot name. Whoever has our header names both.
-    changed_.wait_for(lock, kVerdictPatience, [this] { return failed_; });
+    changed_.wait_for(lock, kFaultMessagePatience, [this] { return failed_; });
   }
   lock.unlock();
   differ(ticket.number, ticket.header, its.sender, its.header);
@@ -172,8 +172,8 @@ void CallCheck::received(const core::CallMessage& message) {
 }
 
 void CallCheck::differ(std::uint64_t number, const core::CallHeader& own, int peer, const core::CallHeader& its) {
-  if (isLeaving(own) != isLeaving(its)) {
-    const bool gone = isLeaving(own);
+  if (isOrderlyExit(own) != isOrderlyExit(its)) {
+    const bool gone = isOrderlyExit(own);
     health_->poison(
         gone ? rank_ : peer,
         c10::str("rank ", gone ? rank_ : peer, " left, by destroy_process_group() or the end of its script, ",
@@ -194,7 +194,7 @@ void CallCheck::differ(std::uint64_t number, const core::CallHeader& own, int pe
 
 void CallCheck::drain() {
   std::unique_lock lock(mutex_);
-  waitAttentively(changed_, lock, [this] { return waiting_ == 0 || failed_; });
+  waitInterruptibly(changed_, lock, [this] { return waiting_ == 0 || failed_; });
 }
 
 void CallCheck::stop() noexcept {

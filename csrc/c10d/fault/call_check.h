@@ -17,7 +17,7 @@
 // with a wrong result, but what is reduced in place may hold part of a sum, as after every failed collective.
 // CallCheck::Mode::kEvery asks before every call and leaves every buffer as it was. Equal headers in another order
 // cannot be told apart: two all_reduce of the same shape and dtype, exchanged on one rank. Mode::kLines, which asks
-// before every call as well, compares the lines of the script that make the calls (callers_line.h) and finds these, but
+// before every call as well, compares the lines of the script that make the calls (call_site.h) and finds these, but
 // for a loop that goes through its tensors in another order, always on one line.
 //
 // Waits end with the group's timeout, by GroupHealth's limit and not by one inside Gloo.
@@ -70,7 +70,7 @@ class CallCheck : public std::enable_shared_from_this<CallCheck> {
   void startLater(const Ticket& ticket, const OpInfo& op, std::function<void(const std::exception_ptr&)> start);
   // The successor's header, from its ring message.
   void received(const core::CallMessage& message);
-  // Waits until all calls have started, or the group has failed; attentive to signals.
+  // Waits until all calls have started, or the group has failed; a signal interrupts it.
   void drain();
   // Drops what has not started. After the group was closed or failed.
   void stop() noexcept;

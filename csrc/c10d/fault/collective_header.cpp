@@ -11,7 +11,7 @@
 namespace torchext {
 namespace {
 
-constexpr std::int32_t kLeaving = -2;  // in place of a root
+constexpr std::int32_t kOrderlyExit = -2;  // in place of a root
 
 }  // namespace
 
@@ -48,13 +48,13 @@ core::CallHeader headerOf(c10d::OpType type) {
   return header;
 }
 
-core::CallHeader headerOfLeaving() {
+core::CallHeader headerOfOrderlyExit() {
   auto header = headerOf(c10d::OpType::BARRIER);
-  header.root = kLeaving;
+  header.root = kOrderlyExit;
   return header;
 }
 
-bool isLeaving(const core::CallHeader& header) { return header.root == kLeaving; }
+bool isOrderlyExit(const core::CallHeader& header) { return header.root == kOrderlyExit; }
 
 core::CallHeader headerOfDtype(c10d::OpType type, const at::Tensor& tensor) {
   auto header = headerOf(type);

@@ -26,8 +26,9 @@ core::CallHeader headerOf(c10d::OpType type, const std::vector<at::Tensor>& tens
                           std::int64_t root = -1);
 // The dtype only.
 core::CallHeader headerOfDtype(c10d::OpType type, const at::Tensor& tensor);
-// The last barrier of a rank that leaves (Leaving): equal to no other call, so that nobody takes it for his own.
-core::CallHeader headerOfLeaving();
-bool isLeaving(const core::CallHeader& header);
+// The last barrier of a rank that leaves (OrderlyExitScope): equal to no other call, so that nobody takes it for his
+// own.
+core::CallHeader headerOfOrderlyExit();
+bool isOrderlyExit(const core::CallHeader& header);
 
 }  // namespace torchext

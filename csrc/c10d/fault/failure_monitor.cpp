@@ -20,12 +20,12 @@ namespace {
 
 constexpr int kRingTag = FailureMonitor::kReservedTags + 1;
 constexpr auto kWatchStopLimit = std::chrono::milliseconds(1000);
-// For GOODBYE to leave before the connections close. It has, as a rule, when send() returns: the predecessor has a
-// receive posted. Not when it is still at the message before, on a busy machine.
-constexpr auto kGoodbyeLimit = std::chrono::milliseconds(100);
+// For the Leave message to be out before the connections close. It has, as a rule, when send() returns: the predecessor
+// has a receive posted. Not when it is still at the message before, on a busy machine.
+constexpr auto kLeaveLimit = std::chrono::milliseconds(100);
 
 // Zeros: Gloo accepts a message that is too short, and what it leaves unwritten must break a rule.
-at::Tensor emptyMessage() { return at::zeros({static_cast<int64_t>(core::kVerdictBytes)}, at::kByte); }
+at::Tensor emptyMessage() { return at::zeros({static_cast<int64_t>(core::kFaultMessageBytes)}, at::kByte); }
 
 }  // namespace
 
@@ -37,12 +37,12 @@ struct FailureMonitor::State {
   int successor() const { return (rank + 1) % size; }
   int predecessor() const { return (rank + size - 1) % size; }
 
-  c10::intrusive_ptr<c10d::Work> send(const Verdict& verdict) noexcept;
-  void sayGoodbye() noexcept;
+  c10::intrusive_ptr<c10d::Work> send(const FaultMessage& fault) noexcept;
+  void sendLeave() noexcept;
   void run();
   std::optional<at::Tensor> receive();
-  std::optional<Verdict> read(const at::Tensor& message);
-  void deliver(const Verdict& verdict);
+  std::optional<FaultMessage> read(const at::Tensor& message);
+  void deliver(const FaultMessage& fault);
 
   std::mutex mutex;
   c10::intrusive_ptr<c10d::Backend> control;
@@ -53,7 +53,7 @@ struct FailureMonitor::State {
   bool stopping = false;
   bool announced = false;
   bool successor_left = false;
-  bool left_alone = false;  // stop() could not wait for the thread
+  bool thread_still_runs = false;  // stop() could not wait for the thread
   c10::intrusive_ptr<c10d::Work> pending;
   // Messages under way, with their tensors: Gloo needs them until the peer's side of them is there, which may be never.
   std::list<c10::intrusive_ptr<c10d::Work>> kept;
@@ -62,7 +62,7 @@ struct FailureMonitor::State {
 };
 
 // The message under way; null when the predecessor is gone.
-c10::intrusive_ptr<c10d::Work> FailureMonitor::State::send(const Verdict& verdict) noexcept {
+c10::intrusive_ptr<c10d::Work> FailureMonitor::State::send(const FaultMessage& fault) noexcept {
   try {
     c10::intrusive_ptr<c10d::Backend> group;
     {
@@ -72,7 +72,7 @@ c10::intrusive_ptr<c10d::Work> FailureMonitor::State::send(const Verdict& verdic
     if (!group) {
       return nullptr;  // stopped, and the connections are closed
     }
-    const auto message = core::encodeVerdict(verdict);
+    const auto message = core::encodeFaultMessage(fault);
     std::vector<at::Tensor> tensors{emptyMessage()};
     std::memcpy(tensors[0].mutable_data_ptr(), message.data(), message.size());
     auto work = group->send(tensors, predecessor(), kRingTag);
@@ -80,15 +80,15 @@ c10::intrusive_ptr<c10d::Work> FailureMonitor::State::send(const Verdict& verdic
     kept.push_back(work);
     return work;
   } catch (const std::exception&) {
-    return nullptr;  // the predecessor is gone; it needs no news, and those behind it have another witness
+    return nullptr;  // the predecessor is gone; it needs no news, and those behind it are told by another rank
   }
 }
 
-void FailureMonitor::State::sayGoodbye() noexcept {
-  const auto work = send({Verdict::Kind::kGoodbye, rank, rank, "left in order"});
+void FailureMonitor::State::sendLeave() noexcept {
+  const auto work = send({FaultMessage::Kind::kLeave, rank, rank, "left in order"});
   try {
     if (work) {
-      work->wait(kGoodbyeLimit);
+      work->wait(kLeaveLimit);
     }
   } catch (const std::exception&) {
     // The predecessor leaves as well, and receives nothing any more.
@@ -112,14 +112,14 @@ std::optional<at::Tensor> FailureMonitor::State::receive() {
   return arrived && !stopping ? std::optional<at::Tensor>(tensors[0]) : std::nullopt;
 }
 
-// A verdict, or nothing when the message was of another kind and has been dealt with.
-std::optional<Verdict> FailureMonitor::State::read(const at::Tensor& message) {
-  const std::span bytes(static_cast<const std::byte*>(message.const_data_ptr()), core::kVerdictBytes);
+// A fault message, or nothing when the message was of another kind and has been dealt with.
+std::optional<FaultMessage> FailureMonitor::State::read(const at::Tensor& message) {
+  const std::span bytes(static_cast<const std::byte*>(message.const_data_ptr()), core::kFaultMessageBytes);
   if (heartbeat->take(bytes)) {
     return std::nullopt;
   }
   if (core::magicOf(bytes) != core::CallMessage::kMagic) {
-    return core::parseVerdict(bytes, size);
+    return core::parseFaultMessage(bytes, size);
   }
   const auto header = core::parseCallMessage(bytes, successor());
   std::function<void(const core::CallMessage&)> call;
@@ -133,46 +133,46 @@ std::optional<Verdict> FailureMonitor::State::read(const at::Tensor& message) {
   return std::nullopt;
 }
 
-void FailureMonitor::State::deliver(const Verdict& verdict) {
-  std::function<void(const Verdict&)> call;
+void FailureMonitor::State::deliver(const FaultMessage& fault) {
+  std::function<void(const FaultMessage&)> call;
   bool first = false;
   {
     std::lock_guard lock(mutex);
     first = !std::exchange(announced, true);
-    call = events.verdict;
+    call = events.fault;
   }
   // The news goes out before anything here is torn down: a peer that sees our connections close must know why.
-  if (first && predecessor() != verdict.origin) {
-    send(verdict);
+  if (first && predecessor() != fault.detected_by) {
+    send(fault);
   }
   if (call) {
-    call(verdict);
+    call(fault);
   }
 }
 
 void FailureMonitor::State::run() {
-  bool over = false;  // by a verdict. What still comes is received all the same: Gloo's loop would spin on it
+  bool over = false;  // by a fault message. What still comes is received all the same: Gloo's loop would spin on it
   bool closed = false;
   while (!closed) {
-    std::optional<Verdict> verdict;
+    std::optional<FaultMessage> fault;
     try {
       const auto message = receive();
       if (!message) {
         return;
       }
-      verdict = read(*message);
+      fault = read(*message);
     } catch (const core::MalformedMessage& error) {
-      verdict = Verdict{Verdict::Kind::kFailure, successor(), rank,
-                        c10::str("rank ", successor(), " sent a malformed message: ", error.what())};
+      fault = FaultMessage{FaultMessage::Kind::kFailure, successor(), rank,
+                           c10::str("rank ", successor(), " sent a malformed message: ", error.what())};
     } catch (const std::exception&) {
       closed = true;
-      verdict = Verdict{Verdict::Kind::kObituary, successor(), rank, "connection closed"};
+      fault = FaultMessage{FaultMessage::Kind::kPeerDied, successor(), rank, "connection closed"};
     }
     std::unique_lock lock(mutex);
     if (closed) {
       pending.reset();
     }
-    if (!verdict || stopping) {
+    if (!fault || stopping) {
       continue;
     }
     if (closed && !successor_left && events.lost) {
@@ -184,12 +184,12 @@ void FailureMonitor::State::run() {
     if (std::exchange(over, true)) {
       continue;
     }
-    successor_left = verdict->kind == Verdict::Kind::kGoodbye;
+    successor_left = fault->kind == FaultMessage::Kind::kLeave;
     lock.unlock();
     heartbeat->unwatch();
-    if (verdict->kind != Verdict::Kind::kGoodbye) {
-      faultPoint(FaultPoint::kVerdictHeard);
-      deliver(*verdict);
+    if (fault->kind != FaultMessage::Kind::kLeave) {
+      faultPoint(FaultPoint::kFaultMessageHeard);
+      deliver(*fault);
     }
   }
 }
@@ -235,7 +235,7 @@ std::optional<core::StepNotice> FailureMonitor::furthest(int model) const {
   return state_->heartbeat ? state_->heartbeat->furthest(model) : std::nullopt;
 }
 
-void FailureMonitor::announce(Verdict verdict) noexcept {
+void FailureMonitor::announce(FaultMessage fault) noexcept {
   if (!state_->heartbeat) {
     return;
   }
@@ -245,8 +245,8 @@ void FailureMonitor::announce(Verdict verdict) noexcept {
       return;
     }
   }
-  verdict.origin = state_->rank;
-  state_->send(verdict);
+  fault.detected_by = state_->rank;
+  state_->send(fault);
 }
 
 void FailureMonitor::keep(c10::intrusive_ptr<c10d::Work> work) noexcept {
@@ -256,21 +256,21 @@ void FailureMonitor::keep(c10::intrusive_ptr<c10d::Work> work) noexcept {
   }
 }
 
-void FailureMonitor::stop(bool goodbye) noexcept {
+void FailureMonitor::stop(bool leave) noexcept {
   BoundedThread thread;
   {
     std::lock_guard lock(state_->mutex);
     state_->stopping = true;
     state_->events = {};
     thread = std::move(state_->thread);
-    goodbye = goodbye && !std::exchange(state_->announced, true);
+    leave = leave && !std::exchange(state_->announced, true);
   }
   if (!state_->heartbeat) {
     return;
   }
   state_->heartbeat->stop();
-  if (goodbye && state_->control) {
-    state_->sayGoodbye();
+  if (leave && state_->control) {
+    state_->sendLeave();
   }
   {
     std::lock_guard lock(state_->mutex);
@@ -282,7 +282,7 @@ void FailureMonitor::stop(bool goodbye) noexcept {
   // ends by itself.
   if (!thread.finish(kWatchStopLimit)) {
     std::lock_guard lock(state_->mutex);
-    state_->left_alone = true;
+    state_->thread_still_runs = true;
   }
 }
 
@@ -290,7 +290,7 @@ void FailureMonitor::releaseGroup() noexcept {
   c10::intrusive_ptr<c10d::Backend> control;  // these end without the lock: Gloo's group joins its threads
   std::list<c10::intrusive_ptr<c10d::Work>> kept;
   std::lock_guard lock(state_->mutex);
-  if (state_->left_alone || !state_->heartbeat) {
+  if (state_->thread_still_runs || !state_->heartbeat) {
     return;  // the thread lets go of it when it ends
   }
   kept.swap(state_->kept);

@@ -3,19 +3,19 @@
 //
 // How
 //   On a Gloo group of its own (the control group) rank r keeps one receive posted from its successor (r + 1) % n and a
-//   thread blocked on it. When the successor is killed, its TCP connection closes and the receive fails: r is the
-//   witness. It sends an obituary to its predecessor, which relays it, until it has gone round the ring: one message a
-//   rank. The same ring carries FAILURE and ABORT (a rank gave up, with its reason) and GOODBYE (orderly leave: the
-//   closing connection that follows is no alarm, and watching ends). Each rank passes on the first verdict only, so
-//   every rank has one reason. A connection that closes afterwards is told to this rank alone: a rank that was silent
-//   may be dead by then.
+//   thread blocked on it. When the successor is killed, its TCP connection closes and the receive fails. Rank r then
+//   sends PeerDied, detected_by r, to its predecessor, which relays it, until it has gone round the ring: one message a
+//   rank. The same ring carries Failure and Abort (a rank gave up, with its reason) and Leave (orderly: the
+//   closing connection that follows is no alarm, and watching ends). Each rank passes on the first fault message only,
+//   so every rank has one reason. A connection that closes afterwards is told to this rank alone: a rank that was
+//   silent may be dead by then.
 //   Heartbeats and queries go the same way (heartbeat_ring.h), and so do headers of collectives, from a rank to its
 //   predecessor (call_check.h).
 //   Nothing here uses the store: when its server dies, groups that exist go on.
 //
 // Wire format
-//   A verdict is one fixed message of 256 bytes (verdict.h), and the longest; the others are heartbeat.h and
-//   call_header.h. Every field is checked against bounds before use. A malformed message ends the group with the
+//   A fault message is one fixed message of 256 bytes (fault_message.h), and the longest; the others are heartbeat.h
+//   and call_header.h. Every field is checked against bounds before use. A malformed message ends the group with the
 //   sender named.
 //
 // Rules of the house
@@ -26,7 +26,7 @@
 //
 // Threads
 //   announce() and stop() from any thread; stop() is bounded to about two seconds and must not be called with the
-//   interpreter lock held. Events come on threads of the monitor, `verdict` at most once and never after stop()
+//   interpreter lock held. Events come on threads of the monitor, `fault` at most once and never after stop()
 //   returned; the others may still be running then if they were stuck, so they must own what they use.
 #pragma once
 
@@ -41,11 +41,11 @@
 
 #include "c10d/fault/heartbeat_ring.h"
 #include "core/fault/call_header.h"
-#include "core/fault/verdict.h"
+#include "core/fault/fault_message.h"
 
 namespace torchext {
 
-using core::Verdict;
+using core::FaultMessage;
 
 class FailureMonitor {
  public:
@@ -55,9 +55,10 @@ class FailureMonitor {
   static constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
   struct Events {
-    // The first verdict that came from outside.
-    std::function<void(const Verdict&)> verdict;
-    // The connection to the successor has closed, also where a verdict came before; not after it has left in order.
+    // The first fault message that came from outside.
+    std::function<void(const FaultMessage&)> fault;
+    // The connection to the successor has closed, also where a fault message came before; not after it has left in
+    // order.
     std::function<void(int rank)> lost;
     // The header of a collective that the successor asks about.
     std::function<void(const core::CallMessage&)> call;
@@ -73,8 +74,9 @@ class FailureMonitor {
   // Starts watching, before any other call; nothing to do for a group of one.
   // heartbeat_timeout: after which a silent rank is suspected; 0: never.
   void start(std::chrono::milliseconds heartbeat_timeout, Events events);
-  // Sends a verdict of this rank round the ring. Only the first of all verdicts is sent; never throws, never blocks.
-  void announce(Verdict verdict) noexcept;
+  // Sends a fault message of this rank round the ring. Only the first of all fault messages is sent; never throws,
+  // never blocks.
+  void announce(FaultMessage fault) noexcept;
   // Sends the header to the predecessor; never blocks.
   void post(const core::CallMessage& message) noexcept;
   // Which rank has not called collective `sequence`; nothing when the ring does not answer in time.
@@ -84,10 +86,10 @@ class FailureMonitor {
   std::optional<core::StepNotice> furthest(int model) const;
   // A message of the control group that nobody will wait for any more, whose tensor owns its memory: it stays until the
   // group goes. Gloo takes no receive back, and what comes for one that is gone stops all that comes from that rank:
-  // verdicts, too.
+  // fault messages, too.
   void keep(c10::intrusive_ptr<c10d::Work> work) noexcept;
-  // Ends the threads, sending GOODBYE first if asked for. Safe twice.
-  void stop(bool goodbye) noexcept;
+  // Ends the threads, sending Leave first if asked for. Safe twice.
+  void stop(bool leave) noexcept;
   // After stop(): lets go of the control group, whose connections then close.
   void releaseGroup() noexcept;
   // In a forked child: forgets the thread and the group, which exist only in the parent.

@@ -29,7 +29,7 @@ constexpr core::EnumNames<FaultPoint, 24> kPoints{{
     {FaultPoint::kExchangeArrived, "exchange.arrived"},
     {FaultPoint::kExactAverage, "exact.average"},
     {FaultPoint::kAveragedState, "averaged.state"},
-    {FaultPoint::kVerdictHeard, "verdict.heard"},
+    {FaultPoint::kFaultMessageHeard, "fault_message.heard"},
     {FaultPoint::kMeetingAlive, "meeting.alive"},
     {FaultPoint::kMeetingListed, "meeting.listed"},
     {FaultPoint::kGroupArrived, "group.arrived"},

@@ -40,8 +40,8 @@ enum class FaultPoint {
   kExactAverage,
   // Parameters have been averaged, and the optimizer's state has not.
   kAveragedState,
-  // A verdict has come, and has not been passed on.
-  kVerdictHeard,
+  // A fault message has come, and has not been passed on.
+  kFaultMessageHeard,
   // Going on without the dead: this worker has said that it lives; the list of those that go on stands; they have come
   // to
   // the new group; they are connected; the group stands.

@@ -10,20 +10,20 @@
 #include <c10/util/StringUtil.h>
 
 #include "c10d/fault/connection_error.h"
-#include "c10d/fault/leaving.h"
-#include "c10d/fault/own_fault.h"
+#include "c10d/fault/local_error.h"
+#include "c10d/fault/orderly_exit_scope.h"
 
 namespace torchext {
 namespace {
 
 // How long a failed operation waits to learn from the monitor who died.
-constexpr auto kVerdictLimit = std::chrono::milliseconds(1000);
+constexpr auto kFaultMessageLimit = std::chrono::milliseconds(1000);
 // How long it may take to find out who has not called a collective that timed out: well below what peers, whose
-// connections this rank's timeout has closed, wait for the verdict.
+// connections this rank's timeout has closed, wait for the fault message.
 constexpr std::chrono::milliseconds kLaggardLimit{400};
 
-std::chrono::milliseconds graceAfter(Verdict::Kind kind) {
-  return kind == Verdict::Kind::kAbort ? std::chrono::milliseconds(0) : GroupHealth::kRemoteGrace;
+std::chrono::milliseconds graceAfter(FaultMessage::Kind kind) {
+  return kind == FaultMessage::Kind::kAbort ? std::chrono::milliseconds(0) : GroupHealth::kRemoteGrace;
 }
 
 constexpr const char* kWayOut =
@@ -105,7 +105,7 @@ void GroupHealth::checkUsable(const char* op) const {
   C10_THROW_ERROR(DistBackendError, label() + ": " + op + ": " + kShutDown);
 }
 
-bool GroupHealth::setReason(Verdict::Kind kind, int rank, const std::string& reason) {
+bool GroupHealth::setReason(FaultMessage::Kind kind, int rank, const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (failed_.load()) {
     return false;
@@ -113,7 +113,7 @@ bool GroupHealth::setReason(Verdict::Kind kind, int rank, const std::string& rea
   reasonRank_ = rank;
   reasonKind_ = kind;
   reason_ = core::cutReason(reason);
-  if (kind == Verdict::Kind::kObituary || kind == Verdict::Kind::kDeparture) {
+  if (kind == FaultMessage::Kind::kPeerDied || kind == FaultMessage::Kind::kDeparture) {
     lost_.insert(rank);
   }
   failed_.store(true, std::memory_order_release);
@@ -123,19 +123,19 @@ bool GroupHealth::setReason(Verdict::Kind kind, int rank, const std::string& rea
 }
 
 bool GroupHealth::poison(int rank, const std::string& reason, std::chrono::milliseconds grace) {
-  return fail(Verdict::Kind::kFailure, rank, reason, grace);
+  return fail(FaultMessage::Kind::kFailure, rank, reason, grace);
 }
 
 void GroupHealth::abort(const std::string& reason) {
-  fail(Verdict::Kind::kAbort, rank_, reason, std::chrono::milliseconds(0));
+  fail(FaultMessage::Kind::kAbort, rank_, reason, std::chrono::milliseconds(0));
 }
 
-bool GroupHealth::fail(Verdict::Kind kind, int rank, const std::string& reason, std::chrono::milliseconds grace) {
+bool GroupHealth::fail(FaultMessage::Kind kind, int rank, const std::string& reason, std::chrono::milliseconds grace) {
   if (inForkedChild()) {
     return false;
   }
-  if (rank == rank_ && Leaving::here()) {
-    kind = Verdict::Kind::kDeparture;
+  if (rank == rank_ && OrderlyExitScope::here()) {
+    kind = FaultMessage::Kind::kDeparture;
   }
   const bool first = setReason(kind, rank, reason);
   if (first && monitor_) {
@@ -153,12 +153,12 @@ std::exception_ptr GroupHealth::refuse(const OpInfo& op, const std::string& erro
   return failureOf(op);
 }
 
-void GroupHealth::receive(const Verdict& verdict) {
-  const auto reason = verdict.kind == Verdict::Kind::kObituary
-                          ? c10::str("rank ", verdict.rank, " died (", verdict.reason, ")")
-                          : verdict.reason;
-  setReason(verdict.kind, verdict.rank, reason);
-  endPending(graceAfter(verdict.kind));
+void GroupHealth::receive(const FaultMessage& fault) {
+  const auto reason = fault.kind == FaultMessage::Kind::kPeerDied
+                          ? c10::str("rank ", fault.rank, " died (", fault.reason, ")")
+                          : fault.reason;
+  setReason(fault.kind, fault.rank, reason);
+  endPending(graceAfter(fault.kind));
 }
 
 void GroupHealth::noteLost(int rank) {
@@ -249,9 +249,9 @@ void GroupHealth::endPending(std::chrono::milliseconds grace) {
   changed_.notify_all();
 }
 
-bool GroupHealth::waitForVerdict(std::chrono::milliseconds limit) {
+bool GroupHealth::waitForFaultMessage(std::chrono::milliseconds limit) {
   std::unique_lock lock(mutex_);
-  // Once the successor has left in order nobody is watched, and no verdict comes.
+  // Once the successor has left in order nobody is watched, and no fault message comes.
   if (!monitor_ || monitor_->successorLeft()) {
     limit /= 5;
   }
@@ -271,7 +271,7 @@ std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const O
     const bool timed_out = contains(text, "Timed out");
     if (timed_out) {
       timedOut(op, text);
-    } else if (!waitForVerdict(kVerdictLimit)) {
+    } else if (!waitForFaultMessage(kFaultMessageLimit)) {
       poison(rank_,
              c10::str("rank ", rank_, " lost its connections in ", nameOf(op), ": ", text,
                       op.peer >= 0 ? c10::str("; has rank ", op.peer, " left, or taken fewer steps?") : ""),
@@ -287,8 +287,9 @@ std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const O
 
 std::exception_ptr GroupHealth::explainToAll(const std::exception_ptr& error, const OpInfo& op) {
   std::exception_ptr explained = explain(error, op);
-  if (const auto fault = ownFault(explained); fault && !failed()) {
-    const Leaving leaving;  // whether or not the script ends: this rank exchanges no more, and others may train on
+  if (const auto fault = localError(explained); fault && !failed()) {
+    // Whether or not the script ends: this rank exchanges no more, and others may train on.
+    const OrderlyExitScope orderly_exit;
     poison(rank_, c10::str("rank ", rank_, " failed in ", nameOf(op), ": ", *fault));
   }
   return explained;

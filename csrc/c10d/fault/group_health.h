@@ -81,13 +81,13 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   void checkProcess(const char* op) const;
 
   // Ends the group's use. Only the first call has an effect on the reason; returns whether this was it.
-  // rank: whom it is about, -1 if nobody; on a thread that leaves (leaving.h) this rank is one that is lost. grace: how
-  // long operations under way may still finish by themselves.
+  // rank: whom it is about, -1 if nobody; on a thread that leaves (orderly_exit_scope.h) this rank is one that is lost.
+  // grace: how long operations under way may still finish by themselves.
   bool poison(int rank, const std::string& reason, std::chrono::milliseconds grace = std::chrono::milliseconds(0));
   // The same about this rank, whose script wants an end at once, here and at the others: no grace anywhere.
   void abort(const std::string& reason);
-  // The same for a verdict that came by the monitor, which passes it on itself.
-  void receive(const Verdict& verdict);
+  // The same for a fault message that came by the monitor, which passes it on itself.
+  void receive(const FaultMessage& fault);
   // The monitor has seen a death after the first reason, which stays.
   void noteLost(int rank);
   // What of kRemoteGrace the first reason leaves.
@@ -104,9 +104,9 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   void close(std::chrono::milliseconds grace);
 
   // Turns an error of an inner backend into the one to show: errors of connections name the rank that died (waiting up
-  // to a second for the verdict) and poison the group; others keep their text.
+  // to a second for the fault message) and poison the group; others keep their text.
   std::exception_ptr explain(const std::exception_ptr& error, const OpInfo& op);
-  // The same of what the other ranks wait for, whoever calls it: with an error that is its own (own_fault.h) this rank
+  // The same of what the other ranks wait for, whoever calls it: with an error that is local (local_error.h) this rank
   // leaves the group, and the others know why.
   std::exception_ptr explainToAll(const std::exception_ptr& error, const OpInfo& op);
   // op.peer sent what no torchext of this version sends: poisons the group and returns the call's error.
@@ -136,11 +136,11 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   void removeAbortCallback(uint64_t id);
 
  private:
-  bool fail(Verdict::Kind kind, int rank, const std::string& reason, std::chrono::milliseconds grace);
-  bool setReason(Verdict::Kind kind, int rank, const std::string& reason);
+  bool fail(FaultMessage::Kind kind, int rank, const std::string& reason, std::chrono::milliseconds grace);
+  bool setReason(FaultMessage::Kind kind, int rank, const std::string& reason);
   void endPending(std::chrono::milliseconds grace);
   void runAbortCallbacks();
-  bool waitForVerdict(std::chrono::milliseconds limit);
+  bool waitForFaultMessage(std::chrono::milliseconds limit);
   void timedOut(const OpInfo& op, const std::string& detail);
   [[noreturn]] void throwInterrupted(const OpInfo& op) const;
 
@@ -164,7 +164,7 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   std::string groupName_;
   std::string reason_;
   int reasonRank_ = -1;
-  Verdict::Kind reasonKind_ = Verdict::Kind::kFailure;
+  FaultMessage::Kind reasonKind_ = FaultMessage::Kind::kFailure;
   std::set<int> lost_;
   std::function<void()> closeConnections_;
   bool closing_ = false;  // closeConnections_ was taken and runs

@@ -4,7 +4,7 @@
 // What it adds to FailureMonitor
 //   A closed connection shows that a process died. A process that is stopped, or whose host or link is gone, closes
 //   nothing. So every rank sends a heartbeat to its predecessor, ten in the time after which silence is suspect. The
-//   predecessor of a silent rank names it and says where it was; the verdict then goes round as every other.
+//   predecessor of a silent rank names it and says where it was; the fault message then goes round as every other.
 //   A rank that lives and is stuck in the user's code goes on beating: it is no failure. When a collective has waited
 //   for as long as a silent rank is given, or times out, ask() sends a query once round the ring, which brings back who
 //   has not called it: for the log, or for the error. tell() lets every rank know how far the training of a model has

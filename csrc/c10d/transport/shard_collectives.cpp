@@ -5,7 +5,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "c10d/threads/promises.h"
+#include "c10d/threads/outstanding_averages.h"
 
 namespace torchext {
 

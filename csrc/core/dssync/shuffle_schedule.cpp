@@ -48,7 +48,7 @@ ShuffleOptions checked(ShuffleOptions options) {
   return options;
 }
 
-Topology racksOf(const ShuffleOptions& options, int hosts) {
+HostMap racksOf(const ShuffleOptions& options, int hosts) {
   std::vector<int> rack_of = options.rack_of;
   if (rack_of.empty()) {
     rack_of.resize(index(hosts));
@@ -65,7 +65,7 @@ Topology racksOf(const ShuffleOptions& options, int hosts) {
       throwInvalid("rack_of", concat("indices up to ", *high), concat("dense indices: no host is in rack ", rack));
     }
   }
-  return Topology::fromHostOf(rack_of, hosts);
+  return HostMap::fromHostOf(rack_of, hosts);
 }
 
 int inRackRounds(const ShuffleOptions& options, int racks) {
@@ -92,7 +92,7 @@ const char* toString(ShuffleKind kind) { return enumName(kShuffleNames, "Shuffle
 
 ShuffleSchedule::ShuffleSchedule(ShuffleOptions options)
     : options_(checked(std::move(options))),
-      hosts_(Topology::fromHostOf(options_.host_of, options_.world_size)),
+      hosts_(HostMap::fromHostOf(options_.host_of, options_.world_size)),
       racks_(racksOf(options_, hosts_.hostCount())),
       grid_(options_.kind == ShuffleKind::kTopology ? racks_.hostCount() : options_.world_size, options_.group_size),
       position_(index(options_.world_size)),

@@ -34,7 +34,7 @@
 #include <string>
 #include <vector>
 
-#include "core/base/topology.h"
+#include "core/base/host_map.h"
 #include "core/dssync/group_grid.h"
 
 namespace torchext::core {
@@ -99,8 +99,8 @@ class ShuffleSchedule {
   std::vector<int> crossGroup(int rank, std::int64_t round) const;
 
   ShuffleOptions options_;
-  Topology hosts_;
-  Topology racks_;  // of hosts: "rank" is a host there
+  HostMap hosts_;
+  HostMap racks_;   // of hosts: "rank" is a host there
   GroupGrid grid_;  // grid: of the ranks; topology: of the racks
   std::vector<Rack> members_;
   std::vector<int> position_;  // of each rank in its rack's grid

@@ -135,12 +135,12 @@ void ChunkSelector::offerAll(std::span<const std::int32_t> slots, std::span<cons
     std::int32_t above = 0;
     std::int32_t below = 0;
     for (std::size_t i = 0; i < count; ++i) {
-      const Verdict verdict = rules.judge(slot[i], utility[i]);
-      const std::int32_t offered = verdict.resident | (utility[i] > 0 ? -1 : 0);
-      residents -= verdict.resident;
-      above -= verdict.over & offered;
-      below -= verdict.under & offered;
-      kept[i] = verdict.kept & offered;
+      const Selection selection = rules.judge(slot[i], utility[i]);
+      const std::int32_t offered = selection.resident | (utility[i] > 0 ? -1 : 0);
+      residents -= selection.resident;
+      above -= selection.over & offered;
+      below -= selection.under & offered;
+      kept[i] = selection.kept & offered;
     }
     residents_ += static_cast<std::size_t>(residents);
     above_ += static_cast<std::size_t>(above);

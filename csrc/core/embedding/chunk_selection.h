@@ -79,11 +79,11 @@ class ChunkSelector {
 
   // Every resident, and the absent ones that may enter (utility above 0); as they are, without hysteresis.
   void offer(std::int64_t key, std::int32_t slot, float utility) {
-    const Verdict verdict = rules_.judge(slot, utility);
-    residents_ += static_cast<std::size_t>(-verdict.resident);
-    above_ += static_cast<std::size_t>(-verdict.over);
-    below_ += static_cast<std::size_t>(-verdict.under);
-    if (verdict.kept != 0) {  // as with few: the only branch, and one that is easily predicted
+    const Selection selection = rules_.judge(slot, utility);
+    residents_ += static_cast<std::size_t>(-selection.resident);
+    above_ += static_cast<std::size_t>(-selection.over);
+    below_ += static_cast<std::size_t>(-selection.under);
+    if (selection.kept != 0) {  // as with few: the only branch, and one that is easily predicted
       keep(key, slot, utility);
     }
   }
@@ -97,7 +97,7 @@ class ChunkSelector {
 
  private:
   // Each all ones or zero, made without a branch: so that compilers judge several chunks at once.
-  struct Verdict {
+  struct Selection {
     std::int32_t resident;
     std::int32_t over;  // more useful than the band, by utility alone
     std::int32_t under;
@@ -115,7 +115,7 @@ class ChunkSelector {
       return utility *
              std::bit_cast<float>(absent ^ (~(slot >> 31) & (absent ^ std::bit_cast<std::int32_t>(resident_counts))));
     }
-    Verdict judge(std::int32_t slot, float utility) const {
+    Selection judge(std::int32_t slot, float utility) const {
       const float as_it_counts = counted(slot, utility);
       const std::int32_t resident = slot >= 0 ? -1 : 0;
       const std::int32_t over = as_it_counts > high ? -1 : 0;

@@ -14,7 +14,7 @@ std::vector<int> fuseFactors(const std::vector<FusionTask>& tasks, const AlphaBe
     ready = std::max(ready, tasks[i].ready);
     const double start = std::max(ready, link_free);
     const double end = start + cost.seconds(bytes);
-    if (i + 1 < tasks.size() && tasks[i + 1].lane == tasks[i].lane) {
+    if (i + 1 < tasks.size() && tasks[i + 1].root == tasks[i].root) {
       const double next = std::max(ready, tasks[i + 1].ready);
       if (next <= end && (next <= link_free || next - start < cost.alpha)) {
         continue;

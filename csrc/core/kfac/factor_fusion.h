@@ -14,7 +14,7 @@ namespace torchext::core {
 struct FusionTask {
   std::size_t bytes = 0;
   double ready = 0;  // seconds from the start of the pass; a value below an earlier one counts as that
-  int lane = 0;      // only neighbours of the same lane fuse (the same collective with the same root)
+  int root = 0;      // only neighbours with the same root fuse; -1: an all-reduce, which has none
 };
 
 // Ends of the runs (one past the last factor each), ascending. A factor joins the one before it if it is ready before

@@ -50,7 +50,7 @@ void checkInput(const KfacPlanInput& input) {
   }
 }
 
-int laneOf(const FactorPlan& factor) { return factor.exchange == FactorExchange::kAllReduce ? -1 : factor.owner; }
+int rootOf(const FactorPlan& factor) { return factor.exchange == FactorExchange::kAllReduce ? -1 : factor.owner; }
 
 // The seconds of preconditioning that all ranks do alike, and the bytes of its results.
 struct SharedDirections {
@@ -149,7 +149,7 @@ std::vector<FusionTask> fusionTasks(const KfacPlan& plan, const KfacPlanInput& i
   std::vector<FusionTask> tasks;
   tasks.reserve(input.tasks.size());
   for (std::size_t i = 0; i < input.tasks.size(); ++i) {
-    tasks.push_back({input.tasks[i].factor_bytes, input.ready.empty() ? 0.0 : input.ready[i], laneOf(plan.factors[i])});
+    tasks.push_back({input.tasks[i].factor_bytes, input.ready.empty() ? 0.0 : input.ready[i], rootOf(plan.factors[i])});
   }
   return tasks;
 }

@@ -4,7 +4,7 @@
 
 #include "core/base/check.h"
 #include "core/base/enum_names.h"
-#include "core/base/topology.h"
+#include "core/base/host_map.h"
 #include "core/prague/group_generator_base.h"
 
 namespace torchext::core {
@@ -37,7 +37,7 @@ void validate(const GeneratorOptions& options) {
   if (options.kind == GeneratorKind::kInterIntra && options.host_of.empty()) {
     throwInvalid("size of host_of", 0, concat("world_size = ", options.world_size, " for generator inter-intra"));
   }
-  Topology::fromHostOf(options.host_of, options.world_size);
+  HostMap::fromHostOf(options.host_of, options.world_size);
 }
 
 }  // namespace

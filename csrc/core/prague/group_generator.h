@@ -12,8 +12,8 @@
 //   already name w are delivered to it all at once, in order, in the returned deliveries (id 0 marks the end); w must
 //   run them, then call complete for each. Nobody puts w into a new group until it requests again.
 //   meet(w): as pause(w), in front of a call that all workers make (a collective). When all have met, all come back:
-//   a request that finds nothing pending waits until all others have asked, too, or for some time (gathering.h). Their
-//   turns come then, in the order in which they asked, and each may find itself in the group of one before it.
+//   a request that finds nothing pending waits until all others have asked, too, or for some time (rejoin_window.h).
+//   Their turns come then, in the order in which they asked, and each may find itself in the group of one before it.
 //   leave(w): w is gone for good.
 //   Every call may return deliveries for any worker, not only for its caller: pass on all of them, in order.
 //

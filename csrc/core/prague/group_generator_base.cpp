@@ -11,7 +11,7 @@ GroupGeneratorBase::GroupGeneratorBase(const GeneratorOptions& options)
     : options_(options),
       random_(options.seed),
       filter_(options.world_size, options.slowdown_threshold),
-      gathering_(options.world_size, options.longest_wait),
+      rejoin_window_(options.world_size, options.longest_wait),
       workers_(index(options.world_size)),
       active_count_(options.world_size) {}
 
@@ -36,7 +36,7 @@ Deliveries GroupGeneratorBase::request(int worker, double now) {
   ++state.requests;
   now_ = now;
   filter_.onRequest(worker, now);
-  gathering_.onRequest(worker, now);
+  rejoin_window_.onRequest(worker, now);
   state.waiting = true;
   Deliveries out;
   if (state.fifo.empty()) {
@@ -67,7 +67,7 @@ Deliveries GroupGeneratorBase::complete(int worker, std::uint64_t group_id, doub
 
 Deliveries GroupGeneratorBase::meet(int worker, double now) {
   Deliveries out = drain("meet", worker, now);
-  gathering_.onMeet(worker, now);
+  rejoin_window_.onMeet(worker, now);
   return out;
 }
 
@@ -118,7 +118,7 @@ Deliveries GroupGeneratorBase::leave(int worker, double now) {
   }
   state.fifo.clear();
   state.running.clear();
-  gathering_.onLeave(worker);
+  rejoin_window_.onLeave(worker);
   if (state.active) {
     deactivate(worker);
     onInactive(worker, out);
@@ -129,7 +129,7 @@ Deliveries GroupGeneratorBase::leave(int worker, double now) {
 
 Deliveries GroupGeneratorBase::tick(double now) {
   now_ = now;
-  gathering_.expire(now);
+  rejoin_window_.expire(now);
   Deliveries out;
   admit(out);
   onTick(now, out);
@@ -222,7 +222,7 @@ void GroupGeneratorBase::deliverHead(int worker, Deliveries& out) {
 
 // Gives those that have asked their turns, unless they wait for others that have met.
 void GroupGeneratorBase::admit(Deliveries& out) {
-  while (!gathering_.open() && !queue_.empty()) {
+  while (!rejoin_window_.open() && !queue_.empty()) {
     const int worker = queue_.front();
     queue_.pop_front();
     if (waiting(worker)) {  // not in the group of one that had its turn before, and alive

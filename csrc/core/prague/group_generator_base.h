@@ -11,8 +11,8 @@
 
 #include "core/base/check.h"
 #include "core/base/random.h"
-#include "core/prague/gathering.h"
 #include "core/prague/group_generator.h"
+#include "core/prague/rejoin_window.h"
 #include "core/prague/slowdown_filter.h"
 
 namespace torchext::core {
@@ -29,7 +29,7 @@ class GroupGeneratorBase : public GroupGenerator {
   Deliveries meet(int worker, double now) final;
   Deliveries leave(int worker, double now) final;
   std::optional<double> nextDeadline() const final {
-    return gathering_.deadline() ? gathering_.deadline() : nextOwnDeadline();
+    return rejoin_window_.deadline() ? rejoin_window_.deadline() : nextOwnDeadline();
   }
   Deliveries tick(double now) final;
   std::int64_t requestCount(int worker) const final;
@@ -103,7 +103,7 @@ class GroupGeneratorBase : public GroupGenerator {
   GeneratorOptions options_;
   Random random_;
   SlowdownFilter filter_;
-  Gathering gathering_;
+  RejoinWindow rejoin_window_;
   std::deque<int> queue_;  // those whose turn is still to come, in the order in which they asked
   std::vector<Worker> workers_;
   std::unordered_map<std::uint64_t, Record> groups_;

@@ -10,7 +10,7 @@
 // further ahead, where steps are short and their times vary.
 #include <algorithm>
 
-#include "core/base/topology.h"
+#include "core/base/host_map.h"
 #include "core/prague/group_generator_base.h"
 
 namespace torchext::core {
@@ -23,10 +23,10 @@ class DivisionGenerator final : public GroupGeneratorBase {
  public:
   explicit DivisionGenerator(const GeneratorOptions& options)
       : GroupGeneratorBase(options),
-        topology_(Topology::fromHostOf(options.host_of, options.world_size)),
-        two_rounds_(options.kind != GeneratorKind::kDivision && topology_.hostCount() > 1 &&
-                    topology_.hostCount() < options.world_size),
-        next_head_(index(topology_.hostCount()), 0) {}
+        host_map_(HostMap::fromHostOf(options.host_of, options.world_size)),
+        two_rounds_(options.kind != GeneratorKind::kDivision && host_map_.hostCount() > 1 &&
+                    host_map_.hostCount() < options.world_size),
+        next_head_(index(host_map_.hostCount()), 0) {}
 
  private:
   void onRequest(int worker, double /*now*/, Deliveries& out) override {
@@ -125,7 +125,7 @@ class DivisionGenerator final : public GroupGeneratorBase {
   void divideInTwoRounds(const std::vector<int>& candidates, const SlowdownFilter::Reference& limit, Deliveries& out) {
     std::vector<std::vector<int>> hosts(next_head_.size());
     for (const int worker : candidates) {
-      hosts[index(topology_.hostOf(worker))].push_back(worker);
+      hosts[index(host_map_.hostOf(worker))].push_back(worker);
     }
     const auto used = std::count_if(hosts.begin(), hosts.end(), [](const auto& host) { return !host.empty(); });
     if (used == 1) {
@@ -160,13 +160,13 @@ class DivisionGenerator final : public GroupGeneratorBase {
   // The first idle worker of host from the turn on, by local rank; the turn passes to the one after it.
   int takeHead(std::size_t host, const std::vector<int>& workers) {
     const auto found = std::find_if(workers.begin(), workers.end(),
-                                    [&](int worker) { return topology_.localRank(worker) >= next_head_[host]; });
+                                    [&](int worker) { return host_map_.localRank(worker) >= next_head_[host]; });
     const int head = found == workers.end() ? workers.front() : *found;
-    next_head_[host] = topology_.localRank(head) + 1;
+    next_head_[host] = host_map_.localRank(head) + 1;
     return head;
   }
 
-  Topology topology_;
+  HostMap host_map_;
   bool two_rounds_;
   std::vector<int> next_head_;  // a host: the local rank whose turn it is
 };

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/base/check.h"
-#include "core/base/topology.h"
+#include "core/base/host_map.h"
 
 namespace torchext::core {
 namespace {
@@ -37,28 +37,28 @@ std::vector<int> insideHost(int local, int head, const std::vector<int>& ranks) 
 }  // namespace
 
 std::vector<int> staticGroup(int rank, std::int64_t step, int world_size, const std::vector<int>& host_of) {
-  const Topology topology = Topology::fromHostOf(host_of, world_size);
+  const HostMap hosts = HostMap::fromHostOf(host_of, world_size);
   checkIndex("rank", rank, world_size);
   if (step < 0) {
     throwInvalid("step", step, "0 or more");
   }
-  const auto& ranks = topology.ranksOf(topology.hostOf(rank));
+  const auto& ranks = hosts.ranksOf(hosts.hostOf(rank));
   if (step % 2 == 1) {
     return ranks;
   }
   const int turn = static_cast<int>(step % kStaticPeriod) / 2;
   std::vector<int> members;
-  if (topology.hostCount() == 1) {
+  if (hosts.hostCount() == 1) {
     members = neighbours(rank, turn, world_size);
   } else {
     // A host of one worker has only that one to send.
     const auto head_of = [turn](const std::vector<int>& host) { return turn % static_cast<int>(host.size()); };
-    const int local = topology.localRank(rank);
+    const int local = hosts.localRank(rank);
     if (local != head_of(ranks)) {
       members = insideHost(local, head_of(ranks), ranks);
     } else {
-      for (int host = 0; host < topology.hostCount(); ++host) {
-        const auto& others = topology.ranksOf(host);
+      for (int host = 0; host < hosts.hostCount(); ++host) {
+        const auto& others = hosts.ranksOf(host);
         members.push_back(others[index(head_of(others))]);
       }
     }

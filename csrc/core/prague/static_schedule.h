@@ -11,7 +11,7 @@
 
 namespace torchext::core {
 
-// Steps after which the schedule repeats, for every topology.
+// Steps after which the schedule repeats, for every map of hosts.
 inline constexpr std::int64_t kStaticPeriod = 4;
 
 // The sorted members of rank's group at step; {rank} when it averages with nobody. Period 4 for hosts of 4 workers:
@@ -22,7 +22,7 @@ inline constexpr std::int64_t kStaticPeriod = 4;
 // alone. With one host the even steps pair neighbours instead ((0, 1), (2, 3) ... then (1, 2), (3, 4) ...; three
 // together when the number is odd), so that every step mixes. host_of[rank] = dense host index; empty: one host.
 // group_size caps no group here: the schedule fixes the sizes. Throws std::out_of_range on rank, std::invalid_argument
-// on a negative step, world_size below 1 or a host_of that is not dense (see topology.h). Cost: one pass over host_of.
+// on a negative step, world_size below 1 or a host_of that is not dense (see host_map.h). Cost: one pass over host_of.
 std::vector<int> staticGroup(int rank, std::int64_t step, int world_size, const std::vector<int>& host_of);
 
 }  // namespace torchext::core

@@ -30,7 +30,7 @@
 #include <thread>
 #include <vector>
 
-#include "c10d/threads/promises.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "c10d/transport/point_to_point.h"
 #include "core/prague/generator_messages.h"
 #include "core/prague/group_generator.h"

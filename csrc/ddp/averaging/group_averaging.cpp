@@ -47,9 +47,9 @@ void GroupSynchronizer::averageTask(std::int64_t round, FlightRecord& record) {
   at::NoGradGuard no_grad;
   try {
     if (!source_->scheduled()) {
-      // To ask is to promise. A GPU's collective is only queued, it is over when all ranks have joined it, and no copy
-      // of the parameters gets past it: promised before that, the average waits for ranks that may wait for it. So what
-      // is queued ends first. A later collective waits for this round before it is queued (Promises).
+      // To ask is to owe an average. A GPU's collective is only queued, it is over when all ranks have joined it, and
+      // no copy of the parameters gets past it: owed before that, the average waits for ranks that may wait for it. So
+      // what is queued ends first. A later collective waits for this round before it is queued (OutstandingAverages).
       parameters_.synchronizeDevices();
       buffers_.synchronizeDevices();
     }
@@ -97,7 +97,7 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
   const bool buffer = index >= parameters_.size();
   const auto start = Clock::now();
   if (combine_then_adapt_ && buffer) {
-    current.wire.copy_(before_[index]);  // from before the forward could change them
+    current.transfer_buffer.copy_(before_[index]);  // from before the forward could change them
   } else {
     current.pack();
   }
@@ -125,35 +125,35 @@ void GroupSynchronizer::reduceBucket(std::size_t index, const AssignedGroup& gro
 
 // Over the group: what scaleOf() makes a mean.
 void GroupSynchronizer::addUp(std::size_t index, const AssignedGroup& group) {
-  const at::Tensor& wire = bucket(index).wire;
+  const at::Tensor& transfer_buffer = bucket(index).transfer_buffer;
   const auto members = static_cast<std::int64_t>(group.members.size());
   if (index >= parameters_.size()) {
-    const at::Tensor sum = toSum(wire);
+    const at::Tensor sum = toSum(transfer_buffer);
     partial_->run(sum, group.members, callId(group, index), 1.0);
-    toMean(sum, members, wire);
-  } else if (wire.scalar_type() == at::kHalf) {
+    toMean(sum, members, transfer_buffer);
+  } else if (transfer_buffer.scalar_type() == at::kHalf) {
     // The last addition and its scale are float32's; the sum of all but one must be in the range of float16.
     const double room = std::exp2(std::ceil(std::log2(static_cast<double>(members - 1))));
     if (room > 1.0) {
-      wire.div_(room);
+      transfer_buffer.div_(room);
     }
-    partial_->run(wire, group.members, callId(group, index), room / static_cast<double>(members));
+    partial_->run(transfer_buffer, group.members, callId(group, index), room / static_cast<double>(members));
   } else {
-    partial_->run(wire, group.members, callId(group, index), 1.0);
+    partial_->run(transfer_buffer, group.members, callId(group, index), 1.0);
   }
 }
 
 // By which to multiply what addUp() has left. Of parameters the sum, as the scale is applied where the result is copied
 // back, in the same pass; but the mean of float16, of which the sum may be infinite. Of buffers the mean.
 double GroupSynchronizer::scaleOf(std::size_t index, std::int64_t members) const {
-  const bool summed = index < parameters_.size() && bucket(index).wire.scalar_type() != at::kHalf;
+  const bool summed = index < parameters_.size() && bucket(index).transfer_buffer.scalar_type() != at::kHalf;
   return summed ? 1.0 / static_cast<double>(members) : 1.0;
 }
 
 at::Tensor GroupSynchronizer::meanOf(std::size_t index, std::int64_t members) const {
-  const at::Tensor& wire = bucket(index).wire;
+  const at::Tensor& transfer_buffer = bucket(index).transfer_buffer;
   const double scale = scaleOf(index, members);
-  return scale < 1.0 ? wire.mul(scale) : wire.clone();
+  return scale < 1.0 ? transfer_buffer.mul(scale) : transfer_buffer.clone();
 }
 
 void GroupSynchronizer::applyPending() {
@@ -175,11 +175,12 @@ void GroupSynchronizer::applyPending() {
     const at::Tensor mean = meanOf(i, members);
     current.pack();
     if (buffer) {
-      const at::Tensor moved = carry(mean, current.wire, before_[i]);
-      current.wire.copy_(keepSign(moved, current.wire, ofWholeTensors(current, nonnegative(mean, before_[i]))));
+      const at::Tensor moved = carry(mean, current.transfer_buffer, before_[i]);
+      current.transfer_buffer.copy_(
+          keepSign(moved, current.transfer_buffer, ofWholeTensors(current, nonnegative(mean, before_[i]))));
     } else {
       eachTensor(current, [&](std::size_t position, std::int64_t begin, std::int64_t count) {
-        const at::Tensor now = current.wire.narrow(0, begin, count);
+        const at::Tensor now = current.transfer_buffer.narrow(0, begin, count);
         if (writes[position] == Write::kNone) {
           now.copy_(mean.narrow(0, begin, count));
         } else if (writes[position] == Write::kAgain) {
@@ -191,7 +192,7 @@ void GroupSynchronizer::applyPending() {
   }
 }
 
-KeptPromise GroupSynchronizer::beginPromises(WaitingFor what) {
+AverageDone GroupSynchronizer::beginOutstanding(WaitingFor what) {
   if (detached_ || failed_ || meeting_ || source_->scheduled() || inForkedChild()) {  // whose thread there is not
     return {};
   }
@@ -214,9 +215,9 @@ void GroupSynchronizer::averageDeferred(const AssignedGroup& group) {
   for (std::size_t i = 0; i < bucketCount(); ++i) {
     const FlatBucket& current = bucket(i);
     current.pack();
-    const at::Tensor local = current.wire.clone();
+    const at::Tensor local = current.transfer_buffer.clone();
     if (deferred_[i].defined()) {
-      current.wire.add_(deferred_[i]);
+      current.transfer_buffer.add_(deferred_[i]);
     }
     addUp(i, group);
     const at::Tensor mean = meanOf(i, members);
@@ -245,7 +246,7 @@ void GroupSynchronizer::deferPending() {
       bucket(i).pack();
       eachTensor(bucket(i), [&](std::size_t position, std::int64_t begin, std::int64_t count) {
         const Write write = tensors_.write(position);
-        const at::Tensor& packed = write == Write::kAgain ? before_[i] : bucket(i).wire;
+        const at::Tensor& packed = write == Write::kAgain ? before_[i] : bucket(i).transfer_buffer;
         const at::Tensor part = difference.narrow(0, begin, count);
         write == Write::kNow ? part.zero_() : part.sub_(packed.narrow(0, begin, count));
       });
@@ -282,11 +283,11 @@ void GroupSynchronizer::applyDeferred(bool heed_writes) {
       });
     }
     bucket(i).pack();
-    const at::Tensor& wire = bucket(i).wire;
+    const at::Tensor& transfer_buffer = bucket(i).transfer_buffer;
     if (i < parameters_.size()) {
-      wire.add_(deferred_[i]);
+      transfer_buffer.add_(deferred_[i]);
     } else {
-      wire.copy_(keepSign(wire.add(deferred_[i]), wire, deferred_signs_[i]));
+      transfer_buffer.copy_(keepSign(transfer_buffer.add(deferred_[i]), transfer_buffer, deferred_signs_[i]));
     }
     bucket(i).unpack(1.0);
   }
@@ -299,7 +300,7 @@ void GroupSynchronizer::snapshotBuffers() {
   before_.resize(bucketCount());
   for (std::size_t i = parameters_.size(); i < bucketCount(); ++i) {
     bucket(i).pack();
-    before_[i] = bucket(i).wire.clone();
+    before_[i] = bucket(i).transfer_buffer.clone();
   }
 }
 
@@ -308,7 +309,7 @@ void GroupSynchronizer::keep(std::size_t index) {
   const std::vector<std::size_t>& positions = bucket(index).positions;
   const bool needed = std::any_of(positions.begin(), positions.end(),
                                   [this](std::size_t position) { return tensors_.mayBeWritten(position); });
-  before_[index] = needed ? bucket(index).wire.clone() : at::Tensor();
+  before_[index] = needed ? bucket(index).transfer_buffer.clone() : at::Tensor();
 }
 
 void GroupSynchronizer::pause(WaitingFor what) {

@@ -8,8 +8,8 @@
 #include <c10/util/ScopeExit.h>
 
 #include "c10d/backend/delegating_work.h"
-#include "c10d/fault/leaving.h"
-#include "c10d/threads/attentive_wait.h"
+#include "c10d/fault/orderly_exit_scope.h"
+#include "c10d/threads/interruptible_wait.h"
 #include "ddp/averaging/group_synchronizer.h"
 
 namespace torchext {
@@ -31,8 +31,8 @@ std::int64_t GroupSynchronizer::arrive() {
     work = group_->allreduce(furthest, options);
   }
   auto& all_here = dynamic_cast<DelegatingWork&>(*work);
-  while (!all_here.overWithin(kAttention)) {
-    attendToSignals();
+  while (!all_here.overWithin(kSignalCheckInterval)) {
+    checkSignals();
     makeUpTo(group_->furthestStep(channel_, meetings_));
   }
   work->wait();  // throws what has gone wrong
@@ -67,10 +67,10 @@ void GroupSynchronizer::catchUp() {
 }
 
 void GroupSynchronizer::runOnThread(std::function<void()> task) {
-  const KeptPromise done = beginOnThread(std::move(task));
+  const AverageDone done = beginOnThread(std::move(task));
   TORCH_CHECK(done.valid(), group_->getBackendName(), ": this synchronizer has been detached");
   try {
-    waitAttentively(done);
+    waitInterruptibly(done);
   } catch (...) {  // of a signal's handler: the task refers to the caller's frame
     group_->abandonMeeting(std::current_exception());
     done.wait();
@@ -82,7 +82,7 @@ void GroupSynchronizer::runOnThread(std::function<void()> task) {
 // Where all workers come together, on the averaging thread. Its groups end with it, so nobody need wait for them.
 void GroupSynchronizer::meet(const std::function<void()>& task) {
   group_->checkProcess("training");
-  Promises::keepAll(WaitingFor::kEverybody);
+  OutstandingAverages::drain(WaitingFor::kEverybody);
   checkAttached();  // still: a signal's handler may end the group in any wait
   catchUp();
   beforeStep();
@@ -121,7 +121,7 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
   if (orderly && !failed_) {
     thread_->post([this] {
       at::NoGradGuard no_grad;
-      const Leaving leaving;
+      const OrderlyExitScope orderly_exit;
       try {
         pause(WaitingFor::kSomebody);  // the others may train on
         if (!source_->scheduled()) {   // there, who trains on waits for this one's next round
@@ -136,14 +136,14 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
     if (!finished(limit) && !group_->outwaitTraining(finished)) {
       LOG(WARNING) << group_->health()->label() << ": leaving while other workers still train; call "
                    << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
-      const Leaving leaving;
+      const OrderlyExitScope orderly_exit;
       group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
     }
   }
   detached_ = true;
   source_->stop("the synchronizer has been detached");
   group_->removeAbortCallback(abort_callback_);
-  Promises::remove(promises_);
+  OutstandingAverages::remove(outstanding_id_);
   thread_->discard();
   thread_ = nullptr;
   // They hold the inner groups, which must end with the process group: the event loop of one that lives on, with its

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "c10d/threads/promises.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "core/prague/generator_messages.h"
 
 namespace torchext {
@@ -30,7 +30,7 @@ class GroupSource {
 
 // The sorted members of this worker's group in each round; the same function of (rank, round) on every rank.
 using Schedule = std::function<std::vector<int>(std::int64_t round)>;
-// Nobody is asked and nothing promised: every worker runs each round's group as it comes.
+// Nobody is asked and nothing owed: every worker runs each round's group as it comes.
 std::unique_ptr<GroupSource> makeScheduledSource(Schedule schedule);
 
 }  // namespace torchext

@@ -8,14 +8,14 @@
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 
-#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/interruptible_wait.h"
 #include "ddp/common/elapsed.h"
 
 namespace torchext {
 namespace {
 
-// How long a model waits for its average before the other models of the process keep their promises, which costs them
-// an average on the side. Long for two workers in step, short for two that wait for each other.
+// How long a model waits for its average before the other models of the process complete their outstanding averages,
+// which costs them an average on the side. Long for two workers in step, short for two that wait for each other.
 constexpr std::chrono::milliseconds kPatience{100};
 
 }  // namespace
@@ -28,7 +28,7 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
       period_(training.period),
       parameters_(parameters, bucket_bytes),
       buffers_(buffers, bucket_bytes),
-      wires_(wiresOf(parameters_, buffers_)),
+      transfer_buffers_(transferBuffersOf(parameters_, buffers_)),
       bucket_of_(parameters_.bucketOf()),
       tensors_(parameters, buffers),
       average_(*group_, parameters_, buffers_, FrozenParameters(frozen)),
@@ -50,7 +50,7 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   source_ = training.make_source(host_of, channel_);
   thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
-  promises_ = Promises::add([this](WaitingFor what) { return beginPromises(what); });
+  outstanding_id_ = OutstandingAverages::add([this](WaitingFor what) { return beginOutstanding(what); });
   abort_callback_ = group_->addAbortCallback(
       [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->firstReason().second)); });
 }
@@ -63,7 +63,7 @@ const FlatBucket& GroupSynchronizer::bucket(std::size_t index) const {
 
 void GroupSynchronizer::gradientsReady() {
   group_->checkProcess("training");
-  // A device may have calls queued that others have yet to join, in front of what would be promised: see averageTask().
+  // A device may have calls queued that others have yet to join, in front of what would be owed: see averageTask().
   if (!combine_then_adapt_ && !detached_ && averagesAt(steps_ + 1) && parameters_.onCpu() && buffers_.onCpu()) {
     // Errors are the averaging thread's to report: it waits for the answer.
     try {
@@ -107,7 +107,7 @@ void GroupSynchronizer::afterStep() {
 // If none comes, nobody waits for this worker any more.
 void GroupSynchronizer::expectStep() {
   if (!detached_ && !source_->scheduled()) {
-    thread_->whenIdle(pace_.patience(), [this] { beginPromises(WaitingFor::kSomebody); });
+    thread_->whenIdle(pace_.patience(), [this] { beginOutstanding(WaitingFor::kSomebody); });
   }
 }
 
@@ -123,7 +123,7 @@ void GroupSynchronizer::postRound(std::int64_t round) {
   if (combine_then_adapt_) {
     snapshotBuffers();
   }
-  FlightRecord record = group_->flights().begin("average", "all_reduce", wires_, wires_);
+  FlightRecord record = group_->flights().begin("average", "all_reduce", transfer_buffers_, transfer_buffers_);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     std::fill(pending_.begin(), pending_.end(), 1);
@@ -148,15 +148,16 @@ void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
       if (!detached_ && source_->scheduled()) {
         group_->tellStep(channel_, meetings_, steps_);
       }
-      std::vector<KeptPromise> kept = Promises::beginAll(WaitingFor::kSomebody, promises_);
+      std::vector<AverageDone> kept = OutstandingAverages::beginAll(WaitingFor::kSomebody, outstanding_id_);
       lock.lock();
-      waitAttentively(changed_, lock, ready);  // ends: every wait of the averaging thread has the group's timeout
+      waitInterruptibly(changed_, lock, ready);  // ends: every wait of the averaging thread has the group's timeout
       lock.unlock();
       // While the others are at it, somebody may be waiting for this model's next group.
-      if (std::any_of(kept.begin(), kept.end(), [](const KeptPromise& promise) { return !Promises::ready(promise); })) {
-        kept.push_back(beginPromises(WaitingFor::kSomebody));
+      if (std::any_of(kept.begin(), kept.end(),
+                      [](const AverageDone& done) { return !OutstandingAverages::ready(done); })) {
+        kept.push_back(beginOutstanding(WaitingFor::kSomebody));
       }
-      Promises::wait(kept);
+      OutstandingAverages::wait(kept);
       lock.lock();
     }
     stats_.exposed_ms += millisecondsSince(start);
@@ -213,9 +214,9 @@ void GroupSynchronizer::fail(std::exception_ptr error) {
   changed_.notify_all();
 }
 
-KeptPromise GroupSynchronizer::beginOnThread(std::function<void()> task) {
+AverageDone GroupSynchronizer::beginOnThread(std::function<void()> task) {
   auto promise = std::make_shared<std::promise<void>>();
-  KeptPromise kept = promise->get_future().share();
+  AverageDone kept = promise->get_future().share();
   const bool posted = thread_ && thread_->post([this, promise, task = std::move(task), state = at::ThreadLocalState()] {
     at::ThreadLocalStateGuard inherited(state);
     const c10::InferenceMode normal(false);  // of the caller: what is made here outlives it
@@ -236,7 +237,7 @@ KeptPromise GroupSynchronizer::beginOnThread(std::function<void()> task) {
       promise->set_value();
     }
   });
-  return posted ? kept : KeptPromise();
+  return posted ? kept : AverageDone();
 }
 
 AveragingStats GroupSynchronizer::stats() const {

@@ -17,22 +17,22 @@
 // Threads: the training thread, autograd's (gradientsReady only) and `thread_`, which alone touches source_ (but for
 // ask()), partial_ and, while a bucket is pending, that bucket and its tensors.
 // Collectives of the user in the middle of training (a logged loss, DDP's own) and waits for another model's average: a
-// group may be promised in which others wait for this worker (promises.h). beginPromises() serves it without
-// touching parameters that a forward or backward may be using: it sends what it has, and remembers the difference that
-// the average makes, to be added before the next step. Costs a copy of the parameters while such a difference waits.
-// The collective may be another thread's, with training under way: `state_` keeps the two apart. A model in
-// synchronize(), averaged() or detach() has nothing left to keep.
+// group may be owed an average in which others wait for this worker (outstanding_averages.h). beginOutstanding() serves
+// it without touching parameters that a forward or backward may be using: it sends what it has, and remembers the
+// difference that the average makes, to be added before the next step. Costs a copy of the parameters while such a
+// difference waits. The collective may be another thread's, with training under way: `state_` keeps the two apart. A
+// model in synchronize(), averaged() or detach() has nothing left to keep.
 // A training thread that is elsewhere (it evaluates, saves, waits in a barrier that torchext does not see) keeps others
 // waiting, too. When no step has come for longer than steps take (step_pace.h), `thread_` does the same by itself.
-// With a schedule nothing is promised ahead: each round runs by itself once its step is taken. A worker that took fewer
+// With a schedule nothing is owed ahead: each round runs by itself once its step is taken. A worker that took fewer
 // steps than others (a gradient scaler skipped some) makes up for the rounds at the next collective call of the
 // synchronizer. One that is ahead may wait for such a round, and come to the call only afterwards: it tells all ranks
 // its step (AttachableBackend::tellStep), and who waits in the call makes the rounds up to that one. These are rounds
 // of steps that somebody has taken, so which rounds are made does not depend on who waits for whom, nor for how long.
 // Where the group takes the place of one that failed, workers are some steps apart. Each keeps its number, so that all
 // have the same when they have come to the same place of the script; those behind make theirs without rounds. Leaving:
-// detach() keeps every promise made to other workers and waits for them. leave() is the same with a limit, for exits
-// without detach(): it runs from the group's shutdown. Files: group_synchronizer.cpp (hooks and waits),
+// detach() completes every average owed to other workers and waits for them. leave() is the same with a limit, for
+// exits without detach(): it runs from the group's shutdown. Files: group_synchronizer.cpp (hooks and waits),
 // group_meetings.cpp (collective calls, leaving), group_averaging.cpp (what the thread does).
 #pragma once
 
@@ -46,7 +46,7 @@
 #include <vector>
 
 #include "c10d/backend/attachable_backend.h"
-#include "c10d/threads/promises.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "c10d/threads/task_thread.h"
 #include "c10d/transport/subset_allreduce.h"
 #include "core/prague/step_pace.h"
@@ -114,7 +114,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void addUp(std::size_t index, const AssignedGroup& group);
   double scaleOf(std::size_t index, std::int64_t members) const;
   void applyPending();
-  KeptPromise beginPromises(WaitingFor what);
+  AverageDone beginOutstanding(WaitingFor what);
   void expectStep();
   void averageDeferred(const AssignedGroup& group);
   void deferPending();
@@ -132,7 +132,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   at::Tensor meanOf(std::size_t index, std::int64_t members) const;
   template <class Ready>
   void waitUntil(const char* what, Ready ready);
-  KeptPromise beginOnThread(std::function<void()> task);
+  AverageDone beginOnThread(std::function<void()> task);
   void runOnThread(std::function<void()> task);
   const FlatBucket& bucket(std::size_t index) const;
   std::size_t bucketCount() const { return parameters_.size() + buffers_.size(); }
@@ -142,8 +142,8 @@ class GroupSynchronizer : public AveragingSynchronizer {
   const std::int64_t period_;
   FlatBuckets parameters_;
   FlatBuckets buffers_;
-  const std::vector<at::Tensor> wires_;  // of both
-  std::vector<std::int64_t> bucket_of_;  // [tensor], parameters then buffers
+  const std::vector<at::Tensor> transfer_buffers_;  // of both
+  std::vector<std::int64_t> bucket_of_;             // [tensor], parameters then buffers
   // Of rounds and of what waits to be applied: tensors_ to deferred_ and apply_members_. Taken before mutex_.
   std::mutex state_;
   TensorsInPlace tensors_;
@@ -160,7 +160,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   std::uint32_t meetings_ = 0;         // with a schedule: how often all have caught up; the same on all ranks
   std::int64_t resumed_from_ = 0;      // rounds of steps up to it are nobody's any more
   std::int64_t apply_members_ = 0;     // cta: of the average that waits to be applied; 0: none
-  std::atomic<bool> detached_{false};  // written by the training thread, read by those that begin promises
+  std::atomic<bool> detached_{false};  // written by the training thread, read by those that begin outstanding averages
   std::atomic<bool> meeting_{false};
 
   mutable std::mutex mutex_;  // guards what follows
@@ -173,7 +173,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
 
   std::uint64_t abort_callback_ = 0;
   std::uint64_t shutdown_callback_ = 0;
-  std::uint64_t promises_ = 0;
+  std::uint64_t outstanding_id_ = 0;
   std::unique_ptr<TaskThread> thread_;  // last: ends before what it uses
 };
 

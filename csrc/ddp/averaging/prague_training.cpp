@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "c10d/fault/own_fault.h"
+#include "c10d/fault/local_error.h"
 #include "core/prague/static_schedule.h"
 #include "ddp/averaging/generator_service.h"
 
@@ -66,7 +66,7 @@ class GeneratedSource : public GroupSource {
   // A broken connection is not news here: its member's next call says who is gone, if it was no orderly leave.
   static GeneratorService::ErrorFunction tellAll(ProcessGroupPrague& group) {
     return [health = group.health()](const std::exception_ptr& error) {
-      if (ownFault(error)) {
+      if (localError(error)) {
         health->explainToAll(error, OpInfo{.name = "the group generator"});
       }
     };

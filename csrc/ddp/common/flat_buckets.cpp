@@ -30,13 +30,13 @@ void FlatBucket::pack() const {
   synchronizeDevice(flat.device());  // training may be on a stream that this thread knows nothing of
   flatten(tensors, flat);
   if (!flat.device().is_cpu()) {
-    wire.copy_(flat);
+    transfer_buffer.copy_(flat);
   }
 }
 
 void FlatBucket::unpack(double scale) const {
   if (!flat.device().is_cpu()) {
-    flat.copy_(wire);
+    flat.copy_(transfer_buffer);
   }
   average(tensors, flat, scale);
   synchronizeDevice(flat.device());
@@ -70,9 +70,9 @@ FlatBuckets::FlatBuckets(const std::vector<at::Tensor>& tensors, std::size_t buc
       count += tensor.numel();
     }
     bucket.flat = at::empty({count}, bucket.tensors.front().options().requires_grad(false));
-    bucket.wire = bucket.flat.device().is_cpu()
-                      ? bucket.flat
-                      : at::empty({count}, bucket.flat.options().device(at::kCPU).pinned_memory(true));
+    bucket.transfer_buffer = bucket.flat.device().is_cpu()
+                                 ? bucket.flat
+                                 : at::empty({count}, bucket.flat.options().device(at::kCPU).pinned_memory(true));
   }
 }
 
@@ -97,14 +97,14 @@ void FlatBuckets::synchronizeDevices() const {
   }
 }
 
-std::vector<at::Tensor> wiresOf(const FlatBuckets& parameters, const FlatBuckets& buffers) {
-  std::vector<at::Tensor> wires;
+std::vector<at::Tensor> transferBuffersOf(const FlatBuckets& parameters, const FlatBuckets& buffers) {
+  std::vector<at::Tensor> transfer_buffers;
   for (const FlatBuckets* buckets : {&parameters, &buffers}) {
     for (std::size_t i = 0; i < buckets->size(); ++i) {
-      wires.push_back((*buckets)[i].wire);
+      transfer_buffers.push_back((*buckets)[i].transfer_buffer);
     }
   }
-  return wires;
+  return transfer_buffers;
 }
 
 }  // namespace torchext

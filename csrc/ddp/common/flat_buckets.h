@@ -19,10 +19,10 @@ struct FlatBucket {
   std::vector<at::Tensor> tensors;     // aliases of the model's tensors, detached
   std::vector<std::size_t> positions;  // theirs in the list that the buckets were made of
   at::Tensor flat;                     // 1-D, on the tensors' device
-  at::Tensor wire;                     // 1-D, on the CPU: `flat` itself for CPU tensors, pinned memory for CUDA
+  at::Tensor transfer_buffer;          // 1-D, on the CPU: `flat` itself for CPU tensors, pinned memory for CUDA
 
-  void pack() const;                // tensors -> wire
-  void unpack(double scale) const;  // scale * wire -> tensors, fused (torchext::multi_tensor_average_)
+  void pack() const;                // tensors -> transfer_buffer
+  void unpack(double scale) const;  // scale * transfer_buffer -> tensors, fused (torchext::multi_tensor_average_)
   std::size_t bytes() const { return flat.nbytes(); }
 };
 
@@ -47,6 +47,6 @@ class FlatBuckets {
 };
 
 // What travels of a model.
-std::vector<at::Tensor> wiresOf(const FlatBuckets& parameters, const FlatBuckets& buffers);
+std::vector<at::Tensor> transferBuffersOf(const FlatBuckets& parameters, const FlatBuckets& buffers);
 
 }  // namespace torchext

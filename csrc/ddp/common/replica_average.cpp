@@ -8,7 +8,7 @@
 #include <ATen/record_function.h>
 
 #include "c10d/fault/fault_points.h"
-#include "c10d/threads/promises.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "ddp/common/buffer_mean.h"
 
 namespace torchext {
@@ -54,19 +54,21 @@ double ReplicaAverage::average() {
   double norm = 0.0;
   for (std::size_t i = 0; i < buckets_.size(); ++i) {
     const FlatBucket& current = *buckets_[i];
-    const at::Tensor& wire = current.wire;
+    const at::Tensor& transfer_buffer = current.transfer_buffer;
     const bool trained = i < parameter_buckets_;
     faultPoint(FaultPoint::kExactAverage);
     current.pack();
-    const at::Tensor local = trained ? wire.clone() : at::Tensor();
-    std::vector<at::Tensor> tensors{!trained ? toSum(wire) : wire.element_size() < 4 ? wire.to(at::kFloat) : wire};
+    const at::Tensor local = trained ? transfer_buffer.clone() : at::Tensor();
+    std::vector<at::Tensor> tensors{!trained                             ? toSum(transfer_buffer)
+                                    : transfer_buffer.element_size() < 4 ? transfer_buffer.to(at::kFloat)
+                                                                         : transfer_buffer};
     group_.allreduce(tensors, c10d::AllreduceOptions())->wait();
     if (trained) {
-      wire.copy_(tensors.front().div_(group_.getSize()));
-      distance += std::pow(at::norm(local.sub_(wire).to(at::kDouble)).item<double>(), 2);
-      norm += std::pow(at::norm(wire.to(at::kDouble)).item<double>(), 2);
+      transfer_buffer.copy_(tensors.front().div_(group_.getSize()));
+      distance += std::pow(at::norm(local.sub_(transfer_buffer).to(at::kDouble)).item<double>(), 2);
+      norm += std::pow(at::norm(transfer_buffer.to(at::kDouble)).item<double>(), 2);
     } else {
-      toMean(tensors.front(), group_.getSize(), wire);
+      toMean(tensors.front(), group_.getSize(), transfer_buffer);
     }
     current.unpack(1.0);
   }
@@ -91,7 +93,7 @@ double ReplicaAverage::enter() {
   std::vector<at::Tensor> local;
   for (const FlatBucket* current : buckets_) {
     current->pack();
-    local.push_back(current->wire.clone());
+    local.push_back(current->transfer_buffer.clone());
   }
   local_values_ = std::move(local);
   try {
@@ -105,7 +107,7 @@ double ReplicaAverage::enter() {
 void ReplicaAverage::leave() {
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < local_values_.size(); ++i) {
-    buckets_[i]->wire.copy_(local_values_[i]);
+    buckets_[i]->transfer_buffer.copy_(local_values_[i]);
     buckets_[i]->unpack(1.0);
   }
   local_values_.clear();

@@ -36,7 +36,7 @@ class Synchronizer {
 
   // The parameters (and averaged buffers) of all workers are the same, and complete, when it returns.
   virtual void synchronize() = 0;
-  // Ends taking part, after everything promised to other workers has been done. Safe twice.
+  // Ends taking part, after everything owed to other workers is done. Safe twice.
   virtual void detach() = 0;
   // The same for at most `limit`, silent about failures: the process is on its way out.
   virtual void leave(std::chrono::milliseconds limit) = 0;

@@ -7,7 +7,7 @@
 
 #include <c10/util/Logging.h>
 
-#include "c10d/threads/promises.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "core/dear/step_times.h"
 #include "ddp/common/elapsed.h"
 

@@ -9,8 +9,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
-#include "c10d/threads/attentive_wait.h"
-#include "c10d/threads/promises.h"
+#include "c10d/threads/interruptible_wait.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "c10d/transport/shard_collectives.h"
 #include "c10d/transport/shard_exchange.h"
 #include "core/base/check.h"
@@ -43,7 +43,7 @@ std::vector<std::int64_t> trainable(const std::vector<at::Tensor>& tensors) {
 
 DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
                                    std::vector<std::string> names, bool unused_allowed, std::optional<double> bucket_mb,
-                                   const MakeLane& make_lane)
+                                   const MakeDedicatedGroup& make_dedicated_group)
     : group_(std::move(group)),
       parameters_(std::move(parameters)),
       names_(std::move(names)),
@@ -68,17 +68,17 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
   const double bucket = bucket_mb.value_or(options.bucket_mb);
   agreeOnAttach(*group_, {agreementOf("parameters", parameters_, described),
                           {"type of device", c10::DeviceTypeName(device.type(), /*lower_case=*/true)},
-                          {"transport by collectives", static_cast<bool>(make_lane)},
+                          {"transport by collectives", static_cast<bool>(make_dedicated_group)},
                           {"DeAROptions.form", options.form},
                           {"bucket_mb", bucket == 0 ? std::nullopt : std::optional(bucket)},
                           {"DeAROptions.allreduce_fallback", options.allreduce_fallback}});
   channel_ = group_->nextChannel();
-  if (make_lane) {
-    lane_ = make_lane();
-    transfers_ = std::make_unique<ShardCollectives>(lane_);
-    abort_callback_ = group_->addAbortCallback([lane = lane_, health = group_->health()] {
+  if (make_dedicated_group) {
+    dedicated_group_ = make_dedicated_group();
+    transfers_ = std::make_unique<ShardCollectives>(dedicated_group_);
+    abort_callback_ = group_->addAbortCallback([dedicated_group = dedicated_group_, health = group_->health()] {
       const auto [rank, reason] = health->firstReason();
-      lane->abortBecauseOf(rank, reason);
+      dedicated_group->abortBecauseOf(rank, reason);
     });
   } else {
     transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), channel_);
@@ -189,13 +189,13 @@ double DearSynchronizer::waitUntil(const char* what, const std::function<bool()>
   if (!over()) {
     RECORD_FUNCTION(what, std::vector<c10::IValue>{});
     const auto start = Clock::now();
-    if (!changed_.wait_for(lock, kAttention, over)) {
+    if (!changed_.wait_for(lock, kSignalCheckInterval, over)) {
       // Who waits for all ranks meanwhile, in optimizer.state_dict() say, learns that this one does not come there.
       lock.unlock();
       group_->tellStep(channel_, 0, begun());
-      attendToSignals();
+      checkSignals();
       lock.lock();
-      waitAttentively(changed_, lock, over);
+      waitInterruptibly(changed_, lock, over);
     }
     waited = millisecondsSince(start);
   }
@@ -316,7 +316,7 @@ void DearSynchronizer::leave(std::chrono::milliseconds limit) {
   detached_ = true;
   armed_ = false;
   hooks_->remove();
-  if (lane_) {
+  if (dedicated_group_) {
     group_->removeAbortCallback(abort_callback_);
   }
   exchange_->discard();
@@ -331,7 +331,7 @@ void DearSynchronizer::leave(std::chrono::milliseconds limit) {
   exchange_ = nullptr;
   // Holds an inner group, which must end with the process group.
   transfers_ = nullptr;
-  lane_ = nullptr;
+  dedicated_group_ = nullptr;
   buckets_ = nullptr;
 }
 

@@ -66,16 +66,16 @@ struct DearStats {
 
 class DearSynchronizer : public Synchronizer {
  public:
-  using MakeLane = std::function<c10::intrusive_ptr<ProcessGroupDear>()>;
+  using MakeDedicatedGroup = std::function<c10::intrusive_ptr<ProcessGroupDear>()>;
 
   // Collective. parameters: the model's, in registration order; floating point, dense, on one device; the same shapes
   // and names on all ranks (checked). names: for messages. unused_allowed: a backward pass need not reach every
-  // parameter (DDP's find_unused_parameters). bucket_mb: instead of the options'. make_lane: makes a group of the same
-  // ranks, whose collectives carry the exchanges and that nobody else uses; called when all ranks are known to want
-  // one. None: point-to-point on `group`, on the CPU only.
+  // parameter (DDP's find_unused_parameters). bucket_mb: instead of the options'. make_dedicated_group: makes a group
+  // of the same ranks, whose collectives carry the exchanges and that nobody else uses; called when all ranks are known
+  // to want one. None: point-to-point on `group`, on the CPU only.
   DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
                    std::vector<std::string> names, bool unused_allowed, std::optional<double> bucket_mb,
-                   const MakeLane& make_lane = {});
+                   const MakeDedicatedGroup& make_dedicated_group = {});
   ~DearSynchronizer() override;
 
   // The last forward pass ran outside (true) or inside (false) no_sync().
@@ -176,7 +176,7 @@ class DearSynchronizer : public Synchronizer {
   std::function<void()> on_reduced_;
   std::function<void()> on_accumulating_;
   DearPlanner planner_;
-  c10::intrusive_ptr<ProcessGroupDear> lane_;
+  c10::intrusive_ptr<ProcessGroupDear> dedicated_group_;
   std::unique_ptr<ShardTransport> transfers_;
   std::unique_ptr<ShardBuckets> buckets_;  // null under plain DDP, and after leave()
   std::vector<std::size_t> gather_order_;  // of buckets

@@ -6,7 +6,7 @@
 #include <ATen/record_function.h>
 
 #include "c10d/fault/fault_points.h"
-#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/interruptible_wait.h"
 #include "c10d/threads/start_thread.h"
 #include "ddp/common/elapsed.h"
 
@@ -38,7 +38,7 @@ bool ExchangeThread::waitIdle(std::chrono::milliseconds patience) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!idle()) {
     const std::uint64_t before = ended_;
-    if (!waitAttentively(changed_, lock, Clock::now() + patience, [&] { return idle() || ended_ != before; })) {
+    if (!waitInterruptibly(changed_, lock, Clock::now() + patience, [&] { return idle() || ended_ != before; })) {
       return false;
     }
   }

@@ -44,7 +44,7 @@ class ExchangeThread {
 
   void post(ExchangeTask task);
   // Blocks until nothing is queued, running or undrained; false after an error, or when no exchange has ended for
-  // `patience`. Attentive to signals (c10d/threads/attentive_wait.h).
+  // `patience`. A signal interrupts it (c10d/threads/interruptible_wait.h).
   bool waitIdle(std::chrono::milliseconds patience);
   // The same for at most `limit` altogether, and without a look at signals: for the way out.
   bool waitIdleFor(std::chrono::milliseconds limit);

@@ -9,7 +9,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/StringUtil.h>
 
-#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/interruptible_wait.h"
 #include "ddp/common/elapsed.h"
 
 namespace torchext {
@@ -41,7 +41,7 @@ void HopMailbox::waitUntil(std::unique_lock<std::mutex>& lock, const char* range
     RECORD_FUNCTION(range, std::vector<c10::IValue>{});
     const auto start = Clock::now();
     const auto timeout = group_->timeout();
-    const bool in_time = waitAttentively(changed_, lock, start + timeout, [&] { return error_ || ready(); });
+    const bool in_time = waitInterruptibly(changed_, lock, start + timeout, [&] { return error_ || ready(); });
     ++stats_.waits;
     spent_ms += millisecondsSince(start);
     if (!in_time) {

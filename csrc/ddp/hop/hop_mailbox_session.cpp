@@ -8,7 +8,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
-#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/interruptible_wait.h"
 #include "ddp/common/elapsed.h"
 #include "ddp/hop/hop_mailbox.h"
 
@@ -128,7 +128,7 @@ bool HopMailbox::drain(bool finally, std::optional<std::chrono::milliseconds> li
     const auto late = before + group_->timeout();
     const auto moved = [&] { return error_ || all_here() || progress_ != before; };
     if (limit ? changed_.wait_until(lock, std::min(late, deadline), moved)
-              : waitAttentively(changed_, lock, late, moved)) {
+              : waitInterruptibly(changed_, lock, late, moved)) {
       continue;
     }
     if (Clock::now() < late) {

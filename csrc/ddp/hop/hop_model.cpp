@@ -100,11 +100,11 @@ void HopModel::pack(std::byte* block) const {
     const std::size_t bytes = part(i).bytes();
     if (part(i).flat.device().is_cpu()) {
       FlatBucket into = part(i);
-      into.flat = into.wire = at::from_blob(block + offsets_[i], into.flat.sizes(), into.flat.options());
+      into.flat = into.transfer_buffer = at::from_blob(block + offsets_[i], into.flat.sizes(), into.flat.options());
       into.pack();
     } else {
       part(i).pack();
-      std::memcpy(block + offsets_[i], part(i).wire.const_data_ptr(), bytes);
+      std::memcpy(block + offsets_[i], part(i).transfer_buffer.const_data_ptr(), bytes);
     }
     std::memset(block + offsets_[i] + bytes, 0, aligned(bytes) - bytes);
   }
@@ -121,7 +121,7 @@ void HopModel::assign(std::span<const Input> inputs, const std::byte* packed, co
     }
     std::int64_t begin = 0;
     for (std::size_t j = 0; j < to.tensors.size(); ++j) {
-      const at::Tensor tensor = on_cpu ? to.tensors[j] : to.wire.narrow(0, begin, to.tensors[j].numel());
+      const at::Tensor tensor = on_cpu ? to.tensors[j] : to.transfer_buffer.narrow(0, begin, to.tensors[j].numel());
       const std::size_t offset = offsets_[i] + static_cast<std::size_t>(begin) * tensor.element_size();
       const Write write = buffer ? Write::kAgain : writes[to.positions[j]];
       begin += tensor.numel();

@@ -10,8 +10,8 @@
 #include <c10/util/ScopeExit.h>
 
 #include "c10d/fault/fault_points.h"
-#include "c10d/fault/leaving.h"
-#include "c10d/threads/promises.h"
+#include "c10d/fault/orderly_exit_scope.h"
+#include "c10d/threads/outstanding_averages.h"
 #include "ddp/common/attach_agreement.h"
 #include "ddp/common/elapsed.h"
 
@@ -60,7 +60,7 @@ HopSynchronizer::HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, cons
       mode_(group_->hopOptions().mode()),
       serial_(group_->hopOptions().order == "serial"),
       model_(parameters, buffers),
-      wires_(wiresOf(model_.parameters(), model_.buffers())),
+      transfer_buffers_(transferBuffersOf(model_.parameters(), model_.buffers())),
       tensors_(parameters, buffers),
       replica_average_(*group_, model_.parameters(), model_.buffers(), FrozenParameters(frozen)) {
   const int channel = group_->nextChannel();
@@ -95,7 +95,7 @@ void HopSynchronizer::orTellAll(Body body) {
 void HopSynchronizer::publish(bool send) {
   tensors_.takeBack("hop");
   tensors_.note();
-  exchange_ = group_->flights().begin("exchange", "all_reduce", wires_, wires_);
+  exchange_ = group_->flights().begin("exchange", "all_reduce", transfer_buffers_, transfer_buffers_);
   const std::shared_ptr<HopMailbox> mailbox = mailbox_;
   std::byte* block = mailbox->ownBlock(tag_);
   orTellAll([&] {
@@ -230,7 +230,7 @@ void HopSynchronizer::checkAttached() const {
 // What comes to an end in it, by what a signal's handler raises for one, leaves a mailbox that is half drained, and the
 // others waiting: the group ends with it.
 void HopSynchronizer::meet(const std::function<void()>& task) {
-  Promises::keepAll(WaitingFor::kEverybody);
+  OutstandingAverages::drain(WaitingFor::kEverybody);
   meeting_ = true;
   const auto over = c10::make_scope_exit([this] { meeting_ = false; });
   try {
@@ -316,7 +316,7 @@ void HopSynchronizer::leave(std::chrono::milliseconds limit) {
     if (meeting_ || (!left(limit) && !group_->outwaitTraining(left))) {
       LOG(WARNING) << "hop [rank " << group_->getRank() << "]: leaving while other workers still train; call "
                    << "sync.detach(), or evaluate under sync.averaged(), before the script ends";
-      const Leaving leaving;
+      const OrderlyExitScope orderly_exit;
       group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
     }
     if (met) {

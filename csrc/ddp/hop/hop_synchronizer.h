@@ -89,7 +89,7 @@ class HopSynchronizer : public AveragingSynchronizer {
   const core::HopMode mode_;
   const bool serial_;
   const HopModel model_;
-  const std::vector<at::Tensor> wires_;  // of the model
+  const std::vector<at::Tensor> transfer_buffers_;  // of the model
   TensorsInPlace tensors_;
   ReplicaAverage replica_average_;
   // Null in a group of one, and after leave(), which a signal's handler may call in any wait: who waits in it keeps a

@@ -6,7 +6,7 @@
 // or what comes after it, up to end(); what was made before stays.
 //
 // Threads: work() is the body of one thread, which has all calls of Run; the owner's calls under a lock of its own.
-// Waits of the owner look up for signals (attentive_wait.h), or do what they are given for it. No torch: it is run
+// Waits of the owner look up for signals (interruptible_wait.h), or do what they are given for it. No torch: it is run
 // under ThreadSanitizer as it is.
 #pragma once
 
@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/interruptible_wait.h"
 
 namespace torchext {
 
@@ -35,7 +35,7 @@ class FollowedRuns {
   };
 
   // look: what a wait of the owner calls now and then; what it throws ends the wait.
-  explicit FollowedRuns(std::function<void()> look = &attendToSignals) : look_(std::move(look)) {}
+  explicit FollowedRuns(std::function<void()> look = &checkSignals) : look_(std::move(look)) {}
 
   // Until close(): what a call of Run is busy with then comes to its end first.
   void work() {
@@ -115,7 +115,7 @@ class FollowedRuns {
   };
   template <class Ready>
   void wait(std::unique_lock<std::mutex>& lock, Ready ready) {
-    while (!changed_.wait_for(lock, kAttention, ready)) {
+    while (!changed_.wait_for(lock, kSignalCheckInterval, ready)) {
       lock.unlock();
       look_();
       lock.lock();

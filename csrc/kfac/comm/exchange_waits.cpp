@@ -15,7 +15,7 @@
 
 #include "c10d/backend/torch_compat.h"
 #include "c10d/fault/connection_error.h"
-#include "c10d/threads/attentive_wait.h"
+#include "c10d/threads/interruptible_wait.h"
 
 namespace torchext {
 namespace {
@@ -133,7 +133,7 @@ void ExchangeWaits::checkUsable() const {
 
 void ExchangeWaits::look() {
   try {
-    attendToSignals();
+    checkSignals();
   } catch (...) {
     if (model_ && model_->usable()) {
       const int rank = backend_->getRank();

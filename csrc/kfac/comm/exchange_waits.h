@@ -1,6 +1,6 @@
 // ExchangeWaits: how K-FAC waits for its peers, in a group of its own that nobody watches.
 //
-// A wait on the script's thread looks up for signals (attentive_wait.h). A wait on any thread ends when the
+// A wait on the script's thread checks for signals (interruptible_wait.h). A wait on any thread ends when the
 // model's group has failed or was shut down, with that group's reason, if it is one of torchext's. Both happen within
 // kTick of the event. A wait that ends before its work leaves ranks that no longer know what the others have sent: the
 // connections are closed, so that the others learn of it, and every later call throws.

@@ -3,7 +3,7 @@
 
 namespace torchext::kfac_tags {
 
-inline constexpr int kVerdict = 0;
+inline constexpr int kStepVote = 0;
 inline constexpr int kDirections = 1;      // + instalment
 inline constexpr int kInverses = 1 << 20;  // + slot
 inline constexpr int kSums = 2 << 20;      // + run

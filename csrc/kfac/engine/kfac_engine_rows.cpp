@@ -149,7 +149,7 @@ void KfacEngine::prepareRows() {
   }
 }
 
-// Of a step that makes inverses: what every rank tells the others of each layer. It goes with the verdict on the step.
+// Of a step that makes inverses: what every rank tells the others of each layer. It goes with the vote on the step.
 at::Tensor KfacEngine::ownRowCounts() const {
   std::vector<std::int64_t> counts;
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {

@@ -96,19 +96,19 @@ void KfacEngine::startRest(double loss_scale) {
 bool KfacEngine::agreeOnStep(bool takes_step) {
   const StepVote own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
   const at::Tensor said = at::cat({at::full({1}, static_cast<std::int64_t>(own), at::kLong), ownRowCounts()});
-  const at::Tensor all = ofAllRanks(said, kfac_tags::kVerdict);
+  const at::Tensor all = ofAllRanks(said, kfac_tags::kStepVote);
   all_row_counts_ = all.narrow(1, 1, said.numel() - 1);
-  const at::Tensor verdict_of = all.select(1, 0).contiguous();
-  const auto* verdicts = verdict_of.const_data_ptr<std::int64_t>();
-  const auto* end = verdicts + ranks_;
-  const auto* other = std::find_if(verdicts, end, [&](auto verdict) { return (verdict != kLeavesStep) != takes_step; });
+  const at::Tensor votes_of_all = all.select(1, 0).contiguous();
+  const auto* votes = votes_of_all.const_data_ptr<std::int64_t>();
+  const auto* end = votes + ranks_;
+  const auto* other = std::find_if(votes, end, [&](auto vote) { return (vote != kLeavesStep) != takes_step; });
   if (other == end) {
-    return std::find(verdicts, end, kTakesStepAgain) != end;
+    return std::find(votes, end, kTakesStepAgain) != end;
   }
   waitForRuns();
   endRuns();
   forgetStep();
-  const auto rank = static_cast<int>(other - verdicts);
+  const auto rank = static_cast<int>(other - votes);
   const bool ours = !takes_step;
   C10_THROW_ERROR(DistBackendError,
                   c10::str("torchext.optim: rank ", ours ? rank_ : rank, " left out step ", stats_.steps,

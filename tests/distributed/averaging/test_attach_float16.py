@@ -56,7 +56,7 @@ def test_means(backend: str, size: int, options: dict[str, Any], order: str) -> 
 
 
 def body_same(rank: Rank, order: str) -> tuple[float, float, int]:
-    """With collectives that keep promises, and weights that are written in step after step."""
+    """With collectives that drain outstanding averages, and weights that are written in step after step."""
     rank.init()
     model = Large()
     trainer = Trainer(rank, model=model, order=order)

@@ -97,7 +97,7 @@ def test_what_is_written_in_every_step_is_added(backend: str, options: dict[str,
 
 
 def body_collective_inside(rank: Rank, order: str) -> float:
-    """A hook of the script reduces a norm inside the step, and keeps promises to the other worker there."""
+    """A hook of the script reduces a norm inside the step, and drains the averages owed to the other worker there."""
     rank.init("prague")
     trainer = Trainer(rank, lr=0.0, backend="prague", order=order)
     with torch.no_grad():

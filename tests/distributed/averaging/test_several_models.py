@@ -20,7 +20,7 @@ import torchext
 
 MODELS = 3
 STEPS = 25
-PAUSES = (0.0, 0.15)  # longer than a model waits for its average before the others keep their promises
+PAUSES = (0.0, 0.15)  # longer than a model waits for its average before the others drain theirs
 
 
 def body_between_steps(rank: Rank, order: str, what: str) -> int:

@@ -90,7 +90,7 @@ def body_a_thread_each(rank: Rank, backend: str, options: dict[str, Any]) -> Non
         for step in range(40):
             trainer.step()
             if rank.rank == 0 and step % 9 == 0:
-                time.sleep(0.12)  # longer than a model waits before the others keep their promises
+                time.sleep(0.12)  # longer than a model waits before the others drain theirs
         trainer.sync.synchronize()
 
     together(*(lambda trainer=trainer: train(trainer) for trainer in trainers))  # type: ignore[misc]

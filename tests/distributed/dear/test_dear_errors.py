@@ -186,8 +186,10 @@ def body_disagree(rank: Rank, what: str) -> tuple[str, str, float]:
     backend = torchext.backend_of(group)
     parameters = list(model.parameters())
     names = [name + (str(rank.rank) if what == "names" else "") for name, _ in model.named_parameters()]
-    make_lane = (lambda: backend) if what == "transport" and rank.rank == 1 else None
-    return elapsed_error(lambda: torchext._C.attach_dear(backend, parameters, names, False, make_lane=make_lane))
+    make_dedicated_group = (lambda: backend) if what == "transport" and rank.rank == 1 else None
+    return elapsed_error(
+        lambda: torchext._C.attach_dear(backend, parameters, names, False, make_dedicated_group=make_dedicated_group)
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Model:
 
 
 def body_in_the_other(rank: Rank) -> list[tuple[int, list[int]] | None]:
-    """Ranks 1 and 2 wait for rank 3, to which the second model has promised an average, in the first one's meeting."""
+    """Ranks 1 and 2 wait for rank 3, to which the second model owes an average, in the first one's meeting."""
     rank.init("gloo", timeout=60)
     groups = [new_group("prague", [0, 1, 2]), new_group("prague", [1, 2, 3], order="atc", group_size=3)]
     first = Model(groups[0]) if rank.rank != 3 else None

@@ -47,7 +47,7 @@ TRAINING_POINTS = [
 ]
 
 RECOVERY_POINTS = {
-    "verdict.heard",
+    "fault_message.heard",
     *("meeting.alive", "meeting.listed"),
     *("group.arrived", "group.connected", "group.formed"),
     *("handover.sending", "handover.receiving"),

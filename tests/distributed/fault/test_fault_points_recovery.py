@@ -99,8 +99,8 @@ IN_RECOVERY = sorted(point for point in RECOVERY_POINTS if not point.startswith(
     [
         *((point, "prague", 0, False) for point in IN_RECOVERY),
         *((point, "hop", 0, False) for point in IN_RECOVERY),
-        *((point, "dssync", 3, False) for point in IN_RECOVERY if point != "verdict.heard"),
-        *((point, "prague", 3, True) for point in IN_RECOVERY if point != "verdict.heard"),
+        *((point, "dssync", 3, False) for point in IN_RECOVERY if point != "fault_message.heard"),
+        *((point, "prague", 3, True) for point in IN_RECOVERY if point != "fault_message.heard"),
     ],
 )
 def test_another_is_killed_in_recovery(point: str, backend: str, victim: int, own_group: bool) -> None:

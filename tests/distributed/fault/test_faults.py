@@ -188,7 +188,7 @@ def test_sigstop_honours_the_timeout() -> None:
         ranks.kill(1, signal.SIGCONT)
 
 
-def body_goodbye(rank: Rank) -> Any:
+def body_leave(rank: Rank) -> Any:
     rank.init(pg_options=torchext.PragueOptions(heartbeat_timeout=timedelta(seconds=2)))
     dist.barrier()
     rank.report("ready")
@@ -205,11 +205,11 @@ def body_goodbye(rank: Rank) -> Any:
     return ""
 
 
-def test_a_goodbye_to_a_rank_that_is_held_up_for_a_moment_is_no_death() -> None:
+def test_leaving_a_rank_that_is_held_up_for_a_moment_is_no_death() -> None:
     """Rank 0 has yet to take a heartbeat when rank 1 leaves; it goes on with rank 2."""
     seen = []
-    while len(seen) < 3:  # this process may be held up too, for longer than a goodbye waits
-        with launch(body_goodbye, 3) as ranks:
+    while len(seen) < 3:  # this process may be held up too, for longer than a Leave waits
+        with launch(body_leave, 3) as ranks:
             ranks.expect("ready")
             ranks.kill(0, signal.SIGSTOP)
             time.sleep(0.45)  # for two heartbeats

@@ -54,11 +54,11 @@ def test_the_same_directions_as_by_messages(strategy: str, split: bool | None, s
     through_memory = sum(shared["shared_bytes"] for _, (shared, _) in outcomes)
     factors = sum(messages["reduce_bytes"] + messages["all_reduce_bytes"] for _, (_, messages) in outcomes)
     # A rank's, in an update: one number for the step, and how many rows each of Net's five layers has had.
-    verdicts = size * outcomes[0][1][0]["inverse_updates"] * 8 * (1 + 5)
+    votes = size * outcomes[0][1][0]["inverse_updates"] * 8 * (1 + 5)
     if split:  # whose inverses travel depends on measured costs
-        assert through_memory >= STEPS * SPLIT + factors + verdicts
+        assert through_memory >= STEPS * SPLIT + factors + votes
     else:
-        assert through_memory == STEPS * DIRECTIONS + factors + verdicts
+        assert through_memory == STEPS * DIRECTIONS + factors + votes
         # What went through memory was not sent as well.
         fewer = sum(messages["sent_bytes"] - shared["sent_bytes"] for _, (shared, messages) in outcomes)
         assert fewer == (size - 1) * (through_memory - factors)

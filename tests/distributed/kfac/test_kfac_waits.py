@@ -87,7 +87,8 @@ def train_on(rank: Rank, model: nn.Module, optimizer: KFAC) -> None:
     equal_everywhere(model.module)  # type: ignore[arg-type]
 
 
-# What rank 0 waits for: a verdict, a sum of all ranks, one that its owner adds, another's inverses, its directions.
+# What rank 0 waits for: votes on the step, a sum of all ranks, one that its owner adds, another's inverses, its
+# directions.
 WAITS = [("spd", 1), ("pad", 1), ("mem-opt", 100), ("d-kfac", 1)]
 
 

@@ -16,8 +16,8 @@
 #include "core/base/random.h"
 #include "core/base/wire.h"
 #include "core/fault/call_header.h"
+#include "core/fault/fault_message.h"
 #include "core/fault/heartbeat.h"
-#include "core/fault/verdict.h"
 #include "core/hop/hop_messages.h"
 #include "core/prague/generator_messages.h"
 #include "core/transport/shared_window.h"
@@ -103,11 +103,11 @@ Wire delivery() {
           }};
 }
 
-Wire verdict() {
-  const auto encoded = encodeVerdict({Verdict::Kind::kAbort, 2, kRank, std::string(500, 'x')});
-  return {"Verdict", Bytes(encoded.begin(), encoded.end()), [](std::span<const std::byte> bytes) {
-            const Verdict parsed = parseVerdict(bytes, kWorld);
-            EXPECT_TRUE(isRank(parsed.origin) && (parsed.rank == -1 || isRank(parsed.rank)));
+Wire faultMessage() {
+  const auto encoded = encodeFaultMessage({FaultMessage::Kind::kAbort, 2, kRank, std::string(500, 'x')});
+  return {"FaultMessage", Bytes(encoded.begin(), encoded.end()), [](std::span<const std::byte> bytes) {
+            const FaultMessage parsed = parseFaultMessage(bytes, kWorld);
+            EXPECT_TRUE(isRank(parsed.detected_by) && (parsed.rank == -1 || isRank(parsed.rank)));
             EXPECT_LE(parsed.reason.size(), kMaxReason);
             EXPECT_TRUE(std::none_of(parsed.reason.begin(), parsed.reason.end(),
                                      [](char c) { return static_cast<unsigned char>(c) < 0x20; }));
@@ -254,8 +254,8 @@ TEST_P(Messages, AFewWrongBytesKeepTheRules) {
 std::string nameOf(const ::testing::TestParamInfo<Wire (*)()>& wire) { return wire.param().name; }
 
 INSTANTIATE_TEST_SUITE_P(All, Messages,
-                         ::testing::Values(subsetHeader, windowAddress, generatorMessage, delivery, verdict, hopMessage,
-                                           heartbeat, laggardQuery, stepNotice, callMessage),
+                         ::testing::Values(subsetHeader, windowAddress, generatorMessage, delivery, faultMessage,
+                                           hopMessage, heartbeat, laggardQuery, stepNotice, callMessage),
                          nameOf);
 
 TEST(Delivery, RulesOfItsMembers) {
@@ -272,21 +272,21 @@ TEST(Delivery, RulesOfItsMembers) {
   EXPECT_THROW_MESSAGE(parse({0, {kRank}, 0}), MalformedMessage, "group 0");
 }
 
-TEST(Verdict, AReasonIsCutBetweenCharacters) {
+TEST(FaultMessage, AReasonIsCutBetweenCharacters) {
   const auto reasonOf = [](const std::string& reason) {
-    return parseVerdict(encodeVerdict({Verdict::Kind::kObituary, -1, 0, reason}), kWorld).reason;
+    return parseFaultMessage(encodeFaultMessage({FaultMessage::Kind::kPeerDied, -1, 0, reason}), kWorld).reason;
   };
   EXPECT_EQ(reasonOf("out of memory\n"), "out of memory ");
   EXPECT_EQ(reasonOf(std::string(kMaxReason - 1, 'x') + "\u00e9"), std::string(kMaxReason - 1, 'x'));
 }
 
-TEST(Verdict, EveryKindArrivesAsItIs) {
-  for (const auto kind : {Verdict::Kind::kObituary, Verdict::Kind::kGoodbye, Verdict::Kind::kFailure,
-                          Verdict::Kind::kDeparture, Verdict::Kind::kAbort}) {
-    const Verdict parsed = parseVerdict(encodeVerdict({kind, 3, kRank, "a reason"}), kWorld);
+TEST(FaultMessage, EveryKindArrivesAsItIs) {
+  for (const auto kind : {FaultMessage::Kind::kPeerDied, FaultMessage::Kind::kLeave, FaultMessage::Kind::kFailure,
+                          FaultMessage::Kind::kDeparture, FaultMessage::Kind::kAbort}) {
+    const FaultMessage parsed = parseFaultMessage(encodeFaultMessage({kind, 3, kRank, "a reason"}), kWorld);
     EXPECT_EQ(parsed.kind, kind);
     EXPECT_EQ(parsed.rank, 3);
-    EXPECT_EQ(parsed.origin, kRank);
+    EXPECT_EQ(parsed.detected_by, kRank);
   }
 }
 

@@ -155,10 +155,10 @@ TEST_F(FollowedRunsTest, ARunIsDroppedBeforeTheStepEnds) {
 // A handler of signals that raises leaves the wait; what was waited for goes on.
 TEST_F(FollowedRunsTest, AWaitCanBeInterrupted) {
   const auto come = follow({0});
-  setSignalAttendant([] { throw std::runtime_error("interrupted"); });
+  setSignalChecker([] { throw std::runtime_error("interrupted"); });
   EXPECT_EQ(errorOf([&] { get(runs_, 0); }), "interrupted");
   EXPECT_EQ(errorOf([&] { runs_.waitForRuns(1); }), "interrupted");
-  setSignalAttendant(nullptr);
+  setSignalChecker(nullptr);
   come->set_value();
   EXPECT_EQ(get(runs_, 0), "result 0");
   runs_.end();

@@ -1,4 +1,4 @@
-#include "c10d/fault/own_fault.h"
+#include "c10d/fault/local_error.h"
 
 #include <new>
 #include <stdexcept>
@@ -7,7 +7,7 @@
 
 namespace torchext {
 
-std::optional<std::string> ownFault(const std::exception_ptr& error) {
+std::optional<std::string> localError(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const c10::DistError&) {

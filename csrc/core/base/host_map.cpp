@@ -1,11 +1,11 @@
-#include "core/base/topology.h"
+#include "core/base/host_map.h"
 
 #include <algorithm>
 #include <utility>
 
 namespace torchext::core {
 
-Topology::Topology(std::vector<int> host_of, int hosts)
+HostMap::HostMap(std::vector<int> host_of, int hosts)
     : host_of_(std::move(host_of)), local_rank_(host_of_.size()), ranks_of_(index(hosts)) {
   for (int rank = 0; rank < worldSize(); ++rank) {
     auto& ranks = ranks_of_[index(host_of_[index(rank)])];
@@ -14,14 +14,14 @@ Topology::Topology(std::vector<int> host_of, int hosts)
   }
 }
 
-Topology Topology::singleHost(int world_size) {
+HostMap HostMap::singleHost(int world_size) {
   if (world_size < 1) {
     throwInvalid("world_size", world_size, "1 or more");
   }
-  return Topology(std::vector<int>(index(world_size), 0), 1);
+  return HostMap(std::vector<int>(index(world_size), 0), 1);
 }
 
-Topology Topology::fromHostOf(const std::vector<int>& host_of, int world_size) {
+HostMap HostMap::fromHostOf(const std::vector<int>& host_of, int world_size) {
   if (host_of.empty()) {
     return singleHost(world_size);
   }
@@ -41,7 +41,7 @@ Topology Topology::fromHostOf(const std::vector<int>& host_of, int world_size) {
     throwInvalid("host_of", concat("indices up to ", *high),
                  concat("dense indices: no rank is on host ", missing - present.begin()));
   }
-  return Topology(host_of, *high + 1);
+  return HostMap(host_of, *high + 1);
 }
 
 }  // namespace torchext::core

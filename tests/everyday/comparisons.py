@@ -18,7 +18,7 @@ WRONG = ("differs", "ranks differ", "hang", "died", "one rank alone", "untyped e
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     kind: str
     detail: str = ""
 
@@ -30,12 +30,12 @@ class Verdict:
 @dataclass
 class Case:
     script: Script
-    reference: Verdict  # "ran", or why plain DDP itself does not
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    reference: Comparison  # "ran", or why plain DDP itself does not
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
 
     @property
-    def wrong(self) -> dict[str, Verdict]:
-        return {form: verdict for form, verdict in self.verdicts.items() if verdict.wrong}
+    def wrong(self) -> dict[str, Comparison]:
+        return {form: comparison for form, comparison in self.comparisons.items() if comparison.wrong}
 
 
 def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[float, str]:
@@ -57,21 +57,21 @@ def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[fl
     return worst, where
 
 
-def _failed(told: list[Told | None]) -> Verdict | None:
+def _failed(told: list[Told | None]) -> Comparison | None:
     """Why a form has no values to compare; None: it has."""
     if any(one is None for one in told):
-        return Verdict("hang", f"no word from ranks {[k for k, one in enumerate(told) if one is None]}")
+        return Comparison("hang", f"no word from ranks {[k for k, one in enumerate(told) if one is None]}")
     ended = [one for one in told if one is not None]
     if any(one.error for one in ended):
         first = next(one for one in ended if one.error)
         text = f"{first.error}: {first.message}"
         if not all(one.error for one in ended):
-            return Verdict("one rank alone", text)
+            return Comparison("one rank alone", text)
         # Ranks that skip other steps refuse another one; who refuses first ends the group for the rest.
         refused = any(one.ours for one in ended) and all(one.ours or _ended_by_peer(one) for one in ended)
-        return Verdict("refused" if refused else "untyped error", text)
+        return Comparison("refused" if refused else "untyped error", text)
     if any(one.closing for one in ended):
-        return Verdict("end", next(one.closing for one in ended if one.closing))
+        return Comparison("end", next(one.closing for one in ended if one.closing))
     return None
 
 
@@ -79,30 +79,30 @@ def _ended_by_peer(told: Told) -> bool:
     return told.error == "DistBackendError"
 
 
-def _among(told: list[Told | None]) -> Verdict | None:
+def _among(told: list[Told | None]) -> Comparison | None:
     """How far apart the replicas are in the end; None: they are not."""
     final = [{name: t.same[name] for name in ("model", "critic") if name in t.same} for t in told if t is not None]
     among, where = _apart(final[0], final[1])
-    return None if among <= TOLERANCE else Verdict("ranks differ", f"by {among:.2e} in {where}")
+    return None if among <= TOLERANCE else Comparison("ranks differ", f"by {among:.2e} in {where}")
 
 
-def _judge(script: Script, form: str, told: list[Told | None], reference: list[Told | None]) -> Verdict:
+def _judge(script: Script, form: str, told: list[Told | None], reference: list[Told | None]) -> Comparison:
     if (failed := _failed(told)) is not None:
         return failed
     if (apart_ranks := _among(told)) is not None:
         return apart_ranks
     ended, expected = [t for t in told if t is not None], [t for t in reference if t is not None]
     if form in forms.AVERAGING and script.keeps() == LOOSE:
-        return Verdict("agrees")
+        return Comparison("agrees")
     for rank, (one, other) in enumerate(zip(ended, expected, strict=True)):
         apart, where = _apart(one.same, other.same)
         if not apart <= TOLERANCE:
-            return Verdict("differs", f"by {apart:.2e} in same {where} on rank {rank}")
+            return Comparison("differs", f"by {apart:.2e} in same {where} on rank {rank}")
         if form in forms.DEAR:
             apart, where = _apart(one.mine, other.mine)
             if not apart <= TOLERANCE:
-                return Verdict("differs", f"by {apart:.2e} in mine {where} on rank {rank}")
-    return Verdict("equal")
+                return Comparison("differs", f"by {apart:.2e} in mine {where} on rank {rank}")
+    return Comparison("equal")
 
 
 def judge(
@@ -124,7 +124,7 @@ def judge(
         return Case(script, failed)
     if (apart := _among(plain)) is not None:
         return Case(script, apart)
-    case = Case(script, Verdict("ran"))
+    case = Case(script, Comparison("ran"))
     local: list[Told | None] | None = None
     for form in only:
         reference = plain
@@ -132,28 +132,28 @@ def judge(
             if local is None:
                 local = run(forms.LOCAL)
             if (failed := _failed(local)) is not None:
-                case.verdicts[form] = Verdict("not run", f"the local reference: {failed}")
+                case.comparisons[form] = Comparison("not run", f"the local reference: {failed}")
                 continue
             reference = local
-        verdict = _judge(script, form, run(form), reference)
-        if verdict.wrong and not fresh:
+        comparison = _judge(script, form, run(form), reference)
+        if comparison.wrong and not fresh:
             # Once more in new processes, for which no earlier case can be to blame.
             pool.retire()
             again = _judge(script, form, run(form), reference)
-            verdict = again if again.wrong else Verdict("now and then", f"{verdict.kind}: {verdict.detail}")
-        case.verdicts[form] = verdict
+            comparison = again if again.wrong else Comparison("now and then", f"{comparison.kind}: {comparison.detail}")
+        case.comparisons[form] = comparison
     return case
 
 
 def smallest(pool: Pool, case: Case, form: str, deadline_s: float = 8.0) -> Script:
     """The smallest script found that ends in the same way on the form."""
-    kind = case.verdicts[form].kind
+    kind = case.comparisons[form].kind
 
     def still_fails(script: Script) -> bool:
         try:
             again = judge(pool, script, [form], deadline_s=deadline_s, fresh=True)
         except (KeyError, IndexError, ValueError):
             return False
-        return again.verdicts.get(form, Verdict("")).kind == kind
+        return again.comparisons.get(form, Comparison("")).kind == kind
 
     return shrunk(case.script, still_fails, trials=40 if kind == "hang" else 250)

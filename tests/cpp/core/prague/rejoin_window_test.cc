@@ -1,5 +1,5 @@
 // Requests after a call that all workers have made: they wait for each other, and never for ever.
-#include "core/prague/gathering.h"
+#include "core/prague/rejoin_window.h"
 
 #include <gtest/gtest.h>
 
@@ -20,32 +20,32 @@
 namespace torchext::core {
 namespace {
 
-TEST(Gathering, WhoeverHasMetIsAwaitedUntilItAsks) {
-  Gathering gathering(3, 10.0);
-  gathering.onMeet(0, 1.0);
-  gathering.onMeet(2, 2.0);
-  EXPECT_FALSE(gathering.open());
-  gathering.onMeet(1, 3.0);
-  EXPECT_TRUE(gathering.open());
-  EXPECT_FALSE(gathering.deadline().has_value()) << "nobody waits yet";
-  gathering.onRequest(2, 5.0);
-  ASSERT_TRUE(gathering.deadline().has_value());
-  EXPECT_DOUBLE_EQ(*gathering.deadline(), 7.0);  // it took 2 seconds from the meeting: so may the others, once more
-  gathering.onRequest(0, 6.0);
-  EXPECT_DOUBLE_EQ(*gathering.deadline(), 7.0);
-  EXPECT_TRUE(gathering.open());
-  gathering.onRequest(1, 6.5);
-  EXPECT_FALSE(gathering.open());
-  EXPECT_FALSE(gathering.deadline().has_value());
+TEST(RejoinWindow, WhoeverHasMetIsAwaitedUntilItAsks) {
+  RejoinWindow window(3, 10.0);
+  window.onMeet(0, 1.0);
+  window.onMeet(2, 2.0);
+  EXPECT_FALSE(window.open());
+  window.onMeet(1, 3.0);
+  EXPECT_TRUE(window.open());
+  EXPECT_FALSE(window.deadline().has_value()) << "nobody waits yet";
+  window.onRequest(2, 5.0);
+  ASSERT_TRUE(window.deadline().has_value());
+  EXPECT_DOUBLE_EQ(*window.deadline(), 7.0);  // it took 2 seconds from the meeting: so may the others, once more
+  window.onRequest(0, 6.0);
+  EXPECT_DOUBLE_EQ(*window.deadline(), 7.0);
+  EXPECT_TRUE(window.open());
+  window.onRequest(1, 6.5);
+  EXPECT_FALSE(window.open());
+  EXPECT_FALSE(window.deadline().has_value());
 }
 
-TEST(Gathering, TheWaitHasBounds) {
+TEST(RejoinWindow, TheWaitHasBounds) {
   const auto wait = [](double longest, double step) {
-    Gathering gathering(2, longest);
-    gathering.onMeet(0, 0.0);
-    gathering.onMeet(1, 0.0);
-    gathering.onRequest(0, step);
-    return gathering.open() ? *gathering.deadline() - step : 0.0;
+    RejoinWindow window(2, longest);
+    window.onMeet(0, 0.0);
+    window.onMeet(1, 0.0);
+    window.onRequest(0, step);
+    return window.open() ? *window.deadline() - step : 0.0;
   };
   EXPECT_DOUBLE_EQ(wait(10.0, 0.0), 0.1);
   EXPECT_DOUBLE_EQ(wait(10.0, 3.0), 3.0);
@@ -53,45 +53,45 @@ TEST(Gathering, TheWaitHasBounds) {
   EXPECT_DOUBLE_EQ(wait(0.0, 3.0), 0.0);
 }
 
-TEST(Gathering, WhoeverIsMissedHasToAskBeforeAllCanMeet) {
-  Gathering gathering(2, 10.0);
-  gathering.onMeet(0, 0.0);
-  gathering.onMeet(1, 0.0);
-  gathering.onRequest(0, 1.0);
-  gathering.expire(1.5);
-  EXPECT_TRUE(gathering.open());
-  gathering.expire(2.0);
-  EXPECT_FALSE(gathering.open());
-  gathering.onMeet(0, 3.0);
-  EXPECT_FALSE(gathering.open()) << "1 has not come to this call, 0 waits for it there";
-  gathering.onRequest(1, 4.0);
-  EXPECT_FALSE(gathering.open());
-  gathering.onMeet(1, 5.0);
-  EXPECT_TRUE(gathering.open());
+TEST(RejoinWindow, WhoeverIsMissedHasToAskBeforeAllCanMeet) {
+  RejoinWindow window(2, 10.0);
+  window.onMeet(0, 0.0);
+  window.onMeet(1, 0.0);
+  window.onRequest(0, 1.0);
+  window.expire(1.5);
+  EXPECT_TRUE(window.open());
+  window.expire(2.0);
+  EXPECT_FALSE(window.open());
+  window.onMeet(0, 3.0);
+  EXPECT_FALSE(window.open()) << "1 has not come to this call, 0 waits for it there";
+  window.onRequest(1, 4.0);
+  EXPECT_FALSE(window.open());
+  window.onMeet(1, 5.0);
+  EXPECT_TRUE(window.open());
 }
 
-TEST(Gathering, AQuestionAfterTheDeadlineEndsTheWait) {
-  Gathering gathering(3, 10.0);
+TEST(RejoinWindow, AQuestionAfterTheDeadlineEndsTheWait) {
+  RejoinWindow window(3, 10.0);
   for (int worker = 0; worker < 3; ++worker) {
-    gathering.onMeet(worker, 0.0);
+    window.onMeet(worker, 0.0);
   }
-  gathering.onRequest(0, 1.0);
-  gathering.onRequest(1, 2.5);
-  EXPECT_FALSE(gathering.open());
+  window.onRequest(0, 1.0);
+  window.onRequest(1, 2.5);
+  EXPECT_FALSE(window.open());
 }
 
-TEST(Gathering, WhoeverLeavesIsNotAwaited) {
-  Gathering gathering(3, 10.0);
+TEST(RejoinWindow, WhoeverLeavesIsNotAwaited) {
+  RejoinWindow window(3, 10.0);
   for (int worker = 0; worker < 3; ++worker) {
-    gathering.onMeet(worker, 0.0);
+    window.onMeet(worker, 0.0);
   }
-  gathering.onRequest(0, 1.0);
-  gathering.onRequest(1, 1.0);
-  gathering.onLeave(2);
-  EXPECT_FALSE(gathering.open());
-  gathering.onMeet(0, 2.0);
-  gathering.onMeet(1, 2.0);
-  EXPECT_TRUE(gathering.open()) << "all that are left";
+  window.onRequest(0, 1.0);
+  window.onRequest(1, 1.0);
+  window.onLeave(2);
+  EXPECT_FALSE(window.open());
+  window.onMeet(0, 2.0);
+  window.onMeet(1, 2.0);
+  EXPECT_TRUE(window.open()) << "all that are left";
 }
 
 // What generators make of it ------------------------------------------------------------------------------------------

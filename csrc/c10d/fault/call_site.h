@@ -8,7 +8,7 @@
 
 namespace torchext {
 
-core::CallLine callersLine();
+core::CallLine callSite();
 // Called once, by the bindings.
 void setLineFinder(core::CallLine (*finder)()) noexcept;
 

@@ -1,5 +1,5 @@
-// callersLine(): the innermost Python frame that is neither torch's nor torchext's.
-#include "c10d/fault/callers_line.h"
+// callSite(): the innermost Python frame that is neither torch's nor torchext's.
+#include "c10d/fault/call_site.h"
 
 #include <algorithm>
 #include <string>

@@ -1,4 +1,4 @@
-#include "core/fault/verdict.h"
+#include "core/fault/fault_message.h"
 
 #include <cstring>
 #include <utility>
@@ -16,13 +16,13 @@ struct Message {
   std::uint16_t version = kVersion;
   std::uint16_t kind = 0;
   std::int32_t rank = -1;
-  std::int32_t origin = -1;
+  std::int32_t detected_by = -1;
   std::uint64_t sequence = 0;
   std::uint32_t reason_length = 0;
   std::array<char, kMaxReason> reason = {};
   std::array<char, 28> padding = {};
 };
-static_assert(sizeof(Message) == kVerdictBytes, "the message is a wire format");
+static_assert(sizeof(Message) == kFaultMessageBytes, "the message is a wire format");
 
 }  // namespace
 
@@ -42,35 +42,35 @@ std::string cutReason(std::string reason) {
   return reason;
 }
 
-std::array<std::byte, kVerdictBytes> encodeVerdict(const Verdict& verdict) {
+std::array<std::byte, kFaultMessageBytes> encodeFaultMessage(const FaultMessage& fault) {
   Message message;
-  message.kind = static_cast<std::uint16_t>(verdict.kind);
-  message.rank = verdict.rank;
-  message.origin = verdict.origin;
-  const std::string reason = cutReason(verdict.reason);
+  message.kind = static_cast<std::uint16_t>(fault.kind);
+  message.rank = fault.rank;
+  message.detected_by = fault.detected_by;
+  const std::string reason = cutReason(fault.reason);
   message.reason_length = static_cast<std::uint32_t>(reason.size());
   std::memcpy(message.reason.data(), reason.data(), reason.size());
-  std::array<std::byte, kVerdictBytes> bytes{};
+  std::array<std::byte, kFaultMessageBytes> bytes{};
   std::memcpy(bytes.data(), &message, sizeof(message));
   return bytes;
 }
 
-Verdict parseVerdict(std::span<const std::byte> bytes, int size) {
+FaultMessage parseFaultMessage(std::span<const std::byte> bytes, int size) {
   const auto message = readFront<Message>(bytes, "message on the control group");
   const auto is_rank = [size](std::int32_t rank) { return rank >= 0 && rank < size; };
-  const bool known_kind = message.kind >= static_cast<std::uint16_t>(Verdict::Kind::kObituary) &&
-                          message.kind <= static_cast<std::uint16_t>(Verdict::Kind::kAbort);
-  if (message.magic != kMagic || message.version != kVersion || !known_kind || !is_rank(message.origin) ||
+  const bool known_kind = message.kind >= static_cast<std::uint16_t>(FaultMessage::Kind::kPeerDied) &&
+                          message.kind <= static_cast<std::uint16_t>(FaultMessage::Kind::kAbort);
+  if (message.magic != kMagic || message.version != kVersion || !known_kind || !is_rank(message.detected_by) ||
       (message.rank != -1 && !is_rank(message.rank)) || message.reason_length > kMaxReason) {
     throwMalformed("message on the control group (magic ", message.magic, ", version ", message.version, ", kind ",
-                   message.kind, ", rank ", message.rank, ", origin ", message.origin, ")");
+                   message.kind, ", rank ", message.rank, ", detected_by ", message.detected_by, ")");
   }
-  Verdict verdict;
-  verdict.kind = static_cast<Verdict::Kind>(message.kind);
-  verdict.rank = message.rank;
-  verdict.origin = message.origin;
-  verdict.reason = cutReason(std::string(message.reason.data(), message.reason_length));
-  return verdict;
+  FaultMessage fault;
+  fault.kind = static_cast<FaultMessage::Kind>(message.kind);
+  fault.rank = message.rank;
+  fault.detected_by = message.detected_by;
+  fault.reason = cutReason(std::string(message.reason.data(), message.reason_length));
+  return fault;
 }
 
 }  // namespace torchext::core

@@ -1,4 +1,4 @@
-#include "core/prague/gathering.h"
+#include "core/prague/rejoin_window.h"
 
 #include <algorithm>
 #include <utility>
@@ -13,9 +13,10 @@ constexpr double kShortestWait = 0.1;
 
 }  // namespace
 
-Gathering::Gathering(int workers, double longest) : longest_(longest), workers_(index(workers)), living_(workers) {}
+RejoinWindow::RejoinWindow(int workers, double longest)
+    : longest_(longest), workers_(index(workers)), living_(workers) {}
 
-void Gathering::onMeet(int worker, double now) {
+void RejoinWindow::onMeet(int worker, double now) {
   Worker& state = workers_[index(worker)];
   if (state.met) {
     return;
@@ -32,7 +33,7 @@ void Gathering::onMeet(int worker, double now) {
   awaited_ = living_;
 }
 
-void Gathering::onRequest(int worker, double now) {
+void RejoinWindow::onRequest(int worker, double now) {
   clear(workers_[index(worker)]);
   if (awaited_ > 0 && !deadline_) {
     deadline_ = now + std::min(std::max(now - met_at_, kShortestWait), longest_);
@@ -40,14 +41,14 @@ void Gathering::onRequest(int worker, double now) {
   expire(now);
 }
 
-void Gathering::onLeave(int worker) {
+void RejoinWindow::onLeave(int worker) {
   Worker& state = workers_[index(worker)];
   clear(state);
   state.gone = true;
   --living_;
 }
 
-void Gathering::expire(double now) {
+void RejoinWindow::expire(double now) {
   if (!deadline_ || now < *deadline_) {
     return;
   }
@@ -61,7 +62,7 @@ void Gathering::expire(double now) {
   deadline_.reset();
 }
 
-void Gathering::clear(Worker& worker) {
+void RejoinWindow::clear(Worker& worker) {
   met_ -= std::exchange(worker.met, false) ? 1 : 0;
   awaited_ -= std::exchange(worker.awaited, false) ? 1 : 0;
   missed_ -= std::exchange(worker.missed, false) ? 1 : 0;

@@ -25,10 +25,10 @@
 
 namespace torchext::core {
 
-class Gathering {
+class RejoinWindow {
  public:
   // longest: seconds that anybody is waited for at most; 0: nobody is.
-  Gathering(int workers, double longest);
+  RejoinWindow(int workers, double longest);
 
   void onMeet(int worker, double now);
   void onRequest(int worker, double now);

@@ -1,4 +1,4 @@
-// Whose an error is: this process' alone, so that the others have yet to hear of it, or its group's.
+// Whether an error is local: this process' alone, so that the others have yet to hear of it, or its group's.
 #pragma once
 
 #include <exception>
@@ -10,6 +10,6 @@ namespace torchext {
 // The text of an error that is this process' alone: memory that could not be had, a failed check, a bug. Nothing for
 // the errors of torch.distributed, which say what has become of a group, and for what is no standard error: what a
 // signal's handler has raised in Python, after which a script may go on.
-std::optional<std::string> ownFault(const std::exception_ptr& error);
+std::optional<std::string> localError(const std::exception_ptr& error);
 
 }  // namespace torchext

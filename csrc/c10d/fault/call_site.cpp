@@ -1,4 +1,4 @@
-#include "c10d/fault/callers_line.h"
+#include "c10d/fault/call_site.h"
 
 #include <atomic>
 
@@ -9,7 +9,7 @@ std::atomic<core::CallLine (*)()> line_finder{nullptr};
 
 void setLineFinder(core::CallLine (*finder)()) noexcept { line_finder.store(finder); }
 
-core::CallLine callersLine() {
+core::CallLine callSite() {
   auto* finder = line_finder.load();
   return finder == nullptr ? core::CallLine{} : finder();
 }

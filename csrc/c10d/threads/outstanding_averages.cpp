@@ -1,4 +1,4 @@
-#include "c10d/threads/promises.h"
+#include "c10d/threads/outstanding_averages.h"
 
 #include <map>
 #include <memory>
@@ -13,51 +13,51 @@ namespace {
 
 thread_local int internal_collectives = 0;  // alive on this thread
 
-struct PromiseCallbacks {
+struct AverageCallbacks {
   std::mutex mutex;  // guards what follows, and is not held while a callback runs
   std::condition_variable over;
   // In the order of attaching, the same on every rank.
-  std::map<std::uint64_t, std::shared_ptr<const std::function<KeptPromise(WaitingFor)>>> callbacks;
+  std::map<std::uint64_t, std::shared_ptr<const std::function<AverageDone(WaitingFor)>>> callbacks;
   std::map<std::uint64_t, int> running;  // by how many threads
   std::uint64_t last = 0;
 };
 
 // Never destroyed: a model may be detached by the interpreter's last garbage collection.
-PromiseCallbacks& promiseCallbacks() {
-  static PromiseCallbacks& instance = *new PromiseCallbacks;
+AverageCallbacks& averageCallbacks() {
+  static AverageCallbacks& instance = *new AverageCallbacks;
   return instance;
 }
 
-bool nobodyPromises() {
-  PromiseCallbacks& all = promiseCallbacks();
+bool noneRegistered() {
+  AverageCallbacks& all = averageCallbacks();
   std::lock_guard<std::mutex> lock(all.mutex);
   return all.callbacks.empty();
 }
 
 }  // namespace
 
-std::uint64_t Promises::add(std::function<KeptPromise(WaitingFor)> begin) {
-  PromiseCallbacks& all = promiseCallbacks();
-  auto callback = std::make_shared<const std::function<KeptPromise(WaitingFor)>>(std::move(begin));
+std::uint64_t OutstandingAverages::add(std::function<AverageDone(WaitingFor)> begin) {
+  AverageCallbacks& all = averageCallbacks();
+  auto callback = std::make_shared<const std::function<AverageDone(WaitingFor)>>(std::move(begin));
   std::lock_guard<std::mutex> lock(all.mutex);
   all.callbacks.emplace(++all.last, std::move(callback));
   return all.last;
 }
 
-void Promises::remove(std::uint64_t id) {
-  PromiseCallbacks& all = promiseCallbacks();
+void OutstandingAverages::remove(std::uint64_t id) {
+  AverageCallbacks& all = averageCallbacks();
   std::unique_lock<std::mutex> lock(all.mutex);
   const auto removed = all.callbacks.extract(id);  // goes without the lock
   all.over.wait(lock, [&] { return !all.running.contains(id); });
   lock.unlock();
 }
 
-std::vector<KeptPromise> Promises::beginAll(WaitingFor what, std::uint64_t except) {
+std::vector<AverageDone> OutstandingAverages::beginAll(WaitingFor what, std::uint64_t except) {
   if (internal_collectives > 0) {
     return {};
   }
-  PromiseCallbacks& all = promiseCallbacks();
-  std::vector<KeptPromise> kept;
+  AverageCallbacks& all = averageCallbacks();
+  std::vector<AverageDone> averages;
   std::unique_lock<std::mutex> lock(all.mutex);
   for (auto next = all.callbacks.begin(); next != all.callbacks.end();) {
     const auto [id, callback] = *next;
@@ -71,43 +71,43 @@ std::vector<KeptPromise> Promises::beginAll(WaitingFor what, std::uint64_t excep
         }
         all.over.notify_all();
       });
-      kept.push_back((*callback)(what));
+      averages.push_back((*callback)(what));
     }
     next = all.callbacks.upper_bound(id);  // some may have gone, or come, meanwhile
   }
-  return kept;
+  return averages;
 }
 
-bool Promises::ready(const KeptPromise& kept) {
-  return !kept.valid() || kept.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+bool OutstandingAverages::ready(const AverageDone& done) {
+  return !done.valid() || done.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
 }
 
-void Promises::wait(const std::vector<KeptPromise>& kept) {
-  for (const KeptPromise& promise : kept) {
-    if (promise.valid()) {
-      waitAttentively(promise);
+void OutstandingAverages::wait(const std::vector<AverageDone>& averages) {
+  for (const AverageDone& done : averages) {
+    if (done.valid()) {
+      waitInterruptibly(done);
     }
   }
 }
 
-void Promises::keepDuring(const std::function<void()>& blocking) {
-  if (internal_collectives > 0 || nobodyPromises()) {
+void OutstandingAverages::drainDuring(const std::function<void()>& blocking) {
+  if (internal_collectives > 0 || noneRegistered()) {
     blocking();
     return;
   }
   std::mutex mutex;
   std::condition_variable changed;
   bool over = false;
-  std::vector<KeptPromise> kept;
+  std::vector<AverageDone> averages;
   std::exception_ptr error;
   std::thread patience([&] {
-    c10::setThreadName("tx_promises");
+    c10::setThreadName("tx_averages");
     std::unique_lock<std::mutex> lock(mutex);
     if (changed.wait_for(lock, kPatience, [&] { return over; })) {
       return;
     }
     try {
-      kept = beginAll(WaitingFor::kSomebody);
+      averages = beginAll(WaitingFor::kSomebody);
     } catch (...) {
       error = std::current_exception();
     }
@@ -130,7 +130,7 @@ void Promises::keepDuring(const std::function<void()>& blocking) {
   if (error) {
     std::rethrow_exception(error);
   }
-  wait(kept);
+  wait(averages);
 }
 
 InternalCollective::InternalCollective() { ++internal_collectives; }

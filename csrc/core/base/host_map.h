@@ -1,6 +1,6 @@
 // Which rank is on which host.
 //
-// A Topology is an immutable value, built once from host indices that are equal on all ranks; every later question is a
+// A HostMap is an immutable value, built once from host indices that are equal on all ranks; every later question is a
 // look-up. Hosts need not have equal sizes, and the ranks of a host need not be consecutive. Threads: safe to read from
 // many.
 #pragma once
@@ -11,14 +11,14 @@
 
 namespace torchext::core {
 
-class Topology {
+class HostMap {
  public:
   // All ranks on one host. std::invalid_argument unless world_size is 1 or more.
-  static Topology singleHost(int world_size);
+  static HostMap singleHost(int world_size);
 
   // host_of[rank]: dense host indices in any order; empty: one host.
   // std::invalid_argument when the size is not world_size, an index is negative, or 0..max leaves out an index.
-  static Topology fromHostOf(const std::vector<int>& host_of, int world_size);
+  static HostMap fromHostOf(const std::vector<int>& host_of, int world_size);
 
   int worldSize() const { return static_cast<int>(host_of_.size()); }
   int hostCount() const { return static_cast<int>(ranks_of_.size()); }
@@ -41,7 +41,7 @@ class Topology {
   const std::vector<int>& hostOf() const { return host_of_; }
 
  private:
-  Topology(std::vector<int> host_of, int hosts);
+  HostMap(std::vector<int> host_of, int hosts);
 
   std::vector<int> host_of_;
   std::vector<int> local_rank_;
