@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, Store
 
 from torchext import _C
-from torchext.backends.rendezvous import attempt_store, decline
 from torchext.backends.resources import check_resources
+from torchext.backends.store_prefix import attempt_store, decline
 from torchext.backends.unattached import warn_of_unattached
 from torchext.errors import BackendOptionsError, NotABackendOfOursError
 from torchext.options import LONGEST_TIMEOUT

@@ -28,8 +28,8 @@ from torchext.ddp.synchronizer import Synchronizer, in_use
 from torchext.ddp.under_way import Arrivals
 from torchext.decentralized.averaged_state import AveragedState
 from torchext.decentralized.kept_buffers import KeptBuffers
+from torchext.elastic.cascade import losing
 from torchext.elastic.membership import Membership
-from torchext.elastic.recovery import losing
 
 __all__ = ["AveragingSynchronizer"]
 
@@ -293,7 +293,7 @@ class AveragingSynchronizer(Synchronizer):
         """Goes on with another group; returns how many collectives the furthest of it has done.
 
         An error that gets here is that of this model's own group: those of others are theirs. Other models go on, too,
-        where they must (``recovery.py``); what keeps one of them from it is raised when that one is next used.
+        where they must (``cascade.py``); what keeps one of them from it is raised when that one is next used.
         """
         membership.fail(error)
         gone = membership.agree(error)

@@ -42,13 +42,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext.backends import BACKENDS, Replacement, backend_of, replacing
-from torchext.backends.regroup import new_world, shrunk
-from torchext.backends.rendezvous import attempt_store
-from torchext.elastic import meeting as _meeting
-from torchext.elastic.handover import receive, send, unpack
-from torchext.elastic.meeting import FORMED, GRACE, GoingOn, Gone, Meeting, Roll
+from torchext.backends.new_groups import new_world, shrunk
+from torchext.backends.store_prefix import attempt_store
+from torchext.elastic import membership_round
+from torchext.elastic.membership_round import FORMED, GRACE, Departed, MembershipRound, NextMembers, WorkerRoster
 from torchext.elastic.model_group import ModelGroup
-from torchext.elastic.newcomers import Door, Newcomer, Request, root_of
+from torchext.elastic.newcomers import Newcomer, NewcomerAdmission, Request, root_of
+from torchext.elastic.state_transfer import receive, send, unpack
 
 __all__ = ["Membership"]
 
@@ -90,22 +90,24 @@ class Membership(ModelGroup):
             self._begin()
         else:
             self._enter(newcomer)
-        self._door = Door(self._store, Request.of(self._backend, self._options, ddp.module, optimizers))
+        self._admission = NewcomerAdmission(
+            self._store, Request.of(self._backend, self._options, ddp.module, optimizers)
+        )
 
     @property
     def members(self) -> list[int]:
         """The workers that train now, in the order of their ranks."""
-        return self._roll.members
+        return self._roster.members
 
     @property
     def lost(self) -> list[int]:
         """Those that do not any more, in the order of their loss."""
-        return self._roll.lost
+        return self._roster.lost
 
     @property
     def joined(self) -> list[int]:
         """Those that came later, in the order of their coming."""
-        return self._roll.joined
+        return self._roster.joined
 
     def _begin(self) -> None:
         group = self._ddp.process_group
@@ -122,7 +124,7 @@ class Membership(ModelGroup):
         token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
         dist.broadcast(token, group=group, group_src=0)
         self._store = root_of(dist.distributed_c10d._world.pg_map[group][1])
-        self._roll = Roll(bytes(token.tolist()).hex(), members, numbers=len(members))
+        self._roster = WorkerRoster(bytes(token.tolist()).hex(), members, numbers=len(members))
         self._announce()
 
     # ---- Failures ----
@@ -137,11 +139,11 @@ class Membership(ModelGroup):
 
     def _has_left(self, number: int) -> bool:
         try:
-            return self._meeting().has_left(number)
+            return self._round().has_left(number)
         except RuntimeError:  # the store does not answer: who needs it more says so
             return False
 
-    def agree(self, error: BaseException) -> Gone:
+    def agree(self, error: BaseException) -> Departed:
         """Who does not go on where the group has failed; the same on all that do, and final.
 
         Args:
@@ -155,7 +157,7 @@ class Membership(ModelGroup):
         self.seconds += time.monotonic() - started
         gone = {number: rank for number, rank in self._workers() if number not in decided.survivors}
         left = frozenset(rank for number, rank in gone.items() if self._has_left(number))
-        return Gone(dead=frozenset(gone.values()) - left, left=left)
+        return Departed(dead=frozenset(gone.values()) - left, left=left)
 
     def renew(self, error: BaseException, make_core: Callable[[Any], _C.AveragingSynchronizer]) -> Any:
         """Makes a group of those that go on, and with it what synchronizes the model; collective among them.
@@ -170,7 +172,7 @@ class Membership(ModelGroup):
         """
         started = time.monotonic()
         while True:
-            newcomers = self._regroup(error)
+            newcomers = self._form_next_group(error)
             try:
                 group = self._ddp.process_group
                 if dist.get_rank(group) == 0:
@@ -184,7 +186,7 @@ class Membership(ModelGroup):
         self.seconds += time.monotonic() - started
         return core
 
-    def _regroup(self, error: BaseException) -> range:
+    def _form_next_group(self, error: BaseException) -> range:
         """The ranks of newcomers in the new group."""
         dead: set[int] = set()
         reason = self._failure()
@@ -212,7 +214,7 @@ class Membership(ModelGroup):
         """Whom the group that has failed knows to be gone by now, and not only silent."""
         return {self.members[rank] for rank in self._attachable()._lost_ranks}
 
-    def _agree(self, error: BaseException, attempt: int, dead: set[int], reason: str) -> GoingOn:
+    def _agree(self, error: BaseException, attempt: int, dead: set[int], reason: str) -> NextMembers:
         """Who goes on, this worker among them.
 
         Args:
@@ -243,14 +245,14 @@ class Membership(ModelGroup):
             raise error
         return decided
 
-    def _decide(self, attempt: int, dead: set[int], reason: str) -> GoingOn:
+    def _decide(self, attempt: int, dead: set[int], reason: str) -> NextMembers:
         """Who goes on: the same in every process that is told."""
         # Who has not heard of the failure finds it by a timeout of its own, in a wait that may only have begun.
         patience = GRACE + 2 * self._options._timeout.total_seconds()
-        return self._meeting(attempt).decide(
+        return self._round(attempt).decide(
             self._me,
             self.members,
-            first=self._meeting(),
+            first=self._round(),
             dead=dead,
             # With the second attempt the others have left the group that has failed: that they do is no death.
             lost=self._lost if attempt == 0 else set,
@@ -261,40 +263,40 @@ class Membership(ModelGroup):
 
     def _break_off(self, attempt: int, interrupt: BaseException) -> None:
         """This worker was interrupted (Ctrl-C, say) among those that go on, and may live: they need not wait for it."""
-        self._meeting().give_up(self._me)
-        self._meeting(attempt).conclude(f"rank {self._me} was interrupted by a {type(interrupt).__name__}")
+        self._round().give_up(self._me)
+        self._round(attempt).conclude(f"rank {self._me} was interrupted by a {type(interrupt).__name__}")
 
     # ---- The new group ----
 
-    def _form(self, decided: GoingOn, attempt: int) -> None:
+    def _form(self, decided: NextMembers, attempt: int) -> None:
         """Makes the group of those on a list that of the model. Raises RuntimeError on all of them, or on none."""
-        meeting = self._meeting(attempt)
-        _C.fault_point("meeting.listed")
+        this_round = self._round(attempt)
+        _C.fault_point("membership.listed")
 
         def settle() -> None:
-            outcome = meeting.outcome(self._me, decided)
+            outcome = this_round.outcome(self._me, decided)
             if outcome != FORMED:
                 raise dist.DistBackendError(outcome)
             _C.fault_point("group.formed")
 
-        # In a meeting, and when a group did not come about, they are at nothing else.
+        # In a round with newcomers, and when a group did not come about, they are at nothing else.
         prompt = attempt > 0 or bool(decided.newcomers)
         replacement = Replacement(
-            store=PrefixStore("group", meeting.store),
-            patience=decided.connecting if prompt else _meeting.PATIENCE,
+            store=PrefixStore("group", this_round.store),
+            patience=decided.connecting if prompt else membership_round.PATIENCE,
             connecting=decided.connecting,
-            called_off=lambda: meeting.concluded,
+            called_off=lambda: this_round.concluded,
             settle=settle,
         )
         try:
-            if meeting.concluded:  # the others have waited for this one in vain
+            if this_round.concluded:  # the others have waited for this one in vain
                 raise dist.DistBackendError("came too late")
-            with meeting.watching(self._me, self._meeting(attempt + 1)), replacing(replacement):
+            with this_round.watching(self._me, self._round(attempt + 1)), replacing(replacement):
                 self._take(self._made(decided, replacement))
         except RuntimeError as error:
             # What it was made of ends here, and is not held by the error: those that have come must miss this one.
             traceback.clear_frames(error.__traceback__)
-            outcome = meeting.conclude(f"rank {self._me} did not come into it: {error}")
+            outcome = this_round.conclude(f"rank {self._me} did not come into it: {error}")
             if outcome == FORMED:
                 self._stay_behind()
                 raise _LeftBehind(
@@ -306,7 +308,7 @@ class Membership(ModelGroup):
             self._break_off(attempt, interrupt)
             raise
 
-    def _made(self, decided: GoingOn, replacement: Replacement) -> ProcessGroup:
+    def _made(self, decided: NextMembers, replacement: Replacement) -> ProcessGroup:
         if not self.is_world:
             stay = [position for position, number in enumerate(self.members) if number in decided.survivors]
             return shrunk(self._ddp.process_group, stay)
@@ -319,17 +321,17 @@ class Membership(ModelGroup):
         )
         return new_world(self._backend, store, rank, len(members), options)
 
-    def _enroll(self, decided: GoingOn, reason: str) -> None:
-        roll = self._roll
-        gone, came = roll.take(decided)
+    def _enroll(self, decided: NextMembers, reason: str) -> None:
+        roster = self._roster
+        gone, came = roster.take(decided)
         changes = [f"lost rank {', '.join(map(str, gone))} ({reason})"] if gone else []
         changes += [f"rank {', '.join(map(str, came))} joined"] if came else []
         _logger.warning(
             "torchext: %s; training goes on with %d workers, this one, rank %d, as rank %d of them",
             "; ".join(changes) or "a newcomer did not come",
-            len(roll.members),
+            len(roster.members),
             self._me,
-            roll.members.index(self._me),
+            roster.members.index(self._me),
         )
         self._announce()
 
@@ -350,14 +352,14 @@ class Membership(ModelGroup):
         return bool(decided)
 
     def _admit(self) -> bool:
-        """Puts those who wait at the door on a list; whether there are any."""
-        waiting = self._door.newcomers()
+        """Puts those who wait for admission on a list; whether there are any."""
+        waiting = self._admission.newcomers()
         if waiting:
-            numbers = {str(request): self._roll.numbers + place for place, request in enumerate(waiting)}
-            answer = asdict(self._roll) | {"timeout": self._options._timeout.total_seconds()}
+            numbers = {str(request): self._roster.numbers + place for place, request in enumerate(waiting)}
+            answer = asdict(self._roster) | {"timeout": self._options._timeout.total_seconds()}
             for request in waiting:
-                self._door.admit(request, answer)
-            self._meeting().write(GoingOn(self.members, numbers))
+                self._admission.admit(request, answer)
+            self._round().write(NextMembers(self.members, numbers))
         return bool(waiting)
 
     def _takes_newcomers(self) -> bool:
@@ -371,7 +373,7 @@ class Membership(ModelGroup):
         for entry in range(ENTRIES):
             request, answer = newcomer.ask(self._ddp.module, self._optimizers)
             self._options._timeout = timedelta(seconds=answer.pop("timeout"))
-            self._roll = Roll(**answer)
+            self._roster = WorkerRoster(**answer)
             try:
                 decided, state = self._come_in(request)
                 break
@@ -386,14 +388,14 @@ class Membership(ModelGroup):
         except Exception as error:
             self._give_up()
             raise ValueError(
-                f"torchext.join: this worker cannot load what the job's first worker has handed over"
+                f"torchext.join: this worker cannot load what the job's first worker has sent"
                 f" ({type(error).__name__}: {error}); make model and optimizer as the job does"
             ) from error
         self._enroll(decided, "")
 
-    def _come_in(self, request: int) -> tuple[GoingOn, torch.Tensor]:
-        """Who trains from now on, and what the first of them has handed over. RuntimeError: ask again."""
-        decided = self._meeting().read()
+    def _come_in(self, request: int) -> tuple[NextMembers, torch.Tensor]:
+        """Who trains from now on, and the state that the first of them has sent. RuntimeError: ask again."""
+        decided = self._round().read()
         number = decided.newcomers.get(str(request))
         if number is None:
             raise dist.DistBackendError("the workers went on without newcomers")
@@ -412,17 +414,17 @@ class Membership(ModelGroup):
 
     def _stay_behind(self) -> None:
         """Tells those whose group stands that this worker is not in it: they miss it there, and need not wait."""
-        self._roll.groups += 1  # as theirs
+        self._roster.groups += 1  # as theirs
         with contextlib.suppress(RuntimeError):  # the store does not answer: they find out by themselves
-            self._meeting().give_up(self._me)
+            self._round().give_up(self._me)
 
-    # ---- Where they meet in the store ----
+    # ---- Their round in the store ----
 
-    def _meeting(self, attempt: int = 0) -> Meeting:
-        return Meeting(self._store, self._roll, attempt)
+    def _round(self, attempt: int = 0) -> MembershipRound:
+        return MembershipRound(self._store, self._roster, attempt)
 
     def _announce(self) -> None:
-        self._attachable()._announce_member(self._meeting().store, self._me)
+        self._attachable()._announce_member(self._round().store, self._me)
 
     def _attachable(self) -> _C.AttachableBackend:
         backend = backend_of(self._ddp.process_group)

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.backends import backend_of
-from torchext.elastic.meeting import GRACE, PAUSE
+from torchext.elastic.membership_round import GRACE, PAUSE
 
 __all__ = ["ModelGroup"]
 

@@ -1,7 +1,8 @@
-"""How newcomers and a running job find each other: :class:`Newcomer` on their side, :class:`Door` on that of the job.
+"""Newcomers and a running job find each other: :class:`Newcomer` and :class:`NewcomerAdmission`, the job's side.
 
-They meet in the job's store, which a worker of another version can reach, or any program. So what stands there is
-checked field by field, and what cannot be understood is refused as what does not fit is: it is no error of the job's.
+Their messages are in the job's store, which a worker of another version can reach, or any program. So what stands there
+is checked field by field, and what cannot be understood is refused as what does not fit is: it is no error of the
+job's.
 
 A newcomer leaves a request with what it trains, and waits. The job's first worker looks
 for requests whenever all workers meet for an exact average, refuses those that do not fit, with the reason, and makes
@@ -26,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from torchext._version import __version__
 
-__all__ = ["Door", "Newcomer", "Request", "root_of"]
+__all__ = ["Newcomer", "NewcomerAdmission", "Request", "root_of"]
 
 ANSWER = timedelta(seconds=1)  # for a newcomer that waits to say that it does
 REQUESTS = 5  # of a newcomer that is slow to say so
@@ -164,8 +165,8 @@ def _tensor(entry: Any) -> str:
     return f"{name} ({dtype}, {tuple(shape)}, strides {tuple(strides)})"
 
 
-class Door:
-    """The job's side; only its first worker looks out."""
+class NewcomerAdmission:
+    """The job's side; only its first worker looks for requests."""
 
     def __init__(self, store: Store, job: Request) -> None:
         self._store = PrefixStore(_PREFIX, root_of(store))
@@ -201,7 +202,7 @@ class Door:
             return str(error)
 
     def admit(self, number: int, answer: dict[str, Any]) -> None:
-        """Tells a newcomer where the workers meet."""
+        """Tells a newcomer where the workers' keys are."""
         self._store.set(f"{number}/answer", json.dumps(answer))
 
     def _calls(self, number: int) -> int:
@@ -242,7 +243,7 @@ class Newcomer:
         self._timeout = timeout
 
     def ask(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[int, dict[str, Any]]:
-        """Waits until the workers let this one in; returns the request's number and :meth:`Door.admit`'s answer.
+        """Waits until the workers let this one in; returns the request's number and the answer of the job's side.
 
         Raises:
             ValueError: This worker trains something else; says what differs.

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext.backends import backend_of
-from torchext.backends.regroup import NAMED_BY_COUNTING
+from torchext.backends.new_groups import NAMED_BY_COUNTING
 from torchext.errors import NotABackendOfOursError
 
 __all__ = [

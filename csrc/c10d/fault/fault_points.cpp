@@ -30,13 +30,13 @@ constexpr core::EnumNames<FaultPoint, 24> kPoints{{
     {FaultPoint::kExactAverage, "exact.average"},
     {FaultPoint::kAveragedState, "averaged.state"},
     {FaultPoint::kFaultMessageHeard, "fault_message.heard"},
-    {FaultPoint::kMeetingAlive, "meeting.alive"},
-    {FaultPoint::kMeetingListed, "meeting.listed"},
+    {FaultPoint::kMembershipAlive, "membership.alive"},
+    {FaultPoint::kMembershipListed, "membership.listed"},
     {FaultPoint::kGroupArrived, "group.arrived"},
     {FaultPoint::kGroupConnected, "group.connected"},
     {FaultPoint::kGroupFormed, "group.formed"},
-    {FaultPoint::kHandoverSending, "handover.sending"},
-    {FaultPoint::kHandoverReceiving, "handover.receiving"},
+    {FaultPoint::kStateTransferSending, "state_transfer.sending"},
+    {FaultPoint::kStateTransferReceiving, "state_transfer.receiving"},
 }};
 
 enum class FaultAction { kKill, kStop, kThrow };

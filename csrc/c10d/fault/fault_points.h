@@ -45,14 +45,14 @@ enum class FaultPoint {
   // Going on without the dead: this worker has said that it lives; the list of those that go on stands; they have come
   // to
   // the new group; they are connected; the group stands.
-  kMeetingAlive,
-  kMeetingListed,
+  kMembershipAlive,
+  kMembershipListed,
   kGroupArrived,
   kGroupConnected,
   kGroupFormed,
   // What a newcomer gets: its size has gone out, or come.
-  kHandoverSending,
-  kHandoverReceiving,
+  kStateTransferSending,
+  kStateTransferReceiving,
 };
 
 namespace detail {

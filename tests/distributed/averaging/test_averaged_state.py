@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from attached import batch, equal_everywhere, everywhere, mlp
-from going_on import GoingOn
+from elastic_training import ElasticTraining
 from harness import Rank, launch, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -218,7 +218,7 @@ def test_the_block_ends_with_an_error(backend: str) -> None:
 
 def body_dies(rank: Rank, backend: str, action: str) -> Any:
     """A worker is gone when parameters have been averaged, and the optimizer's state has not."""
-    training = GoingOn(rank, backend, {})
+    training = ElasticTraining(rank, backend, {})
     training.train(4)
     rank.report("ready")
     if rank.rank == 2:

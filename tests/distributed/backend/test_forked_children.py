@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
-from going_on import GoingOn
+from elastic_training import ElasticTraining
 from harness import Rank, launch, run_ranks
 
 import torchext
@@ -103,7 +103,7 @@ def test_a_parent_that_is_killed_is_named(backend: str, options: dict[str, Any])
 
 
 def body_goes_on(rank: Rank, backend: str, heartbeat: timedelta) -> Any:
-    training = GoingOn(rank, backend, {"heartbeat_timeout": heartbeat})
+    training = ElasticTraining(rank, backend, {"heartbeat_timeout": heartbeat})
     training.train(3)
     sleeping_child()
     training.train(3)
@@ -128,7 +128,7 @@ def test_training_goes_on_without_a_parent(backend: str) -> None:
 
 
 def body_silent(rank: Rank, backend: str) -> Any:
-    training = GoingOn(rank, backend, {"heartbeat_timeout": timedelta(seconds=1)})
+    training = ElasticTraining(rank, backend, {"heartbeat_timeout": timedelta(seconds=1)})
     training.train(3)
     rank.report("ready")
     group = torchext.backend_of()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import batch, equal_everywhere, mlp, new_group
-from going_on import GoingOn
+from elastic_training import ElasticTraining
 from gpus import NO_GPU, take_gpu
 from harness import Rank, launch, run_ranks
 from sharded import FORMS, Branches, Pair, Residual, Shuffled, Transformer, adagrad, adamw, made, sgd
@@ -238,7 +238,7 @@ def test_a_dead_peer_is_named(backend: str, meanwhile: bool) -> None:
 def body_goes_on(rank: Rank, backend: str) -> tuple[list[int], int, bool]:
     device = take_gpu(rank)
     options = {"group_size": 2} if backend == "prague" else {}
-    going = GoingOn(rank, backend, options, module=mlp().to(device))
+    going = ElasticTraining(rank, backend, options, module=mlp().to(device))
     going.train(10)
     going.sync.synchronize()
     rank.report("trained")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS, mlp
-from going_on import GoingOn
+from elastic_training import ElasticTraining
 from harness import Rank, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,7 +55,7 @@ def test_ten_years_are_no_timeout(backend: str) -> None:
 
 
 def body_default_device(rank: Rank) -> Any:
-    training = GoingOn(rank, "prague", {}, workers=2)
+    training = ElasticTraining(rank, "prague", {}, workers=2)
     torch.set_default_device("meta")
     step = training.train
 

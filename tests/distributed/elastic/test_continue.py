@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere
-from going_on import GoingOn
+from elastic_training import ElasticTraining
 from harness import Rank, launch, run_ranks
 from interpreters import run_script
 from torch import nn
@@ -25,7 +25,7 @@ import torchext
 def body_continue(rank: Rank, backend: str, options: dict[str, Any], sizes: list[int]) -> Any:
     said: list[str] = []
     logging.getLogger("torchext").addFilter(lambda record: not said.append(record.getMessage()))
-    training = GoingOn(rank, backend, options)
+    training = ElasticTraining(rank, backend, options)
     first = training.validation_loss()
     training.train(5)
     for size in sizes:
@@ -85,7 +85,7 @@ def test_the_living_train_on(victims: list[int], backend: str, options: dict[str
 
 def body_average(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
     """The dead is missed in an exact average, which the others form without it."""
-    training = GoingOn(rank, backend, options)
+    training = ElasticTraining(rank, backend, options)
     training.train(3)
     # Else a worker that is a step behind may be put into a group with the victim, which does not come to it while it
     # pauses: nobody would be killed, since not everybody would be ready.
@@ -113,7 +113,7 @@ def test_an_average_is_formed_without_the_dead(backend: str) -> None:
 
 def body_counts(rank: Rank, options: dict[str, Any]) -> tuple[int, int]:
     """Workers that wait in a step's end, for tokens of one that is gone, make each step once."""
-    training = GoingOn(rank, "hop", options)
+    training = ElasticTraining(rank, "hop", options)
     training.train(3)
     training.sync.synchronize()
     training.train(1)  # stale models are none where one has sent none
@@ -141,7 +141,7 @@ def test_a_step_is_counted_once(options: dict[str, Any]) -> None:
 
 def body_apart(rank: Rank, backend: str, options: dict[str, Any]) -> int:
     """Worker 0 is late when one dies: as far as the schedule lets them, the others are steps ahead of it."""
-    training = GoingOn(rank, backend, options)
+    training = ElasticTraining(rank, backend, options)
     training.train(4)
     training.sync.synchronize()
     rank.report("ready")
@@ -171,7 +171,7 @@ def test_workers_that_are_steps_apart_when_one_dies(backend: str, options: dict[
 
 def body_notices(rank: Rank, backend: str, options: dict[str, Any]) -> int:
     """Workers decide to meet when they notice the loss, some steps apart."""
-    training = GoingOn(rank, backend, options)
+    training = ElasticTraining(rank, backend, options)
     training.train(4)
     rank.report("ready")
     while training.workers() == 8:
@@ -199,13 +199,13 @@ def test_workers_may_meet_when_they_notice_a_loss(backend: str, options: dict[st
 
 def body_without_a_store(rank: Rank) -> int:
     """The store dies: nobody can join any more, and the group trains on."""
-    training = GoingOn(rank, "prague", {})
+    training = ElasticTraining(rank, "prague", {})
     assert training.sync._membership is not None  # type: ignore[attr-defined]
 
     def gone() -> list[int]:
         raise dist.DistNetworkError("connection was reset")
 
-    training.sync._membership._door.newcomers = gone  # type: ignore[attr-defined]
+    training.sync._membership._admission.newcomers = gone  # type: ignore[attr-defined]
     for _ in range(2):
         training.train(3)
         training.sync.synchronize()
@@ -408,7 +408,7 @@ def test_a_death_in_the_middle_of_a_forward_pass(backend: str) -> None:
 
 
 def body_exception(rank: Rank, backend: str) -> bool:
-    training = GoingOn(rank, backend, {})
+    training = ElasticTraining(rank, backend, {})
     training.train(3)
     for _ in range(2):
         with contextlib.suppress(KeyError), training.sync.averaged():

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from attached import equal_everywhere
-from going_on import GoingOn, stop_when_connecting
+from elastic_training import ElasticTraining, stop_when_connecting
 from harness import Rank, launch
 
-from torchext.elastic import meeting, membership
+from torchext.elastic import membership, membership_round
 
 
 def body_stopped(rank: Rank, backend: str, stopped: int, own_group: bool) -> Any:
-    meeting.CONNECTING = timedelta(seconds=2)
-    training = GoingOn(rank, backend, {}, own_group=own_group)
+    membership_round.CONNECTING = timedelta(seconds=2)
+    training = ElasticTraining(rank, backend, {}, own_group=own_group)
     training.train(5)
     if rank.rank == stopped:
         stop_when_connecting()
@@ -47,7 +47,7 @@ def test_one_is_gone_when_the_others_connect(backend: str, stopped: int, own_gro
 
 
 def body_late(rank: Rank, own_group: bool) -> Any:
-    meeting.PATIENCE = timedelta(seconds=6)
+    membership_round.PATIENCE = timedelta(seconds=6)
     membership.GRACE = 10.0  # the late one has not heard that the others ask who lives
     real = membership.Membership._form
 
@@ -57,7 +57,7 @@ def body_late(rank: Rank, own_group: bool) -> Any:
         real(self, decided, attempt)
 
     membership.Membership._form = form  # type: ignore[method-assign]
-    training = GoingOn(rank, "prague", {}, own_group=own_group)
+    training = ElasticTraining(rank, "prague", {}, own_group=own_group)
     training.train(3)
     rank.report("ready")
     while training.workers() == 5:
@@ -77,7 +77,7 @@ def test_who_comes_too_late_to_a_new_group_comes_to_the_next(own_group: bool) ->
 
 
 def body_interrupted(rank: Rank, owner: Any, name: str) -> Any:
-    training = GoingOn(rank, "prague", {})
+    training = ElasticTraining(rank, "prague", {})
     training.train(3)
     if rank.rank == 2:
 
@@ -103,7 +103,7 @@ def body_interrupted(rank: Rank, owner: Any, name: str) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(meeting.Meeting, "read"), (membership.Membership, "_made")],
+    [(membership_round.MembershipRound, "read"), (membership.Membership, "_made")],
     ids=["when it is decided", "when it connects"],
 )
 def test_who_is_interrupted_among_those_that_go_on_is_not_waited_for(owner: Any, name: str) -> None:

@@ -34,7 +34,7 @@ class Model:
         self.sync.synchronize()
         equal_everywhere(self.ddp.module, self.ddp.process_group)
 
-    def roll(self) -> tuple[int, list[int]]:
+    def roster(self) -> tuple[int, list[int]]:
         """How many workers train it, and who has been lost."""
         stats = self.sync.stats()
         return stats["workers"], stats["lost_ranks"]
@@ -60,13 +60,13 @@ def body_in_the_other(rank: Rank) -> list[tuple[int, list[int]] | None]:
     first.meet()
     if second is not None:
         second.optimizer.step()
-        while second.roll()[0] == 3:
+        while second.roster()[0] == 3:
             second.step()
         second.meet()
     for _ in range(5):
         first.step()
     first.meet()
-    return [model and model.roll() for model in (first, second)]
+    return [model and model.roster() for model in (first, second)]
 
 
 def test_a_death_in_another_model_is_not_this_ones() -> None:
@@ -106,7 +106,7 @@ def body_no_death(rank: Rank, backend: str) -> tuple[str, tuple[str, str, float]
     for _ in range(5):
         first.step()
     first.meet()
-    return error, later, [first.roll(), second.roll()]
+    return error, later, [first.roster(), second.roster()]
 
 
 @pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
@@ -134,7 +134,7 @@ def body_leaves_one(rank: Rank) -> list[tuple[int, list[int]]]:
     for _ in range(5):
         first.step()
     first.meet()
-    return [first.roll(), second.roll()]
+    return [first.roster(), second.roster()]
 
 
 def test_who_leaves_one_model_trains_on_with_the_other() -> None:
@@ -157,7 +157,7 @@ def body_parts(rank: Rank, backend: str) -> list[tuple[int, list[int]] | None]:
             model.step()
     for model in models:
         model.meet()
-    return [model.roll() for model in models]
+    return [model.roster() for model in models]
 
 
 @pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
@@ -191,10 +191,10 @@ def body_cannot_go_on(rank: Rank) -> tuple[tuple[int, list[int]], tuple[str, str
     rank.report("ready")
     if rank.rank == 2:
         rank.pause()
-    while first.roll()[0] == 4:
+    while first.roster()[0] == 4:
         first.step()
     first.meet()
-    return first.roll(), elapsed_error(second.step) if second is not None else None
+    return first.roster(), elapsed_error(second.step) if second is not None else None
 
 
 def test_what_keeps_one_model_from_going_on_does_not_keep_another() -> None:
@@ -204,8 +204,8 @@ def test_what_keeps_one_model_from_going_on_does_not_keep_another() -> None:
         outcomes = ranks.outcomes(deadline=60)
     for outcome in outcomes:
         assert outcome.ok, outcome.trace
-        roll, error = outcome.value
-        assert roll == (3, [2]), outcome
+        roster, error = outcome.value
+        assert roster == (3, [2]), outcome
         assert (error is None) == (outcome.rank != 1), outcome
         if error is not None:
             assert error[:2] == ("DistBackendError", "nobody knows who is left") and error[2] < 1, error

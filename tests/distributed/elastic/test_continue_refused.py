@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere
-from going_on import GoingOn
+from elastic_training import ElasticTraining
 from harness import Rank, elapsed_error, launch, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +20,7 @@ import torchext
 
 
 def body_stopped(rank: Rank) -> Any:
-    training = GoingOn(rank, "prague", {"heartbeat_timeout": timedelta(seconds=1.5)})
+    training = ElasticTraining(rank, "prague", {"heartbeat_timeout": timedelta(seconds=1.5)})
     training.train(5)
     rank.report("ready")
     error = ""
@@ -93,7 +93,7 @@ def test_those_that_a_group_leaves_out() -> None:
 
 
 def body_all_alive(rank: Rank) -> tuple[str, str, float]:
-    training = GoingOn(rank, "prague", {})
+    training = ElasticTraining(rank, "prague", {})
     rank.report("attached")
     if rank.rank == 1:
         rank.pause()  # until all are: attaching would raise, too

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere
-from going_on import GoingOn
+from elastic_training import ElasticTraining
 from harness import Rank, launch
 
 BACKENDS: list[tuple[str, dict[str, Any]]] = [
@@ -25,7 +25,7 @@ def body_joins(rank: Rank, backend: str, options: dict[str, Any], workers: int) 
     if rank.rank >= workers:
         rank.pause()
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "3"  # its own torchrun has had to start it again
-    training = GoingOn(rank, backend, options, workers=workers)
+    training = ElasticTraining(rank, backend, options, workers=workers)
     if rank.rank < workers:
         training.train(8)
         rank.report("trains")
@@ -76,7 +76,7 @@ def body_replaced(rank: Rank, backend: str) -> Any:
     """Rank 0 dies, and rank 3 comes in its place."""
     if rank.rank == 3:
         rank.pause()
-    training = GoingOn(rank, backend, {}, workers=3)
+    training = ElasticTraining(rank, backend, {}, workers=3)
     if rank.rank < 3:
         training.train(5)
         rank.report("trains")

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from attached import equal_everywhere, flat
-from going_on import GoingOn, stop_when_connecting
+from elastic_training import ElasticTraining, stop_when_connecting
 from harness import Rank, launch
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext.elastic import meeting
-from torchext.elastic.newcomers import Door, Newcomer
+from torchext.elastic import membership_round
+from torchext.elastic.newcomers import Newcomer, NewcomerAdmission
 
 
 def body_ghosts(rank: Rank) -> Any:
     """Rank 2 dies while it waits, rank 3 when the others wait for it; rank 4 joins."""
-    meeting.CONNECTING = timedelta(seconds=3)
+    membership_round.CONNECTING = timedelta(seconds=3)
     if rank.rank == 2:
         torchext.join("prague", f"file://{rank.folder / 'store'}")
         ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
@@ -40,7 +40,7 @@ def body_ghosts(rank: Rank) -> Any:
         Newcomer.ask = ask  # type: ignore[method-assign]
     if rank.rank < 2:
         rank.pause()  # until the ghost has left its request
-    training = GoingOn(rank, "prague", {}, workers=2)
+    training = ElasticTraining(rank, "prague", {}, workers=2)
     if rank.rank < 2:
         rank.report("trains")
         training.grow_to(3)
@@ -75,8 +75,8 @@ def body_heard_in_vain(rank: Rank) -> Any:
             rank.report("heard")
             rank.pause()
 
-        Door.admit = admit  # type: ignore[method-assign]
-    training = GoingOn(rank, "prague", {}, workers=3)
+        NewcomerAdmission.admit = admit  # type: ignore[method-assign]
+    training = ElasticTraining(rank, "prague", {}, workers=3)
     if rank.rank < 3:
         rank.report("trains")
     training.meet_until(lambda stats: bool(stats["joined_ranks"]), steps=1)
@@ -96,12 +96,12 @@ def test_a_newcomer_is_heard_in_vain_and_comes_in_all_the_same() -> None:
 
 def body_stopped_in_the_door(rank: Rank, stopped: int) -> Any:
     """Four workers and a newcomer make a group, and one of the five is gone when they connect."""
-    meeting.CONNECTING = timedelta(seconds=2)
+    membership_round.CONNECTING = timedelta(seconds=2)
     if rank.rank == 5:
         rank.pause()
     if rank.rank == 4 and stopped == 4:
         stop_when_connecting()
-    training = GoingOn(rank, "prague", {}, workers=4)
+    training = ElasticTraining(rank, "prague", {}, workers=4)
     if rank.rank == stopped:
         stop_when_connecting()
     if rank.rank < 4:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere, mlp
-from going_on import GoingOn
+from elastic_training import ElasticTraining
 from harness import Rank, launch, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,7 +49,7 @@ def body_third(rank: Rank, first: Callable[[Rank], None]) -> Any:
     if rank.rank == 2:
         rank.pause()
         first(rank)
-    training = GoingOn(rank, "prague", {}, workers=2)
+    training = ElasticTraining(rank, "prague", {}, workers=2)
     if rank.rank < 2:
         rank.report("trains")
     training.grow_to(3)
@@ -161,7 +161,7 @@ def test_arguments() -> None:
 
 
 def body_strangers(rank: Rank) -> Any:
-    training = GoingOn(rank, "prague", {}, workers=2)
+    training = ElasticTraining(rank, "prague", {}, workers=2)
     store = dist.PrefixStore("torchext/newcomers", dist.FileStore(str(rank.folder / "store")))
     strange = ["hello", "[1]", "{}", '{"backend": "prague"}', '{"version": "9.9", "compression": "none"}']
     if rank.rank == 0:

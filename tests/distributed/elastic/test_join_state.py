@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere, mlp
-from going_on import GoingOn
+from elastic_training import ElasticTraining
 from harness import Rank, launch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,7 +42,7 @@ def body_peculiar(rank: Rank) -> Any:
     if rank.rank == 2:
         rank.pause()
     module = Peculiar()
-    training = GoingOn(rank, "prague", {}, workers=2, module=module)
+    training = ElasticTraining(rank, "prague", {}, workers=2, module=module)
     group = training.optimizer.param_groups[0]
     if rank.rank < 2:
         module.extra = 7
@@ -77,7 +77,7 @@ def body_choosy(rank: Rank, workers: int, extra: Any, match: str) -> Any:
         return 0
     module = Peculiar()
     module.extra = print if extra == "a function" else (_ for _ in ()) if extra == "a generator" else extra
-    training = GoingOn(rank, "prague", {}, workers=workers, module=module)
+    training = ElasticTraining(rank, "prague", {}, workers=workers, module=module)
     training.meet_until(lambda stats: bool(stats["lost_ranks"]), steps=0)
     training.train(10)
     training.sync.synchronize()
@@ -110,9 +110,9 @@ def body_two(rank: Rank, backend: str) -> Any:
         with pytest.raises(ValueError, match="not this one"):
             torchext.attach(ddp, optimizer, on_peer_failure="continue")
         return None
-    training = GoingOn(rank, backend, {}, workers=1, module=Peculiar())
+    training = ElasticTraining(rank, backend, {}, workers=1, module=Peculiar())
     if rank.rank == 0:
-        store = training.sync._membership._door._store  # type: ignore[attr-defined]
+        store = training.sync._membership._admission._store  # type: ignore[attr-defined]
         while not store.check(["1/request", "2/request"]):
             time.sleep(0.05)
     training.meet_until(lambda stats: stats["workers"] == 2)

@@ -48,7 +48,7 @@ TRAINING_POINTS = [
 
 RECOVERY_POINTS = {
     "fault_message.heard",
-    *("meeting.alive", "meeting.listed"),
+    *("membership.alive", "membership.listed"),
     *("group.arrived", "group.connected", "group.formed"),
-    *("handover.sending", "handover.receiving"),
+    *("state_transfer.sending", "state_transfer.receiving"),
 }

@@ -10,22 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere
+from elastic_training import ElasticTraining
 from fault_places import RECOVERY_POINTS, TRAINING_POINTS, Place
-from going_on import GoingOn
 from harness import Rank, launch
 from torch import nn
 
 from torchext import _C
-from torchext.elastic import meeting
+from torchext.elastic import membership_round
 
 
 def hurry() -> None:
     """Those that have died are missed sooner."""
-    meeting.PATIENCE = timedelta(seconds=4)
-    meeting.CONNECTING = timedelta(seconds=2)
+    membership_round.PATIENCE = timedelta(seconds=4)
+    membership_round.CONNECTING = timedelta(seconds=2)
 
 
-def outcome_of(training: GoingOn) -> Any:
+def outcome_of(training: ElasticTraining) -> Any:
     """Trains on, and looks whether all end with one model."""
     training.train(5)
     training.sync.synchronize()
@@ -38,7 +38,7 @@ def outcome_of(training: GoingOn) -> Any:
 def body_in_training(rank: Rank, place: Place, action: str) -> Any:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, place.width), nn.Tanh(), nn.Linear(place.width, 1))
-    training = GoingOn(rank, place.backend, dict(place.options), module=module)
+    training = ElasticTraining(rank, place.backend, dict(place.options), module=module)
     training.optimizer.param_groups[0]["lr"] = place.lr
     training.train(3)
     rank.report("ready")  # before it is armed: its threads may pass the point from then on
@@ -79,7 +79,7 @@ def test_the_others_train_on_without_one_that_fails(place: Place) -> None:
 
 def body_in_recovery(rank: Rank, backend: str, point: str, action: str, victim: int, own_group: bool) -> Any:
     hurry()
-    training = GoingOn(rank, backend, {}, own_group=own_group)
+    training = ElasticTraining(rank, backend, {}, own_group=own_group)
     training.train(3)
     if rank.rank == victim:
         _C.arm_fault_point(point, action)
@@ -90,7 +90,7 @@ def body_in_recovery(rank: Rank, backend: str, point: str, action: str, victim: 
     return outcome_of(training)
 
 
-IN_RECOVERY = sorted(point for point in RECOVERY_POINTS if not point.startswith("handover"))
+IN_RECOVERY = sorted(point for point in RECOVERY_POINTS if not point.startswith("state_transfer"))
 
 
 # Rank 0 watches rank 1, and is the first of the workers.
@@ -134,7 +134,7 @@ def test_who_fails_when_the_group_stands_is_told_so() -> None:
 
 def body_comes_late(rank: Rank) -> Any:
     hurry()
-    training = GoingOn(rank, "prague", {})
+    training = ElasticTraining(rank, "prague", {})
     training.train(3)
     if action := {2: "stop", 3: "throw"}.get(rank.rank):
         _C.arm_fault_point("group.formed", action)
@@ -164,14 +164,14 @@ def body_welcome(rank: Rank, point: str, victim: int) -> Any:
     hurry()
     if rank.rank == victim:
         _C.arm_fault_point(point, "kill")
-    training = GoingOn(rank, "prague", {}, workers=3)
+    training = ElasticTraining(rank, "prague", {}, workers=3)
     training.meet_until(lambda stats: victim in stats["lost_ranks"] and stats["workers"] == 3)
     return outcome_of(training)
 
 
 def test_who_hands_over_is_killed() -> None:
     """The newcomer asks again, and gets the state of the next worker."""
-    with launch(body_welcome, 4, "handover.sending", 0) as ranks:
+    with launch(body_welcome, 4, "state_transfer.sending", 0) as ranks:
         outcomes = ranks.outcomes([1, 2, 3], deadline=60)
         assert ranks.exit_code(0) == -9
     # Its first number is lost with the group that it was let into.
@@ -179,7 +179,7 @@ def test_who_hands_over_is_killed() -> None:
 
 
 def test_a_newcomer_is_killed_when_it_takes_over() -> None:
-    with launch(body_welcome, 4, "handover.receiving", 3) as ranks:
+    with launch(body_welcome, 4, "state_transfer.receiving", 3) as ranks:
         outcomes = ranks.outcomes([0, 1, 2], deadline=60)
         assert ranks.exit_code(3) == -9
     assert [outcome.value for outcome in outcomes] == [([3], [3], 3)] * 3, outcomes

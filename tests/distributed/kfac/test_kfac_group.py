@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import Rank, descriptor_count, run_ranks, thread_count
 from torch import nn
 
-from torchext.backends.regroup import NAMED_BY_COUNTING
+from torchext.backends.new_groups import NAMED_BY_COUNTING
 from torchext.errors import NoSupportedLayerError
 from torchext.optim import SPDKFAC, KFACPreconditioner
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from torchext.elastic.newcomers import REQUESTS_A_LOOK, Door, Request
+from torchext.elastic.newcomers import REQUESTS_A_LOOK, NewcomerAdmission, Request
 from torchext.options import PragueOptions
 
 
@@ -65,22 +65,22 @@ def test_what_is_no_request(text: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Request.parse(text)
     root = HashStore()
-    store, door = PrefixStore("torchext/newcomers", root), Door(root, JOB)
+    store, admission = PrefixStore("torchext/newcomers", root), NewcomerAdmission(root, JOB)
     number = store.add("count", 1)
     store.set(f"{number}/request", text.decode("latin-1"))
-    assert door.newcomers() == []
+    assert admission.newcomers() == []
     assert store.get(f"{number}/heard/1")  # refused, with the reason
     # The next one is looked at as ever.
     number = store.add("count", 1)
     store.set(f"{number}/request", changed().decode())
     store.set(f"{number}/here/1", "1")
-    assert door.newcomers() == [number]
+    assert admission.newcomers() == [number]
 
 
 def test_any_count() -> None:
     root = HashStore()
-    store, door = PrefixStore("torchext/newcomers", root), Door(root, JOB)
+    store, admission = PrefixStore("torchext/newcomers", root), NewcomerAdmission(root, JOB)
     store.add("count", 2**40)
     store.set(f"{REQUESTS_A_LOOK}/request", changed().decode())
     store.set(f"{REQUESTS_A_LOOK}/here/1", "1")
-    assert door.newcomers() == [REQUESTS_A_LOOK]
+    assert admission.newcomers() == [REQUESTS_A_LOOK]

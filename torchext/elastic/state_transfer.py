@@ -1,4 +1,4 @@
-"""What a worker that joins gets from the first of those that train: its model and its optimizers' states."""
+"""A worker that joins receives model and optimizer state from the first of those that train."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def send(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: i
     """The state of all, to a worker of the group."""
     state = _packed(module, optimizers)
     dist.send(torch.tensor([state.numel()], device="cpu"), rank, group)
-    _C.fault_point("handover.sending")
+    _C.fault_point("state_transfer.sending")
     dist.send(state, rank, group)
 
 
@@ -32,7 +32,7 @@ def receive() -> torch.Tensor:
     """What the first worker of the default group sends, for :func:`unpack`."""
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
     dist.recv(size, 0)
-    _C.fault_point("handover.receiving")
+    _C.fault_point("state_transfer.receiving")
     state = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.recv(state, 0)
     return state

@@ -13,7 +13,7 @@ import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
-from torchext.backends.rendezvous import attempt_store, decline
+from torchext.backends.store_prefix import attempt_store, decline
 
 PATIENCE = timedelta(seconds=3)
 LATE = 0.3  # seconds

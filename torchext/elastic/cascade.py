@@ -1,4 +1,4 @@
-"""Which models of a process go on together when the workers of one have lost somebody.
+"""One worker's loss cascades to other models of a process: which of them train on together.
 
 Whom a model has lost is what its workers have agreed on (``membership.py``), not what the text of an error says. One
 whose process has ended, or does not answer, is gone for every model that it trained. Their workers may have noticed by
@@ -14,33 +14,33 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from torchext.elastic.meeting import PAUSE, Gone
 from torchext.elastic.membership import Membership
+from torchext.elastic.membership_round import PAUSE, Departed
 
 __all__ = ["LEAVING", "losing"]
 
 LEAVING = 5.0  # seconds for one that has left a model, as a script does that ends, to leave another
 
 
-def losing(gone: Gone, others: Sequence[Membership]) -> list[Membership]:
+def losing(departed: Departed, others: Sequence[Membership]) -> list[Membership]:
     """Which other models must go on without somebody, too, or have failed already. All of these have when it returns.
 
     Args:
-        gone: Whom one model has lost.
+        departed: Whom one model has lost.
         others: Of the other models that may go on.
     """
-    found = [other for other in others if other.has_failed or other.has(gone.dead)]
+    found = [other for other in others if other.has_failed or other.has(departed.dead)]
     for other in found:
-        other.lose(gone.dead)
-    waiting = [other for other in others if other not in found and other.has(gone.left)]
+        other.lose(departed.dead)
+    waiting = [other for other in others if other not in found and other.has(departed.left)]
     end = time.monotonic() + LEAVING
     while waiting and time.monotonic() < end:
-        left = [other for other in waiting if other.has_failed or other.is_left_by(gone.left)]
+        left = [other for other in waiting if other.has_failed or other.is_left_by(departed.left)]
         if not left:
             time.sleep(PAUSE)
             continue
         for other in left:
-            other.lose(gone.left)
+            other.lose(departed.left)
         found += left
         waiting = [other for other in waiting if other not in left]
         end = time.monotonic() + LEAVING

@@ -1,6 +1,6 @@
-"""Where workers agree in the store on who goes on, and on whether the group of these stands.
+"""Workers agree in the store on the next members, and on whether the group of these stands.
 
-There is a meeting for every try at a new group. What is written down in one is final (``compare_set``): the list of
+There is a round for every try at a new group. What is written down in one is final (``compare_set``): the list of
 those that go on, by the first training thread that may, and then the outcome, by the first worker on the list when all
 have connected, or by whoever could not.
 """
@@ -20,7 +20,17 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from torchext import _C
 
-__all__ = ["CONNECTING", "FORMED", "GRACE", "PATIENCE", "PAUSE", "GoingOn", "Gone", "Meeting", "Roll"]
+__all__ = [
+    "CONNECTING",
+    "FORMED",
+    "GRACE",
+    "PATIENCE",
+    "PAUSE",
+    "Departed",
+    "MembershipRound",
+    "NextMembers",
+    "WorkerRoster",
+]
 
 GRACE = 2.0  # seconds for a survivor to say that it lives; a thread of its says so, within milliseconds as a rule
 PATIENCE = timedelta(seconds=30)  # for all to come to a new group, from whatever they were at
@@ -33,8 +43,8 @@ FORMED = "formed"
 
 
 @dataclass(frozen=True)
-class GoingOn:
-    """The list of those that go on."""
+class NextMembers:
+    """The list of those that train on."""
 
     survivors: list[int]
     newcomers: dict[str, int] = field(default_factory=dict)
@@ -52,8 +62,8 @@ class GoingOn:
 
 
 @dataclass(frozen=True)
-class Gone:
-    """Those of a group that do not go on, by their ranks in the world."""
+class Departed:
+    """Those of a group that do not train on, by their ranks in the world."""
 
     dead: frozenset[int]
     """Their processes have ended, or do not answer: they are gone for every model."""
@@ -62,11 +72,11 @@ class Gone:
 
 
 @dataclass
-class Roll:
+class WorkerRoster:
     """What the workers know of each other, and a newcomer is told."""
 
     token: str
-    """Under which they meet in the store."""
+    """Under which their keys are in the store."""
     members: list[int]
     """The workers that train now, in the order of their ranks."""
     lost: list[int] = field(default_factory=list)
@@ -76,7 +86,7 @@ class Roll:
     groups: int = 0
     """Made so far, the first one not counted."""
 
-    def take(self, decided: GoingOn) -> tuple[list[int], list[int]]:
+    def take(self, decided: NextMembers) -> tuple[list[int], list[int]]:
         """Those on the list are the members from now on. Returns who has gone, and who came."""
         gone = [number for number in self.members if number not in decided.survivors]
         came = list(decided.newcomers.values())
@@ -88,36 +98,36 @@ class Roll:
         return gone, came
 
 
-class Meeting:
+class MembershipRound:
     """One try at a new group.
 
     Args:
         store: That outlives the workers.
-        roll: Of the group before.
+        roster: Of the group before.
         attempt: The first is 0.
     """
 
-    def __init__(self, store: Store, roll: Roll, attempt: int = 0) -> None:
-        self.store = PrefixStore(f"torchext/workers/{roll.token}/{roll.groups}/{attempt}", store)
+    def __init__(self, store: Store, roster: WorkerRoster, attempt: int = 0) -> None:
+        self.store = PrefixStore(f"torchext/workers/{roster.token}/{roster.groups}/{attempt}", store)
 
     def decide(
         self,
         me: int,
         members: Collection[int],
         *,
-        first: Meeting,
+        first: MembershipRound,
         dead: Collection[int],
         lost: Callable[[], set[int]],
         grace: float,
         patience: float,
         reason: str,
-    ) -> GoingOn:
+    ) -> NextMembers:
         """Who goes on: the same in every process that is told.
 
         Args:
             me: This worker, which lives.
             members: Of the group that has failed, this one among them.
-            first: The meeting of the first try, where newcomers say that they give up, and workers that their script
+            first: The round of the first try, where newcomers say that they give up, and workers that their script
                 ends.
             dead: Those that are known to be, from an earlier try.
             lost: Tells whom this worker knows to be dead by now. The others learn it in the store: as a rule only one
@@ -130,7 +140,7 @@ class Meeting:
             torch.distributed.DistBackendError: Half or more are silent and might live.
         """
         self.store.set(f"alive/{me}", "1")
-        _C.fault_point("meeting.alive")
+        _C.fault_point("membership.alive")
         started = time.monotonic()
         told: set[int] = set()
         while not self.store.check(["decision"]):
@@ -144,7 +154,7 @@ class Meeting:
             silent = set(members) - set(alive)
             waited = time.monotonic() - started
             if silent <= gone or (2 * len(alive) > len(members) and waited > grace):
-                self.write(GoingOn(alive))
+                self.write(NextMembers(alive))
                 break
             if waited > patience:
                 raise dist.DistBackendError(
@@ -155,22 +165,22 @@ class Meeting:
             time.sleep(PAUSE)
         return self.read()
 
-    def write(self, decided: GoingOn) -> None:
+    def write(self, decided: NextMembers) -> None:
         """Writes the list down unless another has."""
         self.store.compare_set("decision", "", json.dumps(asdict(decided)))
 
-    def read(self) -> GoingOn:
+    def read(self) -> NextMembers:
         """The list, once it is written down."""
         self.store.wait(["decision"], PATIENCE)
         decided = self.listed()
         assert decided is not None  # what stands there stays
         return decided
 
-    def listed(self) -> GoingOn | None:
+    def listed(self) -> NextMembers | None:
         """The list, if it is written down."""
-        return GoingOn(**json.loads(self.store.get("decision"))) if self.store.check(["decision"]) else None
+        return NextMembers(**json.loads(self.store.get("decision"))) if self.store.check(["decision"]) else None
 
-    def outcome(self, me: int, decided: GoingOn) -> str:
+    def outcome(self, me: int, decided: NextMembers) -> str:
         """Of those that are connected here; RuntimeError if it was not to be had in time."""
         self.store.set(f"connected/{me}", "1")
         if decided.members[0] == me:
@@ -179,7 +189,7 @@ class Meeting:
         self.store.wait(["outcome"], 2 * decided.connecting)
         return self.store.get("outcome").decode()
 
-    def _await_connected(self, decided: GoingOn) -> None:
+    def _await_connected(self, decided: NextMembers) -> None:
         """Until all are, or somebody has given up: who goes on waiting then comes too late to the next list."""
         connected = [f"connected/{number}" for number in decided.members]
         deadline = time.monotonic() + decided.connecting.total_seconds()
@@ -199,8 +209,8 @@ class Meeting:
         return self.store.check(["outcome"])
 
     @contextlib.contextmanager
-    def watching(self, me: int, following: Meeting) -> Iterator[None]:
-        """Says in the meeting that follows that this worker lives, as soon as this one has ended without a group.
+    def watching(self, me: int, following: MembershipRound) -> Iterator[None]:
+        """Says in the round that follows that this worker lives, as soon as this one has ended without a group.
 
         Its training thread may hear of that only when it has waited in vain for a connection, and the others go by who
         has spoken.
@@ -217,7 +227,7 @@ class Meeting:
                             lives.set(f"alive/{me}", "1")
                         return
 
-        thread = threading.Thread(target=watch, name="torchext_meeting", daemon=True)
+        thread = threading.Thread(target=watch, name="torchext_round", daemon=True)
         thread.start()
         try:
             yield

@@ -66,33 +66,33 @@ def attempt_store(
         DistStoreError: Some ranks did not come in time, or one has declined; named on every rank that waits. Or it was
             called off.
     """
-    meeting = PrefixStore("torchext", store) if is_fresh else _meeting(store)
+    prefix = PrefixStore("torchext", store) if is_fresh else _prefix_of_attempt(store)
     if size == 1:
         token = uuid.uuid4().hex
     elif rank == 0:
-        token = _host(meeting, size, timeout, called_off)
+        token = _host(prefix, size, timeout, called_off)
     else:
-        token = _guest(meeting, rank, timeout, called_off)
-    return PrefixStore(f"generation_{token}", meeting)
+        token = _guest(prefix, rank, timeout, called_off)
+    return PrefixStore(f"generation_{token}", prefix)
 
 
 def decline(store: Store, rank: int, size: int, error: Exception) -> None:
     """Tells the ranks that are in ``attempt_store``, or come within seconds, that this one does not join, and why."""
     text = "".join(c if c.isprintable() else " " for c in str(error))[:_LONGEST_REASON]
     reason = f"rank {rank} cannot join the group: {type(error).__name__}: {text}"
-    meeting = _meeting(store)
+    prefix = _prefix_of_attempt(store)
     with contextlib.suppress(RuntimeError):  # nobody waits here yet, or the store is gone
         if rank == 0:
-            _Host(meeting, size, "").refuse(reason)
+            _Host(prefix, size, "").refuse(reason)
         else:
-            token = _hello(meeting, rank, _DECLINE_PATIENCE, None)
+            token = _hello(prefix, rank, _DECLINE_PATIENCE, None)
             if not token.startswith(_REFUSAL):
-                meeting.set(f"seen/{token}/{rank}", reason)
+                prefix.set(f"seen/{token}/{rank}", reason)
                 # Not to come back, if the caller tries again, before rank 0 has read it.
-                meeting.wait([f"complete/{token}"], _DECLINE_PATIENCE)
+                prefix.wait([f"complete/{token}"], _DECLINE_PATIENCE)
 
 
-def _meeting(store: Store) -> PrefixStore:
+def _prefix_of_attempt(store: Store) -> PrefixStore:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"torchext/attempt_{attempt}", store)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from torchext.elastic import recovery
-from torchext.elastic.meeting import PAUSE, Gone
+from torchext.elastic import cascade
+from torchext.elastic.membership_round import PAUSE, Departed
 
 
 class Workers:
@@ -34,9 +34,9 @@ class Workers:
             self.has_failed, self.ended_for = True, set(ranks)
 
 
-def losing(gone: Gone, *others: Workers) -> list[int]:
+def losing(departed: Departed, *others: Workers) -> list[int]:
     asked: Any = list(others)
-    found: Any = recovery.losing(gone, asked)
+    found: Any = cascade.losing(departed, asked)
     return sorted(others.index(other) for other in found)
 
 
@@ -55,11 +55,11 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "time", Clock())
+    monkeypatch.setattr(cascade, "time", Clock())
 
 
-def gone(dead: set[int], left: set[int] | None = None) -> Gone:
-    return Gone(dead=frozenset(dead), left=frozenset(left or ()))
+def gone(dead: set[int], left: set[int] | None = None) -> Departed:
+    return Departed(dead=frozenset(dead), left=frozenset(left or ()))
 
 
 def test_the_dead_are_gone_for_every_model() -> None:
@@ -76,14 +76,14 @@ def test_whoever_left_one_model_may_train_another() -> None:
 
 def test_a_script_that_ends_leaves_one_model_after_the_other() -> None:
     """The second is left later than is waited for one: the first has been left meanwhile."""
-    soon, late = (int(part * recovery.LEAVING / PAUSE) for part in (0.6, 1.4))
+    soon, late = (int(part * cascade.LEAVING / PAUSE) for part in (0.6, 1.4))
     first, second, never = Workers({0, 1}, left_at=soon), Workers({0, 1}, left_at=late), Workers({0, 2})
     assert losing(gone(set(), {1}), never, second, first) == [1, 2]
     assert first.ended_for == second.ended_for == {1}
 
 
 def test_one_that_is_left_much_later_is_another_matter() -> None:
-    later = Workers({0, 1}, left_at=int(1.4 * recovery.LEAVING / PAUSE))
+    later = Workers({0, 1}, left_at=int(1.4 * cascade.LEAVING / PAUSE))
     assert losing(gone(set(), {1}), later) == []
     assert not later.has_failed
 

@@ -18,7 +18,7 @@ import torchext
 from torchext import _C
 
 
-class GoingOn:
+class ElasticTraining:
     """A small regression, trained with on_peer_failure="continue"."""
 
     def __init__(
