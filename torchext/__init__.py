@@ -23,7 +23,7 @@ from torchext.backends import backend_of, register
 from torchext.ddp.synchronizer import Synchronizer
 from torchext.dear.dear_synchronizer import DearSynchronizer
 from torchext.decentralized.hop_synchronizer import HopSynchronizer
-from torchext.elastic.join import join
+from torchext.elastic.join import join_running_job
 from torchext.options import DeAROptions, DSSyncOptions, HopOptions, PragueOptions
 
 if TYPE_CHECKING:
@@ -44,12 +44,14 @@ __all__ = [
     "__version__",
     "attach",
     "backend_of",
-    "join",
+    "join_running_job",
     "nn",
     "ops",
     "optim",
     "register",
 ]
+
+join = join_running_job  # its name until 0.1
 
 register()
 

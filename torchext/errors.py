@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-__all__ = ["BackendOptionsError", "KFACStateError", "NoSupportedLayerError", "NotABackendOfOursError", "ReplicaWarning"]
+__all__ = [
+    "BackendOptionsError",
+    "KFACStateError",
+    "NoSupportedLayerError",
+    "ReplicaWarning",
+    "UnsupportedBackendError",
+]
 
 
 class BackendOptionsError(TypeError):
     """``pg_options`` is of a type that the backend does not take."""
 
 
-class NotABackendOfOursError(ValueError):
+class UnsupportedBackendError(ValueError):
     """A process group was given whose backend is not one of torchext."""
 
 
@@ -23,3 +29,6 @@ class KFACStateError(ValueError):
 
 class ReplicaWarning(UserWarning):
     """A script reads the state of one replica where replicas differ, and may take it for the model's."""
+
+
+NotABackendOfOursError = UnsupportedBackendError  # its name until 0.1

@@ -2,8 +2,8 @@
 
 Every few seconds one worker is killed, or stopped for three seconds, or its cable is pulled until the others have gone
 on without it (hosts are namespaces, lab/net/netlab.py). A worker that is gone is replaced by a newcomer on its host
-(``torchext.join``). All train with ``on_peer_failure="continue"`` and meet for an exact average now and then, at whose
-end newcomers are let in. Beside it an undisturbed run of the same kind.
+(``torchext.join_running_job``). All train with ``on_peer_failure="continue"`` and meet for an exact average now and
+then, at whose end newcomers are let in. Beside it an undisturbed run of the same kind.
 
 What must hold: nobody hangs (a worker ends within a minute of the end, or when it is told that it was given up),
 all replicas of an exact average are equal bit for bit, no exact average that was formed without a fault differs from

@@ -38,7 +38,7 @@ class ElasticTraining:
             rank.init("gloo", timeout=60)
             group = dist.new_group(backend=backend, pg_options=pg_options)
         elif workers is not None and rank.rank >= workers:
-            torchext.join(backend, f"file://{rank.folder / 'store'}", pg_options=pg_options)
+            torchext.join_running_job(backend, f"file://{rank.folder / 'store'}", pg_options=pg_options)
         else:
             rank.init(backend, timeout=60, pg_options=pg_options, world_size=workers)
         self.rank = rank.rank

@@ -26,7 +26,7 @@ from torchext import _C
 from torchext.backends.resources import check_resources
 from torchext.backends.store_prefix import attempt_store, decline
 from torchext.backends.unattached import warn_of_unattached
-from torchext.errors import BackendOptionsError, NotABackendOfOursError
+from torchext.errors import BackendOptionsError, UnsupportedBackendError
 from torchext.options import LONGEST_TIMEOUT
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def backend_of(group: ProcessGroup | None = None) -> _C.DelegatingBackend:
 
     Raises:
         TypeError: ``group`` is no process group.
-        NotABackendOfOursError: The group runs on another backend.
+        UnsupportedBackendError: The group runs on another backend.
     """
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(
@@ -145,7 +145,7 @@ def backend_of(group: ProcessGroup | None = None) -> _C.DelegatingBackend:
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
         if isinstance(backend, _C.DelegatingBackend):
             return backend
-    raise NotABackendOfOursError(
+    raise UnsupportedBackendError(
         f"the group's backend is {dist.get_backend(group)!r}; torchext's are {', '.join(sorted(BACKENDS))}."
         " Create the group with one of them, as in init_process_group('prague')"
     )

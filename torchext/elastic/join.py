@@ -1,4 +1,4 @@
-"""``join``: what a worker that comes to a running job calls in the place of ``init_process_group``.
+"""``join_running_job``: what a newcomer to a running job calls in the place of ``init_process_group``.
 
 It finds the job's store and prepares a :class:`~torchext.elastic.newcomers.Newcomer`, which ``attach`` takes from here.
 """
@@ -18,12 +18,12 @@ from torchext.backends import BACKENDS, options_for
 from torchext.elastic.newcomers import Newcomer
 from torchext.options import LONGEST_TIMEOUT
 
-__all__ = ["forget_newcomer", "join", "newcomer_of"]
+__all__ = ["forget_newcomer", "join_running_job", "newcomer_of"]
 
 _newcomer: Newcomer | None = None
 
 
-def join(
+def join_running_job(
     backend: str,
     init_method: str = "env://",
     *,
@@ -33,13 +33,13 @@ def join(
 ) -> None:
     """Takes the place of ``init_process_group`` in a worker that joins a job which is running already.
 
-    The workers of the job train with ``attach(..., on_peer_failure="continue")``. After ``join`` this process is a
-    group of one, in which the model is wrapped as usual. ``attach``, with the same argument, waits for the workers:
-    they let newcomers in when they have formed an exact average (``synchronize``, or at the end of ``averaged``). It
-    returns as one of them, with the parameters, buffers and optimizer state of the first worker. ``dist.get_rank()``
-    and ``dist.get_world_size()`` tell its place then.
+    The workers of the job train with ``attach(..., on_peer_failure="continue")``. After ``join_running_job`` this
+    process is a group of one, in which the model is wrapped as usual. ``attach``, with the same argument, waits for the
+    workers: they let newcomers in when they have formed an exact average (``synchronize``, or at the end of
+    ``averaged``). It returns as one of them, with the parameters, buffers and optimizer state of the first worker.
+    ``dist.get_rank()`` and ``dist.get_world_size()`` tell its place then.
 
-        torchext.join("prague", "tcp://10.0.0.1:29500")
+        torchext.join_running_job("prague", "tcp://10.0.0.1:29500")
         model = DistributedDataParallel(Net())
         sync = torchext.attach(model, optimizer, on_peer_failure="continue")
 
@@ -61,19 +61,21 @@ def join(
     """
     global _newcomer
     if dist.is_initialized():
-        raise RuntimeError("torchext.join after init_process_group; it takes its place")
+        raise RuntimeError("torchext.join_running_job after init_process_group; it takes its place")
     if backend not in BACKENDS or backend == "dear":
         can = ", ".join(repr(name) for name in sorted(BACKENDS) if name != "dear")
-        raise ValueError(f"torchext.join: backend must be one of {can}, got {backend!r}")
+        raise ValueError(f"torchext.join_running_job: backend must be one of {can}, got {backend!r}")
     options = options_for(backend, pg_options)
     if not isinstance(timeout, timedelta):
         raise TypeError(
-            f"torchext.join: timeout must be a datetime.timedelta, got {timeout!r} ({type(timeout).__name__}); "
+            f"torchext.join_running_job: timeout must be a datetime.timedelta, got {timeout!r} "
+            f"({type(timeout).__name__}); "
             "timedelta(seconds=...) makes one"
         )
     if not timedelta(0) < timeout <= LONGEST_TIMEOUT:
         raise ValueError(
-            f"torchext.join: timeout must be more than 0 and at most {LONGEST_TIMEOUT.days} days, got {timeout}"
+            f"torchext.join_running_job: timeout must be more than 0 and at most {LONGEST_TIMEOUT.days} days, got "
+            f"{timeout}"
         )
     if store is None:
         store = _store_at(init_method)
@@ -84,7 +86,7 @@ def join(
 
 
 def newcomer_of(group: ProcessGroup) -> Newcomer | None:
-    """What :func:`join` has prepared, if ``group`` is that of one which it has made and still the default group."""
+    """What :func:`join_running_job` has prepared, if ``group`` is the one it has made and still the default."""
     if _newcomer is None or _newcomer.group is not group or group is not dist.group.WORLD:
         return None
     return _newcomer
@@ -99,7 +101,8 @@ def forget_newcomer() -> None:
 def _store_at(init_method: str) -> Store:
     if not isinstance(init_method, str):
         raise TypeError(
-            f"torchext.join: init_method must be a str, got {init_method!r} ({type(init_method).__name__}); a store "
+            f"torchext.join_running_job: init_method must be a str, got {init_method!r} "
+            f"({type(init_method).__name__}); a store "
             "itself goes into store="
         )
     url = urlsplit(init_method)
@@ -108,17 +111,21 @@ def _store_at(init_method: str) -> Store:
     if url.scheme == "env":
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
-            raise ValueError(f"torchext.join: init_method 'env://' needs {' and '.join(missing)} in the environment")
+            raise ValueError(
+                f"torchext.join_running_job: init_method 'env://' needs {' and '.join(missing)} in the environment"
+            )
         host, port = os.environ["MASTER_ADDR"], _port(os.environ["MASTER_PORT"])
         if port is None:
             raise ValueError(
-                f"torchext.join: MASTER_PORT in the environment must be in 1..65535, got {os.environ['MASTER_PORT']!r}"
+                "torchext.join_running_job: MASTER_PORT in the environment must be in 1..65535, got "
+                f"{os.environ['MASTER_PORT']!r}"
             )
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
     port = _port(url.netloc.rpartition(":")[2])
     if url.scheme != "tcp" or not url.hostname or port is None:
         raise ValueError(
-            "torchext.join: init_method must be env://, tcp://host:port or file:///path, with a port in 1..65535, got "
+            "torchext.join_running_job: init_method must be env://, tcp://host:port or file:///path, with a port in "
+            "1..65535, got "
             f"{init_method!r}"
         )
     return TCPStore(url.hostname, port, is_master=False, timeout=timedelta(seconds=30))

@@ -66,9 +66,10 @@ class Membership(ModelGroup):
     """The workers that train a model, and the group that they have at the time.
 
     Args:
-        ddp: The model to attach. Its group is the workers', or, for a newcomer, that of one made by ``join``.
+        ddp: The model to attach. Its group is the workers', or, for a newcomer, that of one made by
+            ``join_running_job``.
         optimizers: Their states go to newcomers, with the model's.
-        newcomer: What ``join`` has prepared; then this waits until the workers let it in.
+        newcomer: What ``join_running_job`` has prepared; then this waits until the workers let it in.
 
     Raises:
         ValueError: The newcomer does not fit.
@@ -381,14 +382,16 @@ class Membership(ModelGroup):
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 if entry == ENTRIES - 1:
-                    raise dist.DistBackendError(f"torchext.join: not let in by {ENTRIES} tries") from error
-                _logger.warning("torchext.join: the workers lost one of them meanwhile (%s); asking again", error)
+                    raise dist.DistBackendError(f"torchext.join_running_job: not let in by {ENTRIES} tries") from error
+                _logger.warning(
+                    "torchext.join_running_job: the workers lost one of them meanwhile (%s); asking again", error
+                )
         try:
             unpack(state, self._ddp.module, self._optimizers)
         except Exception as error:
             self._give_up()
             raise ValueError(
-                f"torchext.join: this worker cannot load what the job's first worker has sent"
+                f"torchext.join_running_job: this worker cannot load what the job's first worker has sent"
                 f" ({type(error).__name__}: {error}); make model and optimizer as the job does"
             ) from error
         self._enroll(decided, "")

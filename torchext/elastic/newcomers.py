@@ -258,7 +258,7 @@ class Newcomer:
             if answer is not None:
                 return number, answer
         raise dist.DistStoreError(
-            f"torchext.join: the workers heard this one {REQUESTS} times, and each time it took more than"
+            f"torchext.join_running_job: the workers heard this one {REQUESTS} times, and each time it took more than"
             f" {ANSWER.total_seconds():g} s to say that it still waits; is its way to the store so slow?"
         )
 
@@ -268,7 +268,7 @@ class Newcomer:
         while self._wait(store, [f"{number}/answer", f"{number}/heard/{call}"], limit) == 1:
             difference = store.get(f"{number}/heard/{call}").decode()
             if difference:
-                raise ValueError(f"torchext.join: this worker does not fit the running job: {difference}")
+                raise ValueError(f"torchext.join_running_job: this worker does not fit the running job: {difference}")
             store.set(f"{number}/here/{call}", "1")
             limit = max(self._timeout, timedelta(seconds=30))
             call += 1  # should the worker that has heard this die, the next one calls
@@ -285,7 +285,8 @@ class Newcomer:
                     return place
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(
-                    f"torchext.join: no worker let this one in within {limit.total_seconds():g} s. They do when all"
+                    f"torchext.join_running_job: no worker let this one in within {limit.total_seconds():g} s. They do "
+                    "when all"
                     " meet, in synchronize() or averaged(); were they attached with on_peer_failure='continue', and is"
                     " this the job's store?"
                 )

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext.backends import backend_of
 from torchext.backends.new_groups import NAMED_BY_COUNTING
-from torchext.errors import NotABackendOfOursError
+from torchext.errors import UnsupportedBackendError
 
 __all__ = [
     "agree_that_all_can",
@@ -46,7 +46,7 @@ def group_beside(model: nn.Module, group: dist.ProcessGroup | None) -> dist.Proc
 def model_backend(model: nn.Module, beside: dist.ProcessGroup | None) -> _C.DelegatingBackend | None:
     """The backend in whose group the model trains, where that is one of torchext's, which knows of failures."""
     group = model.process_group if isinstance(model, DistributedDataParallel) else beside
-    with contextlib.suppress(NotABackendOfOursError):
+    with contextlib.suppress(UnsupportedBackendError):
         return None if group is None else backend_of(group)
     return None
 

@@ -106,7 +106,7 @@ def train(settings: dict[str, Any], log: Log) -> None:
     """Until the first worker finds ``stop`` in the store."""
     store = dist.TCPStore(settings["host"], settings["port"], is_master=False, timeout=timedelta(seconds=30))
     if settings["rank"] is None:
-        torchext.join(settings["backend"], store=store)
+        torchext.join_running_job(settings["backend"], store=store)
     else:
         place = {"rank": settings["rank"], "world_size": settings["workers"]}
         dist.init_process_group(settings["backend"], store=store, **place)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness import Rank, launch, run_ranks
 
 import torchext
-from torchext.errors import BackendOptionsError, NotABackendOfOursError
+from torchext.errors import BackendOptionsError, UnsupportedBackendError
 
 
 def data(rank: int, numel: int = 7, dtype: torch.dtype = torch.float32, salt: int = 0) -> torch.Tensor:
@@ -292,7 +292,7 @@ def body_errors(rank: Rank) -> bool:
     rank.init(timeout=17)
     backend = torchext.backend_of()
     assert backend.name() == "prague" and backend.rank() == rank.rank and backend.size() == rank.size
-    with pytest.raises(NotABackendOfOursError, match="'gloo'"):
+    with pytest.raises(UnsupportedBackendError, match="'gloo'"):
         torchext.backend_of(dist.new_group(backend="gloo"))
     torchext.register()
     torchext.register()

@@ -227,7 +227,7 @@ def body_goes_on(rank: Rank, backend: str, newcomer: bool) -> Any:
     """A worker dies between the steps of two optimizers, and the others train on; a newcomer takes its place."""
     if newcomer and rank.rank == 3:
         rank.pause()
-        torchext.join(backend, f"file://{rank.folder / 'store'}")
+        torchext.join_running_job(backend, f"file://{rank.folder / 'store'}")
     else:
         rank.init(backend, timeout=60, world_size=3)
     ddp = DistributedDataParallel(Net().double())

@@ -1,4 +1,4 @@
-"""A worker comes to a job that is running: ``torchext.join``."""
+"""A worker comes to a job that is running: ``torchext.join_running_job``."""
 
 from __future__ import annotations
 

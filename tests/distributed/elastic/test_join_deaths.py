@@ -22,7 +22,7 @@ def body_ghosts(rank: Rank) -> Any:
     """Rank 2 dies while it waits, rank 3 when the others wait for it; rank 4 joins."""
     membership_round.CONNECTING = timedelta(seconds=3)
     if rank.rank == 2:
-        torchext.join("prague", f"file://{rank.folder / 'store'}")
+        torchext.join_running_job("prague", f"file://{rank.folder / 'store'}")
         ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
         rank.report("waits")
         torchext.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), on_peer_failure="continue")

@@ -1,4 +1,4 @@
-"""Who does not get into a running job, and in which words: ``torchext.join``, and ``attach`` after it."""
+"""Who does not get into a running job, and in which words: ``torchext.join_running_job``, and ``attach`` after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refused(
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
 ) -> None:
     """make_optimizer: of the parameters."""
-    torchext.join(backend, f"file://{rank.folder / 'store'}", pg_options=options)
+    torchext.join_running_job(backend, f"file://{rank.folder / 'store'}", pg_options=options)
     ddp = DistributedDataParallel(module)
     optimizer = make_optimizer(list(ddp.parameters()), lr=0.1)
     with pytest.raises(ValueError, match=match):
@@ -109,14 +109,14 @@ def test_a_newcomer_may_attach_again() -> None:
 
 def body_arguments(rank: Rank) -> None:
     with pytest.raises(TypeError, match=r"timeout must be a datetime\.timedelta, got 5 \(int\); timedelta\(seconds="):
-        torchext.join("hop", store=dist.HashStore(), timeout=5)  # type: ignore[arg-type]
+        torchext.join_running_job("hop", store=dist.HashStore(), timeout=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"timeout must be more than 0 and at most 3650 days, got 0:00:00"):
-        torchext.join("hop", store=dist.HashStore(), timeout=timedelta(0))
+        torchext.join_running_job("hop", store=dist.HashStore(), timeout=timedelta(0))
     for method in ("tcp://x:abc", "tcp://x:99999", "tcp://x:0", "tcp://x", "tcp://:29500", "bogus", "file://"):
         with pytest.raises(ValueError, match=rf"with a port in 1\.\.65535, got '{method}'"):
-            torchext.join("hop", method)
+            torchext.join_running_job("hop", method)
     with pytest.raises(TypeError, match=r"init_method must be a str, got .*HashStore"):
-        torchext.join("hop", dist.HashStore())  # type: ignore[arg-type]
+        torchext.join_running_job("hop", dist.HashStore())  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", "localhost")
         for port in ("zzz", "", "-1", "65536"):
@@ -124,21 +124,21 @@ def body_arguments(rank: Rank) -> None:
             with pytest.raises(
                 ValueError, match=rf"MASTER_PORT in the environment must be in 1\.\.65535, got '{port}'"
             ):
-                torchext.join("hop")
+                torchext.join_running_job("hop")
     with pytest.raises(TypeError, match=r"takes a process group of torch\.distributed, .* got 3 \(int\)"):
         torchext.backend_of(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"backend must be one of 'dssync', 'hop', 'prague', got 'dear'"):
-        torchext.join("dear")
+        torchext.join_running_job("dear")
     with pytest.raises(ValueError, match=r"init_method must be env://, tcp://host:port or file:///path, .*got 'tcp:4'"):
-        torchext.join("hop", "tcp:4")
+        torchext.join_running_job("hop", "tcp:4")
     with pytest.raises(ValueError, match=r"'env://' needs MASTER_ADDR and MASTER_PORT in the environment"):
-        torchext.join("hop")
+        torchext.join_running_job("hop")
     with pytest.raises(BackendOptionsError, match=r"pass torchext\.HopOptions"):
-        torchext.join("hop", pg_options=torchext.PragueOptions())
+        torchext.join_running_job("hop", pg_options=torchext.PragueOptions())
     assert not dist.is_initialized()
-    torchext.join("prague", store=dist.HashStore(), timeout=timedelta(seconds=0.5))
+    torchext.join_running_job("prague", store=dist.HashStore(), timeout=timedelta(seconds=0.5))
     with pytest.raises(RuntimeError, match=r"torchext\.join after init_process_group"):
-        torchext.join("prague", store=dist.HashStore())
+        torchext.join_running_job("prague", store=dist.HashStore())
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     start = time.monotonic()
@@ -148,7 +148,7 @@ def body_arguments(rank: Rank) -> None:
     with pytest.raises(dist.DistStoreError, match=r"no worker let this one in within 0\.5 s"):  # asks anew
         torchext.attach(ddp, optimizer, on_peer_failure="continue")
     dist.destroy_process_group()
-    torchext.join("prague", store=dist.HashStore())
+    torchext.join_running_job("prague", store=dist.HashStore())
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"attached as those it joins are, with on_peer_failure='continue'"):

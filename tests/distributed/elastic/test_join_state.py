@@ -68,7 +68,7 @@ class Choosy(Peculiar):
 
 def body_choosy(rank: Rank, workers: int, extra: Any, match: str) -> Any:
     if rank.rank == workers:
-        torchext.join("prague", f"file://{rank.folder / 'store'}")
+        torchext.join_running_job("prague", f"file://{rank.folder / 'store'}")
         ddp = DistributedDataParallel(Choosy())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         with pytest.raises(ValueError, match=match):
@@ -104,7 +104,7 @@ def test_a_newcomer_that_cannot_take_over_goes_and_the_job_goes_on(workers: int,
 def body_two(rank: Rank, backend: str) -> Any:
     """Both are let in at once; one cannot take over, while the other makes what synchronizes its model."""
     if rank.rank == 2:
-        torchext.join(backend, f"file://{rank.folder / 'store'}")
+        torchext.join_running_job(backend, f"file://{rank.folder / 'store'}")
         ddp = DistributedDataParallel(Choosy())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         with pytest.raises(ValueError, match="not this one"):
