@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchext._build import load_native
 from torchext._version import __version__
-from torchext.diagnosis import told_by_main
+from torchext.diagnosis import report_import_error
 
-with told_by_main():
+with report_import_error():
     # Checks torch first: a module built for another would crash, not fail.
     load_native("_C")
     load_native("_kernels")

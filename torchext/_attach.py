@@ -21,7 +21,7 @@ from torchext import _C
 from torchext.backends import backend_of, is_wrapped
 from torchext.base.plain import plain
 from torchext.ddp.attach_checks import before_averaging, before_dear
-from torchext.ddp.synchronizer import Synchronizer, abandon_ended, in_use, left_alone
+from torchext.ddp.synchronizer import Synchronizer, abandon_ended, active_synchronizers, ignored_parameters
 from torchext.ddp.wrapped_optimizer import unwrapped
 from torchext.dear.dear_refusals import check_stepped
 from torchext.dear.dear_synchronizer import DearSynchronizer, DedicatedGroup
@@ -75,9 +75,9 @@ def _check(ddp: Any, optimizers: tuple[Any, ...]) -> None:
             "torchext.attach: this model has been attached already, and DDP takes one communication hook "
             "in its life; keep the first Synchronizer, or wrap the module in a new DistributedDataParallel"
         )
-    alone = left_alone(ddp)
+    ignored = ignored_parameters(ddp)
     owners = collections.Counter(part for own in optimizers for part in {id(p) for p in _stepped_by((own,))})
-    named = [(name, p) for name, p in ddp.module.named_parameters() if id(p) not in alone]
+    named = [(name, p) for name, p in ddp.module.named_parameters() if id(p) not in ignored]
     names = [name for name, p in named if p.requires_grad and not owners[id(p)]]
     if names:
         raise ValueError(
@@ -205,10 +205,12 @@ def _check_others(ddp: DistributedDataParallel, on_peer_failure: str) -> None:
     renews_world = continues and group is dist.group.WORLD
 
     def world_is_renewed() -> bool:  # and with it every group ends
-        return any(renews_world or other._renews_world() for other in in_use())
+        return any(renews_world or other._renews_world() for other in active_synchronizers())
 
     def group_is_renewed() -> bool:
-        return any((continues or other._continues()) and other._ddp.process_group is group for other in in_use())
+        return any(
+            (continues or other._continues()) and other._ddp.process_group is group for other in active_synchronizers()
+        )
 
     if world_is_renewed() or group_is_renewed():
         gc.collect()  # models that are gone may wait in cycles
@@ -272,11 +274,11 @@ def _check_averaging(ddp: DistributedDataParallel, optimizers: Optimizers) -> No
                 f"torchext.attach: {name!r} is a SyncBatchNorm, which needs all workers in every forward pass; "
                 "decentralized workers run at their own pace. Use BatchNorm: its statistics are averaged"
             )
-    alone = left_alone(ddp)
+    ignored = ignored_parameters(ddp)
     named = [*(("parameter", *found) for found in ddp.module.named_parameters())]
     named += [("buffer", *found) for found in ddp.module.named_buffers()]
     for what, name, tensor in named:
-        if id(tensor) in alone:
+        if id(tensor) in ignored:
             continue
         if tensor.dtype in _AVERAGED:
             _check_dense(what, name, tensor)
@@ -303,11 +305,11 @@ def _attach_averaging(
     kind: type[AveragingSynchronizer] = AveragingSynchronizer,
 ) -> Synchronizer:
     """Attaches to a decentralized backend. attach_core: of backend and tensors to a C++ synchronizer."""
-    alone = left_alone(ddp)
-    shared = [parameter for parameter in ddp.module.parameters() if id(parameter) not in alone]
+    ignored = ignored_parameters(ddp)
+    shared = [parameter for parameter in ddp.module.parameters() if id(parameter) not in ignored]
     parameters = [parameter for parameter in shared if parameter.requires_grad]
     frozen = [parameter for parameter in shared if not parameter.requires_grad]
-    buffers = [buffer for buffer in ddp.module.buffers() if buffer.dtype in _AVERAGED and id(buffer) not in alone]
+    buffers = [buffer for buffer in ddp.module.buffers() if buffer.dtype in _AVERAGED and id(buffer) not in ignored]
 
     def make_core(backend: Any) -> Any:
         return attach_core(backend, parameters, buffers, frozen)
@@ -326,7 +328,7 @@ def _attach_averaging(
     if not isinstance(backend, _C.ProcessGroupPrague):
         synchronizer.refuse_uneven_inputs(backend.name())
     if membership is not None:
-        synchronizer.go_on_with(membership, make_core)
+        synchronizer.enable_elastic(membership, make_core)
     return synchronizer
 
 
@@ -346,16 +348,16 @@ def _attach_dear(
             "torchext.attach: the model has a communication hook (register_comm_hook), which dear would pass by; use "
             "another backend with it, or leave it out"
         )
-    alone = left_alone(ddp)
+    ignored = ignored_parameters(ddp)
     owned = {id(parameter) for parameter in _stepped_by(optimizers)}
-    both = [name for name, p in ddp.module.named_parameters() if id(p) in alone & owned and p.requires_grad]
+    both = [name for name, p in ddp.module.named_parameters() if id(p) in ignored & owned and p.requires_grad]
     if both:
         raise ValueError(
             f"torchext.attach: DDP was told to ignore {_shown(both)}, and dear steps with averaged gradients alone; "
             "give what is ignored an optimizer of its own"
         )
-    named = [(name, parameter) for name, parameter in ddp.module.named_parameters() if id(parameter) not in alone]
-    own = alone.union(id(parameter) for _, parameter in named)
+    named = [(name, parameter) for name, parameter in ddp.module.named_parameters() if id(parameter) not in ignored]
+    own = ignored.union(id(parameter) for _, parameter in named)
     others = sum(id(parameter) not in own for parameter in _stepped_by(optimizers))
     if others:
         raise ValueError(

@@ -63,7 +63,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def told_by_main() -> Iterator[None]:
+def report_import_error() -> Iterator[None]:
     """Under ``python -m torchext``, which imports the package first, an ImportError inside ends in what that says.
 
     Elsewhere it is raised.

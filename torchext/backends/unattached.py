@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchext.base.uncompiled import uncompiled
+from torchext.base.eager_only import eager_only
 
 __all__ = ["known_as_plain", "warn_of_unattached"]
 
@@ -37,7 +37,7 @@ def warn_of_unattached(backend_of: Callable[[dist.ProcessGroup], Any]) -> None:
     looked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
     left = _MOST
 
-    @uncompiled("torchext: an optimizer's first step is looked at")
+    @eager_only("torchext: an optimizer's first step is looked at")
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal left
         if not left or optimizer in looked:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext.base.uncompiled import uncompiled
+from torchext.base.eager_only import eager_only
 from torchext.ddp.forward_hooks import Hook
 from torchext.errors import ReplicaWarning
 
@@ -77,7 +77,7 @@ class ReplicaNotice:
             stacklevel=4,
         )
 
-    @uncompiled("torchext: the forward pass of an evaluation is looked at")
+    @eager_only("torchext: the forward pass of an evaluation is looked at")
     def _look_at_evaluation(self) -> None:
         if self._module.training or torch.is_grad_enabled() or not self._differ():
             return

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchext.base.uncompiled import uncompiled
+from torchext.base.eager_only import eager_only
 
 __all__ = ["refuse_other_optimizers"]
 
 
 @functools.cache
-def refuse_other_optimizers(in_use: Callable[[], Iterable[Any]]) -> None:
+def refuse_other_optimizers(active_synchronizers: Callable[[], Iterable[Any]]) -> None:
     """From now on every optimizer's step is looked at."""
 
-    @uncompiled("torchext: an optimizer's step is looked at")
+    @eager_only("torchext: an optimizer's step is looked at")
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for synchronizer in in_use():
+        for synchronizer in active_synchronizers():
             if synchronizer._refuses(optimizer):
                 kind = type(optimizer).__name__
                 attached = ", ".join(type(own).__name__ for own in synchronizer._optimizers)

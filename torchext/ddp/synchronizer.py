@@ -21,15 +21,15 @@ from torchext.ddp.forward_hooks import wait_in_front
 from torchext.ddp.step_guard import refuse_other_optimizers
 from torchext.ddp.under_way import Arrivals
 
-__all__ = ["Synchronizer", "abandon_ended", "in_use", "left_alone"]
+__all__ = ["Synchronizer", "abandon_ended", "active_synchronizers", "ignored_parameters"]
 
 _attached: weakref.WeakValueDictionary[int, Synchronizer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def in_use() -> list[Synchronizer]:
+def active_synchronizers() -> list[Synchronizer]:
     """Those that may still train, in the order of attaching: not detached, and their groups live."""
-    return [synchronizer for _, synchronizer in sorted(_attached.items()) if synchronizer._in_use()]
+    return [synchronizer for _, synchronizer in sorted(_attached.items()) if synchronizer._is_active()]
 
 
 def abandon_ended(optimizer: torch.optim.Optimizer) -> None:
@@ -40,11 +40,11 @@ def abandon_ended(optimizer: torch.optim.Optimizer) -> None:
     """
     for synchronizer in list(_attached.values()):
         owned = any(own is optimizer for own in synchronizer._optimizers)
-        if owned and not synchronizer._detached and not synchronizer._in_use():
+        if owned and not synchronizer._detached and not synchronizer._is_active():
             synchronizer._abandon()
 
 
-def left_alone(ddp: DistributedDataParallel) -> set[int]:
+def ignored_parameters(ddp: DistributedDataParallel) -> set[int]:
     """The ids of parameters and buffers that DDP was told to ignore: each worker has its own."""
     module, told = ddp.module, ddp.parameters_to_ignore
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -75,14 +75,14 @@ class Synchronizer(abc.ABC):
         self._averaging = False
         self._detached = False
         _attached[next(_numbers)] = self
-        alone = left_alone(ddp)
-        self._trained = {id(p) for p in ddp.module.parameters() if p.requires_grad} - alone
-        self._frozen = [p for p in ddp.module.parameters() if not p.requires_grad and id(p) not in alone]
+        ignored = ignored_parameters(ddp)
+        self._trained = {id(p) for p in ddp.module.parameters() if p.requires_grad} - ignored
+        self._frozen = [p for p in ddp.module.parameters() if not p.requires_grad and id(p) not in ignored]
         self._arrivals = arrivals
         self._handles: list[Any] = []
         self._waits: list[Any] | None = None  # in front of forward passes; None: nothing will be under way
         self._wait_in_front(True)
-        refuse_other_optimizers(in_use)
+        refuse_other_optimizers(active_synchronizers)
 
     def __reduce__(self) -> Any:
         # In copies and pickles of the model, which stands for itself: None, not attached.
@@ -237,7 +237,7 @@ class Synchronizer(abc.ABC):
     def _after_meeting(self) -> None:  # noqa: B027  # nothing to do where the workers stay the same
         """All workers have met, and train on."""
 
-    def _in_use(self) -> bool:
+    def _is_active(self) -> bool:
         return not self._detached and self._ddp.process_group in dist.distributed_c10d._world.pg_map
 
     def _continues(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from torchext.base.uncompiled import uncompiled
+from torchext.base.eager_only import eager_only
 
 __all__ = ["Arrivals", "UnderWay", "own_gradient", "set_own_gradient"]
 
@@ -145,7 +145,7 @@ class UnderWay:
         return _as_plain(self, lambda tensor: tensor.__reduce_ex__(protocol))
 
 
-@uncompiled("torchext: a parameter is waited for")
+@eager_only("torchext: a parameter is waited for")
 def _arrive(tensor: Any) -> None:
     entry = _expected.get(id(tensor))
     arrivals = entry[0]() if entry is not None else None

@@ -14,7 +14,7 @@ from torch import nn
 from torchext import _C
 from torchext.ddp.step_hooks import unhooked_step
 from torchext.dear.dear_refusals import ELEMENTWISE
-from torchext.dear.given_state import agreed_states
+from torchext.dear.state_loading import agreed_states
 from torchext.dear.state_slices import StateSlices
 
 __all__ = ["DearState", "groups_of", "in_order"]

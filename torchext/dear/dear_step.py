@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchext import _C
-from torchext.base.uncompiled import STEP_IS_EAGER, uncompiled
+from torchext.base.eager_only import STEP_IS_EAGER, eager_only
 from torchext.ddp.step_hooks import unhooked, unhooked_step
 from torchext.dear.dear_parameters import DearParameters
 from torchext.dear.dear_refusals import ELEMENTWISE, refuse_copies
@@ -69,7 +69,7 @@ class DearStep:
             return self._do(closure, others)
 
         hooked = torch.optim.Optimizer.profile_hook_step(_with_name(step))
-        optimizer.step = self._now = types.MethodType(uncompiled(STEP_IS_EAGER)(hooked), optimizer)  # type: ignore[method-assign]
+        optimizer.step = self._now = types.MethodType(eager_only(STEP_IS_EAGER)(hooked), optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         attributes["__deepcopy__"] = attributes["__reduce_ex__"] = refuse_copies
 

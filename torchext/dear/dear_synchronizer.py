@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext.backends import backend_of
-from torchext.base.uncompiled import uncompiled
+from torchext.base.eager_only import eager_only
 from torchext.ddp.forward_hooks import Hook, OutputHook, tensors_in
 from torchext.ddp.step_round import StepRound
 from torchext.ddp.synchronizer import Synchronizer, _check_max_norm
@@ -25,7 +25,7 @@ from torchext.dear.dear_parameters import DearParameters
 from torchext.dear.dear_state import DearState
 from torchext.dear.dear_step import DearStep
 from torchext.dear.deferred_step import DeferredStep
-from torchext.dear.given_state import split_by_owner
+from torchext.dear.state_loading import split_by_owner
 
 __all__ = ["DearSynchronizer", "DedicatedGroup"]
 
@@ -303,7 +303,7 @@ class DearSynchronizer(Synchronizer):
             if self._core.replicated:
                 self.wait()  # for parameters that this forward pass did not use: the coming backward pass takes over
 
-    @uncompiled("dear looks at the outputs of forward passes")
+    @eager_only("dear looks at the outputs of forward passes")
     def _watch_backward(self, output: Any) -> None:
         """Tells the C++ side when the outermost backward pass begins, of which activation checkpoints are parts."""
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]

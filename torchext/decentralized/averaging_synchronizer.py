@@ -24,10 +24,10 @@ from torchext.ddp.forward_hooks import Hook
 from torchext.ddp.replica_notice import ReplicaNotice
 from torchext.ddp.step_hooks import after_step, before_step
 from torchext.ddp.step_round import StepRound
-from torchext.ddp.synchronizer import Synchronizer, in_use
+from torchext.ddp.synchronizer import Synchronizer, active_synchronizers
 from torchext.ddp.under_way import Arrivals
 from torchext.decentralized.averaged_state import AveragedState
-from torchext.decentralized.kept_buffers import KeptBuffers
+from torchext.decentralized.reassigned_buffers import ReassignedBuffers
 from torchext.elastic.cascade import losing
 from torchext.elastic.membership import Membership
 
@@ -65,7 +65,7 @@ class AveragingSynchronizer(Synchronizer):
         self._membership: Membership | None = None
         self._make_core: Callable[[Any], _C.AveragingSynchronizer] | None = None
         self._tensors = (*tensors, *self._frozen)
-        self._buffers = KeptBuffers(ddp.module, tensors)
+        self._buffers = ReassignedBuffers(ddp.module, tensors)
         self._stepping = False  # the optimizer's step is under way
         self._awaits_closure: torch.optim.Optimizer | None = None  # steps, and its closure has not been called
         self._collectives = 0  # since attach: exact averages, and looks for newcomers
@@ -92,7 +92,7 @@ class AveragingSynchronizer(Synchronizer):
         """From now on ``ddp.join()`` raises: for a backend whose workers wait for each other's steps."""
         self._handles.append(_NoJoin(self._ddp, name))
 
-    def go_on_with(self, membership: Membership, make_core: Callable[[Any], _C.AveragingSynchronizer]) -> None:
+    def enable_elastic(self, membership: Membership, make_core: Callable[[Any], _C.AveragingSynchronizer]) -> None:
         """From now on a worker that dies is done without, and newcomers are let in; collective, for ``attach``.
 
         Args:
@@ -297,7 +297,7 @@ class AveragingSynchronizer(Synchronizer):
         """
         membership.fail(error)
         gone = membership.agree(error)
-        attached = [model for model in in_use() if isinstance(model, AveragingSynchronizer)]
+        attached = [model for model in active_synchronizers() if isinstance(model, AveragingSynchronizer)]
         others = [model for model in attached if model is not self and not model._ended]
         failed = losing(gone, [model._membership for model in others if model._membership is not None])
         models = [model for model in attached if model is self or model._membership in failed]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchext.ddp.synchronizer import Synchronizer, in_use
+from torchext.ddp.synchronizer import Synchronizer, active_synchronizers
 from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
 from torchext.integrations.automatic import attach_found, is_ours
 from torchext.integrations.barriers import average_now
@@ -103,7 +103,7 @@ def _on_average(name: str, models: Iterable[torch.nn.Module], optimizer_state: b
     """
     saved = _parameters(models)
     with contextlib.ExitStack() as averages:
-        for synchronizer in in_use():
+        for synchronizer in active_synchronizers():
             if not synchronizer._trained & saved:
                 continue
             if not isinstance(synchronizer, AveragingSynchronizer):

@@ -26,10 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchext._attach import attach
 from torchext.backends import backend_of
 from torchext.backends.unattached import known_as_plain
-from torchext.base.uncompiled import uncompiled
+from torchext.base.eager_only import eager_only
 from torchext.ddp.forward_hooks import Hook
 from torchext.ddp.step_hooks import _watch_steps
-from torchext.ddp.synchronizer import Synchronizer, left_alone
+from torchext.ddp.synchronizer import Synchronizer, ignored_parameters
 from torchext.ddp.wrapped_optimizer import unwrapped
 
 __all__ = [
@@ -82,12 +82,12 @@ def watch() -> None:
     register_optimizer_step_post_hook(_end_step)
 
 
-@uncompiled("torchext: an optimizer's step is looked at")
+@eager_only("torchext: an optimizer's step is looked at")
 def _begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _stepping[id(optimizer)] = []
 
 
-@uncompiled("torchext: an optimizer's step is looked at")
+@eager_only("torchext: an optimizer's step is looked at")
 def _end_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for action in _stepping.pop(id(optimizer), ()):
         action()
@@ -126,8 +126,8 @@ def find_optimizers(
         OptimizerNotFoundError: A parameter has no optimizer, or more than one.
     """
     known = None if optimizers is None else list({id(o): o for o in map(unwrapped, optimizers)}.values())
-    alone = left_alone(ddp)
-    trained = {id(p): n for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in alone}
+    ignored = ignored_parameters(ddp)
+    trained = {id(p): n for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in ignored}
     for attempt in range(2):
         candidates = known if known is not None else [optimizer for _, optimizer in sorted(_optimizers.items())]
         shares = [(optimizer, share) for optimizer in candidates if (share := _owned(optimizer, trained))]
@@ -255,7 +255,7 @@ def attach_at_first_forward(
     def prepare(ddp: DistributedDataParallel) -> None:
         reference = weakref.ref(ddp)
 
-        @uncompiled("torchext.run attaches the model at its first training forward")
+        @eager_only("torchext.run attaches the model at its first training forward")
         def before_forward() -> None:
             model = reference()
             if model is None or not model.module.training or not torch.is_grad_enabled():

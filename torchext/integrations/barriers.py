@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchext.ddp.synchronizer import Synchronizer, in_use
+from torchext.ddp.synchronizer import Synchronizer, active_synchronizers
 from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
 from torchext.integrations.default_group import instead_of
 
@@ -42,7 +42,7 @@ def average_now(chosen: Callable[[AveragingSynchronizer], bool]) -> None:
     Args:
         chosen: Whether a model is one of them; the same on all ranks.
     """
-    for synchronizer in in_use():
+    for synchronizer in active_synchronizers():
         if not isinstance(synchronizer, AveragingSynchronizer) or not chosen(synchronizer):
             continue
         # Inside averaged() it is the average already; a closure's passes belong to one step.

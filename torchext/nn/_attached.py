@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchext import _C
 from torchext.backends import backend_of
-from torchext.ddp.synchronizer import in_use
+from torchext.ddp.synchronizer import active_synchronizers
 from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def averaging(tables: Iterable[AdaptiveTable]) -> list[AveragingSynchronizer]:
     wanted = {id(table) for table in tables if table.training_mode != "sharded"}
     return [
         synchronizer
-        for synchronizer in in_use()
+        for synchronizer in active_synchronizers()
         if isinstance(synchronizer, AveragingSynchronizer)
         and any(id(module) in wanted for module in synchronizer._ddp.module.modules())
     ]

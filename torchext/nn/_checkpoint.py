@@ -63,7 +63,7 @@ def _lengths(table: AdaptiveTable, name: str, slots: int, cells: int) -> tuple[i
     return None
 
 
-def _strangers(table: AdaptiveTable, saved: Mapping[str, Any], prefix: str) -> list[str]:
+def _unexpected_keys(table: AdaptiveTable, saved: Mapping[str, Any], prefix: str) -> list[str]:
     """Of a checkpoint's index and sketch, what this table cannot hold; the operators rely on it."""
     chunks = table.num_embeddings * table.chunks
     slots = saved.get(prefix + "pool", table.pool).numel() // table.chunk_dim
@@ -126,7 +126,7 @@ def _problems(table: AdaptiveTable, own: Mapping[str, Tensor], saved: Mapping[st
                 f"{key}: saved by rank {rank} of {world}, of a table of {rows} rows; this is rank {own_rank} of "
                 f"{own_world}, of {own_rows}. Every rank loads what it has saved itself"
             )
-    return problems or _strangers(table, saved, prefix)
+    return problems or _unexpected_keys(table, saved, prefix)
 
 
 def _renamed(saved: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:

@@ -19,8 +19,8 @@ from torchext.nn._arguments import (
     learning_rate,
     refuse,
 )
+from torchext.nn._autograd_anchor import drop_gradients
 from torchext.nn._ops import _ops, written
-from torchext.nn._trigger import drop_gradients
 from torchext.nn._weight import TableWeight
 
 __all__ = ["ChunkStorage", "replace_values", "with_rows"]

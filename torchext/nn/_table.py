@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchext.base.eager_only import eager_only
 from torchext.base.plain import plain
-from torchext.base.uncompiled import uncompiled
 from torchext.nn._arguments import MODES, TableOptions, check_hysteresis, check_int, refuse
 from torchext.nn._attached import averaging
+from torchext.nn._autograd_anchor import drop_gradients
 from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors, with_weight
-from torchext.nn._learning_rate import follow
+from torchext.nn._learning_rate import track_optimizer_lr
 from torchext.nn._lineage import Copied, Origin, Prunings
 from torchext.nn._ops import BagSpec, Table, _ops, written
 from torchext.nn._optimizer_state import expect_other_size, moving_state
 from torchext.nn._seeds import mixed_seed
 from torchext.nn._storage import ChunkStorage, replace_values, with_rows
-from torchext.nn._trigger import drop_gradients
 
 if TYPE_CHECKING:
     from typing import Self
@@ -105,7 +105,7 @@ class AdaptiveTable(ChunkStorage):
         if self.trigger is None:
             raise ValueError(f"training = {self.training_mode!r} has no fused update; give the optimizer parameters()")
         self._grouped = True
-        follow(self)
+        track_optimizer_lr(self)
         return {"params": [self.trigger], "lr": self.lr}
 
     @torch.no_grad()
@@ -270,8 +270,8 @@ class AdaptiveTable(ChunkStorage):
         # Not the group: what is wrapped again may have been loaded since, by rank 0 alone.
         return ddp is not None and self.training_mode != "sharded" and (self._met is None or self._met() is not ddp)
 
-    @uncompiled(
-        "a table meets DDP once and uncompiled; with fullgraph=True run one forward pass in DDP before compiling"
+    @eager_only(
+        "a table meets DDP once and not compiled; with fullgraph=True run one forward pass in DDP before compiling"
     )
     def _meet_ddp(self) -> None:
         """Refuses what plain DDP would let diverge, and makes the ranks begin with rank 0's table."""
@@ -319,7 +319,7 @@ class AdaptiveTable(ChunkStorage):
         if isinstance(copied, Copied):
             self._prunings, self._origin = Prunings(), Origin.of(self, copied)
         if self._grouped:
-            follow(self)
+            track_optimizer_lr(self)
         if self.trigger is not None:  # hooks are not copied
             drop_gradients(self.trigger)
 

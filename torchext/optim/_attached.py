@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchext.ddp.attach_checks import before_averaging, before_dear
-from torchext.ddp.synchronizer import in_use
+from torchext.ddp.synchronizer import active_synchronizers
 from torchext.dear.dear_synchronizer import DearSynchronizer
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def refusal_of_dear(inside: str | None, sharded: bool, early_directions: bool) -
 def dear_of(parameters: Iterable[Tensor]) -> DearSynchronizer | None:
     """What trains one of them by "dear" now."""
     given = list(parameters)
-    for synchronizer in in_use():
+    for synchronizer in active_synchronizers():
         if isinstance(synchronizer, DearSynchronizer) and synchronizer._trains(given):
             return synchronizer
     return None

@@ -14,7 +14,7 @@ from torchext.ddp.step_hooks import before_step
 if TYPE_CHECKING:
     from torchext.optim.preconditioner import KFACPreconditioner
 
-__all__ = ["Handle", "remove_all", "stand_before", "step_before", "stepped_by"]
+__all__ = ["Handle", "hook_before_step", "remove_all", "step_before", "stepped_by"]
 
 
 class Handle(Protocol):
@@ -47,7 +47,7 @@ class _TakesScale:
         self._set(self._before)
 
 
-def stand_before(optimizer: torch.optim.Optimizer, kfac: KFACPreconditioner) -> list[Handle]:
+def hook_before_step(optimizer: torch.optim.Optimizer, kfac: KFACPreconditioner) -> list[Handle]:
     """Has ``optimizer.step()`` precondition first; with a closure, after that.
 
     The optimizer then keeps ``kfac`` alive. The handles, which do not, take it away from there.

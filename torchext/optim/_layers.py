@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree
 
 from torchext import _C
-from torchext.base.uncompiled import uncompiled
+from torchext.base.eager_only import eager_only
 from torchext.errors import NoSupportedLayerError
 from torchext.optim._memory import SHARE, factor_bytes
 
@@ -232,7 +232,7 @@ class _ForwardHook:
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()
 
-    @uncompiled("K-FAC's engine reads a layer's input and output")
+    @eager_only("K-FAC's engine reads a layer's input and output")
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         if module is not self._module():
             return

@@ -17,7 +17,7 @@ from torchext import _C
 from torchext.base.plain import plain
 from torchext.optim._arguments import check_together, no_copies, no_such
 from torchext.optim._attached import dear_of, living, refusal_of_dear
-from torchext.optim._before_step import Handle, remove_all, stand_before, stepped_by
+from torchext.optim._before_step import Handle, hook_before_step, remove_all, stepped_by
 from torchext.optim._group import (
     agree_that_all_can,
     end_after,
@@ -255,7 +255,7 @@ class KFACPreconditioner:
         self._remove = weakref.finalize(self, remove_all, self._handles)
         self._remove.atexit = False
         if optimizer is not None:
-            self._handles += stand_before(optimizer, self)
+            self._handles += hook_before_step(optimizer, self)
             self._in_front_of = weakref.ref(optimizer)
         living.add(self)
 

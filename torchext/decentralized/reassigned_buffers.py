@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["KeptBuffers"]
+__all__ = ["ReassignedBuffers"]
 
 
-class KeptBuffers:
+class ReassignedBuffers:
     """Puts a model's buffers back where they were when it was attached, with the values that were assigned since.
 
     What is averaged is memory, and would be that of a tensor which the model no longer has.

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["STEP_IS_EAGER", "uncompiled"]
+__all__ = ["STEP_IS_EAGER", "eager_only"]
 
 STEP_IS_EAGER = "dear: optimizer.step() waits for gradients and is not compiled; compile the model instead"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def uncompiled(reason: str) -> Callable[[_Function], _Function]:
+def eager_only(reason: str) -> Callable[[_Function], _Function]:
     """As torch.compiler.disable, which imports torch._dynamo where it decorates: longer than all of torch takes.
 
     While nobody has imported it nobody compiles, and the function is called as it is.
