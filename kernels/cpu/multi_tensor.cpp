@@ -4,7 +4,7 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include "kernels/cpu/pieces.h"
+#include "kernels/cpu/buffer_ranges.h"
 #include "kernels/cpu/scale.h"
 #include "kernels/multi_tensor.h"
 

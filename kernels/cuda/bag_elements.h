@@ -6,7 +6,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#include "kernels/cuda/quads.h"
+#include "kernels/cuda/float4.h"
 
 namespace torchext::cuda {
 

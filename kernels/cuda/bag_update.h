@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/cuda/quads.h"
+#include "kernels/cuda/float4.h"
 
 namespace torchext::cuda {
 

@@ -22,7 +22,7 @@
 
 #include "csrc/core/embedding/chunk_index.h"
 #include "kernels/bag_batch.h"
-#include "kernels/cuda/quads.h"
+#include "kernels/cuda/float4.h"
 
 namespace torchext::cuda {
 

@@ -11,7 +11,7 @@
 
 #include "kernels/cuda/factor_launch.h"
 #include "kernels/factor.h"
-#include "kernels/samples.h"
+#include "kernels/padded_samples.h"
 
 namespace torchext::kernels {
 

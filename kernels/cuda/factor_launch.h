@@ -8,7 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/samples.h"
+#include "kernels/padded_samples.h"
 
 namespace torchext::cuda {
 

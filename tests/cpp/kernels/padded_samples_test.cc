@@ -1,12 +1,12 @@
 // Samples with a 1 more at their end, element by element as the CUDA kernel copies them.
-#include "kernels/samples.h"
+#include "kernels/padded_samples.h"
 
 #include <gtest/gtest.h>
 
 #include <cstddef>
 #include <vector>
 
-namespace torchext::samples {
+namespace torchext::padded_samples {
 namespace {
 
 TEST(Samples, LengthsAreMultiplesOfFourAndNoMoreThanNeeded) {
@@ -38,4 +38,4 @@ TEST(Samples, OnesFollowTheSamplesAndZerosTheOnes) {
 }
 
 }  // namespace
-}  // namespace torchext::samples
+}  // namespace torchext::padded_samples

@@ -9,7 +9,7 @@
 
 #include "kernels/triangle.h"
 
-namespace torchext::samples {
+namespace torchext::padded_samples {
 
 constexpr std::int64_t kAligned = 4;
 TORCHEXT_HOST_DEVICE constexpr std::int64_t alignedTo(std::int64_t length) {
@@ -37,4 +37,4 @@ TORCHEXT_HOST_DEVICE T appended(const Strided<T>& samples, bool ones_in_rows, st
   return one ? T(1) : T(0);
 }
 
-}  // namespace torchext::samples
+}  // namespace torchext::padded_samples

@@ -1,5 +1,5 @@
 // forEachPiece against walking the buffer element by element.
-#include "kernels/cpu/pieces.h"
+#include "kernels/cpu/buffer_ranges.h"
 
 #include <vector>
 
