@@ -99,16 +99,16 @@ py::dict planDict(const KfacEngine& engine) {
   int run = 0;
   for (std::size_t i = 0; i < plan.factors.size(); ++i) {
     run += plan.fusion_ends[static_cast<std::size_t>(run)] == static_cast<int>(i) ? 1 : 0;
-    const FactorSlot& slot = engine.slots()[i];
+    const FactorLayout& layout = engine.layouts()[i];
     py::dict factor;
-    factor["layer"] = engine.layers()[static_cast<std::size_t>(slot.layer)].name;
-    factor["side"] = slot.input_side ? "A" : "G";
-    factor["dim"] = slot.dim;
-    factor["count"] = slot.count;
-    factor["diagonal"] = slot.diagonal;
+    factor["layer"] = engine.layers()[static_cast<std::size_t>(layout.layer)].name;
+    factor["side"] = layout.input_side ? "A" : "G";
+    factor["dim"] = layout.dim;
+    factor["count"] = layout.count;
+    factor["diagonal"] = layout.diagonal;
     factor["exchange"] = core::enumName(kExchanges, "exchange", plan.factors[i].exchange);
     factor["owner"] = plan.factors[i].everyone_inverts ? -1 : plan.factors[i].owner;
-    factor["workers"] = plan.workers[static_cast<std::size_t>(slot.layer)];
+    factor["workers"] = plan.workers[static_cast<std::size_t>(layout.layer)];
     factor["run"] = run;
     factors.append(factor);
   }

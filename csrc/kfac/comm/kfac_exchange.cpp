@@ -8,7 +8,7 @@
 #include <string>
 
 #include "core/base/host_identity.h"
-#include "kfac/base/timed.h"
+#include "kfac/base/scoped_timer.h"
 
 namespace torchext {
 namespace {

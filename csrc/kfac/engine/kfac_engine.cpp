@@ -9,8 +9,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "kfac/base/plain_mode.h"
-#include "kfac/base/timed.h"
+#include "kfac/base/engine_guards.h"
+#include "kfac/base/scoped_timer.h"
 #include "kfac/factors/weight_use.h"
 
 namespace torchext {
@@ -33,7 +33,7 @@ bool reaches(const at::Tensor& weight) {
 
 // Under autocast a layer reads a copy of its input in the type of its output, and the input may change afterwards.
 at::Tensor asRead(const KfacLayerSpec& spec, const at::Tensor& input, at::ScalarType type_of_output) {
-  const PlainMode plain;
+  const EngineGuards guards;
   const at::Tensor read = denseSamples(spec, input.detach(), /*is_input=*/true);
   return read.is_floating_point() && read.scalar_type() != type_of_output ? read.to(type_of_output) : read;
 }
@@ -52,7 +52,8 @@ std::optional<std::vector<std::int64_t>> sizesOf(const torch::autograd::InputMet
 
 }  // namespace
 
-KfacEngine::Turn::Turn(KfacEngine& engine, const char* call) : engine_(engine), lock_(engine.mutex_) {
+KfacEngine::ReentrancyGuard::ReentrancyGuard(KfacEngine& engine, const char* call)
+    : engine_(engine), lock_(engine.mutex_) {
   TORCH_CHECK(engine_.inside_ == nullptr, "torchext.optim: ", call, "() was called by a signal's handler while ",
               engine_.inside_, "() waits for another rank; set a flag in the handler, and do it after the step");
   engine_.inside_ = call;
@@ -109,7 +110,7 @@ bool KfacEngine::forward(int layer, const at::Tensor& input, const std::vector<a
     const int pass = outer >= 0 ? outer : torch::autograd::get_current_graph_task_id();
     at::Tensor samples;
     {
-      const PlainMode plain;
+      const EngineGuards guards;
       samples = denseSamples(spec, gradient.detach(), /*is_input=*/false).reshape(sizes);
     }
     engine->backward(layer, kept, samples, pass);
@@ -122,9 +123,9 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
   if (!reaches(layers_[number].weight)) {
     return;
   }
-  const PlainMode plain;
-  const Turn turn(*this, "backward");
-  const Timed timed(stats_.factor_seconds);
+  const EngineGuards guards;
+  const ReentrancyGuard guard(*this, "backward");
+  const ScopedTimer timer(stats_.factor_seconds);
   if (isEarly(layer) && inEarlyStep()) {
     early_->keep(layer, input, gradient, torch::autograd::get_current_graph_task_id());
   }
@@ -141,17 +142,17 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
   if (profiled) {
     ready_.start();
   }
-  statistics_->add(layer, input, gradient, pass, !putsProductsOff());
+  accumulator_->add(layer, input, gradient, pass, !putsProductsOff());
   Calls& calls = calls_[number];
   const auto first = 2 * (layers_.size() - 1 - number);
-  for (const std::size_t slot : {first, first + 1}) {
+  for (const std::size_t factor_index : {first, first + 1}) {
     if (profiled) {
-      ready_.mark(slot);
+      ready_.mark(factor_index);
     }
-    stale_ = stale_ || prepared_[slot];
+    stale_ = stale_ || prepared_[factor_index];
     if (exchanging() && !throughMemory() && calls.stable && !scaled_loss_ &&
-        statistics_->calls(layer) == calls.expected) {
-      prepare(slot, /*loss_scale=*/1);
+        accumulator_->calls(layer) == calls.expected) {
+      prepare(factor_index, /*loss_scale=*/1);
     }
   }
   if (exchanging() && together) {
@@ -175,7 +176,7 @@ bool KfacEngine::onFirstStream() {
 
 bool KfacEngine::defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass) {
   const std::size_t bytes = input.nbytes() + gradient.nbytes();
-  if (!exchange_ || queued_ || exchanging() || deferred_bytes_ + bytes > kLargestDeferred) {
+  if (!exchange_ || device_path_ || exchanging() || deferred_bytes_ + bytes > kLargestDeferred) {
     return false;
   }
   deferred_.push_back({layer, input, gradient, backward_pass});
@@ -193,8 +194,8 @@ void KfacEngine::callAtEndOfPass() {
   calling_pass_ = here;
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     if (const auto engine = weak.lock()) {
-      const PlainMode plain;
-      const Turn turn(*engine, "backward");
+      const EngineGuards guards;
+      const ReentrancyGuard guard(*engine, "backward");
       engine->addDeferred();
       if (engine->rows_) {
         engine->rows_->begin();
@@ -204,9 +205,9 @@ void KfacEngine::callAtEndOfPass() {
 }
 
 void KfacEngine::addDeferred() {
-  const Timed timed(stats_.factor_seconds);
+  const ScopedTimer timer(stats_.factor_seconds);
   for (const Deferred& call : deferred_) {
-    statistics_->add(call.layer, call.input, call.gradient, call.backward_pass, !putsProductsOff());
+    accumulator_->add(call.layer, call.input, call.gradient, call.backward_pass, !putsProductsOff());
   }
   forgetDeferred();
 }
@@ -216,7 +217,7 @@ void KfacEngine::forgetDeferred() {
   deferred_bytes_ = 0;
 }
 
-// Whether this step's products are made together with those of later ones (kept_samples.h). Not in one process, which
+// Whether this step's products are made together with those of later ones (deferred_gram.h). Not in one process, which
 // resumes from a checkpoint to the last bit: there averages do not depend on when they are looked at.
 bool KfacEngine::putsProductsOff() const { return exchange_ && !exchanging() && !updatesInverses(); }
 
@@ -229,8 +230,8 @@ double KfacEngine::currentDecay() const {
 
 bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Tensor>& others, double loss_scale,
                       double gradient_scale, bool found_inf) {
-  const PlainMode plain;
-  const Turn turn(*this, "step");
+  const EngineGuards guards;
+  const ReentrancyGuard guard(*this, "step");
   TORCH_CHECK_VALUE(rates.size() == layers_.size(), "rates: ", rates.size(), " for ", layers_.size(), " layers");
   if (loss_scale != 1) {  // what has left already was taken for that of a plain loss
     stale_ = stale_ || std::any_of(prepared_.begin(), prepared_.end(), [](bool done) { return done; });
@@ -238,10 +239,10 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
   }
   const bool of_rows = rows_ && !updatesInverses();
   if (of_rows) {
-    const Timed timed(stats_.exchange_wait_seconds);
+    const ScopedTimer timer(stats_.exchange_wait_seconds);
     rows_->leave();
   }
-  const bool finite = directions_->collect(gradient_scale, others, ofRows()) && !found_inf;
+  const bool finite = preconditioner_->collect(gradient_scale, others, ofRows()) && !found_inf;
   const bool early = inEarlyStep();
   if (!finite) {
     if (early) {
@@ -254,7 +255,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     ++stats_.skipped;
     return false;
   }
-  KfacDirections::Finished finished;
+  Preconditioner::Finished finished;
   if (early) {
     finished = finishEarly(rates, loss_scale);
   }
@@ -278,15 +279,15 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
   finishDirections();
   if (of_rows) {
     takeWritten();
-    const Timed timed(stats_.exchange_wait_seconds);
+    const ScopedTimer timer(stats_.exchange_wait_seconds);
     endRows();
   }
   if (updatesInverses()) {
     planRows(exchange_ ? all_row_counts_ : ownRowCounts().unsqueeze(0));
   }
   {  // nothing waits for a peer after it
-    const Timed timed(stats_.precondition_seconds);
-    stats_.row_directions_ahead += directions_->write(rates, options_.kl_clip, finished);
+    const ScopedTimer timer(stats_.precondition_seconds);
+    stats_.row_directions_ahead += preconditioner_->write(rates, options_.kl_clip, finished);
   }
   if (of_rows) {
     foreseeRows(rates);
@@ -299,13 +300,13 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
 
 // Takes a step's sums into the running averages, once all ranks are known to do so.
 void KfacEngine::mergeStep(double loss_scale) {
-  const Timed timed(stats_.factor_seconds);
+  const ScopedTimer timer(stats_.factor_seconds);
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const int calls = statistics_->calls(static_cast<int>(layer));
+    const int calls = accumulator_->calls(static_cast<int>(layer));
     calls_[layer].stable = calls > 0 && calls == calls_[layer].expected;
     calls_[layer].expected = calls;
   }
-  statistics_->merge(currentDecay(), loss_scale);
+  accumulator_->merge(currentDecay(), loss_scale);
   ++stats_.factor_updates;
   profiled_ += exchanging() ? 1 : 0;
 }
@@ -340,15 +341,15 @@ void KfacEngine::endPass() {
 KfacStats KfacEngine::stats() const {
   const Lock lock(mutex_);
   KfacStats stats = stats_;
-  stats.clip = directions_->clip();
-  stats.factors_left_out = statistics_->leftOut();
+  stats.clip = preconditioner_->clip();
+  stats.factors_left_out = accumulator_->leftOut();
   if (exchange_) {
     stats.bytes = exchange_->bytes();
   }
-  std::size_t bytes = statistics_->bytes() + directions_->bytes() + (early_ ? early_->bytes() : 0);
+  std::size_t bytes = accumulator_->bytes() + preconditioner_->bytes() + (early_ ? early_->bytes() : 0);
   stats.early_directions = early_ ? early_->count() : 0;
   bytes += rows_ ? rows_->bytes() : 0;
-  bytes += inverse_travel_->bytes();
+  bytes += inverse_exchange_->bytes();
   for (const at::Tensor* buffer : {&payload_, &shares_}) {
     bytes += buffer->defined() ? buffer->nbytes() : 0;
   }

@@ -2,7 +2,7 @@
 //
 // The path of the data. A module's forward hook calls forward(layer, input, outputs), which only puts a C++ hook on the
 // node of the graph that multiplies the weight (weight_use.h). When the backward pass has called that node with a
-// gradient, both factors' sums are made right there (KfacStatistics), without Python, copies of inputs or
+// gradient, both factors' sums are made right there (FactorAccumulator), without Python, copies of inputs or
 // synchronisation. Whatever hooks have changed, the node has then been given what the weight's gradient is made of. A
 // forward pass that is never differentiated leaves no trace, and a checkpointed one is seen once. step() is called
 // after the backward pass, when .grad holds the gradient that all ranks share (DDP has averaged it). It takes the sums
@@ -13,16 +13,16 @@
 // When the sums are made. With a group, and in steps that send no factors, the hook only keeps its two tensors (up to
 // 16 MiB; what is beyond is summed at once), and the sums are made when the backward pass has ended: DDP's all-reduces
 // are on their way then, and waited for afterwards. Those of Linear layers are made for several steps together
-// (kept_samples.h).
+// (deferred_gram.h).
 //
-// When communication starts. Factors travel only in steps that make inverses (see KfacStatistics; `exchange_always`
+// When communication starts. Factors travel only in steps that make inverses (see FactorAccumulator; `exchange_always`
 // does it in all, to compare). In such a step a factor that has had as many calls as in the steps before is packed by
 // the backward hook, and a run of factors (core/kfac/kfac_plan.h) leaves as soon as its last one is packed, while the
 // backward pass goes on; runs leave in the order of the plan on every rank, the rest of them in step(). They are waited
-// for and inverted on a thread of their own (early_inverses.h), mostly while the backward pass waits for DDP's last
-// all-reduces; what it has made is used only once all ranks are known to take the step. A layer that is called once
-// more when its factors have left makes its rank ask for all to be sent again. In step() an inverse leaves as soon as
-// it is there, point to point, and a layer whose inverses are there gets its direction while later ones travel. Only
+// for and inverted on a thread of their own (background_inverses.h), mostly while the backward pass waits for DDP's
+// last all-reduces; what it has made is used only once all ranks are known to take the step. A layer that is called
+// once more when its factors have left makes its rank ask for all to be sent again. In step() an inverse leaves as soon
+// as it is there, point to point, and a layer whose inverses are there gets its direction while later ones travel. Only
 // d-kfac, the plain algorithm, waits for all each time, and has no such thread. Directions leave layer by layer as they
 // are made (small ones together), and are waited for at the end. Ranks that share a host's memory send nothing early:
 // there all factors are summed in one pass of step(), which takes less time than the threads of sockets would from the
@@ -33,8 +33,9 @@
 // or counted before that, they go on as if the step had never been.
 //
 // Directions of rows, where the measured costs say so: in steps that make no inverses, the ranks gather the rows of
-// which Linear layers' gradients are made, and make directions of those (row_directions.h, kfac_engine_rows.cpp). A
-// layer whose gradient in .grad is not that of its rows gets its direction the usual way, on every rank by itself.
+// which Linear layers' gradients are made, and make directions of those (per_sample_preconditioner.h,
+// kfac_engine_rows.cpp). A layer whose gradient in .grad is not that of its rows gets its direction the usual way, on
+// every rank by itself.
 //
 // Early directions, if asked for: in steps that make no inverses the directions of Linear layers are made in the
 // backward pass, before the ranks average gradients (early_directions.h); step() then finds the mean direction in
@@ -74,15 +75,15 @@
 #include "core/kfac/kfac_plan.h"
 #include "kfac/base/kfac_options.h"
 #include "kfac/comm/kfac_exchange.h"
-#include "kfac/factors/kfac_statistics.h"
+#include "kfac/factors/factor_accumulator.h"
 #include "kfac/factors/ready_clock.h"
-#include "kfac/inverses/early_inverses.h"
+#include "kfac/inverses/background_inverses.h"
 #include "kfac/inverses/factor_inverter.h"
-#include "kfac/inverses/inverse_travel.h"
-#include "kfac/precondition/direction_travel.h"
+#include "kfac/inverses/inverse_exchange.h"
 #include "kfac/precondition/early_directions.h"
-#include "kfac/precondition/kfac_directions.h"
-#include "kfac/precondition/row_directions.h"
+#include "kfac/precondition/gradient_exchange.h"
+#include "kfac/precondition/per_sample_preconditioner.h"
+#include "kfac/precondition/preconditioner.h"
 
 namespace torchext {
 
@@ -147,7 +148,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void setKlClip(std::optional<double> kl_clip);
 
   const std::vector<KfacLayerSpec>& layers() const { return layers_; }
-  const std::vector<FactorSlot>& slots() const { return statistics_->slots(); }
+  const std::vector<FactorLayout>& layouts() const { return accumulator_->layouts(); }
   const core::KfacPlan& plan() const { return plan_; }
   const core::KfacCosts& costs() const { return input_.costs; }
   // Whether directions of larger layers are made on the processor's matrix tiles; alike on all ranks.
@@ -158,7 +159,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   double earlySaving() const;
   KfacStats stats() const;
 
-  // Collective. One entry a slot. load() takes what any world size saved; the caller has compared names and sizes.
+  // Collective. One entry a factor. load() takes what any world size saved; the caller has compared names and sizes.
   std::vector<FactorState> state();
   void load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates);
 
@@ -167,12 +168,12 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   // there.
   using Lock = std::lock_guard<std::recursive_mutex>;
   // The lock of what a handler must not call there: it throws c10::Error then.
-  class Turn {
+  class ReentrancyGuard {
    public:
-    Turn(KfacEngine& engine, const char* call);
-    ~Turn() { engine_.inside_ = nullptr; }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
+    ReentrancyGuard(KfacEngine& engine, const char* call);
+    ~ReentrancyGuard() { engine_.inside_ = nullptr; }
+    ReentrancyGuard(const ReentrancyGuard&) = delete;
+    ReentrancyGuard& operator=(const ReentrancyGuard&) = delete;
 
    private:
     KfacEngine& engine_;
@@ -196,15 +197,15 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool exchanging() const;
   bool throughMemory() const { return exchange_ && exchange_->sharesMemory(); }
   bool overlaps() const;
-  bool followsRuns() const { return exchange_ && !queued_ && overlaps(); }
+  bool followsRuns() const { return exchange_ && !device_path_ && overlaps(); }
   std::vector<std::size_t> invertedAfter(std::size_t end);
   bool madeEarly() const;
   void waitForRun(std::size_t run);
-  bool invertsHere(std::size_t slot) const;
+  bool invertsHere(std::size_t factor_index) const;
   bool worksOn(int layer) const;
-  void prepare(std::size_t slot, double loss_scale);
+  void prepare(std::size_t factor_index, double loss_scale);
   void startRuns(bool overlapped);
-  at::Tensor sharesOf(std::size_t first_slot, std::int64_t elements) const;
+  at::Tensor sharesOf(std::size_t first_factor, std::int64_t elements) const;
   void startRest(double loss_scale);
   void sendFactors(double loss_scale);
   bool agreeOnStep(bool takes_step);
@@ -217,12 +218,12 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void replanRuns();
   void updateInverses();
   void invertRuns();
-  void invertLayer(std::size_t first_slot);
-  void invert(std::size_t slot, const at::Tensor& damping);
-  void invertQueued();
-  std::array<at::Tensor, 2> dampingOfLayer(std::size_t first_slot);
+  void invertLayer(std::size_t first_factor);
+  void invert(std::size_t factor_index, const at::Tensor& damping);
+  void invertOnDevice();
+  std::array<at::Tensor, 2> dampingOfLayer(std::size_t first_factor);
   bool tracesTravel() const;
-  at::Tensor tracesOf(std::size_t slot) const;
+  at::Tensor tracesOf(std::size_t factor_index) const;
   void takeInverses(std::size_t end);
   void finishInverses();
   void startDirections(bool early);
@@ -249,32 +250,32 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void endRows();
   at::Tensor ownRowCounts() const;
   void planRows(const at::Tensor& counts);
-  std::vector<BatchRows::Layer> chooseRowLayers(const at::Tensor& counts) const;
+  std::vector<PerSampleExchange::Layer> chooseRowLayers(const at::Tensor& counts) const;
   core::AlphaBeta costOfRows() const;
-  KfacDirections::Finished finishEarly(const std::vector<double>& rates, double loss_scale);
+  Preconditioner::Finished finishEarly(const std::vector<double>& rates, double loss_scale);
   void endPass();
 
   std::vector<KfacLayerSpec> layers_;
   KfacOptions options_;
   at::Device device_;
-  bool queued_;                             // all work is queued: an accelerator's path
+  bool device_path_;                        // all work is queued: an accelerator's path
   std::unique_ptr<KfacExchange> exchange_;  // null: one rank
   int rank_ = 0;
   int ranks_ = 1;
-  std::shared_ptr<KfacStatistics> statistics_;
+  std::shared_ptr<FactorAccumulator> accumulator_;
   FactorInverter inverter_;
   bool tiles_ = false;
   core::KfacPlanInput input_;
   core::KfacPlan plan_;
-  std::unique_ptr<KfacDirections> directions_;
+  std::unique_ptr<Preconditioner> preconditioner_;
   std::unique_ptr<EarlyDirections> early_;  // null: not asked for
   struct Watched {
     at::Tensor parameter;
     unsigned place = 0;  // of our hook
   };
   std::vector<Watched> watched_;
-  std::unique_ptr<RowDirections> rows_;  // null: of no layer
-  bool rows_void_ = false;               // their directions in this step are made with other inverses
+  std::unique_ptr<PerSamplePreconditioner> rows_;  // null: of no layer
+  bool rows_void_ = false;                         // their directions in this step are made with other inverses
   static constexpr std::int64_t kNoRows = -1;
   struct RowCount {
     std::int64_t seen = 0;  // rows of this rank, in a step that makes inverses
@@ -285,24 +286,25 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   // Of directions of rows in this step, 0 for other ones: the factor, and <V, dW>.
   std::vector<double> row_factors_;
   std::vector<double> row_products_;
-  std::optional<RowDirections::Scaling> row_scaling_;  // of the last step in which all directions were of rows
-  at::Tensor all_row_counts_;                          // [ranks, layers], as of the last step that sent factors
-  std::unique_ptr<DirectionTravel> direction_travel_;
+  // Of the last step in which all directions were of rows.
+  std::optional<PerSamplePreconditioner::Scaling> row_scaling_;
+  at::Tensor all_row_counts_;  // [ranks, layers], as of the last step that sent factors
+  std::unique_ptr<GradientExchange> gradient_exchange_;
   std::vector<bool> made_;               // [layer] its direction, in this step, here
-  std::vector<FactorInverse> inverses_;  // [slot]
+  std::vector<FactorInverse> inverses_;  // [factor]
 
   at::Tensor payload_;                     // what is summed over ranks, laid out as the running averages
-  std::vector<bool> prepared_;             // [slot] packed for this step's exchange
+  std::vector<bool> prepared_;             // [factor] packed for this step's exchange
   std::size_t started_ = 0;                // runs that have left
-  std::vector<KfacExchange::Sum> sums_;    // [run] none where early_inverses_ has them
-  std::size_t followed_ = 0;               // slots whose inversion has been asked for
+  std::vector<KfacExchange::Sum> sums_;    // [run] none where background_inverses_ has them
+  std::size_t followed_ = 0;               // factors whose inversion has been asked for
   double followed_damping_ = 0;            // with which they are inverted
   at::Tensor shares_;                      // of other ranks, in factors that this one adds up
-  std::vector<std::int64_t> share_place_;  // [slot] in those of one rank, -1: added up elsewhere or by the group
+  std::vector<std::int64_t> share_place_;  // [factor] in those of one rank, -1: added up elsewhere or by the group
   at::Tensor traces_;                      // of all factors, summed over ranks, where tracesTravel()
   KfacExchange::Sum traces_sum_;
-  std::unique_ptr<InverseTravel> inverse_travel_;
-  std::size_t taken_ = 0;  // slots whose inverses are here, in this update
+  std::unique_ptr<InverseExchange> inverse_exchange_;
+  std::size_t taken_ = 0;  // factors whose inverses are here, in this update
 
   struct Calls {
     int expected = -1;
@@ -318,7 +320,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   std::vector<Deferred> deferred_;
   std::size_t deferred_bytes_ = 0;
   int calling_pass_ = -1;              // the backward pass whose end is waited for
-  ReadyClock ready_;                   // by slot, in steps that send factors
+  ReadyClock ready_;                   // by factor, in steps that send factors
   int profiled_ = 0;                   // such steps
   std::optional<c10::Stream> stream_;  // of the first hook of a step, on an accelerator
   bool several_streams_ = false;       // later ones of the step ran on others, too
@@ -327,8 +329,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool stale_ = false;          // a factor was packed before all of its step was known
   KfacStats stats_;
   mutable std::recursive_mutex mutex_;
-  const char* inside_ = nullptr;                   // the call whose turn it is
-  std::unique_ptr<EarlyInverses> early_inverses_;  // made when first needed
+  const char* inside_ = nullptr;                             // the call whose turn it is
+  std::unique_ptr<BackgroundInverses> background_inverses_;  // made when first needed
 };
 
 }  // namespace torchext

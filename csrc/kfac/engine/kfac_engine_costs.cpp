@@ -5,7 +5,7 @@
 #include <cmath>
 #include <set>
 
-#include "kfac/base/timed.h"
+#include "kfac/base/scoped_timer.h"
 #include "kfac/engine/kfac_engine.h"
 #include "kfac/inverses/factor_batch.h"
 #include "kfac/linalg/matrix_product.h"
@@ -14,7 +14,7 @@
 namespace torchext {
 namespace {
 
-// As directions are made (kfac_directions_cpu.cpp).
+// As directions are made (preconditioner_cpu.cpp).
 template <class T>
 void multiplySquares(const at::Tensor& square, at::Tensor& result) {
   const std::int64_t size = square.size(0);
@@ -37,9 +37,10 @@ at::Tensor exampleFactor(std::int64_t dim, InverseForm form, const at::Generator
 
 // Replicas stay equal only where all ranks round alike.
 bool KfacEngine::allHaveTiles() const {
-  const bool here = options_.precision == DirectionPrecision::kHigh && !queued_ && statistics_->type() == at::kFloat &&
+  const bool here = options_.precision == DirectionPrecision::kHigh && !device_path_ &&
+                    accumulator_->type() == at::kFloat &&
                     std::any_of(layers_.begin(), layers_.end(),
-                                [&](const auto& spec) { return KfacDirections::usesTiles(spec, options_.form); }) &&
+                                [&](const auto& spec) { return Preconditioner::usesTiles(spec, options_.form); }) &&
                     TiledDirection::available();
   return exchange_ ? exchange_->mean(here ? 1 : 0) > 1 - 0.5 / ranks_ : here;
 }
@@ -50,9 +51,9 @@ void KfacEngine::measureCosts() {
   constexpr int kRepeats = 3;
   constexpr double kEnough = 1e-3;  // seconds for one size: the script waits, and what takes longer varies less
   std::set<std::int64_t> dims{16, 64};
-  for (const FactorSlot& slot : statistics_->slots()) {
-    if (!slot.diagonal) {
-      dims.insert(std::min(slot.dim, kLargest));
+  for (const FactorLayout& layout : accumulator_->layouts()) {
+    if (!layout.diagonal) {
+      dims.insert(std::min(layout.dim, kLargest));
     }
   }
   while (dims.size() > 3) {
@@ -65,11 +66,11 @@ void KfacEngine::measureCosts() {
   std::vector<double> seconds;
   at::Generator generator = at::detail::createCPUGenerator(/*seed_val=*/1);  // the script's numbers stay its own
   for (const std::int64_t dim : dims) {
-    const at::Tensor batch = exampleFactor(dim, options_.form, generator).to(statistics_->options()).unsqueeze(0);
+    const at::Tensor batch = exampleFactor(dim, options_.form, generator).to(accumulator_->options()).unsqueeze(0);
     const at::Tensor damping = at::full({1}, 0.1, batch.options());
-    const FactorSlot slot{.dim = dim, .size = dim * (dim + 1) / 2};
-    const at::Tensor packed = at::empty({slot.size}, batch.options());
-    statistics_->pack(batch, slot, packed);
+    const FactorLayout layout{.dim = dim, .size = dim * (dim + 1) / 2};
+    const at::Tensor packed = at::empty({layout.size}, batch.options());
+    accumulator_->pack(batch, layout, packed);
     InverseFailures ignored;
     double spent = 0;
     int repeats = 0;
@@ -79,7 +80,7 @@ void KfacEngine::measureCosts() {
     for (; repeats < kRepeats && spent < kEnough; ++repeats) {
       waitForDevice(device_);
       const double start = monotonicSeconds();
-      if (queued_) {
+      if (device_path_) {
         invertFactors({FactorToInvert{batch, damping}}, options_.form, ignored);
       } else if (options_.form == InverseForm::kInverse) {
         invertFactor(packed, dim, /*divisor=*/1, damping, ignored);
@@ -106,8 +107,8 @@ void KfacEngine::measureCosts() {
     } else {
       std::vector<core::CommSample> all_reduce;
       std::vector<core::CommSample> broadcast;
-      const auto width = c10::elementSize(statistics_->type());
-      exchange_->measure(device_, static_cast<std::size_t>(statistics_->elements()) * width, all_reduce, broadcast);
+      const auto width = c10::elementSize(accumulator_->type());
+      exchange_->measure(device_, static_cast<std::size_t>(accumulator_->elements()) * width, all_reduce, broadcast);
       input_.costs.all_reduce = core::fitAlphaBeta(all_reduce);
       input_.costs.broadcast = core::fitAlphaBeta(broadcast);
     }
@@ -121,7 +122,7 @@ void KfacEngine::measureCosts() {
   double on_tiles = 0;
   double by_blas = 0;
   for (const KfacLayerSpec& spec : layers_) {
-    const bool tiled = tiles_ && KfacDirections::usesTiles(spec, options_.form);
+    const bool tiled = tiles_ && Preconditioner::usesTiles(spec, options_.form);
     double& product = tiled ? on_tiles : by_blas;
     product = product > 0 ? product : secondsOfProduct(tiled);
     const auto out = static_cast<double>(spec.outputs());
@@ -137,7 +138,7 @@ void KfacEngine::measureCosts() {
 double KfacEngine::secondsOfProduct(bool tiles) {
   constexpr std::int64_t kSize = 192;
   constexpr double kWindow = 0.005;  // seconds
-  const at::Tensor square = at::ones({kSize, kSize}, statistics_->options());
+  const at::Tensor square = at::ones({kSize, kSize}, accumulator_->options());
   at::Tensor result = at::empty_like(square);
   TiledDirection direction;
   TiledDirection::Work work;
@@ -148,9 +149,9 @@ double KfacEngine::secondsOfProduct(bool tiles) {
     if (tiles) {  // two products
       direction.compute({square.const_data_ptr<float>(), nullptr, kSize},
                         {result.mutable_data_ptr<float>(), nullptr, kSize}, work);
-    } else if (queued_) {
+    } else if (device_path_) {
       at::mm_out(result, square, square);
-    } else if (statistics_->type() == at::kDouble) {
+    } else if (accumulator_->type() == at::kDouble) {
       multiplySquares<double>(square, result);
     } else {
       multiplySquares<float>(square, result);

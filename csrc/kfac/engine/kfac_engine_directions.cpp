@@ -1,6 +1,6 @@
-// How a step's directions are made (and sent: direction_travel.h).
+// How a step's directions are made (and sent: gradient_exchange.h).
 #include "core/base/check.h"
-#include "kfac/base/timed.h"
+#include "kfac/base/scoped_timer.h"
 #include "kfac/engine/kfac_engine.h"
 
 namespace torchext {
@@ -10,8 +10,8 @@ void KfacEngine::startDirections(bool early) {
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
     made_[layer] = early && isEarly(static_cast<int>(layer));
   }
-  const Timed timed(stats_.distribute_seconds);
-  direction_travel_->begin(/*with_those_at_home=*/!early && !rowsReplaceShares());
+  const ScopedTimer timer(stats_.distribute_seconds);
+  gradient_exchange_->begin(/*with_those_at_home=*/!early && !rowsReplaceShares());
 }
 
 // This rank's part of a layer's direction, unless it is made; sends what that completes.
@@ -21,13 +21,13 @@ void KfacEngine::makeDirection(int layer) {
   }
   made_[core::index(layer)] = true;
   if (worksOn(layer) && !takeRows(layer)) {
-    const Timed timed(stats_.precondition_seconds);
+    const ScopedTimer timer(stats_.precondition_seconds);
     const std::size_t outputs = 2 * (layers_.size() - 1 - core::index(layer));
     const auto make = [&](int part) {
-      directions_->precondition(layer, part, inverses_[outputs + 1], inverses_[outputs], options_.form,
-                                options_.damping);
+      preconditioner_->precondition(layer, part, inverses_[outputs + 1], inverses_[outputs], options_.form,
+                                    options_.damping);
     };
-    const int parts = directions_->parts(layer);
+    const int parts = preconditioner_->parts(layer);
     if (parts > 1 && takesRows(layer) && rowsReplaceShares()) {  // refused: each rank makes all of it, and sends none
       for (int part = 0; part < parts; ++part) {
         make(part);
@@ -36,20 +36,20 @@ void KfacEngine::makeDirection(int layer) {
       make(parts > 1 ? rank_ : 0);
     }
   }
-  const Timed timed(stats_.distribute_seconds);
-  direction_travel_->made(layer);
+  const ScopedTimer timer(stats_.distribute_seconds);
+  gradient_exchange_->made(layer);
 }
 
 // Makes the rest, first what others wait for, and returns when all directions are here.
 void KfacEngine::finishDirections() {
-  for (const int layer : direction_travel_->awaited()) {
+  for (const int layer : gradient_exchange_->awaited()) {
     makeDirection(layer);
   }
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
     makeDirection(layer);
   }
-  const Timed timed(stats_.distribute_seconds);
-  direction_travel_->finish();
+  const ScopedTimer timer(stats_.distribute_seconds);
+  gradient_exchange_->finish();
 }
 
 }  // namespace torchext

@@ -6,8 +6,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "core/base/check.h"
-#include "kfac/base/plain_mode.h"
-#include "kfac/base/timed.h"
+#include "kfac/base/engine_guards.h"
+#include "kfac/base/scoped_timer.h"
 #include "kfac/comm/kfac_tags.h"
 #include "kfac/engine/kfac_engine.h"
 
@@ -90,21 +90,21 @@ at::Tensor KfacEngine::atGradient(int layer, bool is_bias, const at::Tensor& gra
     return gradient;
   }
   const bool graph = at::GradMode::is_enabled();
-  const PlainMode plain;
-  const Turn turn(*this, "backward");
+  const EngineGuards guards;
+  const ReentrancyGuard guard(*this, "backward");
   if (!inEarlyStep()) {
     return gradient;
   }
   TORCH_CHECK_VALUE(!graph,
                     "torchext.optim: backward(create_graph=True) in a step whose directions are made inside of "
                     "it, which have no graph; leave early_directions out");
-  const Timed timed(stats_.precondition_seconds);
+  const ScopedTimer timer(stats_.precondition_seconds);
   const std::size_t outputs = 2 * (layers_.size() - 1 - core::index(layer));
   const int pass = torch::autograd::get_current_graph_task_id();
   const FactorInverse& of_inputs = inverses_[outputs + 1];
   const FactorInverse& of_outputs = inverses_[outputs];
   return is_bias ? early_->ofBias(layer, gradient, of_inputs, of_outputs, pass)
-                 : early_->ofWeight(layer, gradient, of_inputs, of_outputs, directions_->tiles(layer), pass);
+                 : early_->ofWeight(layer, gradient, of_inputs, of_outputs, preconditioner_->tiles(layer), pass);
 }
 
 // In a step that is left out because something in it was not a number: was it made so on purpose (early_directions.h)?
@@ -127,21 +127,21 @@ void KfacEngine::refuseMisuse() {
 }
 
 // Of the layers whose .grad holds the mean direction already: what the KL clip needs, the mean over ranks of <V, dW>.
-KfacDirections::Finished KfacEngine::finishEarly(const std::vector<double>& rates, double loss_scale) {
-  KfacDirections::Finished finished;
+Preconditioner::Finished KfacEngine::finishEarly(const std::vector<double>& rates, double loss_scale) {
+  Preconditioner::Finished finished;
   finished.layers.resize(layers_.size());
   bool asked = false;
   bool seen = false;
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
     finished.layers[core::index(layer)] = isEarly(layer);
-    asked = asked || (isEarly(layer) && directions_->active(layer));
+    asked = asked || (isEarly(layer) && preconditioner_->active(layer));
     seen = seen || early_->made(layer);
   }
   // On an accelerator nothing may wait for the device: the sum stays there, and whether gradients were seen does not
   // depend on it.
   at::Tensor own = early_->product(rates).div_(loss_scale).reshape({1});
   at::Tensor seen_by = at::full({1}, seen ? 1.0 : 0.0, at::kDouble);
-  if (queued_) {
+  if (device_path_) {
     seen_by = ofAllRanks(seen_by, kfac_tags::kEarly);
     if (exchange_) {
       exchange_->allReduce(own).wait();

@@ -1,6 +1,6 @@
 // What KfacEngine does in steps that update inverses.
 #include "core/base/check.h"
-#include "kfac/base/timed.h"
+#include "kfac/base/scoped_timer.h"
 #include "kfac/engine/kfac_engine.h"
 #include "kfac/inverses/factor_batch.h"
 
@@ -8,15 +8,15 @@ namespace torchext {
 
 namespace {
 
-// Inverses of the last so many slots are left the time to come while this rank makes its own of later ones, for which
+// Inverses of the last so many factors are left the time to come while this rank makes its own of later ones, for which
 // others wait. Eight layers 1024 wide over four hosts (kfac_network.py), milliseconds a step: 1223 with 2,
 // 1233 with 4, 1209 with 8, 1228 with 12, all within what runs vary by; making none before the last run, 1349.
 constexpr std::size_t kOnTheirWay = 8;
 
 }  // namespace
 
-bool KfacEngine::invertsHere(std::size_t slot) const {
-  return plan_.factors[slot].everyone_inverts || plan_.factors[slot].owner == rank_;
+bool KfacEngine::invertsHere(std::size_t factor_index) const {
+  return plan_.factors[factor_index].everyone_inverts || plan_.factors[factor_index].owner == rank_;
 }
 
 bool KfacEngine::worksOn(int layer) const {
@@ -39,126 +39,127 @@ bool KfacEngine::tracesTravel() const {
 }
 
 // Of the mean of a factor whose run has come.
-at::Tensor KfacEngine::tracesOf(std::size_t slot) const {
-  const auto& slots = statistics_->slots();
+at::Tensor KfacEngine::tracesOf(std::size_t factor_index) const {
+  const auto& layouts = accumulator_->layouts();
   if (!traces_.defined()) {
-    return inverter_.traces(slot);
+    return inverter_.traces(factor_index);
   }
   std::int64_t offset = 0;
-  for (std::size_t i = 0; i < slot; ++i) {
-    offset += slots[i].count;
+  for (std::size_t i = 0; i < factor_index; ++i) {
+    offset += layouts[i].count;
   }
-  return traces_.narrow(0, offset, slots[slot].count) / ranks_;
+  return traces_.narrow(0, offset, layouts[factor_index].count) / ranks_;
 }
 
-// The inversions that the arrival of a run makes possible, as far as they need no more than factors. end: of its slots.
+// The inversions that the arrival of a run makes possible, as far as they need no more than factors. end: of its
+// factors.
 std::vector<std::size_t> KfacEngine::invertedAfter(std::size_t end) {
-  std::vector<std::size_t> slots;
+  std::vector<std::size_t> factor_indices;
   const bool used = updatesInverses() && !tracesTravel();
   for (; followed_ + 1 < end; followed_ += 2) {
-    for (const std::size_t slot : {followed_, followed_ + 1}) {
-      if (used && invertsHere(slot)) {
-        slots.push_back(slot);
+    for (const std::size_t factor_index : {followed_, followed_ + 1}) {
+      if (used && invertsHere(factor_index)) {
+        factor_indices.push_back(factor_index);
       }
     }
   }
-  return slots;
+  return factor_indices;
 }
 
 // Whether they were asked for, and with the damping that is in force now.
 bool KfacEngine::madeEarly() const { return followsRuns() && !tracesTravel() && followed_damping_ == options_.damping; }
 
-void KfacEngine::invert(std::size_t slot, const at::Tensor& damping) {
-  FactorInverse inverse =
-      madeEarly() ? early_inverses_->collect(slot, stats_.failures) : inverter_.invert(slot, damping, stats_.failures);
+void KfacEngine::invert(std::size_t factor_index, const at::Tensor& damping) {
+  FactorInverse inverse = madeEarly() ? background_inverses_->collect(factor_index, stats_.failures)
+                                      : inverter_.invert(factor_index, damping, stats_.failures);
   if (inverse.defined()) {
-    inverses_[slot] = std::move(inverse);
+    inverses_[factor_index] = std::move(inverse);
   }
 }
 
 // The two factors of a layer, as far as this rank inverts them.
-void KfacEngine::invertLayer(std::size_t first_slot) {
-  if (!invertsHere(first_slot) && !invertsHere(first_slot + 1)) {
+void KfacEngine::invertLayer(std::size_t first_factor) {
+  if (!invertsHere(first_factor) && !invertsHere(first_factor + 1)) {
     return;
   }
-  const auto damping = madeEarly() ? std::array<at::Tensor, 2>() : dampingOfLayer(first_slot);
+  const auto damping = madeEarly() ? std::array<at::Tensor, 2>() : dampingOfLayer(first_factor);
   for (const std::size_t side : {0, 1}) {
-    const std::size_t slot = first_slot + side;
-    if (invertsHere(slot)) {
+    const std::size_t factor_index = first_factor + side;
+    if (invertsHere(factor_index)) {
       {
-        const Timed timed(stats_.invert_seconds);
-        invert(slot, damping.at(side));
+        const ScopedTimer timer(stats_.invert_seconds);
+        invert(factor_index, damping.at(side));
       }
-      const Timed timed(stats_.distribute_seconds);
-      inverse_travel_->send(slot, inverses_[slot]);
+      const ScopedTimer timer(stats_.distribute_seconds);
+      inverse_exchange_->send(factor_index, inverses_[factor_index]);
     }
   }
   // Where nobody else needs the inverses, others wait for what is made of them.
-  const int layer = statistics_->slots()[first_slot].layer;
+  const int layer = accumulator_->layouts()[first_factor].layer;
   if (overlaps() && plan_.workers[core::index(layer)] == 1) {
     makeDirection(layer);
   }
 }
 
 // Of the two factors of a layer, each [count]; undefined where it belongs to the product (kEigen).
-std::array<at::Tensor, 2> KfacEngine::dampingOfLayer(std::size_t first_slot) {
+std::array<at::Tensor, 2> KfacEngine::dampingOfLayer(std::size_t first_factor) {
   if (options_.form == InverseForm::kEigen) {
     return {};
   }
   traces_sum_.wait();
-  return inverter_.dampings(first_slot, {tracesOf(first_slot), tracesOf(first_slot + 1)}, options_.damping);
+  return inverter_.dampings(first_factor, {tracesOf(first_factor), tracesOf(first_factor + 1)}, options_.damping);
 }
 
 // All at once, in batches.
-void KfacEngine::invertQueued() {
+void KfacEngine::invertOnDevice() {
   {
-    const Timed timed(stats_.exchange_wait_seconds);
+    const ScopedTimer timer(stats_.exchange_wait_seconds);
     waitForRuns();
   }
-  const Timed timed(stats_.invert_seconds);
-  const auto& slots = statistics_->slots();
+  const ScopedTimer timer(stats_.invert_seconds);
+  const auto& layouts = accumulator_->layouts();
   std::vector<FactorToInvert> factors;
-  std::vector<std::size_t> slot_of;
-  for (std::size_t first = 0; first < slots.size(); first += 2) {
+  std::vector<std::size_t> index_of;
+  for (std::size_t first = 0; first < layouts.size(); first += 2) {
     if (!invertsHere(first) && !invertsHere(first + 1)) {
       continue;
     }
     const auto damping = dampingOfLayer(first);
     for (const std::size_t side : {0, 1}) {
-      const std::size_t slot = first + side;
-      if (!invertsHere(slot)) {
+      const std::size_t factor_index = first + side;
+      if (!invertsHere(factor_index)) {
         continue;
       }
-      if (slots[slot].diagonal) {
-        inverses_[slot] = inverter_.invertDiagonal(slot, damping.at(side));
+      if (layouts[factor_index].diagonal) {
+        inverses_[factor_index] = inverter_.invertDiagonal(factor_index, damping.at(side));
       } else {
-        const at::Tensor factor = statistics_->unpacked(inverter_.mean(slot), slots[slot]);
-        factors.push_back({factor, damping.at(side), plan_.factors[slot].everyone_inverts});
-        slot_of.push_back(slot);
+        const at::Tensor factor = accumulator_->unpacked(inverter_.mean(factor_index), layouts[factor_index]);
+        factors.push_back({factor, damping.at(side), plan_.factors[factor_index].everyone_inverts});
+        index_of.push_back(factor_index);
       }
     }
   }
   std::vector<FactorInverse> made = invertFactors(factors, options_.form, stats_.failures);
   for (std::size_t i = 0; i < made.size(); ++i) {
     if (made[i].defined()) {
-      inverses_[slot_of[i]] = std::move(made[i]);
+      inverses_[index_of[i]] = std::move(made[i]);
     }
   }
 }
 
 // Waits for runs and inverts what has come: first those that have a factor of a layer that this rank inverts.
 void KfacEngine::invertRuns() {
-  const std::size_t slots = statistics_->slots().size();
+  const std::size_t factor_count = accumulator_->layouts().size();
   std::size_t next = 0;
   std::size_t begin = 0;
   for (std::size_t run = 0; run < started_; ++run) {
     const std::size_t end = core::index(plan_.fusion_ends[run]);
     bool needed = false;
-    for (std::size_t slot = begin; slot < end; ++slot) {
-      needed = needed || invertsHere(slot) || invertsHere(slot ^ 1U);
+    for (std::size_t factor_index = begin; factor_index < end; ++factor_index) {
+      needed = needed || invertsHere(factor_index) || invertsHere(factor_index ^ 1U);
     }
     if (needed) {
-      const Timed timed(stats_.exchange_wait_seconds);
+      const ScopedTimer timer(stats_.exchange_wait_seconds);
       waitForRun(run);
     }
     for (; overlaps() && next + 1 < end; next += 2) {
@@ -169,22 +170,22 @@ void KfacEngine::invertRuns() {
     }
     begin = end;
   }
-  for (; next < slots; next += 2) {
+  for (; next < factor_count; next += 2) {
     invertLayer(next);
   }
-  const Timed timed(stats_.exchange_wait_seconds);
+  const ScopedTimer timer(stats_.exchange_wait_seconds);
   waitForRuns();
 }
 
-// Waits for other ranks' inverses up to slot `end`, and makes the directions for which they come.
+// Waits for other ranks' inverses up to factor `end`, and makes the directions for which they come.
 void KfacEngine::takeInverses(std::size_t end) {
   for (; taken_ < end; ++taken_) {
     {
-      const Timed timed(stats_.distribute_seconds);
-      inverse_travel_->take(taken_, inverses_[taken_]);
+      const ScopedTimer timer(stats_.distribute_seconds);
+      inverse_exchange_->take(taken_, inverses_[taken_]);
     }
     if (overlaps() && taken_ % 2 == 1) {
-      makeDirection(statistics_->slots()[taken_].layer);
+      makeDirection(accumulator_->layouts()[taken_].layer);
     }
   }
 }
@@ -192,25 +193,25 @@ void KfacEngine::takeInverses(std::size_t end) {
 // The rest of them.
 void KfacEngine::finishInverses() {
   if (throughMemory()) {
-    const Timed timed(stats_.distribute_seconds);
-    inverse_travel_->gather();
+    const ScopedTimer timer(stats_.distribute_seconds);
+    inverse_exchange_->gather();
   }
   takeInverses(inverses_.size());
-  const Timed timed(stats_.distribute_seconds);
-  inverse_travel_->finish();
+  const ScopedTimer timer(stats_.distribute_seconds);
+  inverse_exchange_->finish();
 }
 
 void KfacEngine::updateInverses() {
   if (!updatesInverses()) {  // sent for nothing: exchange_always
-    const Timed timed(stats_.exchange_wait_seconds);
+    const ScopedTimer timer(stats_.exchange_wait_seconds);
     waitForRuns();
     endRuns();
     return;
   }
   if (exchange_ && tracesTravel()) {
     std::vector<at::Tensor> own;
-    for (const FactorSlot& slot : statistics_->slots()) {
-      own.push_back(statistics_->traces(statistics_->slice(statistics_->running(), slot), slot));
+    for (const FactorLayout& layout : accumulator_->layouts()) {
+      own.push_back(accumulator_->traces(accumulator_->slice(accumulator_->running(), layout), layout));
     }
     traces_ = at::cat(own);
     if (throughMemory()) {
@@ -219,14 +220,14 @@ void KfacEngine::updateInverses() {
       traces_sum_ = exchange_->allReduce(traces_);
     }
   }
-  if (queued_) {
-    invertQueued();
+  if (device_path_) {
+    invertOnDevice();
     endRuns();
-    const Timed timed(stats_.distribute_seconds);
-    inverse_travel_->exchange(inverses_);
+    const ScopedTimer timer(stats_.distribute_seconds);
+    inverse_exchange_->exchange(inverses_);
   } else {
     taken_ = 0;
-    inverse_travel_->expect();
+    inverse_exchange_->expect();
     invertRuns();
     endRuns();
     finishInverses();

@@ -45,20 +45,20 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
     : layers_(std::move(layers)),
       options_((options.validate(), std::move(options))),
       device_(deviceOf(layers_)),
-      queued_(options_.queued || !device_.is_cpu()),
+      device_path_(options_.queued || !device_.is_cpu()),
       exchange_(group && group->getSize() > 1 ? std::make_unique<KfacExchange>(group, std::move(model)) : nullptr),
       rank_(exchange_ ? exchange_->rank() : 0),
       ranks_(exchange_ ? exchange_->size() : 1),
-      statistics_(
-          queued_ ? makeQueuedStatistics(layers_, at::TensorOptions(typeOf(layers_)).device(device_), options_.scaling)
-                  : makeCpuStatistics(layers_, typeOf(layers_), options_.scaling)),
+      accumulator_(device_path_ ? makeAtenAccumulator(layers_, at::TensorOptions(typeOf(layers_)).device(device_),
+                                                      options_.scaling)
+                                : makeCpuAccumulator(layers_, typeOf(layers_), options_.scaling)),
       row_counts_(layers_.size()),
       row_factors_(layers_.size(), 0),
       row_products_(layers_.size(), 0),
-      inverses_(statistics_->slots().size()),
-      prepared_(statistics_->slots().size(), false),
+      inverses_(accumulator_->layouts().size()),
+      prepared_(accumulator_->layouts().size(), false),
       calls_(layers_.size()),
-      ready_(device_, statistics_->slots().size()) {
+      ready_(device_, accumulator_->layouts().size()) {
   if (exchange_) {
     exchange_->agree({
         {"layers", describeLayers(layers_)},
@@ -81,12 +81,12 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
         {"shared_memory", options_.shared_memory},
         {"the type of the device", c10::DeviceTypeName(device_.type(), /*lower_case=*/true)},
     });
-    if (options_.shared_memory && !queued_) {
+    if (options_.shared_memory && !device_path_) {
       exchange_->shareMemory();
     }
   }
   if (options_.early_directions) {
-    early_ = std::make_unique<EarlyDirections>(layers_, statistics_->options());
+    early_ = std::make_unique<EarlyDirections>(layers_, accumulator_->options());
   }
   tiles_ = allHaveTiles();
   measureCosts();
@@ -94,12 +94,12 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
 }
 
 void KfacEngine::makePlan() {
-  const auto& slots = statistics_->slots();
-  const auto width = c10::elementSize(statistics_->type());
-  for (const FactorSlot& slot : slots) {
-    input_.tasks.push_back({slot.layer, static_cast<std::size_t>(slot.dim), static_cast<std::size_t>(slot.count),
-                            static_cast<std::size_t>(slot.size) * width,
-                            static_cast<std::size_t>(inverseElements(slot, options_.form)) * width, slot.diagonal});
+  const auto& layouts = accumulator_->layouts();
+  const auto width = c10::elementSize(accumulator_->type());
+  for (const FactorLayout& layout : layouts) {
+    input_.tasks.push_back({layout.layer, static_cast<std::size_t>(layout.dim), static_cast<std::size_t>(layout.count),
+                            static_cast<std::size_t>(layout.size) * width,
+                            static_cast<std::size_t>(inverseElements(layout, options_.form)) * width, layout.diagonal});
   }
   for (const KfacLayerSpec& spec : layers_) {
     input_.gradient_bytes.push_back(static_cast<std::size_t>(spec.groups * spec.outputs() * spec.inputDim()) * width);
@@ -131,41 +131,42 @@ void KfacEngine::makePlan() {
   std::vector<int> parts(layers_.size(), 1);
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
     if (plan_.split_directions && plan_.workers[layer] == ranks_ &&
-        KfacDirections::splits(layers_[layer], options_.form)) {
+        Preconditioner::splits(layers_[layer], options_.form)) {
       parts[layer] = ranks_;
     }
   }
-  KfacDirections::Layout layout{std::move(order), std::move(parts), tiles_};
-  directions_ = queued_ ? makeQueuedDirections(layers_, statistics_->options(), std::move(layout))
-                        : makeCpuDirections(layers_, statistics_->type(), std::move(layout));
+  Preconditioner::Layout layout{std::move(order), std::move(parts), tiles_};
+  preconditioner_ = device_path_ ? makeAtenPreconditioner(layers_, accumulator_->options(), std::move(layout))
+                                 : makeCpuPreconditioner(layers_, accumulator_->type(), std::move(layout));
   std::vector<bool> at_home;
   at_home.reserve(layers_.size());
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
     at_home.push_back(isEarly(layer) || mayTakeRows(layer));
   }
   made_.assign(layers_.size(), false);
-  direction_travel_ = std::make_unique<DirectionTravel>(plan_, *directions_, at_home, exchange_.get(), queued_);
-  inverse_travel_ = std::make_unique<InverseTravel>(plan_, *statistics_, options_.form, exchange_.get());
+  gradient_exchange_ =
+      std::make_unique<GradientExchange>(plan_, *preconditioner_, at_home, exchange_.get(), device_path_);
+  inverse_exchange_ = std::make_unique<InverseExchange>(plan_, *accumulator_, options_.form, exchange_.get());
   if (exchange_) {
-    payload_ = at::empty({statistics_->elements()}, statistics_->options());
+    payload_ = at::empty({accumulator_->elements()}, accumulator_->options());
   }
-  inverter_ = {statistics_, exchange_ ? payload_ : statistics_->running(), {}, options_.form, queued_};
+  inverter_ = {accumulator_, exchange_ ? payload_ : accumulator_->running(), {}, options_.form, device_path_};
   for (const core::FactorPlan& factor : plan_.factors) {
     const bool summed = exchange_ && factor.exchange != core::FactorExchange::kOwnersOwn;
     inverter_.divisors.push_back(summed ? ranks_ : 1);
   }
-  share_place_.assign(slots.size(), -1);
+  share_place_.assign(layouts.size(), -1);
   const bool added_here = device_.is_cpu() && !throughMemory();
   std::int64_t owned = 0;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
     const core::FactorPlan& factor = plan_.factors[i];
     if (added_here && factor.exchange == core::FactorExchange::kReduceToOwner && factor.owner == rank_) {
       share_place_[i] = owned;
-      owned += slots[i].size;
+      owned += layouts[i].size;
     }
   }
   if (owned > 0) {
-    shares_ = at::empty({owned * (ranks_ - 1)}, statistics_->options());
+    shares_ = at::empty({owned * (ranks_ - 1)}, accumulator_->options());
   }
 }
 

@@ -1,11 +1,11 @@
-// Directions of Linear layers that are made of the rows of all ranks' batches (row_directions.h), in all steps but
-// those that make inverses. In those every rank says how many rows its layers have had, and all choose alike for the
-// steps to come.
+// Directions of Linear layers that are made of the rows of all ranks' batches (per_sample_preconditioner.h), in all
+// steps but those that make inverses. In those every rank says how many rows its layers have had, and all choose alike
+// for the steps to come.
 #include <algorithm>
 
 #include "core/base/check.h"
-#include "core/kfac/kfac_rows.h"
-#include "kfac/base/timed.h"
+#include "core/kfac/per_sample_choice.h"
+#include "kfac/base/scoped_timer.h"
 #include "kfac/comm/kfac_tags.h"
 #include "kfac/engine/kfac_engine.h"
 #include "kfac/precondition/kl_clip.h"
@@ -19,7 +19,8 @@ constexpr std::int64_t kTries = 8;
 constexpr std::size_t kMostBytes = std::size_t{256} << 20;
 
 // Whether what is there has enough places for `layers`, and not many more. Alike on all ranks.
-bool hasPlaces(const std::vector<BatchRows::Layer>& there, const std::vector<BatchRows::Layer>& layers) {
+bool hasPlaces(const std::vector<PerSampleExchange::Layer>& there,
+               const std::vector<PerSampleExchange::Layer>& layers) {
   return std::equal(there.begin(), there.end(), layers.begin(), layers.end(), [](const auto& old, const auto& now) {
     return old.number == now.number && old.places >= now.places && old.places <= 2 * now.places;
   });
@@ -29,7 +30,7 @@ bool hasPlaces(const std::vector<BatchRows::Layer>& there, const std::vector<Bat
 
 // Under a plan by which all ranks have its inverses.
 bool KfacEngine::suitsRows(int layer) const {
-  return options_.gather_rows.value_or(true) && !early_ && !queued_ && options_.form == InverseForm::kInverse &&
+  return options_.gather_rows.value_or(true) && !early_ && !device_path_ && options_.form == InverseForm::kInverse &&
          options_.inverse_update_steps > 1 && layers_[core::index(layer)].kind == KfacLayerSpec::Kind::kLinear;
 }
 
@@ -45,7 +46,7 @@ bool KfacEngine::takesRows(int layer) const { return rows_ && !updatesInverses()
 bool KfacEngine::rowsReplaceShares() const {
   bool any = false;
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
-    if (mayTakeRows(layer) && directions_->parts(layer) > 1) {
+    if (mayTakeRows(layer) && preconditioner_->parts(layer) > 1) {
       if (!takesRows(layer)) {
         return false;
       }
@@ -87,16 +88,16 @@ std::size_t KfacEngine::rowLayers() const {
 
 // Whether this rank's direction of a layer is that of rows, which are all that its gradient is made of.
 bool KfacEngine::takeRows(int layer) {
-  if (!takesRows(layer) || rows_void_ || !directions_->active(layer)) {
+  if (!takesRows(layer) || rows_void_ || !preconditioner_->active(layer)) {
     return false;
   }
-  RowDirection made;
+  PerSampleProduct made;
   {
-    const Timed timed(rows_->travels() ? stats_.exchange_wait_seconds : stats_.precondition_seconds);
+    const ScopedTimer timer(rows_->travels() ? stats_.exchange_wait_seconds : stats_.precondition_seconds);
     made = rows_->made(layer);
   }
-  const Timed timed(stats_.precondition_seconds);
-  const std::optional<double> factor = directions_->takeRows(layer, made, 1.0 / ranks_);
+  const ScopedTimer timer(stats_.precondition_seconds);
+  const std::optional<double> factor = preconditioner_->takeRows(layer, made, 1.0 / ranks_);
   RowCount& count = row_counts_[core::index(layer)];
   ++count.tried;
   count.refused += factor ? 0 : 1;
@@ -108,23 +109,23 @@ bool KfacEngine::takeRows(int layer) {
 }
 
 void KfacEngine::takeWritten() {
-  const Timed timed(stats_.precondition_seconds);
-  for (const BatchRows::Layer& layer : rows_->layers()) {
-    directions_->takeWritten(layer.number, rows_->written(layer.number));
+  const ScopedTimer timer(stats_.precondition_seconds);
+  for (const PerSampleExchange::Layer& layer : rows_->layers()) {
+    preconditioner_->takeWritten(layer.number, rows_->written(layer.number));
   }
 }
 
 // At the end of a step of rows: will those to come multiply directions with what can be known before them?
 void KfacEngine::foreseeRows(const std::vector<double>& rates) {
   const bool all = std::all_of(row_factors_.begin(), row_factors_.end(), [](double factor) { return factor != 0; });
-  RowDirections::Scaling scaling{rates, row_factors_, options_.kl_clip};
+  PerSamplePreconditioner::Scaling scaling{rates, row_factors_, options_.kl_clip};
   row_factors_.assign(layers_.size(), 0);
   if (!all) {
     rows_->foresee(std::nullopt);
     return;
   }
   const bool constant = row_scaling_ && row_scaling_->factors == scaling.factors &&
-                        klClip(row_scaling_->kl_clip, row_scaling_->rates, row_products_) == directions_->clip();
+                        klClip(row_scaling_->kl_clip, row_scaling_->rates, row_products_) == preconditioner_->clip();
   rows_->foresee(constant ? std::optional(scaling) : std::nullopt);
   row_scaling_ = std::move(scaling);
 }
@@ -144,7 +145,7 @@ void KfacEngine::prepareRows() {
       const KfacLayerSpec& spec = layers_[core::index(layer)];
       const std::size_t outputs = 2 * (layers_.size() - 1 - core::index(layer));
       rows_->prepare(layer, {inverses_[outputs + 1], inverses_[outputs], spec.bias && spec.bias->requires_grad(),
-                             directions_->tiles(layer).direction});
+                             preconditioner_->tiles(layer).direction});
     }
   }
 }
@@ -165,17 +166,17 @@ void KfacEngine::planRows(const at::Tensor& counts) {
   for (RowCount& count : row_counts_) {
     count.seen = 0;
   }
-  std::vector<BatchRows::Layer> layers = chooseRowLayers(counts);
+  std::vector<PerSampleExchange::Layer> layers = chooseRowLayers(counts);
   if (layers.empty()) {
     rows_.reset();
     return;
   }
   if (!rows_ || !hasPlaces(rows_->layers(), layers)) {
-    rows_ =
-        std::make_unique<RowDirections>(std::move(layers), statistics_->options(), exchange_.get(), kfac_tags::kRows);
+    rows_ = std::make_unique<PerSamplePreconditioner>(std::move(layers), accumulator_->options(), exchange_.get(),
+                                                      kfac_tags::kRows);
     row_scaling_.reset();
   }
-  for (const BatchRows::Layer& layer : rows_->layers()) {
+  for (const PerSampleExchange::Layer& layer : rows_->layers()) {
     rows_->expect(layer.number, counts[rank_][layer.number].item<std::int64_t>());
   }
   prepareRows();
@@ -183,8 +184,8 @@ void KfacEngine::planRows(const at::Tensor& counts) {
 
 // counts: [ranks, layers], rows in a step; kNoRows where a rank says that a layer cannot. Those that are to take rows,
 // in the order of the backward pass.
-std::vector<BatchRows::Layer> KfacEngine::chooseRowLayers(const at::Tensor& counts) const {
-  const auto width = c10::elementSize(statistics_->type());
+std::vector<PerSampleExchange::Layer> KfacEngine::chooseRowLayers(const at::Tensor& counts) const {
+  const auto width = c10::elementSize(accumulator_->type());
   const auto count_of = counts.accessor<std::int64_t, 2>();
   std::vector<core::RowLayer> candidates;
   std::vector<std::int64_t> places;
@@ -208,13 +209,13 @@ std::vector<BatchRows::Layer> KfacEngine::chooseRowLayers(const at::Tensor& coun
     candidates.push_back({static_cast<std::size_t>(spec.outputs()), static_cast<std::size_t>(spec.inputDim()),
                           can ? static_cast<std::size_t>(sum) : 0, of_rank, input_.precondition[layer],
                           secondsWithoutRows(layer),
-                          directions_->parts(static_cast<int>(layer)) > 1 && mayTakeRows(static_cast<int>(layer))});
+                          preconditioner_->parts(static_cast<int>(layer)) > 1 && mayTakeRows(static_cast<int>(layer))});
   }
   const std::vector<bool> pays = core::chooseRows(candidates, costOfRows(), exchange_ && !throughMemory());
   const bool asked = options_.gather_rows == true;
   const bool all_together = std::none_of(candidates.begin(), candidates.end(),
                                          [](const core::RowLayer& layer) { return layer.together && layer.rows == 0; });
-  std::vector<BatchRows::Layer> chosen;
+  std::vector<PerSampleExchange::Layer> chosen;
   for (std::size_t layer = layers_.size(); layer-- > 0;) {
     if (asked ? candidates[layer].rows > 0 && (!candidates[layer].together || all_together) : pays[layer]) {
       chosen.push_back({static_cast<int>(layer), layers_[layer].inputs(), layers_[layer].outputs(), places[layer]});
@@ -225,7 +226,7 @@ std::vector<BatchRows::Layer> KfacEngine::chooseRowLayers(const at::Tensor& coun
 
 // What a layer's direction takes a rank otherwise: all of it, or a share, and bringing shares together.
 double KfacEngine::secondsWithoutRows(std::size_t layer) const {
-  const int parts = directions_->parts(static_cast<int>(layer));
+  const int parts = preconditioner_->parts(static_cast<int>(layer));
   const core::KfacCosts& costs = input_.costs;
   const double a_byte = parts == 1 ? 0 : costs.sharing ? costs.sharing->beta : costs.broadcast.beta;
   return input_.precondition[layer] / parts + a_byte * static_cast<double>(input_.gradient_bytes[layer]);

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "core/base/check.h"
-#include "kfac/base/plain_mode.h"
-#include "kfac/base/timed.h"
+#include "kfac/base/engine_guards.h"
+#include "kfac/base/scoped_timer.h"
 #include "kfac/comm/kfac_tags.h"
 #include "kfac/engine/kfac_engine.h"
 
@@ -19,16 +19,16 @@ bool KfacEngine::exchanging() const {
   return exchange_ && stats_.steps % interval == 0;
 }
 
-void KfacEngine::prepare(std::size_t slot, double loss_scale) {
-  if (prepared_[slot]) {
+void KfacEngine::prepare(std::size_t factor_index, double loss_scale) {
+  if (prepared_[factor_index]) {
     return;
   }
-  prepared_[slot] = true;
-  const FactorSlot& place = statistics_->slots()[slot];
-  if (statistics_->calls(place.layer) == 0) {
-    statistics_->slice(payload_, place).copy_(statistics_->slice(statistics_->running(), place));
+  prepared_[factor_index] = true;
+  const FactorLayout& place = accumulator_->layouts()[factor_index];
+  if (accumulator_->calls(place.layer) == 0) {
+    accumulator_->slice(payload_, place).copy_(accumulator_->slice(accumulator_->running(), place));
   } else {
-    statistics_->preview(place, currentDecay(), loss_scale, payload_);
+    accumulator_->preview(place, currentDecay(), loss_scale, payload_);
   }
 }
 
@@ -44,8 +44,8 @@ void KfacEngine::startRuns(bool overlapped) {
     if (!std::all_of(from, prepared_.begin() + static_cast<std::ptrdiff_t>(end), [](bool done) { return done; })) {
       return;
     }
-    const FactorSlot& first = statistics_->slots()[begin];
-    const FactorSlot& last = statistics_->slots()[end - 1];
+    const FactorLayout& first = accumulator_->layouts()[begin];
+    const FactorLayout& last = accumulator_->layouts()[end - 1];
     const at::Tensor run = payload_.narrow(0, first.offset, last.offset + last.size - first.offset);
     KfacExchange::Sum sum;  // of kOwnersOwn: there is nothing to wait for
     if (plan_.factors[begin].exchange == core::FactorExchange::kAllReduce) {
@@ -58,10 +58,10 @@ void KfacEngine::startRuns(bool overlapped) {
       if (started_ == 0) {
         followed_damping_ = options_.damping;
       }
-      if (!early_inverses_) {
-        early_inverses_ = std::make_unique<EarlyInverses>(exchange_->waits());
+      if (!background_inverses_) {
+        background_inverses_ = std::make_unique<BackgroundInverses>(exchange_->waits());
       }
-      early_inverses_->follow(std::move(sum), invertedAfter(end), inverter_, followed_damping_);
+      background_inverses_->follow(std::move(sum), invertedAfter(end), inverter_, followed_damping_);
     } else {
       sums_.push_back(std::move(sum));
     }
@@ -72,21 +72,21 @@ void KfacEngine::startRuns(bool overlapped) {
 }
 
 // Where the other ranks' shares of a run come that this rank owns; elsewhere undefined.
-at::Tensor KfacEngine::sharesOf(std::size_t first_slot, std::int64_t elements) const {
-  return share_place_[first_slot] < 0
+at::Tensor KfacEngine::sharesOf(std::size_t first_factor, std::int64_t elements) const {
+  return share_place_[first_factor] < 0
              ? at::Tensor()
-             : shares_.narrow(0, share_place_[first_slot] * (ranks_ - 1), elements * (ranks_ - 1));
+             : shares_.narrow(0, share_place_[first_factor] * (ranks_ - 1), elements * (ranks_ - 1));
 }
 
 // Sends what has not left yet.
 void KfacEngine::startRest(double loss_scale) {
   {
-    const Timed timed(stats_.factor_seconds);
-    for (std::size_t slot = 0; slot < prepared_.size(); ++slot) {
-      prepare(slot, loss_scale);
+    const ScopedTimer timer(stats_.factor_seconds);
+    for (std::size_t factor_index = 0; factor_index < prepared_.size(); ++factor_index) {
+      prepare(factor_index, loss_scale);
     }
   }
-  const Timed timed(stats_.exchange_wait_seconds);
+  const ScopedTimer timer(stats_.exchange_wait_seconds);
   startRuns(/*overlapped=*/false);
 }
 
@@ -123,7 +123,7 @@ void KfacEngine::sendFactors(double loss_scale) {
   startRest(loss_scale);
   bool again = false;
   {
-    const Timed timed(stats_.exchange_wait_seconds);
+    const ScopedTimer timer(stats_.exchange_wait_seconds);
     again = agreeOnStep(/*takes_step=*/true);
     if (again) {
       waitForRuns();
@@ -134,22 +134,22 @@ void KfacEngine::sendFactors(double loss_scale) {
     startRest(loss_scale);
   }
   if (throughMemory()) {
-    const Timed timed(stats_.exchange_wait_seconds);
+    const ScopedTimer timer(stats_.exchange_wait_seconds);
     sumThroughMemory();
   }
 }
 
 // All factors at once: of each only what this rank needs the sum of.
 void KfacEngine::sumThroughMemory() {
-  const auto& slots = statistics_->slots();
+  const auto& layouts = accumulator_->layouts();
   bool summed = false;
   std::vector<core::Span> spans;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
     const core::FactorPlan& factor = plan_.factors[i];
     summed = summed || factor.exchange != core::FactorExchange::kOwnersOwn;
     if (factor.exchange == core::FactorExchange::kAllReduce ||
         (factor.exchange == core::FactorExchange::kReduceToOwner && factor.owner == rank_)) {
-      spans.push_back({static_cast<std::size_t>(slots[i].offset), static_cast<std::size_t>(slots[i].size)});
+      spans.push_back({static_cast<std::size_t>(layouts[i].offset), static_cast<std::size_t>(layouts[i].size)});
     }
   }
   if (summed) {
@@ -159,15 +159,15 @@ void KfacEngine::sumThroughMemory() {
 
 void KfacEngine::waitForRun(std::size_t run) {
   if (followsRuns()) {
-    early_inverses_->waitForRuns(run + 1);
+    background_inverses_->waitForRuns(run + 1);
   } else {
     sums_[run].wait();
   }
 }
 
 void KfacEngine::waitForRuns() {
-  if (early_inverses_) {
-    early_inverses_->waitForRuns(early_inverses_->runs());
+  if (background_inverses_) {
+    background_inverses_->waitForRuns(background_inverses_->runs());
   }
   for (auto& sum : sums_) {
     sum.wait();
@@ -175,8 +175,8 @@ void KfacEngine::waitForRuns() {
 }
 
 void KfacEngine::endRuns() {
-  if (early_inverses_) {
-    early_inverses_->end();
+  if (background_inverses_) {
+    background_inverses_->end();
   }
   sums_.clear();
   started_ = 0;
@@ -185,7 +185,7 @@ void KfacEngine::endRuns() {
 }
 
 void KfacEngine::forgetStep() {
-  statistics_->discard();
+  accumulator_->discard();
   forgetDeferred();
   forgetRows();
   endPass();
@@ -205,8 +205,8 @@ void KfacEngine::drop(bool sent) {
 }
 
 void KfacEngine::discard() {
-  const PlainMode plain;
-  const Turn turn(*this, "discard");
+  const EngineGuards guards;
+  const ReentrancyGuard guard(*this, "discard");
   drop(seen_backward_);
 }
 

@@ -1,5 +1,5 @@
 // Checkpoints of KfacEngine.
-#include "kfac/base/plain_mode.h"
+#include "kfac/base/engine_guards.h"
 #include "kfac/engine/kfac_engine.h"
 
 namespace torchext {
@@ -7,37 +7,37 @@ namespace torchext {
 using core::FactorExchange;
 
 std::vector<FactorState> KfacEngine::state() {
-  const PlainMode plain;
-  const Turn turn(*this, "state_dict");
-  const auto& slots = statistics_->slots();
-  at::Tensor mean = statistics_->running().clone();
+  const EngineGuards guards;
+  const ReentrancyGuard guard(*this, "state_dict");
+  const auto& layouts = accumulator_->layouts();
+  at::Tensor mean = accumulator_->running().clone();
   if (exchange_) {
     exchange_->allReduce(mean).wait();
     mean.div_(ranks_);
   }
   std::vector<FactorState> result;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
     if (plan_.factors[i].exchange == FactorExchange::kOwnersOwn && exchange_) {
       const at::Tensor own =
-          statistics_->slice(mean, slots[i]).copy_(statistics_->slice(statistics_->running(), slots[i]));
+          accumulator_->slice(mean, layouts[i]).copy_(accumulator_->slice(accumulator_->running(), layouts[i]));
       exchange_->broadcast(own, plan_.factors[i].owner)->wait();
     }
-    FactorState state{statistics_->slice(mean, slots[i]).clone(), {}, {}};
+    FactorState state{accumulator_->slice(mean, layouts[i]).clone(), {}, {}};
     FactorInverse inverse = inverses_[i];
     if (exchange_) {
       // Everyone takes the owner's, whatever it has itself.
       const int owner = plan_.factors[i].everyone_inverts ? 0 : plan_.factors[i].owner;
       const at::Tensor has = at::full({1}, inverse.defined() ? 1 : 0, at::kLong);
       exchange_->broadcast(has, owner)->wait();
-      const at::TensorOptions options = statistics_->options();
+      const at::TensorOptions options = accumulator_->options();
       if (has.item<std::int64_t>() == 0) {
         inverse = {};
       } else if (owner != rank_) {
-        inverse.matrix = slots[i].diagonal ? at::empty({slots[i].dim}, options)
-                                           : at::empty({slots[i].count, slots[i].dim, slots[i].dim}, options);
-        inverse.values = slots[i].diagonal || options_.form == InverseForm::kInverse
+        inverse.matrix = layouts[i].diagonal ? at::empty({layouts[i].dim}, options)
+                                             : at::empty({layouts[i].count, layouts[i].dim, layouts[i].dim}, options);
+        inverse.values = layouts[i].diagonal || options_.form == InverseForm::kInverse
                              ? at::Tensor()
-                             : at::empty({slots[i].count, slots[i].dim}, options);
+                             : at::empty({layouts[i].count, layouts[i].dim}, options);
       }
       if (inverse.defined()) {
         exchange_->broadcast(inverse.matrix, owner)->wait();
@@ -56,18 +56,19 @@ std::vector<FactorState> KfacEngine::state() {
 }
 
 void KfacEngine::load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates) {
-  const PlainMode plain;
-  const Turn turn(*this, "load_state_dict");
+  const EngineGuards guards;
+  const ReentrancyGuard guard(*this, "load_state_dict");
   drop(seen_backward_);
-  const auto& slots = statistics_->slots();
-  TORCH_CHECK_VALUE(state.size() == slots.size(), "the state has ", state.size(), " factors, the model ", slots.size());
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    const bool used = worksOn(slots[i].layer) || invertsHere(i);
-    statistics_->slice(statistics_->running(), slots[i]).copy_(state[i].factor);
+  const auto& layouts = accumulator_->layouts();
+  TORCH_CHECK_VALUE(state.size() == layouts.size(), "the state has ", state.size(), " factors, the model ",
+                    layouts.size());
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
+    const bool used = worksOn(layouts[i].layer) || invertsHere(i);
+    accumulator_->slice(accumulator_->running(), layouts[i]).copy_(state[i].factor);
     inverses_[i] = {};
     if (used && state[i].matrix.defined()) {
       const auto copy = [&](const at::Tensor& from) {
-        return from.defined() ? from.to(statistics_->options(), false, true).contiguous() : at::Tensor();
+        return from.defined() ? from.to(accumulator_->options(), false, true).contiguous() : at::Tensor();
       };
       inverses_[i] = {copy(state[i].matrix), copy(state[i].values)};
     }

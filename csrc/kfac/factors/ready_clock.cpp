@@ -4,7 +4,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "kfac/base/timed.h"
+#include "kfac/base/scoped_timer.h"
 
 namespace torchext {
 

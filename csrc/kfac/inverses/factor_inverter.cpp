@@ -21,7 +21,7 @@ at::Tensor dampingOf(const at::Tensor& own_mean, const at::Tensor& other_mean, d
 }
 
 // The same, queued.
-at::Tensor queuedDampingOf(const at::Tensor& own_mean, const at::Tensor& other_mean, double damping,
+at::Tensor deviceDampingOf(const at::Tensor& own_mean, const at::Tensor& other_mean, double damping,
                            at::ScalarType type) {
   at::Tensor pi = at::sqrt(own_mean / other_mean);
   pi = at::where(at::isfinite(pi).logical_and(pi > 0), pi, at::ones_like(pi));
@@ -31,41 +31,41 @@ at::Tensor queuedDampingOf(const at::Tensor& own_mean, const at::Tensor& other_m
 }  // namespace
 
 at::Tensor FactorInverter::mean(std::size_t number) const {
-  const at::Tensor sum = statistics->slice(factors, slot(number));
+  const at::Tensor sum = accumulator->slice(factors, layout(number));
   return divisors[number] == 1 ? sum : sum / divisors[number];
 }
 
 at::Tensor FactorInverter::traces(std::size_t number) const {
-  return statistics->traces(statistics->slice(factors, slot(number)), slot(number)) / divisors[number];
+  return accumulator->traces(accumulator->slice(factors, layout(number)), layout(number)) / divisors[number];
 }
 
-std::array<at::Tensor, 2> FactorInverter::dampings(std::size_t first_slot, const std::array<at::Tensor, 2>& traces,
+std::array<at::Tensor, 2> FactorInverter::dampings(std::size_t first_factor, const std::array<at::Tensor, 2>& traces,
                                                    double damping) const {
   if (form == InverseForm::kEigen) {
     return {};
   }
-  const at::Tensor outputs = traces[0] / static_cast<double>(slot(first_slot).dim);
-  const at::Tensor inputs = traces[1] / static_cast<double>(slot(first_slot + 1).dim);
-  const at::ScalarType type = statistics->type();
+  const at::Tensor outputs = traces[0] / static_cast<double>(layout(first_factor).dim);
+  const at::Tensor inputs = traces[1] / static_cast<double>(layout(first_factor + 1).dim);
+  const at::ScalarType type = accumulator->type();
   if (queued) {
-    return {queuedDampingOf(outputs, inputs, damping, type), queuedDampingOf(inputs, outputs, damping, type)};
+    return {deviceDampingOf(outputs, inputs, damping, type), deviceDampingOf(inputs, outputs, damping, type)};
   }
   const auto damping_of = type == at::kDouble ? &dampingOf<double> : &dampingOf<float>;
   return {damping_of(outputs, inputs, damping), damping_of(inputs, outputs, damping)};
 }
 
 FactorInverse FactorInverter::invert(std::size_t number, const at::Tensor& damping, InverseFailures& failures) const {
-  if (slot(number).diagonal) {
+  if (layout(number).diagonal) {
     return invertDiagonal(number, damping);
   }
-  const FactorSlot& of = slot(number);
+  const FactorLayout& of = layout(number);
   return form == InverseForm::kEigen
-             ? decomposeFactor(statistics->unpacked(mean(number), of), failures)
-             : invertFactor(statistics->slice(factors, of), of.dim, divisors[number], damping, failures);
+             ? decomposeFactor(accumulator->unpacked(mean(number), of), failures)
+             : invertFactor(accumulator->slice(factors, of), of.dim, divisors[number], damping, failures);
 }
 
 FactorInverse FactorInverter::invertDiagonal(std::size_t number, const at::Tensor& damping) const {
-  const at::Tensor factor = statistics->unpacked(mean(number), slot(number));
+  const at::Tensor factor = accumulator->unpacked(mean(number), layout(number));
   return {form == InverseForm::kEigen ? factor.clamp_min(0) : (factor + damping).reciprocal(), {}};
 }
 

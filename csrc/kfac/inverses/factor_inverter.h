@@ -10,27 +10,27 @@
 
 #include <ATen/ATen.h>
 
-#include "kfac/factors/kfac_statistics.h"
+#include "kfac/factors/factor_accumulator.h"
 #include "kfac/linalg/factor_inverse.h"
 
 namespace torchext {
 
 struct FactorInverter {
-  std::shared_ptr<const KfacStatistics> statistics;
+  std::shared_ptr<const FactorAccumulator> accumulator;
   at::Tensor factors;            // laid out as the running averages: sums over ranks, or means
-  std::vector<double> divisors;  // [slot] that make a mean of it
+  std::vector<double> divisors;  // [factor] that make a mean of it
   InverseForm form = InverseForm::kInverse;
   bool queued = false;  // work for an accelerator is queued (kfac_engine.h), by operators of its own
 
-  const FactorSlot& slot(std::size_t number) const { return statistics->slots()[number]; }
+  const FactorLayout& layout(std::size_t number) const { return accumulator->layouts()[number]; }
   at::Tensor mean(std::size_t number) const;
   // [count] in float64, of the mean.
   at::Tensor traces(std::size_t number) const;
   // Factored Tikhonov, of a layer's two factors by their traces: pi balances the damping by their mean eigenvalues.
   // Each [count]; undefined where damping belongs to the product (kEigen).
-  std::array<at::Tensor, 2> dampings(std::size_t first_slot, const std::array<at::Tensor, 2>& traces,
+  std::array<at::Tensor, 2> dampings(std::size_t first_factor, const std::array<at::Tensor, 2>& traces,
                                      double damping) const;
-  // damping: of that slot. Not defined where LAPACK gave up: the last good one is used on.
+  // damping: of that factor. Not defined where LAPACK gave up: the last good one is used on.
   FactorInverse invert(std::size_t number, const at::Tensor& damping, InverseFailures& failures) const;
   FactorInverse invertDiagonal(std::size_t number, const at::Tensor& damping) const;
 };

@@ -87,7 +87,7 @@ void EarlyDirections::compare(int layer, const at::Tensor& found, const at::Tens
 }
 
 at::Tensor EarlyDirections::ofWeight(int layer, const at::Tensor& gradient, const FactorInverse& inputs,
-                                     const FactorInverse& outputs, const KfacDirections::Tiles& tiles, int pass) {
+                                     const FactorInverse& outputs, const Preconditioner::Tiles& tiles, int pass) {
   hold(&Held::weight, layer, gradient);
   ++count_;
   if (!inputs.defined() || !outputs.defined()) {

@@ -27,7 +27,7 @@
 
 #include "kfac/base/kfac_layer.h"
 #include "kfac/linalg/factor_inverse.h"
-#include "kfac/precondition/kfac_directions.h"
+#include "kfac/precondition/preconditioner.h"
 
 namespace torchext {
 
@@ -43,7 +43,7 @@ class EarlyDirections {
   void keep(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass);
   // Where inverses were never made the gradient is the direction. pass: as that of the calls.
   at::Tensor ofWeight(int layer, const at::Tensor& gradient, const FactorInverse& inputs, const FactorInverse& outputs,
-                      const KfacDirections::Tiles& tiles, int pass);
+                      const Preconditioner::Tiles& tiles, int pass);
   at::Tensor ofBias(int layer, const at::Tensor& gradient, const FactorInverse& inputs, const FactorInverse& outputs,
                     int pass);
 

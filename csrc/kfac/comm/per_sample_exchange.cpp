@@ -1,0 +1,307 @@
+#include "kfac/comm/per_sample_exchange.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include "core/kfac/zero_packing.h"
+
+namespace torchext {
+namespace {
+
+// A message then takes milliseconds on a link of a Gb/s, where starting one takes tenths of it.
+constexpr std::int64_t kEnoughBytes = std::int64_t{192} << 10;
+// Integers up to it are exact in a float.
+constexpr std::int64_t kSteps = std::int64_t{1} << 24;
+constexpr double kTooMany = -1;  // rows for their place
+
+}  // namespace
+
+std::size_t PerSampleExchange::Message::placeOf(int layer) const {
+  return static_cast<std::size_t>(std::find(numbers_.begin(), numbers_.end(), layer) - numbers_.begin());
+}
+
+at::Tensor PerSampleExchange::Message::rowsOf(int rank, const Place& place, bool inputs) const {
+  const Layer& layer = place.layer;
+  const std::int64_t width = inputs ? layer.inputs : layer.outputs;
+  return all_.select(0, rank)
+      .narrow(0, inputs ? place.inputs : place.outputs, layer.places * width)
+      .view({layer.places, width});
+}
+
+// The step, counts, blocks: of a rank's rows into what travels, whose length it returns.
+template <class T>
+std::int64_t PerSampleExchange::Message::packAs(int rank) {
+  const T* own = all_.select(0, rank).const_data_ptr<T>();
+  T* const to = packed_.select(0, rank).mutable_data_ptr<T>();
+  const auto header = static_cast<std::int64_t>(1 + places_.size());
+  std::copy_n(own, header, to);
+  T* whole = to + header;
+  T* end = whole + 2 * places_.size();
+  for (const Place& place : places_) {
+    const auto rows = std::max<std::int64_t>(static_cast<std::int64_t>(own[place.count]), 0);
+    for (const auto& [from, width] :
+         {std::pair(place.inputs, place.layer.inputs), {place.outputs, place.layer.outputs}}) {
+      const auto count = static_cast<std::size_t>(rows * width);
+      const auto packed = core::packZeros(own + from, count, end, count);
+      *whole++ = packed ? T(0) : T(1);
+      end = packed ? end + *packed : std::copy_n(own + from, count, end);
+    }
+  }
+  return end - to;
+}
+
+template <class T>
+void PerSampleExchange::Message::unpackAs(int rank) {
+  const at::Tensor packed = packed_.select(0, rank);
+  const T* from = packed.const_data_ptr<T>();
+  const T* const end = from + packed.numel();
+  T* to = all_.select(0, rank).mutable_data_ptr<T>();
+  const auto header = static_cast<std::int64_t>(1 + places_.size());
+  std::copy_n(from, header, to);
+  const T* whole = from + header;
+  from = whole + 2 * places_.size();
+  bool sound = true;
+  for (const Place& place : places_) {
+    const T said = to[place.count];
+    sound = sound && (said == T(kTooMany) || (said >= T(0) && said <= static_cast<T>(place.layer.places)));
+    const std::int64_t rows = sound ? std::max<std::int64_t>(static_cast<std::int64_t>(said), 0) : 0;
+    for (const auto& [begin, width] :
+         {std::pair(place.inputs, place.layer.inputs), {place.outputs, place.layer.outputs}}) {
+      const auto count = static_cast<std::size_t>(rows * width);
+      const auto room = static_cast<std::size_t>(end - from);
+      std::optional<std::size_t> taken;
+      if (sound && *whole++ == T(0)) {
+        taken = core::unpackZeros(from, room, count, to + begin);
+      } else if (sound && count <= room) {
+        std::copy_n(from, count, to + begin);
+        taken = count;
+      }
+      sound = taken.has_value();
+      from += taken.value_or(0);
+    }
+  }
+  if (!sound) {
+    C10_THROW_ERROR(DistBackendError, c10::str("torchext.optim: what rank ", rank, " has sent is no rows of batches"));
+  }
+}
+
+std::int64_t PerSampleExchange::Message::pack(int rank) {
+  return all_.scalar_type() == at::kDouble ? packAs<double>(rank) : packAs<float>(rank);
+}
+
+void PerSampleExchange::Message::unpack(int rank) {
+  if (all_.scalar_type() == at::kDouble) {
+    unpackAs<double>(rank);
+  } else {
+    unpackAs<float>(rank);
+  }
+}
+
+void PerSampleExchange::Message::restart() {
+  come_ = false;
+  missing_ = 0;
+  for (Place& place : places_) {
+    place.kept = 0;
+    missing_ += place.usual > 0 ? 1 : 0;
+  }
+}
+
+void PerSampleExchange::Message::wait() {
+  while (!coming_.empty()) {  // one after the other: a wait that was interrupted goes on where it was
+    coming_.back()->wait();
+    coming_.pop_back();
+  }
+  if (come_) {
+    return;
+  }
+  const at::Tensor& received = packed_.defined() ? packed_ : all_;
+  for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
+    const auto step = received.select(0, rank).select(0, 0).item<double>();
+    if (step != static_cast<double>(step_)) {
+      C10_THROW_ERROR(DistBackendError, c10::str("torchext.optim: rank ", rank, " has taken ", step,
+                                                 " steps in which the rows of all ranks are gathered, this rank ",
+                                                 step_, "; step() is collective: take or leave it on all ranks alike"));
+    }
+    if (packed_.defined() && rank != rank_) {
+      unpack(rank);
+    }
+  }
+  come_ = true;
+}
+
+PerSampleExchange::Rows PerSampleExchange::Message::rows(int layer) const {
+  const Place& place = places_[placeOf(layer)];
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> gradients;
+  for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
+    const auto rows = static_cast<std::int64_t>(all_.select(0, rank).select(0, place.count).item<double>());
+    if (rows < 0) {
+      return {};
+    }
+    if (rows > 0) {
+      inputs.push_back(rowsOf(rank, place, true).narrow(0, 0, rows));
+      gradients.push_back(rowsOf(rank, place, false).narrow(0, 0, rows));
+    }
+  }
+  if (inputs.empty()) {
+    return {};
+  }
+  return {inputs.size() == 1 ? inputs.front() : at::cat(inputs),
+          gradients.size() == 1 ? gradients.front() : at::cat(gradients)};
+}
+
+PerSampleExchange::PerSampleExchange(std::vector<Layer> layers, const at::TensorOptions& options,
+                                     KfacExchange* exchange, int tag, Left left)
+    : layers_(std::move(layers)), options_(options), exchange_(exchange), tag_(tag), when_left_(std::move(left)) {
+  if (exchange_ != nullptr) {
+    rank_ = exchange_->rank();
+    ranks_ = exchange_->size();
+  }
+  const auto width = static_cast<std::int64_t>(options.dtype().itemsize());
+  std::int64_t elements = 0;
+  for (const Layer& layer : layers_) {
+    if (messages_.empty() || elements * width >= kEnoughBytes) {
+      messages_.push_back(std::make_shared<Message>());
+      elements = 0;
+    }
+    messages_.back()->numbers_.push_back(layer.number);
+    messages_.back()->places_.push_back({.layer = layer});
+    elements += layer.places * (layer.inputs + layer.outputs);
+  }
+  for (const auto& message : messages_) {
+    std::int64_t end = 1;
+    for (Message::Place& place : message->places_) {
+      place.count = end++;
+    }
+    for (Message::Place& place : message->places_) {
+      place.inputs = end;
+      place.outputs = end + place.layer.places * place.layer.inputs;
+      end = place.outputs + place.layer.places * place.layer.outputs;
+    }
+    message->all_ = at::zeros({ranks_, end}, options);
+    message->rank_ = rank_;
+    if (travels()) {
+      end += 2 * static_cast<std::int64_t>(message->places_.size());
+      message->packed_ = at::zeros({ranks_, end}, options);
+    }
+  }
+}
+
+PerSampleExchange::Message* PerSampleExchange::find(int layer) const {
+  for (const auto& message : messages_) {
+    if (std::find(message->numbers_.begin(), message->numbers_.end(), layer) != message->numbers_.end()) {
+      return message.get();
+    }
+  }
+  return nullptr;
+}
+
+void PerSampleExchange::expect(int layer, std::int64_t rows) {
+  Message& message = *find(layer);
+  message.places_[message.placeOf(layer)].usual = rows;
+  message.restart();
+}
+
+void PerSampleExchange::keep(int layer, const at::Tensor& input, const at::Tensor& gradient) {
+  Message& message = *find(layer);
+  receive();
+  if (message.left_) {
+    return;
+  }
+  Message::Place& place = message.places_[message.placeOf(layer)];
+  const std::int64_t rows = input.numel() / place.layer.inputs;
+  const std::int64_t before = place.kept;
+  place.kept += rows;
+  if (place.kept <= place.layer.places) {
+    message.rowsOf(rank_, place, true).narrow(0, before, rows).copy_(input.reshape({rows, place.layer.inputs}));
+    message.rowsOf(rank_, place, false).narrow(0, before, rows).copy_(gradient.reshape({rows, place.layer.outputs}));
+  }
+  // Once: a layer may have more rows than usual before the message's other layers have theirs.
+  if (before < place.usual && place.kept >= place.usual && --message.missing_ == 0 && travels()) {
+    for (std::size_t number = 0; number < messages_.size(); ++number) {
+      if (messages_[number].get() == &message) {
+        send(number);
+      }
+    }
+  }
+}
+
+void PerSampleExchange::forget() {
+  for (const auto& message : messages_) {
+    if (!message->left_) {
+      message->restart();
+    }
+  }
+}
+
+void PerSampleExchange::receive() {
+  if (receiving_ || !travels()) {
+    return;
+  }
+  receiving_ = true;
+  for (std::size_t number = 0; number < messages_.size(); ++number) {
+    Message& message = *messages_[number];
+    for (int distance = 1; distance < ranks_; ++distance) {
+      const int from = (rank_ + ranks_ - distance) % ranks_;
+      message.coming_.push_back(
+          exchange_->receive(message.packed_.narrow(0, from, 1), from, tag_ + static_cast<int>(number)));
+    }
+  }
+}
+
+void PerSampleExchange::send(std::size_t number) {
+  Message& message = *messages_[number];
+  message.left_ = true;
+  message.step_ = step_ % kSteps;
+  const at::Tensor own = message.all_.select(0, rank_);
+  own.select(0, 0).fill_(static_cast<double>(message.step_));
+  for (const Message::Place& place : message.places_) {
+    const bool fits = place.kept <= place.layer.places;
+    own.select(0, place.count).fill_(fits ? static_cast<double>(place.kept) : kTooMany);
+  }
+  if (travels()) {
+    const at::Tensor packed = message.packed_.select(0, rank_).narrow(0, 0, message.pack(rank_));
+    for (int distance = 1; distance < ranks_; ++distance) {
+      message.going_.push_back(exchange_->send(packed, (rank_ + distance) % ranks_, tag_ + static_cast<int>(number)));
+    }
+  }
+  if (exchange_ != nullptr && !travels()) {
+    exchange_->gatherParts(message.all_.unbind());
+  }
+  when_left_(messages_[number]);
+}
+
+void PerSampleExchange::leave() {
+  receive();
+  for (std::size_t number = 0; number < messages_.size(); ++number) {
+    if (!messages_[number]->left_) {
+      send(number);
+    }
+  }
+}
+
+void PerSampleExchange::next() {
+  for (const auto& message : messages_) {
+    message->wait();
+    KfacExchange::wait(message->going_);
+  }
+  for (const auto& message : messages_) {
+    message->left_ = false;
+    message->restart();
+  }
+  receiving_ = false;
+  ++step_;
+}
+
+std::size_t PerSampleExchange::bytes() const {
+  std::size_t bytes = 0;
+  for (const auto& message : messages_) {
+    bytes += message->all_.nbytes() + (message->packed_.defined() ? message->packed_.nbytes() : 0);
+  }
+  return bytes;
+}
+
+}  // namespace torchext

@@ -1,0 +1,253 @@
+// FactorAccumulator on the CPU: loops over raw memory, and torch's BLAS.
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "core/kfac/packed_triangle.h"
+#include "kernels/cpu/weighted_sum.h"
+#include "kfac/factors/deferred_gram.h"
+#include "kfac/factors/factor_accumulator.h"
+#include "kfac/factors/patch_correlation.h"
+#include "kfac/linalg/matrix_product.h"
+
+namespace torchext {
+namespace {
+
+std::size_t unsignedOf(std::int64_t value) { return static_cast<std::size_t>(value); }
+
+template <class T>
+void addTriangleOf(const T* full, std::int64_t dim, bool first, T* sums) {
+  if (first) {
+    core::packTriangle(full, unsignedOf(dim), unsignedOf(dim), sums);
+  } else {
+    core::addTriangle(full, unsignedOf(dim), unsignedOf(dim), T(1), sums);
+  }
+}
+
+template <class T>
+class CpuAccumulator final : public FactorAccumulator {
+ public:
+  CpuAccumulator(const std::vector<KfacLayerSpec>& layers, FactorScaling scaling)
+      : FactorAccumulator(layers, at::TensorOptions(c10::CppTypeToScalarType<T>::value), scaling) {
+    for (const FactorLayout& layout : layouts()) {
+      deferred_.emplace_back(layout.dim);
+    }
+  }
+
+  std::int64_t leftOut() const override { return left_out_; }
+  at::Tensor unpacked(const at::Tensor& packed, const FactorLayout& layout) const override {
+    return unpackedFactor(packed, layout);
+  }
+  void pack(const at::Tensor& full, const FactorLayout& layout, const at::Tensor& packed) const override {
+    packFactor(full, layout, packed);
+  }
+  at::Tensor traces(const at::Tensor& packed, const FactorLayout& layout) const override {
+    return tracesOfFactor(packed, layout);
+  }
+  void settle() override {
+    for (const FactorLayout& layout : layouts()) {
+      settleFactor(layout);
+    }
+  }
+  void discard() override {
+    FactorAccumulator::discard();
+    for (auto& deferred : deferred_) {
+      deferred.discard();
+    }
+  }
+  std::size_t bytes() const override;
+
+ protected:
+  CallSize addProducts(const KfacLayerSpec& spec, const FactorLayout& output_layout, const FactorLayout& input_layout,
+                       const at::Tensor& input, const at::Tensor& gradient, bool first, bool at_once) override;
+  void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) override;
+  void averageInPlace(const std::vector<Share>& shares, double decay) override;
+
+ private:
+  DeferredGram<T>& deferredOf(const FactorLayout& layout) {
+    return deferred_[static_cast<std::size_t>(&layout - layouts().data())];
+  }
+  T* averageOf(const FactorLayout& layout) { return unsettled().template mutable_data_ptr<T>() + layout.offset; }
+  T* sumsOf(const FactorLayout& layout) { return sums().template mutable_data_ptr<T>() + layout.offset; }
+  void settleFactor(const FactorLayout& layout) { deferredOf(layout).settle(product_, averageOf(layout)); }
+  bool sumDeferred(const FactorLayout& layout);
+  bool keep(const FactorLayout& layout, const SampleMatrix<T>& matrix);
+  void addSamples(const FactorLayout& layout, const SampleMatrix<T>& matrix, bool first, bool at_once);
+  void addProduct(const FactorLayout& layout, const SampleMatrix<T>& matrix, bool first);
+  bool averageFactor(const Share& share, double decay, T* out) const;
+
+  std::vector<DeferredGram<T>> deferred_;  // [factor]
+  Scratch samples_;
+  Scratch product_;
+  std::int64_t left_out_ = 0;
+};
+
+template <class T>
+std::size_t CpuAccumulator<T>::bytes() const {
+  std::size_t bytes = FactorAccumulator::bytes() + samples_.bytes() + product_.bytes();
+  for (const auto& deferred : deferred_) {
+    bytes += deferred.bytes();
+  }
+  return bytes;
+}
+
+template <class T>
+void CpuAccumulator<T>::average(const std::vector<Share>& shares, double decay, const at::Tensor& out) {
+  for (const Share& share : shares) {
+    settleFactor(*share.layout);
+    sumDeferred(*share.layout);
+    averageFactor(share, decay, out.mutable_data_ptr<T>() + share.layout->offset);
+  }
+}
+
+template <class T>
+void CpuAccumulator<T>::averageInPlace(const std::vector<Share>& shares, double decay) {
+  for (const Share& share : shares) {
+    DeferredGram<T>& deferred = deferredOf(*share.layout);
+    bool finite = false;
+    if (deferred.open() > 0) {
+      finite = std::isfinite(deferred.trace()) && std::isfinite(share.weight);
+      if (finite) {
+        deferred.merge(decay, share.weight);
+      } else {
+        deferred.discard();
+      }
+    } else {
+      settleFactor(*share.layout);
+      finite = averageFactor(share, decay, averageOf(*share.layout));
+    }
+    left_out_ += finite ? 0 : 1;
+  }
+}
+
+// Makes this step's sums of what was kept of it; whether there was anything.
+template <class T>
+bool CpuAccumulator<T>::sumDeferred(const FactorLayout& layout) {
+  DeferredGram<T>& deferred = deferredOf(layout);
+  if (deferred.open() == 0) {
+    return false;
+  }
+  deferred.product(product_, sumsOf(layout));
+  deferred.discard();
+  return true;
+}
+
+template <class T>
+bool CpuAccumulator<T>::keep(const FactorLayout& layout, const SampleMatrix<T>& matrix) {
+  DeferredGram<T>& deferred = deferredOf(layout);
+  const bool fits = layout.count == 1 && (matrix.dim == layout.dim || matrix.dim + 1 == layout.dim) &&
+                    deferred.open() + matrix.count <= DeferredGram<T>::kMostOfAStep;
+  if (!fits) {
+    return false;
+  }
+  if (deferred.add(matrix.data, matrix.count, matrix.dim)) {
+    return true;
+  }
+  settleFactor(layout);
+  return deferred.add(matrix.data, matrix.count, matrix.dim);
+}
+
+// first: of the step. A step's samples are all kept, or all summed.
+template <class T>
+void CpuAccumulator<T>::addSamples(const FactorLayout& layout, const SampleMatrix<T>& matrix, bool first,
+                                   bool at_once) {
+  if (!at_once && (first || deferredOf(layout).open() > 0) && keep(layout, matrix)) {
+    return;
+  }
+  const bool deferred = sumDeferred(layout);
+  addProduct(layout, matrix, first && !deferred);
+}
+
+template <class T>
+FactorAccumulator::CallSize CpuAccumulator<T>::addProducts(const KfacLayerSpec& spec, const FactorLayout& output_layout,
+                                                           const FactorLayout& input_layout, const at::Tensor& input,
+                                                           const at::Tensor& gradient, bool first, bool at_once) {
+  const auto gradients = gradientMatrix<T>(spec, gradient, samples_);
+  if (gradients.count == 0) {
+    return {};
+  }
+  const CallSize size{gradients.count, gradients.samples};
+  addSamples(output_layout, gradients, first, at_once);
+  if (spec.kind == KfacLayerSpec::Kind::kEmbedding) {
+    T* counts = sums().template mutable_data_ptr<T>() + input_layout.offset;
+    if (first) {
+      std::fill(counts, counts + input_layout.size, T(0));
+    }
+    const at::Tensor tokens = input.to(at::kLong).contiguous();
+    const auto* token = tokens.const_data_ptr<std::int64_t>();
+    for (std::int64_t i = 0; i < tokens.numel(); ++i) {
+      TORCH_CHECK_INDEX(0 <= token[i] && token[i] < input_layout.size, "torchext.optim: ", spec.name,
+                        " was called with ", token[i], ", and has ", input_layout.size, " rows");
+      if (token[i] != spec.padding_idx) {
+        counts[token[i]] += T(1);
+      }
+    }
+  } else if (patchCorrelationPays(spec, input)) {
+    T* full = product_.get<T>(input_layout.dim * input_layout.dim);
+    correlatePatches<T>(spec, input, samples_, full);
+    addTriangleOf(full, input_layout.dim, first, sums().template mutable_data_ptr<T>() + input_layout.offset);
+  } else {
+    addSamples(input_layout, inputMatrix<T>(spec, input, samples_), first, at_once);
+  }
+  return size;
+}
+
+template <class T>
+void CpuAccumulator<T>::addProduct(const FactorLayout& layout, const SampleMatrix<T>& matrix, bool first) {
+  const std::int64_t dim = layout.dim;
+  T* full = product_.get<T>(dim * dim);
+  T* to = sums().template mutable_data_ptr<T>() + layout.offset;
+  for (std::int64_t group = 0; group < layout.count; ++group, to += layout.triangle()) {
+    const std::int64_t inner = matrix.dim;
+    const T* samples = matrix.data + group * matrix.count * inner;
+    symmetricProduct(samples, inner, inner, matrix.count, full, dim);
+    if (inner < dim) {               // products of the bias' 1 are sums over the samples
+      T* ones = full + inner * dim;  // the last row, then its copy in the last column
+      std::fill(ones, ones + inner, T(0));
+      for (std::int64_t sample = 0; sample < matrix.count; ++sample) {
+        const T* row = samples + sample * inner;
+        for (std::int64_t i = 0; i < inner; ++i) {
+          ones[i] += row[i];
+        }
+      }
+      for (std::int64_t i = 0; i < inner; ++i) {
+        full[i * dim + inner] = ones[i];
+      }
+      ones[inner] = static_cast<T>(matrix.count);
+    }
+    addTriangleOf(full, dim, first, to);
+  }
+}
+
+template <class T>
+bool CpuAccumulator<T>::averageFactor(const Share& share, double decay, T* out) const {
+  const FactorLayout& layout = *share.layout;
+  const T* old = unsettled().template const_data_ptr<T>() + layout.offset;
+  const T* sum = sums().template const_data_ptr<T>() + layout.offset;
+  T trace = 0;
+  for (std::int64_t group = 0; group < layout.count && !layout.diagonal; ++group) {
+    trace += core::packedTrace(sum + group * layout.triangle(), unsignedOf(layout.dim));
+  }
+  if (!std::isfinite(trace) || !std::isfinite(share.weight)) {
+    if (out != old) {
+      std::copy(old, old + layout.size, out);
+    }
+    return false;
+  }
+  const std::array<const T*, 2> terms{old, sum};
+  const std::array<T, 2> weights{static_cast<T>(decay), static_cast<T>(share.weight)};
+  cpu::weightedSum<T>(out, terms, weights, unsignedOf(layout.size));
+  return true;
+}
+
+}  // namespace
+
+std::unique_ptr<FactorAccumulator> makeCpuAccumulator(const std::vector<KfacLayerSpec>& layers, at::ScalarType type,
+                                                      FactorScaling scaling) {
+  if (type == at::kDouble) {
+    return std::make_unique<CpuAccumulator<double>>(layers, scaling);
+  }
+  return std::make_unique<CpuAccumulator<float>>(layers, scaling);
+}
+
+}  // namespace torchext

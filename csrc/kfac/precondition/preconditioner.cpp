@@ -1,0 +1,90 @@
+#include "kfac/precondition/preconditioner.h"
+
+#include <algorithm>
+
+#include "kfac/precondition/tiled_direction.h"
+
+namespace torchext {
+namespace {
+
+using Kind = KfacLayerSpec::Kind;
+
+}  // namespace
+
+Preconditioner::Preconditioner(const std::vector<KfacLayerSpec>& layers, const at::TensorOptions& options,
+                               Layout layout)
+    : layers_(layers), parts_(std::move(layout.parts)), offsets_(layers.size(), 0), active_(layers.size(), false) {
+  std::int64_t total = 0;
+  int most = 1;
+  places_.resize(layers.size());
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+    offsets_[layer] = total;
+    total += size(static_cast<int>(layer));
+    places_[layer].resize(static_cast<std::size_t>(parts_[layer]));
+    most = std::max(most, parts_[layer]);
+  }
+  std::int64_t end = 0;
+  const auto append = [&](int layer, int part) {
+    places_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(part)] = end;
+    end += rows(layer) * (column(layer, part + 1) - column(layer, part));
+  };
+  for (const int layer : layout.order) {
+    (parts_[static_cast<std::size_t>(layer)] > 1 ? split_ : whole_).push_back(layer);
+  }
+  for (const int layer : whole_) {
+    append(layer, 0);
+  }
+  for (int part = 0; part < most; ++part) {
+    for (const int layer : split_) {
+      append(layer, part);
+    }
+  }
+  gradients_ = at::zeros({total}, options);
+  preconditioned_ = at::zeros({total}, options);
+}
+
+bool Preconditioner::splits(const KfacLayerSpec& spec, InverseForm form) {
+  return form == InverseForm::kInverse && spec.kind != Kind::kEmbedding && spec.groups == 1;
+}
+
+bool Preconditioner::usesTiles(const KfacLayerSpec& spec, InverseForm form) {
+  return form == InverseForm::kInverse && spec.kind != Kind::kEmbedding &&
+         TiledDirection::pays(spec.outputs(), spec.inputDim());
+}
+
+std::int64_t Preconditioner::size(int layer) const {
+  const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
+  return spec.groups * spec.outputs() * spec.inputDim();
+}
+
+std::int64_t Preconditioner::rows(int layer) const {
+  const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
+  return spec.kind == Kind::kEmbedding ? spec.weight.size(0) : spec.groups * spec.outputs();
+}
+
+std::int64_t Preconditioner::column(int layer, int part) const {
+  return size(layer) / rows(layer) * part / parts(layer);
+}
+
+at::Tensor Preconditioner::slice(int layer) const {
+  return preconditioned_.narrow(0, places_[static_cast<std::size_t>(layer)][0], size(layer));
+}
+
+at::Tensor Preconditioner::splitSlice(int part, int first, int last) const {
+  const std::int64_t from = place(first, part);
+  const std::int64_t columns = column(last, part + 1) - column(last, part);
+  return preconditioned_.narrow(0, from, place(last, part) + rows(last) * columns - from);
+}
+
+void Preconditioner::findActive() {
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    active_[layer] = layers_[layer].weight.grad().defined();
+  }
+}
+
+at::Tensor Preconditioner::biasGradient(int layer) const {
+  const auto& bias = layers_[static_cast<std::size_t>(layer)].bias;
+  return bias ? bias->grad() : at::Tensor();
+}
+
+}  // namespace torchext
