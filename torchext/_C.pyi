@@ -323,7 +323,7 @@ class KfacOptions:
         strategy: str,
         worker_fraction: float,
         exchange_always: bool,
-        max_run_mb: float,
+        bucket_cap_mb: float,
         split_directions: bool | None,
         direction_precision: str,
         early_directions: bool,

@@ -24,7 +24,7 @@ constexpr core::EnumNames<core::FactorExchange, 3> kExchanges{{{core::FactorExch
 KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_decay, std::optional<double> kl_clip,
                             int factor_update_steps, int inverse_update_steps, const std::string& method,
                             const std::string& factor_scaling, std::string strategy, double worker_fraction,
-                            bool exchange_always, double max_run_mb, std::optional<bool> split_directions,
+                            bool exchange_always, double bucket_cap_mb, std::optional<bool> split_directions,
                             const std::string& direction_precision, bool early_directions,
                             std::optional<bool> gather_rows, bool shared_memory, bool queued) {
   KfacOptions options{damping,
@@ -38,7 +38,7 @@ KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_de
                       std::move(strategy),
                       worker_fraction,
                       exchange_always,
-                      max_run_mb,
+                      bucket_cap_mb,
                       split_directions,
                       core::parseEnum(kPrecisionNames, "direction_precision", direction_precision),
                       early_directions,
@@ -96,9 +96,9 @@ py::dict planDict(const KfacEngine& engine) {
   const core::KfacCosts& costs = engine.costs();
   const core::KfacPrediction predicted = engine.prediction();
   py::list factors;
-  int run = 0;
+  int bucket = 0;
   for (std::size_t i = 0; i < plan.factors.size(); ++i) {
-    run += plan.fusion_ends[static_cast<std::size_t>(run)] == static_cast<int>(i) ? 1 : 0;
+    bucket += plan.fusion_ends[static_cast<std::size_t>(bucket)] == static_cast<int>(i) ? 1 : 0;
     const FactorLayout& layout = engine.layouts()[i];
     py::dict factor;
     factor["layer"] = engine.layers()[static_cast<std::size_t>(layout.layer)].name;
@@ -109,7 +109,7 @@ py::dict planDict(const KfacEngine& engine) {
     factor["exchange"] = core::enumName(kExchanges, "exchange", plan.factors[i].exchange);
     factor["owner"] = plan.factors[i].everyone_inverts ? -1 : plan.factors[i].owner;
     factor["workers"] = plan.workers[static_cast<std::size_t>(layout.layer)];
-    factor["run"] = run;
+    factor["run"] = bucket;
     factors.append(factor);
   }
   py::dict result;
@@ -167,7 +167,7 @@ void bindKfac(py::module_& module) {
       .def(py::init(&makeKfacOptions), py::kw_only(), py::arg("damping"), py::arg("factor_decay"),
            py::arg("martens_decay"), py::arg("kl_clip").none(true), py::arg("factor_update_steps"),
            py::arg("inverse_update_steps"), py::arg("method"), py::arg("factor_scaling"), py::arg("strategy"),
-           py::arg("worker_fraction"), py::arg("exchange_always"), py::arg("max_run_mb"),
+           py::arg("worker_fraction"), py::arg("exchange_always"), py::arg("bucket_cap_mb"),
            py::arg("split_directions").none(true), py::arg("direction_precision"), py::arg("early_directions"),
            py::arg("gather_rows").none(true), py::arg("shared_memory"), py::arg("queued"));
 

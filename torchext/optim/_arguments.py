@@ -18,7 +18,7 @@ def check_together(
     method: str,
     worker_fraction: float | None,
     exchange_always: bool,
-    max_run_mb: float | None,
+    bucket_cap_mb: float | None,
     split_directions: bool | None,
 ) -> None:
     """Raises for what would be ignored, or cannot be used.
@@ -51,10 +51,11 @@ def check_together(
             'exchange_always = True: allowed where factors travel, and strategy="dp" keeps them where they are; leave '
             "it out"
         )
-    if max_run_mb is not None and strategy in ("d-kfac", "dp"):
+    if bucket_cap_mb is not None and strategy in ("d-kfac", "dp"):
         does = "sends every factor alone" if strategy == "d-kfac" else "sends none"
         raise ValueError(
-            f'max_run_mb = {max_run_mb}: allowed where factors travel together, and strategy="{strategy}" {does}; '
+            f'bucket_cap_mb = {bucket_cap_mb}: allowed where factors travel together, and strategy="{strategy}" '
+            f"{does}; "
             "leave it out"
         )
 

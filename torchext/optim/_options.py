@@ -43,6 +43,7 @@ class PreconditionerOptions(TypedDict, total=False):
     """The scaler in use, where gradients are unscaled before the optimizer's step; default None."""
     exchange_always: bool
     """Exchange factors in all steps that update them; default False."""
+    bucket_cap_mb: float | None
     max_run_mb: float | None
     """MiB of factors that travel together, above 0. None: 25."""
     split_directions: bool | None

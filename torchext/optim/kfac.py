@@ -254,8 +254,8 @@ def _check(*, lr: float, momentum: float, weight_decay: float, nesterov: bool) -
 class SPDKFAC(KFAC):
     """SPD-KFAC (Shi et al., ICDCS 2021): :class:`KFAC` with all-reduced factors and load-balanced inverses.
 
-    Factors are all-reduced under the backward pass in runs fused by measured costs. Each is inverted by all ranks where
-    that is cheaper than a broadcast, else by the rank with the least to do.
+    Factors are all-reduced under the backward pass in buckets fused by measured costs. Each is inverted by all ranks
+    where that is cheaper than a broadcast, else by the rank with the least to do.
     """
 
     def __init__(self, model: nn.Module, params: Iterable[Any] | None = None, **options: Unpack[KFACOptions]) -> None:

@@ -88,8 +88,10 @@ class KFACPreconditioner:
             preconditioners stand in front of one optimizer; else the optimizer is told.
         exchange_always: exchange factors in all steps that update them, not only where inverses are made. Same result.
             Not with ``"dp"``, where none travel.
-        max_run_mb: MiB of factors that travel together at most, above 0; default 25. Neither with ``"d-kfac"``, where
+        bucket_cap_mb: MiB of factors that travel together at most, above 0; default 25. Neither with ``"d-kfac"``,
+            where
             each travels alone, nor with ``"dp"``.
+        max_run_mb: the name of ``bucket_cap_mb`` until 0.1, for one release.
         split_directions: each rank computes a share of every direction's columns, and sends it to the others, where
             all would compute everything (never with ``"mem-opt"`` and ``"dp"``); ``"inverse"`` only. None: where that
             costs less. Same result.
@@ -143,6 +145,7 @@ class KFACPreconditioner:
         skip_layers: Sequence[str] = (),
         grad_scaler: torch.amp.GradScaler | None = None,
         exchange_always: bool = False,
+        bucket_cap_mb: float | None = None,
         max_run_mb: float | None = None,
         split_directions: bool | None = None,
         direction_precision: str = "high",
@@ -175,6 +178,7 @@ class KFACPreconditioner:
             raise
         inside = None if _inside is None else type(_inside).__name__
         failure = _failure
+        bucket_cap_mb = max_run_mb if bucket_cap_mb is None else bucket_cap_mb
         try:
             # Python's own refusal would come before the others are told: they would wait for this rank in new_group().
             if unknown:
@@ -193,7 +197,7 @@ class KFACPreconditioner:
                 strategy=strategy,
                 worker_fraction=0.5 if worker_fraction is None else worker_fraction,
                 exchange_always=exchange_always,
-                max_run_mb=25.0 if max_run_mb is None else max_run_mb,
+                bucket_cap_mb=25.0 if bucket_cap_mb is None else bucket_cap_mb,
                 split_directions=split_directions,
                 direction_precision=direction_precision,
                 early_directions=early_directions,
@@ -209,7 +213,7 @@ class KFACPreconditioner:
                 method=method,
                 worker_fraction=worker_fraction,
                 exchange_always=exchange_always,
-                max_run_mb=max_run_mb,
+                bucket_cap_mb=bucket_cap_mb,
                 split_directions=split_directions,
             )
             stepped = stepped_by(optimizer or _inside)

@@ -101,7 +101,7 @@ double routedSeconds(const Routes& routes, const KfacCosts& costs) {
   return all > 0 ? costs.sharing->seconds(all) : 0;
 }
 
-// Run by run; through memory all together, those of one owner as the others'.
+// Bucket by bucket; through memory all together, those of one owner as the others'.
 double factorSeconds(const KfacPlan& plan, const KfacPlanInput& input) {
   double seconds = 0;
   std::size_t all = 0;
@@ -154,7 +154,7 @@ std::vector<FusionTask> fusionTasks(const KfacPlan& plan, const KfacPlanInput& i
   return tasks;
 }
 
-std::vector<int> cutLongRuns(const std::vector<FusionTask>& tasks, const std::vector<int>& ends, std::size_t limit) {
+std::vector<int> cutLongBuckets(const std::vector<FusionTask>& tasks, const std::vector<int>& ends, std::size_t limit) {
   std::vector<int> cut;
   std::size_t next = 0;
   for (const int end : ends) {
@@ -171,17 +171,18 @@ std::vector<int> cutLongRuns(const std::vector<FusionTask>& tasks, const std::ve
   return cut;
 }
 
-// A run's factors are inverted once all of it has come, while later ones travel: it is as long as makes its start-up
+// A bucket's factors are inverted once all of it has come, while later ones travel: it is as long as makes its start-up
 // count little, not longer.
-std::size_t longestRun(const KfacPlanInput& input) {
+std::size_t largestBucket(const KfacPlanInput& input) {
   constexpr double kStartUps = 16;
   const AlphaBeta& costs = input.costs.all_reduce;
   if (input.costs.sharing || !(costs.alpha > 0) || !(costs.beta > 0)) {
-    return input.max_run_bytes;
+    return input.bucket_cap_bytes;
   }
   const double bytes = std::max(1.0, kStartUps * costs.alpha / costs.beta);
-  return input.max_run_bytes == 0 || bytes < static_cast<double>(input.max_run_bytes) ? static_cast<std::size_t>(bytes)
-                                                                                      : input.max_run_bytes;
+  return input.bucket_cap_bytes == 0 || bytes < static_cast<double>(input.bucket_cap_bytes)
+             ? static_cast<std::size_t>(bytes)
+             : input.bucket_cap_bytes;
 }
 
 KfacPlan makePreset(KfacStrategy strategy, const KfacPlanInput& input) {
@@ -201,7 +202,7 @@ KfacPlan makePreset(KfacStrategy strategy, const KfacPlanInput& input) {
       plan.fusion_ends.push_back(static_cast<int>(i) + 1);
     }
   } else {
-    plan.fusion_ends = cutLongRuns(tasks, fuseFactors(tasks, input.costs.all_reduce), longestRun(input));
+    plan.fusion_ends = cutLongBuckets(tasks, fuseFactors(tasks, input.costs.all_reduce), largestBucket(input));
   }
   return plan;
 }

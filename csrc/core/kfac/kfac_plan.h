@@ -73,7 +73,7 @@ struct KfacPlan {
   // [layer] how many ranks precondition: `ranks`, or fewer, starting with the owner of the layer (see worker()).
   std::vector<int> workers;
   std::vector<int> layer_owner;  // [layer] of its factors, where workers is below ranks
-  std::vector<int> fusion_ends;  // runs of tasks that travel together
+  std::vector<int> fusion_ends;  // buckets of tasks that travel together
   // Where all ranks precondition, each computes a share of every direction's columns, and they are brought together:
   // chosen where that costs less than computing all of it everywhere.
   bool split_directions = false;
@@ -99,9 +99,9 @@ struct KfacPlanInput {
   std::vector<bool> of_rows;
   KfacCosts costs;
   int ranks = 1;
-  int steps_per_inverse = 10;     // steps from one update of the inverses to the next
-  double worker_fraction = 0.5;   // of hybrid, (0, 1]
-  std::size_t max_run_bytes = 0;  // runs are no longer than that (a longer factor is alone); 0: no limit
+  int steps_per_inverse = 10;        // steps from one update of the inverses to the next
+  double worker_fraction = 0.5;      // of hybrid, (0, 1]
+  std::size_t bucket_cap_bytes = 0;  // buckets are no longer than that (a longer factor is alone); 0: no limit
 };
 
 // The preset, or for kAuto that of spd, pad, comm-opt, mem-opt, hybrid with the least predictedSeconds.

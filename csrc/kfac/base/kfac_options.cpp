@@ -28,8 +28,8 @@ void KfacOptions::validate() const {
   if (!(worker_fraction > 0 && worker_fraction <= 1)) {
     throwInvalid("worker_fraction", worker_fraction, "above 0, up to 1");
   }
-  if (!(max_run_mb > 0) || !std::isfinite(max_run_mb)) {
-    throwInvalid("max_run_mb", max_run_mb, "above 0, finite");
+  if (!(bucket_cap_mb > 0) || !std::isfinite(bucket_cap_mb)) {
+    throwInvalid("bucket_cap_mb", bucket_cap_mb, "above 0, finite");
   }
   const core::KfacStrategy parsed = core::parseKfacStrategy(strategy);
   if (gather_rows == true) {

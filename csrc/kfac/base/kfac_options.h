@@ -33,7 +33,7 @@ struct KfacOptions {
   std::string strategy = "spd";
   double worker_fraction = 0.5;          // of hybrid, (0, 1]
   bool exchange_always = false;          // exchange factors in every step that updates them
-  double max_run_mb = 25;                // of factors that travel together, MiB, above 0
+  double bucket_cap_mb = 25;             // of factors that travel together, MiB, above 0
   std::optional<bool> split_directions;  // none: where that costs less by the measured costs
   DirectionPrecision precision = DirectionPrecision::kHigh;
   bool early_directions = false;    // of Linear layers, in the backward pass

@@ -156,11 +156,11 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
     }
   }
   if (exchanging() && together) {
-    startRuns(/*overlapped=*/true);
+    startBuckets(/*overlapped=*/true);
   }
 }
 
-// Whether this hook runs on the stream of the step's first one. A run leaves from the stream of its last factor;
+// Whether this hook runs on the stream of the step's first one. A bucket leaves from the stream of its last factor;
 // factors of other streams are there for certain only when the backward pass has ended.
 bool KfacEngine::onFirstStream() {
   if (device_.is_cpu()) {
@@ -294,7 +294,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
   }
   endPass();
   ++stats_.steps;
-  replanRuns();
+  replanBuckets();
   return true;
 }
 

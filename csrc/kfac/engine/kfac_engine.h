@@ -17,16 +17,16 @@
 //
 // When communication starts. Factors travel only in steps that make inverses (see FactorAccumulator; `exchange_always`
 // does it in all, to compare). In such a step a factor that has had as many calls as in the steps before is packed by
-// the backward hook, and a run of factors (core/kfac/kfac_plan.h) leaves as soon as its last one is packed, while the
-// backward pass goes on; runs leave in the order of the plan on every rank, the rest of them in step(). They are waited
-// for and inverted on a thread of their own (background_inverses.h), mostly while the backward pass waits for DDP's
-// last all-reduces; what it has made is used only once all ranks are known to take the step. A layer that is called
-// once more when its factors have left makes its rank ask for all to be sent again. In step() an inverse leaves as soon
-// as it is there, point to point, and a layer whose inverses are there gets its direction while later ones travel. Only
-// d-kfac, the plain algorithm, waits for all each time, and has no such thread. Directions leave layer by layer as they
-// are made (small ones together), and are waited for at the end. Ranks that share a host's memory send nothing early:
-// there all factors are summed in one pass of step(), which takes less time than the threads of sockets would from the
-// backward pass, and inverses go together once all are made.
+// the backward hook, and a bucket of factors (core/kfac/kfac_plan.h) leaves as soon as its last one is packed, while
+// the backward pass goes on; buckets leave in the order of the plan on every rank, the rest of them in step(). They are
+// waited for and inverted on a thread of their own (background_inverses.h), mostly while the backward pass waits for
+// DDP's last all-reduces; what it has made is used only once all ranks are known to take the step. A layer that is
+// called once more when its factors have left makes its rank ask for all to be sent again. In step() an inverse leaves
+// as soon as it is there, point to point, and a layer whose inverses are there gets its direction while later ones
+// travel. Only d-kfac, the plain algorithm, waits for all each time, and has no such thread. Directions leave layer by
+// layer as they are made (small ones together), and are waited for at the end. Ranks that share a host's memory send
+// nothing early: there all factors are summed in one pass of step(), which takes less time than the threads of sockets
+// would from the backward pass, and inverses go together once all are made.
 //
 // A step that is left out. Gradients may be cleared without step(), on all ranks alike. In a step that sends, that is
 // collective, and each rank says there whether it takes the step: if they differ, all throw, and as nothing is merged
@@ -197,27 +197,27 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool exchanging() const;
   bool throughMemory() const { return exchange_ && exchange_->sharesMemory(); }
   bool overlaps() const;
-  bool followsRuns() const { return exchange_ && !device_path_ && overlaps(); }
+  bool invertsInBackground() const { return exchange_ && !device_path_ && overlaps(); }
   std::vector<std::size_t> invertedAfter(std::size_t end);
   bool madeEarly() const;
-  void waitForRun(std::size_t run);
+  void waitForBucket(std::size_t bucket);
   bool invertsHere(std::size_t factor_index) const;
   bool worksOn(int layer) const;
   void prepare(std::size_t factor_index, double loss_scale);
-  void startRuns(bool overlapped);
+  void startBuckets(bool overlapped);
   at::Tensor sharesOf(std::size_t first_factor, std::int64_t elements) const;
   void startRest(double loss_scale);
   void sendFactors(double loss_scale);
   bool agreeOnStep(bool takes_step);
   void sumThroughMemory();
-  void waitForRuns();
-  void endRuns();
+  void waitForBuckets();
+  void endBuckets();
   void forgetStep();
   void drop(bool sent);
   void mergeStep(double loss_scale);
-  void replanRuns();
+  void replanBuckets();
   void updateInverses();
-  void invertRuns();
+  void invertBuckets();
   void invertLayer(std::size_t first_factor);
   void invert(std::size_t factor_index, const at::Tensor& damping);
   void invertOnDevice();
@@ -295,8 +295,8 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
 
   at::Tensor payload_;                     // what is summed over ranks, laid out as the running averages
   std::vector<bool> prepared_;             // [factor] packed for this step's exchange
-  std::size_t started_ = 0;                // runs that have left
-  std::vector<KfacExchange::Sum> sums_;    // [run] none where background_inverses_ has them
+  std::size_t started_ = 0;                // buckets that have left
+  std::vector<KfacExchange::Sum> sums_;    // [bucket] none where background_inverses_ has them
   std::size_t followed_ = 0;               // factors whose inversion has been asked for
   double followed_damping_ = 0;            // with which they are inverted
   at::Tensor shares_;                      // of other ranks, in factors that this one adds up

@@ -10,7 +10,7 @@ namespace {
 
 // Inverses of the last so many factors are left the time to come while this rank makes its own of later ones, for which
 // others wait. Eight layers 1024 wide over four hosts (kfac_network.py), milliseconds a step: 1223 with 2,
-// 1233 with 4, 1209 with 8, 1228 with 12, all within what runs vary by; making none before the last run, 1349.
+// 1233 with 4, 1209 with 8, 1228 with 12, all within what runs vary by; making none before the last bucket, 1349.
 constexpr std::size_t kOnTheirWay = 8;
 
 }  // namespace
@@ -38,7 +38,7 @@ bool KfacEngine::tracesTravel() const {
   return false;
 }
 
-// Of the mean of a factor whose run has come.
+// Of the mean of a factor whose bucket has come.
 at::Tensor KfacEngine::tracesOf(std::size_t factor_index) const {
   const auto& layouts = accumulator_->layouts();
   if (!traces_.defined()) {
@@ -51,7 +51,7 @@ at::Tensor KfacEngine::tracesOf(std::size_t factor_index) const {
   return traces_.narrow(0, offset, layouts[factor_index].count) / ranks_;
 }
 
-// The inversions that the arrival of a run makes possible, as far as they need no more than factors. end: of its
+// The inversions that the arrival of a bucket makes possible, as far as they need no more than factors. end: of its
 // factors.
 std::vector<std::size_t> KfacEngine::invertedAfter(std::size_t end) {
   std::vector<std::size_t> factor_indices;
@@ -67,7 +67,9 @@ std::vector<std::size_t> KfacEngine::invertedAfter(std::size_t end) {
 }
 
 // Whether they were asked for, and with the damping that is in force now.
-bool KfacEngine::madeEarly() const { return followsRuns() && !tracesTravel() && followed_damping_ == options_.damping; }
+bool KfacEngine::madeEarly() const {
+  return invertsInBackground() && !tracesTravel() && followed_damping_ == options_.damping;
+}
 
 void KfacEngine::invert(std::size_t factor_index, const at::Tensor& damping) {
   FactorInverse inverse = madeEarly() ? background_inverses_->collect(factor_index, stats_.failures)
@@ -114,7 +116,7 @@ std::array<at::Tensor, 2> KfacEngine::dampingOfLayer(std::size_t first_factor) {
 void KfacEngine::invertOnDevice() {
   {
     const ScopedTimer timer(stats_.exchange_wait_seconds);
-    waitForRuns();
+    waitForBuckets();
   }
   const ScopedTimer timer(stats_.invert_seconds);
   const auto& layouts = accumulator_->layouts();
@@ -147,25 +149,25 @@ void KfacEngine::invertOnDevice() {
   }
 }
 
-// Waits for runs and inverts what has come: first those that have a factor of a layer that this rank inverts.
-void KfacEngine::invertRuns() {
+// Waits for buckets and inverts what has come: first those that have a factor of a layer that this rank inverts.
+void KfacEngine::invertBuckets() {
   const std::size_t factor_count = accumulator_->layouts().size();
   std::size_t next = 0;
   std::size_t begin = 0;
-  for (std::size_t run = 0; run < started_; ++run) {
-    const std::size_t end = core::index(plan_.fusion_ends[run]);
+  for (std::size_t bucket = 0; bucket < started_; ++bucket) {
+    const std::size_t end = core::index(plan_.fusion_ends[bucket]);
     bool needed = false;
     for (std::size_t factor_index = begin; factor_index < end; ++factor_index) {
       needed = needed || invertsHere(factor_index) || invertsHere(factor_index ^ 1U);
     }
     if (needed) {
       const ScopedTimer timer(stats_.exchange_wait_seconds);
-      waitForRun(run);
+      waitForBucket(bucket);
     }
     for (; overlaps() && next + 1 < end; next += 2) {
       invertLayer(next);
     }
-    if (overlaps() && next > kOnTheirWay) {  // instead of idling until the next run has come
+    if (overlaps() && next > kOnTheirWay) {  // instead of idling until the next bucket has come
       takeInverses(next - kOnTheirWay);
     }
     begin = end;
@@ -174,7 +176,7 @@ void KfacEngine::invertRuns() {
     invertLayer(next);
   }
   const ScopedTimer timer(stats_.exchange_wait_seconds);
-  waitForRuns();
+  waitForBuckets();
 }
 
 // Waits for other ranks' inverses up to factor `end`, and makes the directions for which they come.
@@ -204,8 +206,8 @@ void KfacEngine::finishInverses() {
 void KfacEngine::updateInverses() {
   if (!updatesInverses()) {  // sent for nothing: exchange_always
     const ScopedTimer timer(stats_.exchange_wait_seconds);
-    waitForRuns();
-    endRuns();
+    waitForBuckets();
+    endBuckets();
     return;
   }
   if (exchange_ && tracesTravel()) {
@@ -222,14 +224,14 @@ void KfacEngine::updateInverses() {
   }
   if (device_path_) {
     invertOnDevice();
-    endRuns();
+    endBuckets();
     const ScopedTimer timer(stats_.distribute_seconds);
     inverse_exchange_->exchange(inverses_);
   } else {
     taken_ = 0;
     inverse_exchange_->expect();
-    invertRuns();
-    endRuns();
+    invertBuckets();
+    endBuckets();
     finishInverses();
   }
   traces_sum_.wait();  // where this rank inverts nothing

@@ -9,7 +9,7 @@
 namespace torchext {
 namespace {
 
-// Ready times are taken from the last of so many steps that send factors, then runs are planned for good.
+// Ready times are taken from the last of so many steps that send factors, then buckets are planned for good.
 constexpr int kProfiledSteps = 3;
 
 std::vector<std::string> describeLayers(const std::vector<KfacLayerSpec>& layers) {
@@ -72,7 +72,7 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
         {"damping", options_.damping},
         {"kl_clip", options_.kl_clip},
         {"worker_fraction", options_.worker_fraction},
-        {"max_run_mb", options_.max_run_mb},
+        {"bucket_cap_mb", options_.bucket_cap_mb},
         {"exchange_always", options_.exchange_always},
         {"split_directions", options_.split_directions},
         {"direction_precision", core::enumName(kPrecisionNames, "direction_precision", options_.precision)},
@@ -114,7 +114,7 @@ void KfacEngine::makePlan() {
   input_.ranks = ranks_;
   input_.steps_per_inverse = options_.inverse_update_steps;
   input_.worker_fraction = options_.worker_fraction;
-  input_.max_run_bytes = static_cast<std::size_t>(options_.max_run_mb * (1 << 20));
+  input_.bucket_cap_bytes = static_cast<std::size_t>(options_.bucket_cap_mb * (1 << 20));
   plan_ = core::makeKfacPlan(core::parseKfacStrategy(options_.strategy), input_);
   // Who asks for rows has no shares without asking for them.
   const bool split = options_.split_directions.value_or(plan_.split_directions && options_.gather_rows != true);
@@ -170,8 +170,8 @@ void KfacEngine::makePlan() {
   }
 }
 
-// After some profiled steps: runs by the ready times that rank 0 saw.
-void KfacEngine::replanRuns() {
+// After some profiled steps: buckets by the ready times that rank 0 saw.
+void KfacEngine::replanBuckets() {
   if (!exchange_ || profiled_ != kProfiledSteps || !input_.ready.empty() ||
       plan_.strategy == core::KfacStrategy::kDkfac) {
     return;

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("path")
         ({"factor_scaling": "x"}, 'factor_scaling = "x": allowed kfc, kfac-pytorch'),
         ({"direction_precision": "medium"}, 'direction_precision = "medium": allowed high, highest'),
         ({"sequences": "sum"}, 'sequences = "sum": allowed expand, reduce'),
-        ({"max_run_mb": 0.0}, "max_run_mb = 0: allowed above 0"),
+        ({"bucket_cap_mb": 0.0}, "bucket_cap_mb = 0: allowed above 0"),
         ({"lr": -1.0}, "lr = -1.0: allowed 0 or more"),
         ({"momentum": 1.0}, r"momentum = 1.0: allowed \[0, 1\)"),
         ({"weight_decay": -1.0}, "weight_decay = -1.0"),
@@ -51,8 +51,11 @@ pytestmark = pytest.mark.usefixtures("path")
             for strategy in ("mem-opt", "dp")
         ),
         ({"exchange_always": True, "strategy": "dp"}, '^exchange_always = True: .* strategy="dp" keeps them'),
-        ({"max_run_mb": 4.0, "strategy": "d-kfac"}, '^max_run_mb = 4.0: .*="d-kfac" sends every factor alone; leave'),
-        ({"max_run_mb": 25.0, "strategy": "dp"}, '^max_run_mb = 25.0: .*="dp" sends none; leave it out'),
+        (
+            {"bucket_cap_mb": 4.0, "strategy": "d-kfac"},
+            '^bucket_cap_mb = 4.0: .*="d-kfac" sends every factor alone; leave',
+        ),
+        ({"bucket_cap_mb": 25.0, "strategy": "dp"}, '^bucket_cap_mb = 25.0: .*="dp" sends none; leave it out'),
     ],
 )
 def test_values_out_of_range(options: dict[str, Any], message: str) -> None:

@@ -81,7 +81,7 @@ def trained(whole: Make, real: Make, flag: Make) -> torch.Tensor:
         factor_update_steps=whole(1),
         inverse_update_steps=whole(2),
         kl_clip=real(0.125),
-        max_run_mb=real(2.0),
+        bucket_cap_mb=real(2.0),
         split_directions=flag(False),
         shared_memory=flag(False),
     )

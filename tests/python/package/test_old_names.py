@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
+from torch import nn
+
 import torchext
 from torchext import errors
+from torchext.optim import KFACPreconditioner
 
 
 def test_old_names_are_those_of_today() -> None:
@@ -13,3 +17,8 @@ def test_old_names_are_those_of_today() -> None:
         warnings.simplefilter("error")
         assert errors.NotABackendOfOursError is errors.UnsupportedBackendError
         assert torchext.join is torchext.join_running_job
+
+
+def test_max_run_mb_is_bucket_cap_mb() -> None:
+    with pytest.raises(ValueError, match="bucket_cap_mb = 0: allowed above 0"):
+        KFACPreconditioner(nn.Linear(2, 2), max_run_mb=0.0)

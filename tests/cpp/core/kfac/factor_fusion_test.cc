@@ -36,7 +36,7 @@ TEST(FactorFusion, LanesStayApart) {
   EXPECT_EQ(fuseFactors({}, kCost), Ends{});
 }
 
-// When the last run has arrived.
+// When the last bucket has arrived.
 double end(const std::vector<FusionTask>& tasks, const Ends& ends) {
   double link_free = 0;
   double ready = 0;

@@ -194,9 +194,9 @@ TEST(KfacPlan, AutoIsTheCheapestExactPreset) {
 
 TEST(KfacPlan, RunsKeepToTheLimit) {
   auto in = input({100, 100, 100, 100}, 2);
-  in.max_run_bytes = 2 * in.tasks[0].factor_bytes;
+  in.bucket_cap_bytes = 2 * in.tasks[0].factor_bytes;
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{2, 4, 6, 8}));
-  in.max_run_bytes = 1;
+  in.bucket_cap_bytes = 1;
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends.size(), 8U);
 }
 
@@ -207,9 +207,9 @@ TEST(KfacPlan, RunsAreNoLongerThanMakesTheirStartUpCountLittle) {
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{3, 4}));
   in.costs.all_reduce = {1e-3, 1e-9};
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{4}));
-  in.max_run_bytes = 5'000'000;
+  in.bucket_cap_bytes = 5'000'000;
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{2, 4}));
-  in.max_run_bytes = 0;
+  in.bucket_cap_bytes = 0;
   in.costs.all_reduce = {1e-4, 1e-9};
   in.costs.sharing = AlphaBeta{3e-5, 1e-10};  // all in one go anyway
   EXPECT_EQ(makeKfacPlan(KfacStrategy::kSpd, in).fusion_ends, (std::vector<int>{4}));
@@ -248,7 +248,7 @@ TEST(KfacPlan, RanksThatShareMemorySplitSmallDirections) {
   // Directions of one rank alone go the same way, all together.
   const KfacPlan alone = makeKfacPlan(KfacStrategy::kMemOpt, in);
   EXPECT_DOUBLE_EQ(predictKfac(alone, in).gradients, 3e-5 + 1e-10 * 2 * 360000);
-  // And so do factors, whatever runs messages would leave in, and inverses.
+  // And so do factors, whatever buckets messages would leave in, and inverses.
   std::size_t factor_bytes = 0;
   std::size_t inverse_bytes = 0;
   for (const FactorTask& task : in.tasks) {

@@ -32,7 +32,7 @@ void KfacEngine::prepare(std::size_t factor_index, double loss_scale) {
   }
 }
 
-void KfacEngine::startRuns(bool overlapped) {
+void KfacEngine::startBuckets(bool overlapped) {
   if (throughMemory()) {
     return;
   }
@@ -46,15 +46,15 @@ void KfacEngine::startRuns(bool overlapped) {
     }
     const FactorLayout& first = accumulator_->layouts()[begin];
     const FactorLayout& last = accumulator_->layouts()[end - 1];
-    const at::Tensor run = payload_.narrow(0, first.offset, last.offset + last.size - first.offset);
+    const at::Tensor bucket = payload_.narrow(0, first.offset, last.offset + last.size - first.offset);
     KfacExchange::Sum sum;  // of kOwnersOwn: there is nothing to wait for
     if (plan_.factors[begin].exchange == core::FactorExchange::kAllReduce) {
-      sum = exchange_->allReduce(run);
+      sum = exchange_->allReduce(bucket);
     } else if (plan_.factors[begin].exchange == core::FactorExchange::kReduceToOwner) {
-      sum = exchange_->reduce(run, plan_.factors[begin].owner, kfac_tags::kSums + static_cast<int>(started_),
-                              sharesOf(begin, run.numel()));
+      sum = exchange_->reduce(bucket, plan_.factors[begin].owner, kfac_tags::kSums + static_cast<int>(started_),
+                              sharesOf(begin, bucket.numel()));
     }
-    if (followsRuns()) {
+    if (invertsInBackground()) {
       if (started_ == 0) {
         followed_damping_ = options_.damping;
       }
@@ -71,7 +71,7 @@ void KfacEngine::startRuns(bool overlapped) {
   }
 }
 
-// Where the other ranks' shares of a run come that this rank owns; elsewhere undefined.
+// Where the other ranks' shares of a bucket come that this rank owns; elsewhere undefined.
 at::Tensor KfacEngine::sharesOf(std::size_t first_factor, std::int64_t elements) const {
   return share_place_[first_factor] < 0
              ? at::Tensor()
@@ -87,7 +87,7 @@ void KfacEngine::startRest(double loss_scale) {
     }
   }
   const ScopedTimer timer(stats_.exchange_wait_seconds);
-  startRuns(/*overlapped=*/false);
+  startBuckets(/*overlapped=*/false);
 }
 
 // All ranks take a step, or none does. If they differ, what has been sent comes to its end on all of them, the step is
@@ -105,8 +105,8 @@ bool KfacEngine::agreeOnStep(bool takes_step) {
   if (other == end) {
     return std::find(votes, end, kTakesStepAgain) != end;
   }
-  waitForRuns();
-  endRuns();
+  waitForBuckets();
+  endBuckets();
   forgetStep();
   const auto rank = static_cast<int>(other - votes);
   const bool ours = !takes_step;
@@ -126,8 +126,8 @@ void KfacEngine::sendFactors(double loss_scale) {
     const ScopedTimer timer(stats_.exchange_wait_seconds);
     again = agreeOnStep(/*takes_step=*/true);
     if (again) {
-      waitForRuns();
-      endRuns();
+      waitForBuckets();
+      endBuckets();
     }
   }
   if (again) {
@@ -157,15 +157,15 @@ void KfacEngine::sumThroughMemory() {
   }
 }
 
-void KfacEngine::waitForRun(std::size_t run) {
-  if (followsRuns()) {
-    background_inverses_->waitForRuns(run + 1);
+void KfacEngine::waitForBucket(std::size_t bucket) {
+  if (invertsInBackground()) {
+    background_inverses_->waitForRuns(bucket + 1);
   } else {
-    sums_[run].wait();
+    sums_[bucket].wait();
   }
 }
 
-void KfacEngine::waitForRuns() {
+void KfacEngine::waitForBuckets() {
   if (background_inverses_) {
     background_inverses_->waitForRuns(background_inverses_->runs());
   }
@@ -174,7 +174,7 @@ void KfacEngine::waitForRuns() {
   }
 }
 
-void KfacEngine::endRuns() {
+void KfacEngine::endBuckets() {
   if (background_inverses_) {
     background_inverses_->end();
   }
@@ -200,8 +200,8 @@ void KfacEngine::drop(bool sent) {
   }
   startRest(/*loss_scale=*/1);
   agreeOnStep(/*takes_step=*/false);
-  waitForRuns();
-  endRuns();
+  waitForBuckets();
+  endBuckets();
 }
 
 void KfacEngine::discard() {
