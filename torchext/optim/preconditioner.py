@@ -51,7 +51,7 @@ class KFACPreconditioner:
     rank's memory, with a warning.
 
     Devices: the CPU, or one CUDA device for all of these layers. There work is queued: a step waits for the device
-    once, and again where inverses are made. Factors travel over NCCL. What was tried on a GPU: docs/kfac.md.
+    once, and again where inverses are made. Factors travel over NCCL. What was tried on a GPU: docs/guide/kfac.md.
 
     Conventions: a is a layer's input with a 1 appended for the bias, g the gradient of the *mean* loss at its output, N
     the samples, T the positions of a convolution or a sequence. A = (1/N) sum a a^T, G = (N/T) sum g g^T (KFC,

@@ -95,7 +95,7 @@ def start_from_rank_0(rank: Rank, compiled: str) -> Tensor:
     if rank.rank == 0:
         module._take(torch.randn(ROWS, DIM))
     ddp = in_ddp(module, compiled)
-    # What was compiled outside of DDP does not hold in it; torch 2.11 takes it all the same (docs/embeddings.md).
+    # What was compiled outside of DDP does not hold in it; torch 2.11 takes it all the same (docs/guide/embeddings.md).
     if compiled == "inside" and not torch.__version__.startswith("2.11"):
         module(ids)
     return ddp(ids).detach()
@@ -128,7 +128,7 @@ def loaded_by_rank_0(rank: Rank, compiled: str) -> tuple[Tensor, Tensor, Tensor]
 @COMPILED
 def test_a_table_that_rank_0_has_loaded_is_sent_when_it_is_wrapped_again(compiled: str) -> None:
     if compiled and torch.__version__.startswith("2.11"):
-        pytest.skip("torch 2.11 takes what was compiled elsewhere (docs/embeddings.md)")
+        pytest.skip("torch 2.11 takes what was compiled elsewhere (docs/guide/embeddings.md)")
     (before, first, index), (_, second, other) = run_ranks(loaded_by_rank_0, 2, compiled)
     assert not before.any()
     assert first.any()

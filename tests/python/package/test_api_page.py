@@ -1,4 +1,4 @@
-"""docs/api.md has everything public."""
+"""docs/reference/api.md has everything public."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torchext.ops
 import torchext.optim
 import torchext.options
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "api.md"
 
 
 def names() -> set[str]:
@@ -30,7 +30,7 @@ def names() -> set[str]:
 )
 def test_every_public_name_has_a_row(module: ModuleType) -> None:
     missing = sorted(set(module.__all__) - names())
-    assert not missing, f"docs/api.md lacks {', '.join(missing)} of {module.__name__}; add a row"
+    assert not missing, f"docs/reference/api.md lacks {', '.join(missing)} of {module.__name__}; add a row"
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_every_public_name_has_a_row(module: ModuleType) -> None:
 )
 def test_every_public_member_has_a_row(owner: type) -> None:
     missing = sorted({name for name in vars(owner) if not name.startswith("_")} - names())
-    assert not missing, f"docs/api.md lacks {', '.join(missing)} of {owner.__name__}; add a row"
+    assert not missing, f"docs/reference/api.md lacks {', '.join(missing)} of {owner.__name__}; add a row"
