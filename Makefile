@@ -13,16 +13,8 @@ VENV ?= .venv
 # What `make test` runs; empty is everything but the slow tests.
 SUITES ?=
 export MAX_JOBS ?= 2
-# What `make sanitize` runs: threads, connections and faults of every backend.
+# The kinds of `make sanitize`.
 KINDS ?= thread address
-SANITIZE_TESTS ?= partial_all_reduce partial_all_reduce_line attach attach_exact attach_features attach_faults attach_collectives lifecycle \
-  faults fault_points fault_points_recovery liveness call_check malformed shrink continue continue_groups continue_models continue_refused join \
-  join_state join_refused join_deaths resources link fork fork_attached dear_exact dear_features dear_errors dear_state dear_state_refused \
-  dear_steps dear_checkpointing dear_planner dear_deferred dear_two_passes dear_zeroing threads dssync hop hop_ends \
-  hop_errors signals future_callbacks leaving attach_buffers attach_float16 attach_frozen attach_writes several_models delegating \
-  flight_recorder kfac kfac_faults kfac_group kfac_shared_memory kfac_interrupted adaptive_attached adaptive_shards
-SANITIZE_FILES = $(foreach name,$(SANITIZE_TESTS),$(or $(wildcard tests/distributed/test_$(name).py \
-  tests/distributed/*/test_$(name).py),$(error SANITIZE_TESTS: there is no test_$(name).py)))
 
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$(DEPS)/bin:$$PATH" $(VENV)/bin/python
 CXX_FILES = $(shell find csrc kernels tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cc' -o -name '*.cu')
@@ -54,9 +46,9 @@ matrix:  ## builds and tests also against torch 2.11, in a copy of the tree; the
 	@$(MAKE) --no-print-directory install
 	@$(RUN) tools/run_tests.py slow
 
-sanitize: deps  ## the multi-process tests with sanitizers in the extension (an hour; KINDS=thread for one of them)
+sanitize: deps  ## the multi-process tests marked sanitize, with sanitizers in the extension (an hour; KINDS=thread for one of them)
 	@for kind in $(KINDS); do \
-	  bash tools/sanitize.sh $$kind "$(DEPS)/bin/python" $(SANITIZE_FILES) || exit 1; done
+	  bash tools/sanitize.sh $$kind "$(DEPS)/bin/python" -m "sanitize and not slow" tests/distributed || exit 1; done
 
 install: deps
 	@bash tools/install.sh "$(DEPS)" "$(VENV)"

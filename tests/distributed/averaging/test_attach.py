@@ -13,6 +13,8 @@ import torch
 from attached import ORDERS, Trainer, equal_everywhere, everywhere, flat
 from harness import Rank, run_ranks
 
+pytestmark = pytest.mark.sanitize
+
 GENERATORS = ("smart", "division", "random", "static", "ready-set")
 
 

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("prague", {"order": "cta", "generator": "static"}),
     ("prague", {"order": "atc", "generator": "static"}),

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from attached import ORDERS, Trainer, equal_everywhere
 from harness import Rank, run_ranks
 
+pytestmark = pytest.mark.sanitize
+
 GENERATORS = ("smart", "division", "random", "ready-set")
 STEPS = 30
 MOST = 0.7

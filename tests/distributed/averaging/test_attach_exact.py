@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from attached import ORDERS, Normalized, Trainer, batch, equal_everywhere, everywhere, flat
 from harness import Rank, run_ranks
 from torch import nn
+
+pytestmark = pytest.mark.sanitize
 
 
 class Quadratic(nn.Module):

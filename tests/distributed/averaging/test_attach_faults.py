@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 DEATH_LIMIT = 5.0
 
 

@@ -11,6 +11,8 @@ from attached import ORDERS, Trainer, everywhere
 from harness import Rank, run_ranks
 from torch import nn
 
+pytestmark = pytest.mark.sanitize
+
 START = 40_000.0  # float16 ends at 65504
 
 

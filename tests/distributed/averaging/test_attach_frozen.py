@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 BACKENDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("prague", {"order": "cta", "generator": "static"}),
     ("prague", {"order": "atc", "generator": "static"}),

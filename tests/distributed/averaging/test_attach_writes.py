@@ -12,6 +12,8 @@ import torch.distributed as dist
 from attached import Trainer, everywhere, flat
 from harness import Rank, run_ranks
 
+pytestmark = pytest.mark.sanitize
+
 # In all of them an average is under way between two steps, and all workers average in every step.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("prague", {"order": "cta", "generator": "static"}),

@@ -23,6 +23,8 @@ from torchext import _C
 from torchext.decentralized.averaged_state import AveragedState
 from torchext.errors import ReplicaWarning
 
+pytestmark = pytest.mark.sanitize
+
 AVERAGING = ["prague", "dssync", "hop"]
 
 

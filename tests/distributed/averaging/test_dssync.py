@@ -17,6 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 # Sides of the grid for each number of ranks, the lowest coordinate first.
 SIDES = {2: [2], 3: [3], 4: [2, 2], 6: [3, 2], 8: [2, 2, 2]}
 

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 STEPS = 8  # of an epoch
 
 

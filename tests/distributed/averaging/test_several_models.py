@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 MODELS = 3
 STEPS = 25
 PAUSES = (0.0, 0.15)  # longer than a model waits for its average before the others drain theirs

@@ -18,6 +18,8 @@ from harness import Rank, launch, run_ranks
 import torchext
 from torchext.errors import BackendOptionsError, UnsupportedBackendError
 
+pytestmark = pytest.mark.sanitize
+
 
 def data(rank: int, numel: int = 7, dtype: torch.dtype = torch.float32, salt: int = 0) -> torch.Tensor:
     """What `rank` contributes: small whole numbers, exact in every dtype."""

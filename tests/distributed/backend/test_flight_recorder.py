@@ -21,10 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 from torchext.backends import BACKENDS
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(c10d, "FlightRecorderHook"),
-    reason="this torch records only the backends that record themselves, its own",
-)
+pytestmark = [
+    pytest.mark.sanitize,
+    pytest.mark.skipif(
+        not hasattr(c10d, "FlightRecorderHook"),
+        reason="this torch records only the backends that record themselves, its own",
+    ),
+]
 
 
 def entries(backend: str, operation: str = "") -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from harness import Rank, run_ranks
 import torchext
 from torchext.backends import BACKENDS
 
+pytestmark = pytest.mark.sanitize
+
 
 def in_fork(work: Any) -> str:
     """What `work` returned in a forked child; the empty string if the child did not end by itself."""

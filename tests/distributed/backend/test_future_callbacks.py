@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext.backends import BACKENDS, backend_of
 
+pytestmark = pytest.mark.sanitize
+
 WAITING = 8  # more than Gloo has threads
 
 

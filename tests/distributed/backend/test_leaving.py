@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 from torchext.backends import BACKENDS
 
+pytestmark = pytest.mark.sanitize
+
 
 class Stop(Exception):
     pass

@@ -22,6 +22,8 @@ from interpreters import run_script
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

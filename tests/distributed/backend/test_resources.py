@@ -19,6 +19,8 @@ from harness import Rank, descriptor_count, elapsed_error, free_port, run_ranks
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 CLONE_NEWNET = 0x40000000
 
 

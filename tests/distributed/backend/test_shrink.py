@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 from torchext.backends import BACKENDS
 
+pytestmark = pytest.mark.sanitize
+
 SHRINK_ABORT = 1
 
 

@@ -25,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 from torchext.backends import BACKENDS, backend_of
 
+pytestmark = pytest.mark.sanitize
+
 
 @contextmanager
 def handling(handler: Callable[..., None], seconds: float = 0.5) -> Iterator[None]:

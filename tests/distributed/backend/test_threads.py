@@ -15,6 +15,8 @@ from attached import Trainer, equal_everywhere, new_group
 from harness import Rank, run_ranks
 from torch import nn
 
+pytestmark = pytest.mark.sanitize
+
 BACKENDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("prague", {"order": "cta"}),
     ("prague", {"order": "atc"}),

@@ -10,6 +10,8 @@ from harness import Rank, run_ranks
 
 from torchext.backends import resources
 
+pytestmark = pytest.mark.sanitize
+
 
 def body_check(rank: Rank, backend: str) -> Any:
     start, started = threading.Thread.start, 0

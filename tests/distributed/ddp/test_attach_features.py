@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 
 def check_grad_scaler(rank: Rank) -> None:
     trainer = Trainer(rank, generator="smart")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sanitize
+
 HERE = Path(__file__).resolve().parent
 
 SCRIPT = """

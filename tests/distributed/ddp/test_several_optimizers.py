@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 AVERAGING = ["prague", "dssync", "hop"]
 EXACT = 1e-9  # of float64; sums in another order
 

@@ -12,6 +12,8 @@ from sharded import EXACT, ROWS, SIZES, Pair, in_forms, made, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.sanitize
+
 
 class Checkpointed(nn.Module):
     """All of it under checkpoints: where they are reentrant, the first gradient comes from inside one."""

@@ -11,6 +11,8 @@ from harness import Rank, run_ranks
 from sharded import EXACT, SIZES, Pair, adamw, batch, made, mlp, sgd
 from torch.nn.functional import cross_entropy
 
+pytestmark = pytest.mark.sanitize
+
 
 def adafactor(parameters: Any) -> torch.optim.Optimizer:
     """Multiplies matrices, which autocast would do in its own element type."""

@@ -10,6 +10,8 @@ from beside_ddp import DEAR, Script, apart
 from harness import Rank, run_ranks
 from torch import nn
 
+pytestmark = pytest.mark.sanitize
+
 FIRST = ["backward", "backward, clipped", "step", "step, zeroed", "step, one thrown away"]
 
 

@@ -34,6 +34,8 @@ from sharded import (
 from test_dear_known_faults import check_beside_a_fault, in_forms_and_at_fault, late
 from torch import nn
 
+pytestmark = pytest.mark.sanitize
+
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "adagrad": adagrad}
 
 

@@ -13,6 +13,8 @@ from harness import Rank, run_ranks
 from sharded import EXACT, SIZES, Pair, Transformer, adamw, difference, in_forms, made, mlp, sgd
 from torch import nn
 
+pytestmark = pytest.mark.sanitize
+
 
 class Late(torch.autograd.Function):
     """Its backward pass takes its time."""

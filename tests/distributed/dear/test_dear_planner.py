@@ -11,6 +11,8 @@ import pytest
 from harness import Rank, run_ranks
 from sharded import EXACT, FORMS, SIZES, Pair, batch, in_form, made, mlp, sgd
 
+pytestmark = pytest.mark.sanitize
+
 PAUSE = 0.01  # seconds; a step of these models takes one or two milliseconds, on a busy machine a hundred
 
 

@@ -31,6 +31,8 @@ from test_dear_known_faults import check_beside_a_fault, in_forms_and_at_fault, 
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+pytestmark = pytest.mark.sanitize
+
 
 def body_full(rank: Rank) -> dict[str, float]:
     """optimizer.state_dict() is the plain optimizer's, and is loaded from it."""

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 # Far beyond the test's own deadline: nothing here may be ended by it.
 TIMEOUT = 300.0
 

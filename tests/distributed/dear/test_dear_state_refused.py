@@ -11,6 +11,8 @@ import torch
 from harness import Rank, elapsed_error, launch, run_ranks
 from sharded import FORMS, Pair, adamw, in_form, made, mlp
 
+pytestmark = pytest.mark.sanitize
+
 
 class Marked(torch.optim.SGD):
     elementwise = True

@@ -9,6 +9,8 @@ import torch
 from harness import Rank, run_ranks
 from sharded import EXACT, PHASES, SIZES, Pair, in_forms, made, mlp, sgd
 
+pytestmark = pytest.mark.sanitize
+
 
 def again(pair: Pair) -> None:
     pair.step()

@@ -10,6 +10,8 @@ from harness import Rank, run_ranks
 from sharded import EXACT, SIZES, Branches, Pair, batch, in_form, in_forms, made, mlp, sgd
 from torch.nn.functional import cross_entropy
 
+pytestmark = pytest.mark.sanitize
+
 
 def clip(pair: Pair, max_norm: float = 0.01) -> None:
     assert pair.clip(max_norm) < EXACT

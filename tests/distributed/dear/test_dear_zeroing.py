@@ -12,6 +12,8 @@ from harness import Rank, run_ranks
 from sharded import EXACT, PHASES, SIZES, Pair, adamw, in_forms, made, mlp, sgd
 from torch import nn
 
+pytestmark = pytest.mark.sanitize
+
 
 def zero(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:

@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 
 def body_continue(rank: Rank, backend: str, options: dict[str, Any], sizes: list[int]) -> Any:
     said: list[str] = []

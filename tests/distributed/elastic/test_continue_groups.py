@@ -14,6 +14,8 @@ from harness import Rank, launch
 
 from torchext.elastic import membership, membership_round
 
+pytestmark = pytest.mark.sanitize
+
 
 def body_stopped(rank: Rank, backend: str, stopped: int, own_group: bool) -> Any:
     membership_round.CONNECTING = timedelta(seconds=2)

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 
 class Model:
     """One of several, with a group of its own."""

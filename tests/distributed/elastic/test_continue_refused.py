@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 
 def body_stopped(rank: Rank) -> Any:
     training = ElasticTraining(rank, "prague", {"heartbeat_timeout": timedelta(seconds=1.5)})

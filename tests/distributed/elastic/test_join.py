@@ -12,6 +12,8 @@ from attached import equal_everywhere
 from elastic_training import ElasticTraining
 from harness import Rank, launch
 
+pytestmark = pytest.mark.sanitize
+
 BACKENDS: list[tuple[str, dict[str, Any]]] = [
     ("prague", {"order": "atc", "group_size": 3}),
     ("prague", {"generator": "static"}),

@@ -17,6 +17,8 @@ import torchext
 from torchext.elastic import membership_round
 from torchext.elastic.newcomers import Newcomer, NewcomerAdmission
 
+pytestmark = pytest.mark.sanitize
+
 
 def body_ghosts(rank: Rank) -> Any:
     """Rank 2 dies while it waits, rank 3 when the others wait for it; rank 4 joins."""

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 from torchext.errors import BackendOptionsError
 
+pytestmark = pytest.mark.sanitize
+
 
 def refused(
     rank: Rank,

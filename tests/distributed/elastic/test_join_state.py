@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 
 class Peculiar(torch.nn.Module):
     """Has more than parameters."""

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 from torchext.nn import AdaptiveEmbedding, ChunkPruner
 
+pytestmark = pytest.mark.sanitize
+
 ROWS, DIM = 64, 16
 # Averages are under way when a table is pruned, or models that are several steps old are averaged later.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

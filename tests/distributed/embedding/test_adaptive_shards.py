@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
 
+pytestmark = pytest.mark.sanitize
+
 
 def sharded(rank: Rank, mode: str, optimizer: str, padding: int | None) -> tuple[Tensor, list[Tensor], Any, int]:
     rank.init("gloo")

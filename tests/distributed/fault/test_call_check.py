@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 from torchext.backends import BACKENDS
 
+pytestmark = pytest.mark.sanitize
+
 LIMIT = 5.0  # usually a few milliseconds
 
 Reduce = dist.ReduceOp

@@ -23,6 +23,8 @@ from torch import nn
 import torchext
 from torchext import _C
 
+pytestmark = pytest.mark.sanitize
+
 SIZE = 4
 # Generous: a loaded machine's share comes on top. Gloo by itself needs the group's timeout.
 DEATH_LIMIT = 10.0

@@ -18,6 +18,8 @@ from torch import nn
 from torchext import _C
 from torchext.elastic import membership_round
 
+pytestmark = pytest.mark.sanitize
+
 
 def hurry() -> None:
     """Those that have died are missed sooner."""

@@ -15,6 +15,8 @@ from harness import Rank, elapsed_error, launch, run_ranks
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 # The requirement is 5 s; the usual time is far below one. In between lies what a loaded runner may need.
 DEATH_LIMIT = 3.0
 

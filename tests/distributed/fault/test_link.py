@@ -20,7 +20,7 @@ from test_two_hosts import Host, hosts, ip  # noqa: F401
 import torchext
 from torchext.backends import BACKENDS
 
-pytestmark = pytest.mark.parametrize("backend", sorted(BACKENDS))
+pytestmark = [pytest.mark.sanitize, pytest.mark.parametrize("backend", sorted(BACKENDS))]
 
 SCRIPT = """
     import sys, time

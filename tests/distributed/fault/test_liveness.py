@@ -22,6 +22,8 @@ from test_faults import loop_of_all_reduce
 import torchext
 from torchext.backends import BACKENDS
 
+pytestmark = pytest.mark.sanitize
+
 # What a loaded runner may add.
 SLACK = 4.0
 

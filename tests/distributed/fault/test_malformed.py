@@ -17,6 +17,8 @@ from harness import Rank, elapsed_error, launch
 import torchext
 from torchext import _C
 
+pytestmark = pytest.mark.sanitize
+
 # Those of csrc/c10d: of a group's own averages, of its first attached model, of the comparison of calls.
 AVERAGES = 0x40000000
 FIRST_MODEL = AVERAGES + 8

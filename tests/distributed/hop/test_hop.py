@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 TOLERANCE = 1e-9  # float64: rounding of some sums; the figure to hold is 1e-6
 
 

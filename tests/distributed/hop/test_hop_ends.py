@@ -14,6 +14,8 @@ from harness import Rank, launch, run_ranks
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 
 def body_destroys_early(rank: Rank, order: str) -> int:
     rank.init("hop", timeout=20, pg_options=torchext.HopOptions(order=order))

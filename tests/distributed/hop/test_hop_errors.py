@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 DEADLINE = 10.0
 
 

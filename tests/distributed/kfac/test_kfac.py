@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC, PADKFAC, SPDKFAC, KFACPreconditioner
 
+pytestmark = pytest.mark.sanitize
+
 
 def body_strategies(rank: Rank, methods: tuple[str, ...], queued: bool, shared: bool) -> dict[str, float]:
     rank.init("gloo")

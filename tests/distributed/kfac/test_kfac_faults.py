@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC, SPDKFAC, KFACPreconditioner
 
+pytestmark = pytest.mark.sanitize
+
 
 def body_skip_uneven(rank: Rank, queued: bool) -> int:
     """NaN in a step in which one rank has sent during the backward pass, and another has not."""

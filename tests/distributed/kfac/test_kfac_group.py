@@ -18,7 +18,10 @@ from torchext.backends.new_groups import NAMED_BY_COUNTING
 from torchext.errors import NoSupportedLayerError
 from torchext.optim import SPDKFAC, KFACPreconditioner
 
-pytestmark = pytest.mark.skipif(NAMED_BY_COUNTING, reason="this torch names groups by how many there are")
+pytestmark = [
+    pytest.mark.sanitize,
+    pytest.mark.skipif(NAMED_BY_COUNTING, reason="this torch names groups by how many there are"),
+]
 
 
 def comes(condition: Callable[[], bool]) -> bool:

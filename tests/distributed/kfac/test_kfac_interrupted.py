@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchext.optim import KFAC
 
+pytestmark = pytest.mark.sanitize
+
 
 def trained(rank: Rank, timeout: float, steps: int = 2, **options: Any) -> tuple[nn.Module, KFAC]:
     rank.init("gloo", timeout=timeout)

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC
 
+pytestmark = pytest.mark.sanitize
+
 DIRECTIONS = 8 * (4 * 10 + 4 * 19 + 7 * 6 + 9 * 23 + 3 * 9)  # bytes of Net's, all layers
 SPLIT = 8 * (4 * 10 + 9 * 23 + 3 * 9)  # of those that can be split by columns
 STEPS = 5

@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 from torchext.optim import KFAC, KFACPreconditioner
 
+pytestmark = pytest.mark.sanitize
+
 # Of every wait; what is waited for here takes far less.
 TIMEOUT = 300.0
 

@@ -14,6 +14,8 @@ from harness import Rank, elapsed_error, run_ranks
 
 import torchext
 
+pytestmark = pytest.mark.sanitize
+
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Relative to the largest input: one rounding of the format for each member added, and one for the scale.
 EPSILON = {torch.float32: 2.0**-23, torch.float64: 2.0**-52, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

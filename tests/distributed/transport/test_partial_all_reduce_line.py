@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from lab_hosts import netlab, run_on
 
+pytestmark = pytest.mark.sanitize
+
 SCRIPT = """
 import json, os, time
 import torch
