@@ -196,7 +196,7 @@ class Pair:
         if not plain:
             self.sync = torchext.attach(self.ddp, self.optimizer)
             assert isinstance(self.sync, torchext.DearSynchronizer)
-            assert (self.sync._lane is not None) == bool(transport or Pair.device.type != "cpu")
+            assert (self.sync._dedicated_group is not None) == bool(transport or Pair.device.type != "cpu")
         if Pair.fault is not None:
             Pair.fault(self)
 
