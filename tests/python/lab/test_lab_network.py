@@ -52,7 +52,7 @@ def test_a_lab_is_gone_after_a_signal(number: signal.Signals) -> None:
         f"import signal, sys, time; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
         # A shell's background job ignores it, and so would everything below.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from lab.netlab import NetLab\n"
+        "from lab.net.netlab import NetLab\n"
         "with NetLab(2) as lab:\n"
         "    inside = lab.popen(0, ['sleep', '600'])\n"
         "    print(inside.pid, flush=True)\n"

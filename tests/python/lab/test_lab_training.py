@@ -112,7 +112,7 @@ def test_annotated_layers_are_seen_by_the_profiler() -> None:
 def test_the_sweep_fits_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
     import argparse
 
-    import dear_sweep
+    from dear import dear_sweep
 
     args = argparse.Namespace(
         rates="100mbit,300mbit,1gbit,3gbit,none", sizes="1,10,40,100", hosts=4, repeats=2, minutes=25.0
