@@ -139,7 +139,7 @@ def body_arguments(rank: Rank) -> None:
         torchext.join_running_job("hop", pg_options=torchext.PragueOptions())
     assert not dist.is_initialized()
     torchext.join_running_job("prague", store=dist.HashStore(), timeout=timedelta(seconds=0.5))
-    with pytest.raises(RuntimeError, match=r"torchext\.join after init_process_group"):
+    with pytest.raises(RuntimeError, match=r"torchext\.join_running_job after init_process_group"):
         torchext.join_running_job("prague", store=dist.HashStore())
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -91,7 +91,7 @@ def body_choosy(rank: Rank, workers: int, extra: Any, match: str) -> Any:
 @pytest.mark.parametrize(
     ("workers", "extra", "match"),
     [
-        (1, 7, r"cannot load what .* handed over \(RuntimeError: not this one\); make model and optimizer as"),
+        (1, 7, r"cannot load what .* sent \(RuntimeError: not this one\); make model and optimizer as"),
         (2, 7, r"\(RuntimeError: not this one\)"),
         (1, "a function", r"\(UnpicklingError: Weights only load failed"),
         (1, "a generator", r"RuntimeError: that worker could not save it: TypeError: cannot pickle 'generator' object"),
