@@ -117,7 +117,7 @@ def body_two(rank: Rank, backend: str) -> Any:
         store = training.sync._membership._admission._store  # type: ignore[attr-defined]
         while not store.check(["1/request", "2/request"]):
             time.sleep(0.05)
-    training.meet_until(lambda stats: stats["workers"] == 2)
+    training.meet_until(lambda stats: stats["workers"] == 2 and len(stats["lost_ranks"]) == 1)
     training.train(5)
     training.sync.synchronize()
     equal_everywhere(training.ddp.module)
