@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -34,8 +35,13 @@ def warn_of_unattached(backend_of: Callable[[dist.ProcessGroup], Any]) -> None:
 
     Groups that only serve collectives have none, and nothing is said.
     """
+    made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # from now on: those on these groups are
     looked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
     left = _MOST
+
+    def note(module: nn.Module, *_: Any) -> None:
+        if isinstance(module, DistributedDataParallel):
+            made.add(module)
 
     @eager_only("torchext: an optimizer's first step is looked at")
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -43,7 +49,7 @@ def warn_of_unattached(backend_of: Callable[[dist.ProcessGroup], Any]) -> None:
         if not left or optimizer in looked:
             return
         looked.add(optimizer)
-        models = list(_models(backend_of))
+        models = list(_ours(made, backend_of))
         left = 0 if models else left - 1
         for model, name in models:
             known = getattr(model, "_torchext_synchronizer", None) is not None or model in _plain
@@ -55,12 +61,16 @@ def warn_of_unattached(backend_of: Callable[[dist.ProcessGroup], Any]) -> None:
                     stacklevel=5,
                 )
 
+    # When it is given the module that it wraps. To search all objects for models takes longer than many a step.
+    register_module_module_registration_hook(note)
     register_optimizer_step_pre_hook(look)
 
 
-def _models(backend_of: Callable[[dist.ProcessGroup], Any]) -> Iterator[tuple[DistributedDataParallel, str]]:
-    """The DDP models on torchext's groups, each with its backend's name."""
-    for model in [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]:
+def _ours(
+    models: Iterable[DistributedDataParallel], backend_of: Callable[[dist.ProcessGroup], Any]
+) -> Iterator[tuple[DistributedDataParallel, str]]:
+    """The models on torchext's groups, each with its backend's name."""
+    for model in models:
         try:
             yield model, backend_of(model.process_group).name()
         except (ValueError, RuntimeError, AttributeError):  # another's, one whose group has ended, one half made
