@@ -29,6 +29,7 @@ import ctypes
 import errno
 import faulthandler
 import functools
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
@@ -132,6 +133,7 @@ def _rank_main(body: Callable[..., Any], rank: int, size: int, folder: str, line
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what the fork server has imported is no garbage, and to look at it would copy its pages
     context = Rank(rank, size, Path(folder), line)
     stacks = _stacks(folder, rank).open("w")
     faulthandler.register(_SHOW_STACKS, file=stacks)
