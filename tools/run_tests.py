@@ -66,7 +66,10 @@ def read_report(report: Path) -> tuple[Counts, list[tuple[float, str]]]:
     counts = Counts()
     times: list[tuple[float, str]] = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        times.append((float(case.get("time") or 0), f"{case.get('classname')}.{case.get('name')}"))
+        folder, name = str(case.get("classname")), str(case.get("name"))
+        # ctest gives both the name, and behind it the bytes of the parameter.
+        whole = name.partition("  # ")[0] if folder == name else f"{folder}.{name}"
+        times.append((float(case.get("time") or 0), whole))
         if case.find("failure") is not None or case.find("error") is not None:
             counts.failed += 1
         elif case.find("skipped") is not None:
