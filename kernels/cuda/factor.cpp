@@ -34,15 +34,15 @@ void pack(const at::Tensor& packed, const at::Tensor& full, std::int64_t dim, bo
   });
 }
 
-// A 1 more at the end of every sample, and zeros up to a multiple of samples::kAligned where rows are samples.
+// A 1 more at the end of every sample, and zeros up to a multiple of padded_samples::kAligned where rows are samples.
 at::Tensor withOnes(const at::Tensor& from, const GramSizes& sizes, bool by_dimension) {
   const std::int64_t rows = by_dimension ? sizes.dim : sizes.count;
-  const std::int64_t columns = by_dimension ? sizes.count : samples::alignedTo(sizes.dim);
+  const std::int64_t columns = by_dimension ? sizes.count : padded_samples::alignedTo(sizes.dim);
   at::Tensor result = at::empty({sizes.groups, rows, columns}, from.options());
   withType(from.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const samples::Strided<T> matrix{from.const_data_ptr<T>(), from.size(1), from.size(2), from.stride(1),
-                                     from.stride(2)};
+    const padded_samples::Strided<T> matrix{from.const_data_ptr<T>(), from.size(1), from.size(2), from.stride(1),
+                                            from.stride(2)};
     C10_CUDA_CHECK(cuda::launchAppend(matrix, from.stride(0), by_dimension, sizes.groups, rows, columns,
                                       result.mutable_data_ptr<T>(), c10::cuda::getCurrentCUDAStream()));
   });

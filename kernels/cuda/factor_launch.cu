@@ -23,15 +23,15 @@ __global__ void __launch_bounds__(kPackThreads)
 
 template <class T>
 __global__ void __launch_bounds__(kAppendThreads)
-    appendKernel(const samples::Strided<T> from, std::int64_t group_stride, bool ones_in_rows, std::int64_t rows,
+    appendKernel(const padded_samples::Strided<T> from, std::int64_t group_stride, bool ones_in_rows, std::int64_t rows,
                  std::int64_t columns, std::int64_t count, T* to) {
   const std::int64_t step = std::int64_t{gridDim.x} * kAppendThreads;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kAppendThreads + threadIdx.x; i < count; i += step) {
     const std::int64_t row = i / columns;
     const std::int64_t group = row / rows;
-    samples::Strided<T> of_group = from;
+    padded_samples::Strided<T> of_group = from;
     of_group.data += group * group_stride;
-    to[i] = samples::appended(of_group, ones_in_rows, row - group * rows, i - row * columns);
+    to[i] = padded_samples::appended(of_group, ones_in_rows, row - group * rows, i - row * columns);
   }
 }
 
@@ -75,7 +75,7 @@ cudaError_t launchUnpack(const T* packed, std::int64_t groups, std::int64_t dim,
 }
 
 template <class T>
-cudaError_t launchAppend(const samples::Strided<T>& from, std::int64_t group_stride, bool ones_in_rows,
+cudaError_t launchAppend(const padded_samples::Strided<T>& from, std::int64_t group_stride, bool ones_in_rows,
                          std::int64_t groups, std::int64_t rows, std::int64_t columns, T* to, cudaStream_t stream) {
   const std::int64_t count = groups * rows * columns;
   if (count == 0) {
@@ -87,11 +87,11 @@ cudaError_t launchAppend(const samples::Strided<T>& from, std::int64_t group_str
   return cudaGetLastError();
 }
 
-#define TORCHEXT_INSTANTIATE(T)                                                                                    \
-  template cudaError_t launchPack<T>(const T*, std::int64_t, std::int64_t, std::int64_t, bool, T*, cudaStream_t);  \
-  template cudaError_t launchUnpack<T>(const T*, std::int64_t, std::int64_t, T*, cudaStream_t);                    \
-  template cudaError_t launchAppend<T>(const samples::Strided<T>&, std::int64_t, bool, std::int64_t, std::int64_t, \
-                                       std::int64_t, T*, cudaStream_t)
+#define TORCHEXT_INSTANTIATE(T)                                                                                   \
+  template cudaError_t launchPack<T>(const T*, std::int64_t, std::int64_t, std::int64_t, bool, T*, cudaStream_t); \
+  template cudaError_t launchUnpack<T>(const T*, std::int64_t, std::int64_t, T*, cudaStream_t);                   \
+  template cudaError_t launchAppend<T>(const padded_samples::Strided<T>&, std::int64_t, bool, std::int64_t,       \
+                                       std::int64_t, std::int64_t, T*, cudaStream_t)
 
 TORCHEXT_INSTANTIATE(float);
 TORCHEXT_INSTANTIATE(double);

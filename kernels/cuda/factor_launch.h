@@ -21,9 +21,10 @@ cudaError_t launchPack(const T* full, std::int64_t stride, std::int64_t groups, 
 template <class T>
 cudaError_t launchUnpack(const T* packed, std::int64_t groups, std::int64_t dim, T* full, cudaStream_t stream);
 
-// to [groups, rows, columns], dense, = samples::appended() of every group's samples, which are group_stride apart.
+// to [groups, rows, columns], dense, = padded_samples::appended() of every group's samples, which are group_stride
+// apart.
 template <class T>
-cudaError_t launchAppend(const samples::Strided<T>& from, std::int64_t group_stride, bool ones_in_rows,
+cudaError_t launchAppend(const padded_samples::Strided<T>& from, std::int64_t group_stride, bool ones_in_rows,
                          std::int64_t groups, std::int64_t rows, std::int64_t columns, T* to, cudaStream_t stream);
 
 }  // namespace torchext::cuda
