@@ -18,7 +18,6 @@
 namespace torchext::core::testing {
 namespace {
 
-constexpr double kMb = 1 << 20;
 constexpr int kGridPoints = 12;
 #ifdef TORCHEXT_SANITIZED
 constexpr int kSeeds = 3;

@@ -5,8 +5,6 @@
 namespace torchext::core::testing {
 namespace {
 
-constexpr double kMb = 1 << 20;
-
 // A module: elements of its tensors, and its share of the compute time.
 struct Module {
   std::vector<std::size_t> elements;

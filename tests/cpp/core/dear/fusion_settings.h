@@ -9,6 +9,8 @@
 
 namespace torchext::core::testing {
 
+constexpr double kMb = 1 << 20;  // bytes
+
 // A model in float32, trained with data parallelism.
 struct FusionSetting {
   std::string name;
