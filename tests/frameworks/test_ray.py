@@ -23,6 +23,8 @@ SETTINGS = {
     # A report is looked for as often as workers make one; every two seconds by default.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
     "RAY_TRAIN_METRICS_ENABLED": "0",
+    # Ray gives its workers less of the processors than others get: what runs beside would starve them.
+    "RAY_worker_niceness": "0",
 }
 
 
