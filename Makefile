@@ -36,7 +36,7 @@ test: install  ## everything: C++ (plain, ASan + UBSan, TSan), Python, distribut
 test-quick: install  ## without sanitizers, frameworks and packaging
 	@$(RUN) tools/run_tests.py cpp python distributed everyday
 
-lint: deps  ## ruff, mypy --strict, clang-format, layers, pages, tables, clang-tidy
+lint: deps  ## ruff, mypy --strict, clang-format, layers, pages, prose, tables, clang-tidy
 	@bash tools/lint.sh "$(DEPS)/bin/python" "$(DEPS_HOME)/clang-tidy" $(CXX_FILES)
 
 format: deps  ## rewrites Python and C++ in the house's format
