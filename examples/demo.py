@@ -282,7 +282,7 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"  # several workers share this machine
     ours = ["torchext"] if set(args.backends) - {"gloo"} else []
-    FORKS.set_forkserver_preload(["torch.distributed", "torch.nn.parallel", "sklearn.datasets", *ours])
+    FORKS.set_forkserver_preload(["torch", "torch.nn.parallel", "torch._dynamo", "sklearn.model_selection", *ours])
     pace = f"steps of {args.step_ms:g} ms by sleeping"
     print(f"{args.workers} workers, one of them {args.slow:g} times slower (emulated: {pace})", flush=True)
     runs = {backend: run(backend, args) for backend in args.backends}
