@@ -9,6 +9,8 @@ TORCH ?= torch==2.15.0
 DEPS_HOME ?= $(CURDIR)/.cache
 # Set DEPS to a virtual environment that already has torch and requirements-dev.txt to use that instead.
 DEPS ?= $(DEPS_HOME)/deps-$(shell { echo '$(TORCH)'; $(PYTHON) -VV; cat requirements-dev.txt; } | sha256sum | cut -c1-16)
+# The generator of the site; it needs no torch.
+DOCS_ENV ?= $(DEPS_HOME)/docs-$(shell { $(PYTHON) -VV; cat docs/requirements.txt; } | sha256sum | cut -c1-16)
 VENV ?= .venv
 # What `make test` runs; empty is everything but the slow tests.
 SUITES ?=
@@ -20,7 +22,7 @@ RUN := PATH="$(CURDIR)/$(VENV)/bin:$(DEPS)/bin:$$PATH" $(VENV)/bin/python
 CXX_FILES = $(shell find csrc kernels tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick lint format matrix sanitize clean install deps
+.PHONY: help demo test test-quick lint format docs matrix sanitize clean install deps
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -34,12 +36,17 @@ test: install  ## everything: C++ (plain, ASan + UBSan, TSan), Python, distribut
 test-quick: install  ## without sanitizers, frameworks and packaging
 	@$(RUN) tools/run_tests.py cpp python distributed everyday
 
-lint: deps  ## ruff, mypy --strict, clang-format, layers, pages, clang-tidy
+lint: deps  ## ruff, mypy --strict, clang-format, layers, pages, prose, tables, clang-tidy
 	@bash tools/lint.sh "$(DEPS)/bin/python" "$(DEPS_HOME)/clang-tidy" $(CXX_FILES)
 
 format: deps  ## rewrites Python and C++ in the house's format
 	@"$(DEPS)/bin/python" -m ruff check --fix-only --quiet . && "$(DEPS)/bin/python" -m ruff format .
 	@clang-format -i $(CXX_FILES)
+
+docs:  ## builds the site in build/docs/site (readable from disk), and checks links and code blocks
+	@$(PYTHON) tools/check_docs.py
+	@bash tools/make_docs_env.sh "$(PYTHON)" "$(DOCS_ENV)"
+	@"$(DOCS_ENV)/bin/python" tools/make_docs.py
 
 matrix:  ## builds and tests also against torch 2.11, in a copy of the tree; then the slow tests (downloads torch)
 	@bash tools/matrix.sh torch==2.11.0

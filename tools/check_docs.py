@@ -38,6 +38,19 @@ def anchors(text: str) -> set[str]:
     return {f"{anchor}-{number}" if number else anchor for anchor, count in found.items() for number in range(count)}
 
 
+def link_targets(text: str) -> Iterator[str]:
+    """What the links of a page lead to, outside of code, addresses of the web left out."""
+    for target in _LINK.findall(_INLINE_CODE.sub("", _FENCE.sub("", text))):
+        if "://" not in target and not target.startswith("mailto:"):
+            yield target
+
+
+def linked_files(page: Path) -> set[Path]:
+    """The paths that a page's links lead to."""
+    targets = (target.partition("#")[0] for target in link_targets(page.read_text()))
+    return {(page.parent / target).resolve() for target in targets if target}
+
+
 def findings(root: Path = ROOT) -> Iterator[str]:
     """One line for each link that leads nowhere and each block of Python that is none."""
     for page in pages(root):
@@ -48,9 +61,7 @@ def findings(root: Path = ROOT) -> Iterator[str]:
                     compile(block, str(name), "exec")
                 except SyntaxError as error:
                     yield f"{name}: a block of Python does not compile ({error.msg}): {(error.text or '').strip()}"
-        for target in _LINK.findall(_INLINE_CODE.sub("", _FENCE.sub("", text))):
-            if "://" in target or target.startswith("mailto:"):
-                continue
+        for target in link_targets(text):
             path, _, anchor = target.partition("#")
             there = (page.parent / path).resolve() if path else page
             if not there.exists():

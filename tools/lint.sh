@@ -21,6 +21,8 @@ check "mypy --strict" "$python" -m mypy
 check "clang-format" clang-format --dry-run -Werror "$@"
 check "layers" "$python" tools/check_layers.py
 check "pages" "$python" tools/check_docs.py
+check "prose" "$python" tools/check_prose.py
+check "result tables" "$python" tools/result_tables.py --check
 check "clang-tidy" "$python" tools/clang_tidy.py "$cache"
 
 if [[ ${#failed[@]} -gt 0 ]]; then

@@ -1,4 +1,5 @@
 """The digits example: under torchrun it learns and writes its log; killed or ended, it resumes to bit-equal weights.
+And the demo: its runs end, and say when they reached the accuracy.
 
 What needs no launcher runs in ranks of the test harness, as one starts the script without torchrun: these have imported
 torch already, which is most of a short run.
@@ -252,3 +253,19 @@ def test_bad_arguments_end_it_before_it_starts(
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert said in capsys.readouterr().err
+
+
+def test_demo_says_when_the_accuracy_was_reached(tmp_path: Path) -> None:
+    skip_without_torchext()
+    settings = ["--workers=2", "--samples=1600", "--step-ms=4", "--target=0.3", f"--output={tmp_path / 'demo'}"]
+    output = tmp_path / "output.txt"
+    with output.open("w") as file:
+        command = [sys.executable, str(EXAMPLES / "demo.py"), "--backends", "gloo", "prague", "hop", *settings]
+        status = run(command, deadline=DEADLINE, output=file)
+    text = output.read_text()
+    assert status == 0, f"exit status {status}:\n{text}"
+    assert "emulated" in text.splitlines()[0]
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("%")] == ["gloo", "prague", "hop"]
+    assert (tmp_path / "demo" / "demo.png").is_file()
+    figures = json.loads((tmp_path / "demo" / "hop.json").read_text())
+    assert figures["steps"][0] > figures["steps"][1]  # the slow worker makes fewer
