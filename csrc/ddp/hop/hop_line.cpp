@@ -28,7 +28,7 @@ void HopLine::run(Loop loop) {
         return;
       }
     }
-    owner_.failed(peer_, std::current_exception());
+    owner_.failed(std::current_exception());
   }
 }
 
@@ -53,20 +53,20 @@ void HopLine::receiveAll() {
     const HopMessage header =
         parseMessage("hop", core::parseHopMessage, header_in_, peer_, owner_.modelBytes(), owner_.digest());
     if (header.kind == HopMessage::kModel) {
-      std::byte* to = owner_.destination(peer_, header);
+      std::byte* to = owner_.destination(header);
       if (to == nullptr) {
         return;
       }
       await(kModelIn, transport_.recv(to, header.bytes, peer_, tag_ + 1), "hop model");
     }
-    if (!owner_.received(peer_, header)) {
+    if (!owner_.received(header)) {
       return;
     }
   }
 }
 
 void HopLine::sendAll() {
-  while (const auto out = owner_.next(peer_)) {
+  while (const auto out = owner_.next()) {
     header_out_ = out->header;
     const auto header = transport_.send(&header_out_, sizeof(header_out_), peer_, tag_);
     if (out->model != nullptr) {
@@ -76,7 +76,7 @@ void HopLine::sendAll() {
     } else {
       await(kHeaderOut, header, "hop message");
     }
-    owner_.sent(peer_, out->header);
+    owner_.sent(out->header);
   }
 }
 

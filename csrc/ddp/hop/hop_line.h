@@ -1,4 +1,4 @@
-// HopLine: the messages between one Hop worker and one neighbour, each direction on a thread of its own.
+// HopLine carries the messages between one Hop worker and one neighbour, each direction on a thread of its own.
 //
 // Neither thread ever makes the training thread wait for a neighbour that is late. The receiving thread waits for a
 // header without a time limit (a neighbour may be slow, or evaluate), asks the owner where the model's bytes go, and
@@ -23,7 +23,7 @@
 
 namespace torchext {
 
-// The queues behind a worker's lines. All are called on a line's threads.
+// The queues behind a line. All are called on its threads.
 class HopLineOwner {
  public:
   struct Outgoing {
@@ -33,15 +33,15 @@ class HopLineOwner {
 
   virtual ~HopLineOwner() = default;
 
-  // What goes to `peer` next; blocks until there is something. Nothing: nothing will follow.
-  virtual std::optional<Outgoing> next(int peer) = 0;
-  virtual void sent(int peer, const core::HopMessage& header) = 0;
+  // What goes out next; blocks until there is something. Nothing: nothing will follow.
+  virtual std::optional<Outgoing> next() = 0;
+  virtual void sent(const core::HopMessage& header) = 0;
   // Where the bytes of a model go; may block while there is no room. Null: the worker has stopped.
-  virtual std::byte* destination(int peer, const core::HopMessage& header) = 0;
+  virtual std::byte* destination(const core::HopMessage& header) = 0;
   // A message has arrived, with its bytes if it is a model. False: nothing will follow.
-  virtual bool received(int peer, const core::HopMessage& header) = 0;
-  // The line broke, or `peer` sent what breaks the protocol. Not called after stop().
-  virtual void failed(int peer, std::exception_ptr error) = 0;
+  virtual bool received(const core::HopMessage& header) = 0;
+  // The line broke, or the neighbour sent what breaks the protocol. Not called after stop().
+  virtual void failed(std::exception_ptr error) = 0;
 
   virtual std::uint64_t modelBytes() const = 0;
   virtual std::uint64_t digest() const = 0;

@@ -1,5 +1,3 @@
-// What the training thread does with its mailbox in an iteration. Between iterations: hop_mailbox_session.cpp. The
-// lines' side: hop_mailbox_lines.cpp.
 #include "ddp/hop/hop_mailbox.h"
 
 #include <algorithm>
@@ -13,175 +11,266 @@
 #include "ddp/common/elapsed.h"
 
 namespace torchext {
-namespace {
 
 using core::HopMessage;
 
-}  // namespace
+// ---- From its making to its end ----
 
-std::byte* HopMailbox::block(int slot) const {
-  return static_cast<std::byte*>(memory_.mutable_data_ptr()) + static_cast<std::size_t>(slot) * setup_.model_bytes;
+HopMailbox::HopMailbox(NotStarted, c10::intrusive_ptr<AttachableBackend> group, HopSetup setup)
+    : state_(std::move(group), std::move(setup)) {
+  const core::CommunicationGraph& graph = state_.setup.graph;
+  for (const std::vector<int>* peers : {&graph.inNeighbours(state_.rank), &graph.outNeighbours(state_.rank)}) {
+    for (const int peer : *peers) {
+      if (peer != state_.rank) {
+        neighbours_.try_emplace(peer, state_, peer);
+      }
+    }
+  }
+  const std::lock_guard<std::mutex> lock(state_.mutex);
+  beginSession();
 }
 
-HopMessage HopMailbox::header(HopMessage::Kind kind, std::int64_t tag) const {
-  HopMessage message;
-  message.kind = kind;
-  message.sender = rank_;
-  message.session = session_;
-  message.tag = tag;
-  message.bytes = kind == HopMessage::kModel ? setup_.model_bytes : 0;
-  message.digest = setup_.digest;
-  return message;
+HopMailbox::HopMailbox(c10::intrusive_ptr<AttachableBackend> group, HopSetup setup)
+    : HopMailbox(NotStarted{}, std::move(group), std::move(setup)) {
+  abort_callback_ = state_.group->addAbortCallback([this] {
+    const std::lock_guard<std::mutex> lock(state_.mutex);
+    state_.fail(state_.group->health()->failureOf({.name = "training"}));
+  });
+  for (auto& [peer, neighbour] : neighbours_) {
+    neighbour.start();
+  }
 }
+
+HopMailbox::~HopMailbox() { stop(); }
+
+void HopMailbox::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(state_.mutex);
+    state_.stopping = true;
+    state_.fail(state_.group->health()->failureOf({.name = "training"}));
+  }
+  state_.group->removeAbortCallback(abort_callback_);
+  for (auto& [peer, neighbour] : neighbours_) {
+    neighbour.stop();
+  }
+}
+
+void HopMailbox::checkUsable() const {
+  const std::lock_guard<std::mutex> lock(state_.mutex);
+  if (state_.error) {
+    std::rethrow_exception(state_.error);
+  }
+}
+
+HopStats HopMailbox::stats() const {
+  const std::lock_guard<std::mutex> lock(state_.mutex);
+  HopStats result = state_.stats;
+  for (const auto& [peer, owner] : neighbours_) {
+    if (owner.tokens() != nullptr) {
+      result.tokens[peer] = owner.tokens()->size();
+    }
+  }
+  return result;
+}
+
+// ---- Waits ----
 
 template <class Ready, class Missing>
 void HopMailbox::waitUntil(std::unique_lock<std::mutex>& lock, const char* range, double& spent_ms, Ready ready,
                            Missing missing) {
-  if (!error_ && !ready()) {
+  if (!state_.error && !ready()) {
     RECORD_FUNCTION(range, std::vector<c10::IValue>{});
     const auto start = Clock::now();
-    const auto timeout = group_->timeout();
-    const bool in_time = waitInterruptibly(changed_, lock, start + timeout, [&] { return error_ || ready(); });
-    ++stats_.waits;
+    const auto timeout = state_.group->timeout();
+    const bool in_time =
+        waitInterruptibly(state_.changed, lock, start + timeout, [&] { return state_.error || ready(); });
+    ++state_.stats.waits;
     spent_ms += millisecondsSince(start);
     if (!in_time) {
-      const std::string text = c10::str("rank ", rank_, " waited ", timeout.count(), " ms for ", missing());
-      lock.unlock();
-      group_->poison(rank_, text);  // its callback sets error_
-      lock.lock();
-      fail(group_->health()->failureOf({.name = "training"}));
+      timeOut(lock, c10::str("rank ", state_.rank, " waited ", timeout.count(), " ms for ", missing()));
     }
   }
-  if (error_) {
-    std::rethrow_exception(error_);
+  if (state_.error) {
+    std::rethrow_exception(state_.error);
   }
 }
 
+void HopMailbox::timeOut(std::unique_lock<std::mutex>& lock, const std::string& text) {
+  lock.unlock();
+  state_.group->poison(state_.rank, text);  // its callback sets the error
+  lock.lock();
+  state_.fail(state_.group->health()->failureOf({.name = "training"}));
+}
+
+bool HopMailbox::none(const Which& which) const {
+  return std::none_of(neighbours_.begin(), neighbours_.end(), [&](const auto& entry) { return which(entry.second); });
+}
+
+std::string HopMailbox::ranks(const Which& which) const {
+  std::vector<int> found;
+  for (const auto& [peer, neighbour] : neighbours_) {
+    if (which(neighbour)) {
+      found.push_back(peer);
+    }
+  }
+  return c10::str(found.size() == 1 ? "rank " : "ranks ", c10::Join(", ", found));
+}
+
+// ---- An iteration ----
+
 std::byte* HopMailbox::ownBlock(std::int64_t tag) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(state_.mutex);
   waitUntil(
-      lock, "torchext::hop::wait_send", stats_.send_wait_ms, [&] { return sending(tag) == 0; },
+      lock, "torchext::hop::wait_send", state_.stats.send_wait_ms, [&] { return state_.slots.sending(tag) == 0; },
       [&] {
-        return c10::str("its model of iteration ", tag - max_ahead_ - 1, " to go out to ",
-                        ranks([](const Neighbour& to) { return to.receives && !to.left; }));
+        return c10::str("its model of iteration ", tag - state_.slots.maxAhead() - 1, " to go out to ",
+                        ranks([](const HopNeighbour& to) { return to.takesModels(); }));
       });
-  return block(queue_->slotOf(rank_, tag));
+  return state_.slots.blockOf(state_.rank, tag);
 }
 
 void HopMailbox::publish(std::int64_t tag, bool send) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (queue_->admit(rank_, tag) != core::Admission::kStore) {
+  const std::lock_guard<std::mutex> lock(state_.mutex);
+  core::UpdateQueue& queue = state_.slots.queue();
+  if (queue.admit(state_.rank, tag) != core::Admission::kStore) {
     C10_THROW_ERROR(DistBackendError, c10::str("hop: the own model of iteration ", tag, " has no slot"));
   }
-  queue_->enqueue(rank_, tag);
-  if (!send) {
-    return;
-  }
+  queue.enqueue(state_.rank, tag);
   for (auto& [peer, to] : neighbours_) {
-    if (to.receives && !to.left) {
-      to.models.push_back(tag);
-      ++sending(tag);
-      to.to_send.notify_one();
+    if (send && to.takesModels()) {
+      to.sendModel(tag);
     }
   }
 }
 
 std::vector<HopModel::Input> HopMailbox::take() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const std::int64_t oldest = iteration_ - setup_.mode.staleness;
+  std::unique_lock<std::mutex> lock(state_.mutex);
+  core::UpdateQueue& queue = state_.slots.queue();
+  HopStats& stats = state_.stats;
+  const std::int64_t oldest = state_.iteration - state_.setup.mode.staleness;
   waitUntil(
-      lock, "torchext::hop::wait_models", stats_.model_wait_ms, [this] { return queue_->ready(); },
+      lock, "torchext::hop::wait_models", stats.model_wait_ms, [&] { return queue.ready(); },
       [&] {
-        return c10::str("the model of iteration ", iteration_, " from ",
-                        ranks([&](const Neighbour& from) { return from.sends && !from.left && from.newest < oldest; }));
+        return c10::str("the model of iteration ", state_.iteration, " from ",
+                        ranks([&](const HopNeighbour& from) { return from.owesModel(oldest); }));
       });
   std::vector<HopModel::Input> inputs;
-  for (const core::Update& update : queue_->dequeue()) {
-    inputs.push_back({block(update.slot), update.weight});
-    if (update.sender != rank_) {
-      ++stats_.ages[iteration_ - update.tag];
+  for (const core::Update& update : queue.dequeue()) {
+    inputs.push_back({state_.slots.block(update.slot), update.weight});
+    if (update.sender != state_.rank) {
+      ++stats.ages[state_.iteration - update.tag];
     }
   }
-  ++stats_.group_sizes[static_cast<std::int64_t>(inputs.size())];
-  stats_.averages += inputs.size() > 1 ? 1 : 0;
+  ++stats.group_sizes[static_cast<std::int64_t>(inputs.size())];
+  stats.averages += inputs.size() > 1 ? 1 : 0;
   return inputs;
 }
 
 void HopMailbox::release() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  queue_->release();
-  slots_free_.notify_all();
-  if (setup_.mode.notify_ack) {
-    for (auto& [peer, to] : neighbours_) {
-      if (to.sends) {
-        post(to, header(HopMessage::kAck, iteration_));
-      }
+  const std::lock_guard<std::mutex> lock(state_.mutex);
+  state_.slots.queue().release();
+  state_.slots_free.notify_all();
+  if (state_.setup.mode.notify_ack) {
+    for (auto& [peer, neighbour] : neighbours_) {
+      neighbour.acknowledge(state_.iteration);
     }
   }
 }
 
 int HopMailbox::lag() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(state_.mutex);
   int smallest = std::numeric_limits<int>::max();
   for (const auto& [peer, owner] : neighbours_) {
-    if (owner.tokens && !owner.tokens->released()) {
-      smallest = std::min(smallest, owner.tokens->lag());
+    if (owner.tokens() != nullptr) {
+      smallest = std::min(smallest, owner.tokens()->lag());
     }
   }
   return smallest == std::numeric_limits<int>::max() ? 0 : smallest;
 }
 
 void HopMailbox::enter(std::int64_t tag) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const int count = static_cast<int>(tag - iteration_);
-  if (setup_.mode.notify_ack) {
-    const auto holds_back = [this](const Neighbour& to) {
-      return to.receives && !to.left && to.acked < iteration_ - 1;
+  std::unique_lock<std::mutex> lock(state_.mutex);
+  const core::HopMode& mode = state_.setup.mode;
+  const std::int64_t before = state_.iteration - 1;
+  const int count = static_cast<int>(tag - state_.iteration);
+  if (mode.notify_ack) {
+    const auto holds_back = [&](const HopNeighbour& to) { return to.owesAcknowledgement(before); };
+    waitUntil(
+        lock, "torchext::hop::wait_acks", state_.stats.token_wait_ms, [&] { return none(holds_back); },
+        [&] { return c10::str("the acknowledgement of iteration ", before, " from ", ranks(holds_back)); });
+  }
+  if (mode.hasTokens()) {
+    const auto holds_back = [&](const HopNeighbour& owner) {
+      return owner.tokens() != nullptr && !owner.tokens()->canTake(count);
     };
     waitUntil(
-        lock, "torchext::hop::wait_acks", stats_.token_wait_ms,
-        [&] {
-          return std::none_of(neighbours_.begin(), neighbours_.end(),
-                              [&](const auto& entry) { return holds_back(entry.second); });
-        },
-        [&] { return c10::str("the acknowledgement of iteration ", iteration_ - 1, " from ", ranks(holds_back)); });
-  }
-  if (setup_.mode.hasTokens()) {
-    const auto holds_back = [count](const Neighbour& owner) { return owner.tokens && !owner.tokens->canTake(count); };
-    waitUntil(
-        lock, "torchext::hop::wait_tokens", stats_.token_wait_ms,
-        [&] {
-          return std::none_of(neighbours_.begin(), neighbours_.end(),
-                              [&](const auto& entry) { return holds_back(entry.second); });
-        },
+        lock, "torchext::hop::wait_tokens", state_.stats.token_wait_ms, [&] { return none(holds_back); },
         [&] { return c10::str("a token for iteration ", tag, " from ", ranks(holds_back)); });
   }
   for (auto& [peer, owner] : neighbours_) {
-    if (owner.tokens) {
-      owner.tokens->take(count);
-    }
+    owner.takeTokens(count);
   }
-  iteration_ = tag;
-  queue_->advance(tag);  // before any token says so: who takes one may send what only now has a slot
-  slots_free_.notify_all();
+  state_.iteration = tag;
+  state_.slots.queue().advance(tag);  // before any token says so: who takes one may send what only now has a slot
+  state_.slots_free.notify_all();
   for (const auto& [peer, from] : neighbours_) {
-    if (from.sends && !from.left) {
-      const std::int64_t gap = tag - std::max(from.newest, from.tokens ? tag + from.tokens->lag() : 0);
-      ++stats_.gaps[gap];
-      TORCH_INTERNAL_ASSERT(!debug_ || gap <= from.gap_bound.value_or(gap), "hop: rank ", rank_, " enters iteration ",
-                            tag, ", ", gap, " ahead of rank ", peer, "; at most ", *from.gap_bound,
-                            " can be with the chosen mode");
+    if (const auto gap = from.gapAt(tag)) {
+      ++state_.stats.gaps[*gap];
     }
   }
-  if (setup_.mode.hasTokens()) {
-    HopMessage tokens = header(HopMessage::kTokens, tag);
-    tokens.count = count;
+  if (mode.hasTokens()) {
     for (auto& [peer, consumer] : neighbours_) {
-      if (consumer.sends) {
-        post(consumer, tokens);
-      }
+      consumer.giveTokens(tag, count);
     }
   }
+}
+
+// ---- Sessions ----
+
+void HopMailbox::beginSession() {
+  state_.slots.beginSession();
+  state_.iteration = 0;
+  state_.draining = false;
+  for (auto& [peer, neighbour] : neighbours_) {
+    neighbour.beginSession();
+  }
+}
+
+bool HopMailbox::drain(bool finally, std::optional<std::chrono::milliseconds> limit) {
+  RECORD_FUNCTION("torchext::hop::drain", std::vector<c10::IValue>{});
+  std::unique_lock<std::mutex> lock(state_.mutex);
+  if (!std::exchange(state_.draining, true)) {  // else goes on with what a call with a limit has begun
+    state_.progress = Clock::now();
+    for (auto& [peer, neighbour] : neighbours_) {
+      neighbour.sayFarewell(finally ? HopMessage::kLeave : HopMessage::kPause);
+    }
+    state_.slots_free.notify_all();
+  }
+  const auto all_parted = [&] { return none([](const HopNeighbour& peer) { return !peer.parted(); }); };
+  const auto deadline = limit ? Clock::now() + *limit : Clock::time_point::max();
+  while (!state_.error && !all_parted()) {
+    const auto before = state_.progress;
+    const auto late = before + state_.group->timeout();
+    const auto moved = [&] { return state_.error || all_parted() || state_.progress != before; };
+    if (limit ? state_.changed.wait_until(lock, std::min(late, deadline), moved)
+              : waitInterruptibly(state_.changed, lock, late, moved)) {
+      continue;
+    }
+    if (Clock::now() < late) {
+      return false;
+    }
+    timeOut(lock, c10::str("rank ", state_.rank, " waited ", state_.group->timeout().count(),
+                           " ms in synchronize, averaged or detach for ",
+                           ranks([](const HopNeighbour& peer) { return !peer.left(); }), ", which trained no further"));
+  }
+  if (state_.error) {
+    std::rethrow_exception(state_.error);
+  }
+  if (!finally) {
+    ++state_.session;
+    beginSession();
+  }
+  return true;
 }
 
 }  // namespace torchext
