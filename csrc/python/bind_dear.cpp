@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <optional>
+#include <utility>
 #include <variant>
 
 #include <pybind11/functional.h>
@@ -94,6 +95,21 @@ py::dict dearToDict(const DearStats& stats) {
   return result;
 }
 
+// A method of one of the two forms, as one of the synchronizer.
+template <class Form, class Result, class... Arguments>
+auto ofForm(Form& (DearSynchronizer::*form)(), Result (Form::*method)(Arguments...)) {
+  return [form, method](DearSynchronizer& self, Arguments... arguments) -> Result {
+    return ((self.*form)().*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+
+template <class Form, class Result, class... Arguments>
+auto ofForm(Form& (DearSynchronizer::*form)(), Result (Form::*method)(Arguments...) const) {
+  return [form, method](DearSynchronizer& self, Arguments... arguments) -> Result {
+    return ((self.*form)().*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+
 }  // namespace
 
 void bindDear(py::module_& module) {
@@ -111,21 +127,33 @@ void bindDear(py::module_& module) {
       .def("expect_backward", &DearSynchronizer::expectBackward, py::arg("exchanges"), NoGil())
       .def("backward_begins", &DearSynchronizer::backwardBegins)
       .def("on_reduced", &DearSynchronizer::onReduced, py::arg("callback"))
-      .def("on_accumulating", &DearSynchronizer::onAccumulating, py::arg("callback"))
       .def_property_readonly("allreduce", &DearSynchronizer::allreduce)
       .def_property_readonly("replicated", &DearSynchronizer::replicated)
-      .def("others_train_on", &DearSynchronizer::othersTrainOn, NoGil())
-      .def("stepped", &DearSynchronizer::stepped, py::arg("parameter"), NoGil())
-      .def("own_gradient", &DearSynchronizer::ownGradient, py::arg("parameter"), NoGil())
-      .def("own_slice_of", &DearSynchronizer::ownSliceOf, py::arg("parameter"), py::arg("whole"), NoGil())
-      .def("gradient", &DearSynchronizer::gradient, py::arg("parameter"), NoGil())
-      .def("settle_gradient", &DearSynchronizer::settleGradient, py::arg("parameter"), NoGil())
+      .def(
+          "others_train_on", [](const DearSynchronizer& self) { return self.exchanges().othersTrainOn(); }, NoGil())
       .def("take_moved", &DearSynchronizer::takeMoved, NoGil())
-      .def_property_readonly("bucket_count", &DearSynchronizer::bucketCount)
-      .def("bucket_of", &DearSynchronizer::bucketOf, py::arg("parameter"))
-      .def("arrived_buckets", &DearSynchronizer::arrivedBuckets, py::arg("known"), NoGil())
       .def("clear_gradients", &DearSynchronizer::clearGradients, NoGil())
-      .def("note_lost_change", &DearSynchronizer::noteLostChange)
+      .def_property_readonly("bucket_count",
+                             [](const DearSynchronizer& self) { return self.exchanges().bucketCount(); })
+      .def(
+          "bucket_of",
+          [](const DearSynchronizer& self, std::size_t parameter) { return self.exchanges().bucketOf(parameter); },
+          py::arg("parameter"))
+      // Of the sharded form:
+      .def("on_accumulating", ofForm(&DearSynchronizer::shardedForm, &ShardedForm::onAccumulating), py::arg("callback"))
+      .def("stepped", ofForm(&DearSynchronizer::shardedForm, &ShardedForm::stepped), py::arg("parameter"), NoGil())
+      .def("own_gradient", ofForm(&DearSynchronizer::shardedForm, &ShardedForm::ownGradient), py::arg("parameter"),
+           NoGil())
+      .def("own_slice_of", ofForm(&DearSynchronizer::shardedForm, &ShardedForm::ownSliceOf), py::arg("parameter"),
+           py::arg("whole"), NoGil())
+      .def("arrived_buckets", ofForm(&DearSynchronizer::shardedForm, &ShardedForm::arrivedBuckets), py::arg("known"),
+           NoGil())
+      .def("note_lost_change", ofForm(&DearSynchronizer::shardedForm, &ShardedForm::noteLostChange))
+      // Of the replicated form:
+      .def("gradient", ofForm(&DearSynchronizer::replicatedForm, &ReplicatedForm::gradient), py::arg("parameter"),
+           NoGil())
+      .def("settle_gradient", ofForm(&DearSynchronizer::replicatedForm, &ReplicatedForm::settleGradient),
+           py::arg("parameter"), NoGil())
       .def("stats", [](const DearSynchronizer& self) { return dearToDict(self.stats()); });
 
   module.def("attach_dear", &attachDear, py::arg("group"), py::arg("parameters"), py::arg("names"),

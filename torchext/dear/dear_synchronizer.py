@@ -116,7 +116,8 @@ class DearSynchronizer(Synchronizer):
         self._static_recorded = False
         self._reduced = True  # DDP's reducer has averaged gradients so far
         core.on_reduced(_weakly(self._parameters, DearParameters.reduced))
-        core.on_accumulating(_weakly(self._parameters, DearParameters.accumulating))
+        if self._sharded:
+            core.on_accumulating(_weakly(self._parameters, DearParameters.accumulating))
         self._handles += [
             ddp.register_forward_pre_hook(Hook(self._enter_forward)),
             ddp.register_forward_hook(OutputHook(self._leave_forward), always_call=True),

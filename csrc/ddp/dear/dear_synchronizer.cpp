@@ -1,21 +1,12 @@
 #include "ddp/dear/dear_synchronizer.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
 
-#include "c10d/threads/interruptible_wait.h"
-#include "c10d/threads/outstanding_averages.h"
-#include "c10d/transport/shard_collectives.h"
-#include "c10d/transport/shard_exchange.h"
 #include "core/base/check.h"
 #include "ddp/common/attach_agreement.h"
-#include "ddp/common/elapsed.h"
 #include "ddp/common/side_stream.h"
 
 namespace torchext {
@@ -51,12 +42,9 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
       unused_allowed_(unused_allowed),
       planner_(*group_, bytesOf(parameters_), trainable(parameters_),
                bucket_mb.value_or(group_->dearOptions().bucket_mb)),
-      gradients_(parameters_.size()),
-      seen_(parameters_.size(), 0),
-      local_(parameters_.size(), nullptr),
-      settled_(parameters_.size(), 1),
       waited_(parameters_.size(), 1),
-      versions_(parameters_.size()) {
+      local_(parameters_, names_),
+      pass_(parameters_, names_, [this] { backwardEnds(); }) {
   const auto& options = group_->dearOptions();
   std::vector<std::string> described;
   described.reserve(parameters_.size());
@@ -72,59 +60,110 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
                           {"DeAROptions.form", options.form},
                           {"bucket_mb", bucket == 0 ? std::nullopt : std::optional(bucket)},
                           {"DeAROptions.allreduce_fallback", options.allreduce_fallback}});
-  channel_ = group_->nextChannel();
-  if (make_dedicated_group) {
-    dedicated_group_ = make_dedicated_group();
-    transfers_ = std::make_unique<ShardCollectives>(dedicated_group_);
-    abort_callback_ = group_->addAbortCallback([dedicated_group = dedicated_group_, health = group_->health()] {
-      const auto [rank, reason] = health->firstReason();
-      dedicated_group->abortBecauseOf(rank, reason);
-    });
+  exchanges_ = std::make_unique<BucketExchanges>(group_, parameters_, make_dedicated_group);
+  if (replicated_) {
+    form_ = std::make_unique<ReplicatedForm>(parameters_, names_, pass_, *exchanges_);
   } else {
-    transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), channel_);
+    form_ = std::make_unique<ShardedForm>(*group_, parameters_, names_, planner_.plan(), pass_, local_, *exchanges_);
   }
-  exchange_ = std::make_shared<ExchangeThread>(device, [this](const std::exception_ptr& error) { fail(error); });
   rebuild();
   hooks_ = std::make_unique<GradientHooks>(
-      parameters_, [this](std::size_t i) { beforeAccumulation(i); }, [this](std::size_t i) { gradientReady(i); });
+      parameters_, [this](std::size_t i) { form_->beforeAccumulation(i); },
+      [this](std::size_t i) { gradientReady(i); });
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
 }
 
 DearSynchronizer::~DearSynchronizer() { DearSynchronizer::leave(std::chrono::seconds(2)); }
 
 void DearSynchronizer::rebuild() {
-  const DearPlan& plan = planner_.plan();
-  if (!buckets_) {
-    armed_ = false;  // under all-reduce no pass ends what a forward pass has armed
+  if (exchanges_->buckets() == nullptr) {
+    pass_.disarm();  // under all-reduce no pass ends what a forward pass has armed
   }
-  buckets_ = nullptr;  // first: two sets of buffers would be too many
-  if (!plan.allreduce && !plan.gradient_order.empty()) {
-    buckets_ = std::make_unique<ShardBuckets>(parameters_, plan.gradient_order, plan.bucket_bytes, group_->getRank(),
-                                              group_->getSize());
+  exchanges_->rebuild(planner_.plan());
+  pass_.reset(exchanges_->buckets());
+}
+
+// ---- Backward ----
+
+void DearSynchronizer::expectBackward(bool exchanges) {
+  pass_.expect(exchanges && !exchanges_->ended() && !inForkedChild());
+  if (pass_.armed() && exchanges_->buckets() != nullptr) {
+    // Kept, they are what this pass adds to while they are being sent; dropped (clearGradients), their arrival would be
+    // taken for that of this pass.
+    exchanges_->finishUnstepped();
   }
-  const std::size_t count = buckets_ ? buckets_->size() : 0;
-  gather_order_.clear();
-  std::vector<char> listed(count, 0);
-  for (const std::int64_t tensor : plan.forward_order) {
-    if (buckets_ && !std::exchange(listed[buckets_->bucketOf(core::index(tensor))], 1)) {
-      gather_order_.push_back(buckets_->bucketOf(core::index(tensor)));
-    }
+  if (pass_.armed() && exchanges_->buckets() != nullptr) {  // no signal's handler has ended them meanwhile
+    exchanges_->expectReduction();
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  reducing_.assign(count, 0);
-  gathering_.assign(count, 0);
-  missing_.assign(count, 0);
+}
+
+void DearSynchronizer::gradientReady(std::size_t parameter) {
+  if (!pass_.armed()) {
+    local_.note(parameter);
+    return;
+  }
+  local_.averaged(parameter);
+  const at::Tensor gradient = pass_.denseGradient(parameter);
+  if (!pass_.begun()) {
+    pass_.begin();
+    form_->backwardBegins();
+  }
+  TORCH_CHECK(waited_[parameter] || exchanges_->buckets() == nullptr, "dear: parameter ", names_[parameter],
+              " was used in a forward pass that did not wait for it (its module was not called, and had been in the "
+              "first forward pass); call sync.wait() before such a forward pass");
+  pass_.add(parameter, gradient);
+  postReady();
+}
+
+// Called by autograd when everything else of the backward pass is over.
+void DearSynchronizer::backwardEnds() {
+  pass_.disarm();
+  if (exchanges_->buckets() == nullptr) {  // DDP's reducer averages no further pass of this forward pass, either
+    local_.allAveraged();
+    return;
+  }
+  const std::string missing = unused_allowed_ ? std::string() : pass_.missing(planner_.plan().gradient_order);
+  if (!missing.empty()) {
+    const std::string text = c10::str("no gradient for ", missing,
+                                      " in this backward pass; every rank must use every parameter, or wrap the ",
+                                      "model with DistributedDataParallel(..., find_unused_parameters=True)");
+    group_->poison(group_->getRank(), text);  // the others wait for these gradients
+    C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
+  }
+  pass_.end();
+  postReady();
+  local_.allAveraged();
+  form_->backwardEnds();
+  if (on_reduced_) {
+    on_reduced_();
+  }
+}
+
+void DearSynchronizer::postReady() {
+  while (std::optional<BackwardPass::Bucket> bucket = pass_.takeReady()) {
+    exchanges_->reduceScatter(bucket->index, std::move(bucket->gradients));
+  }
 }
 
 // ---- Step ----
+
+ShardedForm& DearSynchronizer::shardedForm() {
+  TORCH_CHECK(!replicated_, "dear: the replicated form has no slices of gradients");
+  return static_cast<ShardedForm&>(*form_);
+}
+
+ReplicatedForm& DearSynchronizer::replicatedForm() {
+  TORCH_CHECK(replicated_, "dear: the sharded form has no whole gradients");
+  return static_cast<ReplicatedForm&>(*form_);
+}
 
 void DearSynchronizer::beforeStep() {
   group_->checkProcess("training");
   if (!replicated_) {
     waitAll();  // replicated: gradients are gathered, and each is waited for by itself
   }
-  checkVersions();
-  checkAveraged();
+  form_->checkStep();
+  local_.checkStep();
 }
 
 std::vector<std::int64_t> DearSynchronizer::takeMoved() {
@@ -134,10 +173,10 @@ std::vector<std::int64_t> DearSynchronizer::takeMoved() {
       continue;
     }
     moved.push_back(static_cast<std::int64_t>(i));
-    if (buckets_ && buckets_->holds(i)) {
+    if (exchanges_->bucketOf(i)) {
       TORCH_CHECK(
-          buckets_->follow(i, parameters_[i]), "dear: parameter ", names_[i], " has become ", parameters_[i].toString(),
-          parameters_[i].sizes(), " since torchext.attach (model.to(), .data = ...); ",
+          exchanges_->buckets()->follow(i, parameters_[i]), "dear: parameter ", names_[i], " has become ",
+          parameters_[i].toString(), parameters_[i].sizes(), " since torchext.attach (model.to(), .data = ...); ",
           "it may be given other memory of the same shape, strides, dtype and device; change a model before it ",
           "is wrapped in DistributedDataParallel and attached");
     }
@@ -146,32 +185,29 @@ std::vector<std::int64_t> DearSynchronizer::takeMoved() {
   return moved;
 }
 
+void DearSynchronizer::clearGradients() {
+  pass_.clear();
+  form_->clearGradients();
+}
+
 void DearSynchronizer::afterStep() {
   ++steps_;
-  ++taken_;
-  const bool stepped = std::exchange(complete_, false);
-  started_ = false;
-  unstepped_ = unstepped_ && !stepped;
-  if (!replicated_) {
-    noteLocal();  // under plain all-reduce, too: a script must not fail only once that is over
-    lost_ = std::exchange(lost_change_, false) ? local_ : std::vector<const void*>();
-  }
+  exchanges_->noteStep(pass_.complete());
+  pass_.clear();
   // Before the planner, which may wait for rank 0: that may be waiting for gradients that it looks at.
-  if (buckets_) {
-    if (!replicated_) {
-      postParameterGathers();  // whatever was stepped with: the other ranks post theirs
-    }
+  form_->afterStep();
+  if (exchanges_->buckets() != nullptr) {
     std::fill(waited_.begin(), waited_.end(), 0);
   }
   if (!planner_.decided() && !parameters_.empty()) {
     synchronizeDevice(parameters_.front().device());  // what is measured is a step, not how soon it was queued
   }
-  const bool replan = planner_.afterStep(gradient_order_, forward_order_);
+  const bool replan = planner_.afterStep(pass_.order(), forward_order_);
   forward_order_.clear();
   if (replan) {
     waitAll();
-    waitExchanges();
-    if (!detached_) {  // by a signal's handler
+    exchanges_->waitIdle();
+    if (!exchanges_->ended()) {  // by a signal's handler
       rebuild();
     }
   }
@@ -179,64 +215,22 @@ void DearSynchronizer::afterStep() {
 
 // ---- Forward ----
 
-// Milliseconds waited. Ends: every wait of the exchanges has the group's timeout. A signal's handler may end the group
-// in it, and with that the buckets.
-double DearSynchronizer::waitUntil(const char* what, const std::function<bool()>& ready) {
-  group_->checkProcess("training");
-  std::unique_lock<std::mutex> lock(mutex_);
-  double waited = 0;
-  const auto over = [&] { return error_ || ready(); };
-  if (!over()) {
-    RECORD_FUNCTION(what, std::vector<c10::IValue>{});
-    const auto start = Clock::now();
-    if (!changed_.wait_for(lock, kSignalCheckInterval, over)) {
-      // Who waits for all ranks meanwhile, in optimizer.state_dict() say, learns that this one does not come there.
-      lock.unlock();
-      group_->tellStep(channel_, 0, begun());
-      checkSignals();
-      lock.lock();
-      waitInterruptibly(changed_, lock, over);
-    }
-    waited = millisecondsSince(start);
-  }
-  if (error_) {
-    std::rethrow_exception(error_);
-  }
-  return waited;
-}
-
-bool DearSynchronizer::othersTrainOn() const { return group_->furthestStep(channel_, 0) > begun(); }
-
-// With mutex_ held. A new plan begins with everything gathered, and so does the time after the end.
-bool DearSynchronizer::isGathered(std::size_t parameter) const {
-  return !buckets_ || !buckets_->holds(parameter) || gathering_[buckets_->bucketOf(parameter)] == 0;
-}
-
 void DearSynchronizer::waitTensors(const std::vector<std::int64_t>& tensors) {
   for (const std::int64_t tensor : tensors) {
     if (std::exchange(waited_.at(core::index(tensor)), 1) == 0) {
       forward_order_.push_back(tensor);
     }
   }
-  if (gathering_count_ == 0 && !failed_) {
-    return;
+  if (!exchanges_->quiet()) {
+    exchanges_->waitGathered(tensors);
   }
-  const double waited = waitUntil("torchext::dear::wait", [&] {
-    return std::all_of(tensors.begin(), tensors.end(),
-                       [this](std::int64_t tensor) { return isGathered(core::index(tensor)); });
-  });
-  std::lock_guard<std::mutex> lock(mutex_);
-  stats_.exposed_ag_ms += waited;
 }
 
 void DearSynchronizer::waitAll() {
   std::fill(waited_.begin(), waited_.end(), 1);
-  if (gathering_count_ == 0 && !failed_) {
-    return;
+  if (!exchanges_->quiet()) {
+    exchanges_->waitAllGathered();
   }
-  const double waited = waitUntil("torchext::dear::wait", [&] { return gathering_count_ == 0; });
-  std::lock_guard<std::mutex> lock(mutex_);
-  stats_.exposed_ag_ms += waited;
 }
 
 void DearSynchronizer::synchronize() {
@@ -244,58 +238,15 @@ void DearSynchronizer::synchronize() {
   waitAll();
 }
 
-void DearSynchronizer::waitExchanges() {
-  // Each wait of an exchange has the group's timeout; one may just have begun, and the next behind it.
-  const std::shared_ptr<ExchangeThread> exchange = exchange_;
-  if (!exchange || exchange->waitIdle(2 * group_->timeout())) {
-    return;
-  }
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (error_) {
-      std::rethrow_exception(error_);
-    }
-  }
-  const std::string text = "no exchange ended within twice the group's timeout";
-  group_->poison(group_->getRank(), text);
-  C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
-}
-
 // ---- The end ----
 
-void DearSynchronizer::fail(std::exception_ptr error) {
-  // A broken connection becomes the error that names who died; the others learn of any other.
-  error = group_->health()->explainToAll(error, OpInfo{.name = "training"});
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    error_ = std::move(error);
-    failed_ = true;
-  }
-  changed_.notify_all();
-}
-
-void DearSynchronizer::checkNotLeft() const {
-  if (!detached_) {
-    return;
-  }
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (error_) {
-      std::rethrow_exception(error_);
-    }
-  }
-  C10_THROW_ERROR(DistBackendError,
-                  c10::str(group_->health()->label(), ": the averaged gradients ended with the ",
-                           "process group; call optimizer.step() before it is destroyed, or before ", "sync.detach()"));
-}
-
 void DearSynchronizer::detach() {
-  if (detached_) {
+  if (exchanges_->ended()) {
     return;
   }
   group_->checkProcess("training");
   waitAll();
-  waitExchanges();
+  exchanges_->waitIdle();
   leave(std::chrono::milliseconds(0));
 }
 
@@ -304,57 +255,23 @@ void DearSynchronizer::leave(std::chrono::milliseconds limit) {
     return;
   }
   group_->removeShutdownCallback(shutdown_callback_);  // first: another thread may be leaving with the group
-  if (!exchange_) {
+  if (!exchanges_->finishSending(limit)) {
     return;
   }
-  // What the others still wait for must be sent; what they have not asked for yet need not.
-  const auto sent = [this](std::chrono::milliseconds within) { return failed_ || exchange_->waitIdleFor(within); };
-  if (!sent(limit) && limit.count() > 0 && !group_->outwaitTraining(sent)) {
-    LOG(WARNING) << "dear [rank " << group_->getRank() << "]: leaving while parameters are on their way";
-    group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while parameters were on their way"));
-  }
-  detached_ = true;
-  armed_ = false;
+  pass_.disarm();
   hooks_->remove();
-  if (dedicated_group_) {
-    group_->removeAbortCallback(abort_callback_);
-  }
-  exchange_->discard();
-  const auto posted = [](char flag) { return flag != 0; };
-  if (!failed_ && (std::any_of(reducing_.begin(), reducing_.end(), posted) || gathering_count_ > 0)) {
-    fail(group_->health()->failureOf({.name = "training"}));  // dropped: who waits for it is told
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  stats_.rs_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kReduceScatter);
-  stats_.ag_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kAllGather);
-  stats_.bytes_sent = static_cast<std::int64_t>(transfers_->bytesSent());
-  exchange_ = nullptr;
-  // Holds an inner group, which must end with the process group.
-  transfers_ = nullptr;
-  dedicated_group_ = nullptr;
-  buckets_ = nullptr;
+  exchanges_->end();
 }
 
 DearStats DearSynchronizer::stats() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  DearStats stats = stats_;
+  DearStats stats;
   stats.steps = steps_;
   stats.allreduce = planner_.plan().allreduce;
   stats.decided = planner_.decided();
   stats.allreduce_step_ms = 1e3 * planner_.allreduceSeconds();
   stats.bucket_bytes = planner_.plan().bucket_bytes;
   stats.trials = planner_.trials().trials;
-  if (exchange_) {
-    stats.rs_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kReduceScatter);
-    stats.ag_ms = exchange_->busyMilliseconds(ExchangeTask::Kind::kAllGather);
-    stats.bytes_sent = static_cast<std::int64_t>(transfers_->bytesSent());
-  }
-  if (buckets_) {
-    stats.staging_bytes = static_cast<std::int64_t>(buckets_->stagingBytes());
-    for (std::size_t b = 0; b < buckets_->size(); ++b) {
-      stats.buckets.push_back(static_cast<std::int64_t>(buckets_->bytesOf(b)));
-    }
-  }
+  exchanges_->addTo(stats);
   return stats;
 }
 

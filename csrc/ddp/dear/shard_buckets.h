@@ -5,7 +5,7 @@
 // place, and the all-gather fills in everybody else's. Replicated form: it is gathered itself. How a chunk is laid out:
 // shard_layout.h. A parameter's elements are counted in memory order, so any dense layout (channels_last) will do.
 //
-// Threads: a bucket belongs to one thread at a time; its owner (dear_synchronizer.h) hands it over.
+// Threads: a bucket belongs to one thread at a time; its owner (bucket_exchanges.h) hands it over.
 #pragma once
 
 #include <cstddef>
