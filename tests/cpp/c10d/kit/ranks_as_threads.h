@@ -1,0 +1,160 @@
+// RanksTest runs the ranks of a group as threads of one process, over a FakeNetwork and a HashStore.
+//
+// Every test has a deadline: a watchdog names the test, says which ranks have not come back, and ends the process.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "c10d/backend/delegating_backend.h"
+#include "c10d/backend/living_backends.h"
+#include "kit/fake_network.h"
+
+namespace torchext::kit {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+#ifdef TORCHEXT_SANITIZED
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
+// What a wait may last that is to end at once, on a machine that does other work, too.
+inline constexpr milliseconds kSoon{kSanitized ? 15000 : 8000};
+
+// One job: its networks and its store.
+struct World {
+  explicit World(int ranks, milliseconds timeout = seconds(60))
+      : size(ranks),
+        data(std::make_shared<FakeNetwork>(ranks, timeout)),
+        control(std::make_shared<FakeNetwork>(ranks)),
+        store(c10::make_intrusive<c10d::HashStore>()) {}
+
+  InnerBackends inner(int rank) const {
+    return {.cpu = data->connect(rank), .cuda = nullptr, .control = size > 1 ? control->connect(rank) : nullptr};
+  }
+  // The process of a rank ends: all its connections close.
+  void kill(int rank) const {
+    data->close(rank);
+    control->close(rank);
+  }
+  // A rank is stopped, or its host is cut off: nothing closes.
+  void freeze(int rank) const {
+    data->freeze(rank);
+    control->freeze(rank);
+  }
+
+  const int size;
+  const std::shared_ptr<FakeNetwork> data;
+  const std::shared_ptr<FakeNetwork> control;
+  const c10::intrusive_ptr<c10d::HashStore> store;
+};
+
+// Where threads wait for each other.
+class Meeting {
+ public:
+  explicit Meeting(int size) : size_(size) {}
+  void wait() {
+    std::unique_lock lock(mutex_);
+    const int round = round_;
+    if (++arrived_ == size_) {
+      arrived_ = 0;
+      ++round_;
+      changed_.notify_all();
+      return;
+    }
+    changed_.wait(lock, [&] { return round_ != round; });
+  }
+
+ private:
+  const int size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int arrived_ = 0;
+  int round_ = 0;
+};
+
+// The text of what `call` throws; empty if it throws nothing.
+inline std::string errorOf(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return {};
+}
+
+inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// Whether `done` becomes true soon.
+inline bool soon(const std::function<bool()>& done, milliseconds limit = kSoon) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (!done()) {
+    if (std::chrono::steady_clock::now() > end) {
+      return false;
+    }
+    std::this_thread::sleep_for(milliseconds(2));
+  }
+  return true;
+}
+
+class RanksTest : public ::testing::Test {
+ protected:
+  RanksTest();
+  ~RanksTest() override;
+
+  // Runs body(rank) on a thread for each rank, until all have returned. What one throws fails the test.
+  void onRanks(int size, const std::function<void(int rank)>& body);
+
+  // A group on each rank, body(group, rank) with it, shutdown.
+  template <class Group, class Options, class Body>
+  void onGroups(const World& world, const Options& options, const Body& body) {
+    onRanks(world.size, [&](int rank) {
+      const auto group = makeBackend<Group>(rank, world.size, world.inner(rank), ownOptions(world, options));
+      body(*group, rank);
+      group->shutdown();
+    });
+  }
+  // The same of the class that all backends of ours derive from.
+  template <class Body>
+  void onPlainGroups(const World& world, const GroupOptions& options, const Body& body) {
+    onRanks(world.size, [&](int rank) {
+      const auto group =
+          makeBackend<DelegatingBackend>(rank, world.size, "prague", world.inner(rank), ownOptions(world, options));
+      body(*group, rank);
+      group->shutdown();
+    });
+  }
+
+ private:
+  // With what torch.distributed fills in.
+  template <class Options>
+  static c10::intrusive_ptr<Options> ownOptions(const World& world, const Options& options) {
+    auto own = c10::make_intrusive<Options>(options);
+    for (int rank = 0; rank < world.size; ++rank) {
+      own->global_ranks_in_group.push_back(static_cast<std::uint64_t>(rank));
+    }
+    return own;
+  }
+
+  struct Watchdog;
+  std::unique_ptr<Watchdog> watchdog_;
+};
+
+}  // namespace torchext::kit
