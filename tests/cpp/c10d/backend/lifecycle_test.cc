@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <barrier>
 #include <thread>
 
 #include <ATen/ATen.h>
@@ -9,7 +10,7 @@
 #include "c10d/backend/attachable_backend.h"
 #include "c10d/backend/connecting_store.h"
 #include "c10d/backend/delegating_backend.h"
-#include "c10d/fault/leaving.h"
+#include "c10d/fault/orderly_exit_scope.h"
 #include "kit/ranks_as_threads.h"
 
 namespace torchext {
@@ -73,7 +74,7 @@ TEST_F(LifecycleTest, CollectivesAreForwardedExactly) {
 TEST_F(LifecycleTest, AbortEndsAllCallsOnAllRanks) {
   for (const std::string check : {"new", "off"}) {
     const World world(3);
-    kit::Meeting ready(3);
+    std::barrier<> ready(3);
     onPlainGroups(world, quietOptions(check), [&](DelegatingBackend& group, int rank) {
       std::vector<Works> works;
       if (rank != 2) {
@@ -82,7 +83,7 @@ TEST_F(LifecycleTest, AbortEndsAllCallsOnAllRanks) {
         std::vector<at::Tensor> tensors{at::ones({1})};
         works.push_back(group.recv(tensors, 2, 3));
       }
-      ready.wait();
+      ready.arrive_and_wait();
       std::vector<std::thread> threads;
       if (rank == 2) {  // twice, and from two threads
         threads.emplace_back([&] { group.abort(); });
@@ -147,17 +148,24 @@ TEST_F(LifecycleTest, ShutsDownAfterAnAbort) {
 // A call that nobody else makes: shutdown gives it a second, and then ends it with a reason.
 TEST_F(LifecycleTest, ShutdownEndsACallThatDoesNotEnd) {
   const World world(2);
-  kit::Meeting meeting(2);
+  std::barrier<> sync_point(2);
   onPlainGroups(world, quietOptions(), [&](DelegatingBackend& group, int rank) {
     if (rank == 0) {
-      const Works work = allReduce(group, at::ones({4}));
+      const at::Tensor tensor = at::full({4}, 7.0);
+      const Works work = allReduce(group, tensor);
+      const auto future = work->getFuture();
       const auto start = std::chrono::steady_clock::now();
       group.shutdown();
-      EXPECT_LT(std::chrono::steady_clock::now() - start, kit::kSoon);
+      EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(5));
       const std::string error = errorOf([&] { work->wait(); });
-      EXPECT_TRUE(has(error, "rank 0 shut the group down while operations were under way")) << error;
+      EXPECT_TRUE(has(error, "all_reduce #1") &&
+                  has(error, "rank 0 shut the group down while operations were under way"))
+          << error;
+      EXPECT_NE(errorOf([&] { future->waitAndThrow(); }), "");
+      EXPECT_TRUE(work->isCompleted());
+      EXPECT_TRUE(at::equal(tensor, at::full({4}, 7.0)));
     }
-    meeting.wait();
+    sync_point.arrive_and_wait();
     if (rank == 1) {
       EXPECT_TRUE(soon([&] { return group.health()->failed(); }));
       EXPECT_TRUE(has(group.health()->firstReason().second, "rank 0 shut the group down")) << "on rank 1";
@@ -218,19 +226,46 @@ TEST_F(LifecycleTest, AFutureHasTheErrorToo) {
   });
 }
 
+// Whatever the survivors wait for, also for each other.
+TEST_F(LifecycleTest, ADeathEndsEveryKindOfWait) {
+  for (const std::string wait : {"work", "future", "recv", "recv of another"}) {
+    const World world(4);
+    onPlainGroups(world, quietOptions(), [&](DelegatingBackend& group, int rank) {
+      group.barrier({})->wait();
+      if (rank == 2) {
+        std::this_thread::sleep_for(milliseconds(30));
+        world.kill(2);
+        return;
+      }
+      std::vector<at::Tensor> tensors{at::ones({10})};
+      const std::string error = errorOf([&] {
+        if (wait == "work") {
+          allReduce(group, tensors[0])->wait();
+        } else if (wait == "future") {
+          allReduce(group, tensors[0])->getFuture()->waitAndThrow();
+        } else {
+          group.recv(tensors, wait == "recv" ? 2 : rank == 1 ? 0 : (rank + 1) % 4, 0)->wait();
+        }
+      });
+      EXPECT_TRUE(has(error, "rank 2 died (connection closed)")) << wait << ": " << error;
+      EXPECT_TRUE(wait != "recv" || has(error, ": recv with rank 2 (float32, 10 elements; ")) << error;
+    });
+  }
+}
+
 TEST_F(LifecycleTest, AWaitWithATimeOfItsOwnLeavesTheCall) {
   const World world(2);
-  kit::Meeting meeting(2);
+  std::barrier<> sync_point(2);
   onPlainGroups(world, quietOptions(), [&](DelegatingBackend& group, int rank) {
     const at::Tensor tensor = at::full({4}, rank + 1.0);
     if (rank == 1) {
-      meeting.wait();
+      sync_point.arrive_and_wait();
     }
     const Works work = allReduce(group, tensor);
     if (rank == 0) {
       const std::string error = errorOf([&] { work->wait(milliseconds(50)); });
-      EXPECT_TRUE(has(error, "not complete after wait(50 ms)")) << error;
-      meeting.wait();
+      EXPECT_TRUE(has(error, "all_reduce #1") && has(error, "not complete after wait(50 ms)")) << error;
+      sync_point.arrive_and_wait();
     }
     work->wait();
     EXPECT_TRUE(at::equal(tensor, at::full({4}, 3.0)));
@@ -240,25 +275,25 @@ TEST_F(LifecycleTest, AWaitWithATimeOfItsOwnLeavesTheCall) {
 // Membership: what the others read in the store when a group has failed, or a worker has left it.
 TEST_F(LifecycleTest, MembersSayInTheStoreThatTheyLiveOrLeave) {
   const World world(3);
-  kit::Meeting meeting(3);
+  std::barrier<> sync_point(3);
   onRanks(3, [&](int rank) {
     const auto group = makeBackend<AttachableBackend>(rank, 3, "prague", world.inner(rank),
                                                       c10::make_intrusive<GroupOptions>(quietOptions()));
     group->announceMember(world.store, 10 + rank);
-    meeting.wait();
+    sync_point.arrive_and_wait();
     EXPECT_EQ(world.store->getNumKeys(), 0);
-    meeting.wait();
+    sync_point.arrive_and_wait();
     if (rank == 2) {  // its script ends
       group->announceLeaving();
-      const Leaving leaving;
+      const OrderlyExitScope orderly_exit;
       group->poison(2, "rank 2 failed");
       group->announceLeaving();
     }
     EXPECT_TRUE(soon([&] { return world.store->check({"alive/10", "alive/11", "gone/12"}); }));
-    meeting.wait();
+    sync_point.arrive_and_wait();
     EXPECT_EQ(world.store->getNumKeys(), 3) << "one that leaves is not alive, and one that lives has not gone";
     EXPECT_EQ(group->health()->lostRanks(), std::set<int>{2});
-    meeting.wait();
+    sync_point.arrive_and_wait();
     group->withdrawAnnouncements();
     group->announceLeaving();
     EXPECT_FALSE(world.store->check({c10::str("gone/", 10 + (rank == 2 ? 0 : rank))}));

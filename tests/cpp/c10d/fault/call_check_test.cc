@@ -5,15 +5,16 @@
 
 #include <array>
 #include <atomic>
+#include <barrier>
 #include <cstring>
 #include <random>
 
 #include <ATen/ATen.h>
 
-#include "c10d/fault/callers_line.h"
+#include "c10d/fault/call_site.h"
 #include "c10d/fault/collective_header.h"
 #include "c10d/fault/fault_points.h"
-#include "c10d/fault/leaving.h"
+#include "c10d/fault/orderly_exit_scope.h"
 #include "kit/ranks_as_threads.h"
 
 namespace torchext {
@@ -196,7 +197,8 @@ struct Row {
   std::string odd_text;
 };
 
-std::vector<Row> rows() {
+// The common call is one that the fake network carries.
+std::vector<Row> repeatableRows() {
   return {
       {"operation", allReduce({10}), broadcast(0), "all_reduce(sum, float32, 10 elements)",
        "broadcast(float32, 10 elements, root 0)"},
@@ -210,12 +212,19 @@ std::vector<Row> rows() {
        "all_reduce(max, "},
       {"root of broadcast", broadcast(0), broadcast(2), "root 0)", "root 2)"},
       {"size of broadcast", broadcast(0), broadcast(0, 11), "10 elements, root 0)", "11 elements, root 0)"},
-      {"root of reduce", reduceTo(0), reduceTo(1), "reduce(sum, float32, 10 elements, root 0)", "root 1)"},
-      {"root of gather", gatherTo(0), gatherTo(1), "gather(float32, 10 elements, root 0)", "root 1)"},
-      {"root of scatter", scatterFrom(0), scatterFrom(1), "scatter(float32, 10 elements, root 0)", "root 1)"},
       {"all_gather", allGather(4), allGather(5), "all_gather(float32, 4 elements)", "5 elements)"},
       {"all_gather_single", allGatherSingle(4), allGatherSingle(5), "all_gather_single(float32, 4 elements)",
        "5 elements)"},
+      {"barrier", allReduce({10}), barrier(), "all_reduce(sum, float32, 10 elements)", "barrier()"},
+  };
+}
+
+std::vector<Row> rows() {
+  std::vector<Row> all = repeatableRows();
+  const std::vector<Row> others{
+      {"root of reduce", reduceTo(0), reduceTo(1), "reduce(sum, float32, 10 elements, root 0)", "root 1)"},
+      {"root of gather", gatherTo(0), gatherTo(1), "gather(float32, 10 elements, root 0)", "root 1)"},
+      {"root of scatter", scatterFrom(0), scatterFrom(1), "scatter(float32, 10 elements, root 0)", "root 1)"},
       {"all_gather_coalesced", allGatherCoalesced(4), allGatherCoalesced(5),
        "all_gather_coalesced(float32, 4 elements)", "5 elements)"},
       {"reduction of reduce_scatter", reduceScatter(ReduceOp::SUM), reduceScatter(ReduceOp::MIN),
@@ -226,13 +235,14 @@ std::vector<Row> rows() {
        "all_to_all_single(float32)", "all_to_all_single(float64)"},
       {"all_to_all and its single", allToAll(), allToAllSingle(at::kFloat), "all_to_all()",
        "all_to_all_single(float32)"},
-      {"barrier", allReduce({10}), barrier(), "all_reduce(sum, float32, 10 elements)", "barrier()"},
       {"order in a list", allReduceCoalesced(3, 4), allReduceCoalesced(4, 3), "7 elements) of one shape",
        "7 elements) of another"},
       {"coalesced", allReduce({7}), allReduceCoalesced(3, 4), "all_reduce(sum, float32, 7 elements)",
        "all_reduce_coalesced(sum, float32, 7 elements)"},
       {"sparse", allReduceSparse(7), allReduceSparse(8), "all_reduce_sparse(sum, float32, 7 elements)", "8 elements)"},
   };
+  all.insert(all.end(), others.begin(), others.end());
+  return all;
 }
 
 GroupOptions checkedOptions(const std::string& check, milliseconds timeout = seconds(60)) {
@@ -263,23 +273,23 @@ class CallCheckTest : public kit::RanksTest {
     }
     return made;
   }
-  void differences(const std::string& check, bool second);
+  void differences(const std::vector<Row>& all, const std::string& check, int before);
+  void endsAtAnyMessage(milliseconds heartbeat, void (World::*end)(int) const, const std::string& reason);
   void faultyCall(const std::string& point);
 };
 
-// second: after a call that all have made.
-void CallCheckTest::differences(const std::string& check, bool second) {
+// before: how often all have made the common call.
+void CallCheckTest::differences(const std::vector<Row>& all, const std::string& check, int before) {
   constexpr std::size_t kAtOnce = 8;
-  const std::vector<Row> all = rows();
-  const std::string number = second ? "#2: " : "#1: ";
+  const std::string number = c10::str("#", before + 1, ": ");
   for (std::size_t begin = 0; begin < all.size(); begin += kAtOnce) {
     const auto made = worlds(std::min(kAtOnce, all.size() - begin));
     inWorlds(made, checkedOptions(check), [&](std::size_t world, DelegatingBackend& group, int rank) {
       const Row& row = all[begin + world];
       Buffers buffers(rank);
-      if (second) {
-        Buffers first(rank);
-        allReduce({3}, at::kDouble)(group, first)->wait();
+      for (int call = 0; call < before; ++call) {
+        Buffers earlier(rank);
+        row.common(group, earlier)->wait();
       }
       const std::string error = errorOf([&] { (rank == 1 ? row.odd : row.common)(group, buffers)->wait(); });
       EXPECT_TRUE(has(error, "make different calls " + number)) << row.name << ": " << error;
@@ -300,8 +310,9 @@ void CallCheckTest::differences(const std::string& check, bool second) {
   }
 }
 
-TEST_F(CallCheckTest, NamesBothCallsOfEveryRow) { differences("new", false); }
-TEST_F(CallCheckTest, NamesBothCallsWhenEveryCallIsChecked) { differences("every", true); }
+TEST_F(CallCheckTest, NamesBothCallsOfEveryRow) { differences(rows(), "new", 0); }
+TEST_F(CallCheckTest, NamesBothCallsWhereOneWasPredicted) { differences(repeatableRows(), "new", 4); }
+TEST_F(CallCheckTest, NamesBothCallsWhenEveryCallIsChecked) { differences(repeatableRows(), "every", 4); }
 
 // What need not be equal: dimensions of one, and sizes that may differ from pair to pair.
 TEST_F(CallCheckTest, HeadersHoldWhatMustBeEqual) {
@@ -318,9 +329,9 @@ TEST_F(CallCheckTest, HeadersHoldWhatMustBeEqual) {
   const at::Tensor wide = at::zeros({4}, at::kDouble);
   const at::Tensor whole = at::zeros({4}, at::kLong);
   EXPECT_NE(headerOf(OpType::ALLGATHER, {single, wide}), headerOf(OpType::ALLGATHER, {single, whole}));
-  EXPECT_TRUE(isLeaving(headerOfLeaving()));
-  EXPECT_FALSE(isLeaving(headerOf(OpType::BARRIER)));
-  EXPECT_NE(headerOfLeaving(), headerOf(OpType::BARRIER));
+  EXPECT_TRUE(isOrderlyExit(headerOfOrderlyExit()));
+  EXPECT_FALSE(isOrderlyExit(headerOf(OpType::BARRIER)));
+  EXPECT_NE(headerOfOrderlyExit(), headerOf(OpType::BARRIER));
   EXPECT_EQ(describe(headerOf(OpType::BARRIER)), "barrier()");
   EXPECT_EQ(describe(headerOf(OpType::BROADCAST, {at::zeros({1})}, 3)), "broadcast(float32, 1 element, root 3)");
 }
@@ -330,7 +341,7 @@ TEST_F(CallCheckTest, PredictedCallsSendNoMessage) {
   for (const std::string check : {"new", "every"}) {
     const World world(kCheckedRanks);
     std::array<int, kCheckedRanks> sent{};
-    kit::Meeting meeting(kCheckedRanks);
+    std::barrier<> sync_point(kCheckedRanks);
     onPlainGroups(world, checkedOptions(check), [&](DelegatingBackend& group, int rank) {
       const auto loop = [&](int rounds) {
         for (int round = 0; round < rounds; ++round) {
@@ -342,14 +353,14 @@ TEST_F(CallCheckTest, PredictedCallsSendNoMessage) {
         }
       };
       loop(4);
-      meeting.wait();
+      sync_point.arrive_and_wait();
       sent.at(static_cast<std::size_t>(rank)) = world.control->sends(rank);
-      meeting.wait();
+      sync_point.arrive_and_wait();
       loop(10);
-      meeting.wait();
+      sync_point.arrive_and_wait();
       const int more = world.control->sends(rank) - sent.at(static_cast<std::size_t>(rank));
       EXPECT_EQ(more > 0, check == "every") << more << " messages in mode " << check;
-      meeting.wait();
+      sync_point.arrive_and_wait();
     });
     EXPECT_EQ(world.data->mixedCalls(), 0);
   }
@@ -422,7 +433,7 @@ TEST_F(CallCheckTest, NamesARankThatLeaves) {
     Buffers buffers(rank);
     const std::string error = errorOf([&] {
       if (rank == 1) {
-        const Leaving leaving;
+        const OrderlyExitScope orderly_exit;
         group.barrier({})->wait();
       } else {
         (world == 0 ? barrier() : allReduce({4}))(group, buffers)->wait();
@@ -442,7 +453,7 @@ TEST_F(CallCheckTest, NamesWhoHasNotCalled) {
     GroupOptions options = checkedOptions("new", started ? milliseconds(60'000) : milliseconds(600));
     options.operation_timeout = milliseconds(started ? 600 : 0);
     options.heartbeat_timeout = milliseconds(3000);
-    kit::Meeting end(kCheckedRanks);
+    std::barrier<> end(kCheckedRanks);
     onPlainGroups(world, options, [&](DelegatingBackend& group, int rank) {
       Buffers buffers(rank);
       for (int round = 0; started && round < 5; ++round) {
@@ -454,45 +465,48 @@ TEST_F(CallCheckTest, NamesWhoHasNotCalled) {
                                         started ? "all_reduce #5, " : "no collective")))
             << error;
       }
-      end.wait();
+      end.arrive_and_wait();
     });
   }
 }
 
 // Calls of new shapes are made before their elders have started, beside messages that the peers wait for.
 TEST_F(CallCheckTest, CallsStartInTheirOrder) {
-  const World world(kCheckedRanks);
-  onPlainGroups(world, checkedOptions("new"), [&](DelegatingBackend& group, int rank) {
-    std::vector<at::Tensor> first{at::full({3}, rank + 1.0)};
-    std::vector<at::Tensor> message{at::full({1}, 5.0)};
-    if (rank == 0) {
-      const Works work = group.allreduce(first, {});
-      group.send(message, 1, 0)->wait();
-      work->wait();
-    } else {
-      if (rank == 1) {
-        group.recv(message, 0, 0)->wait();
+  for (const int size : {2, 3, 8}) {
+    const World world(size);
+    onPlainGroups(world, checkedOptions("new"), [&](DelegatingBackend& group, int rank) {
+      std::vector<at::Tensor> first{at::full({3}, rank + 1.0)};
+      std::vector<at::Tensor> message{at::full({1}, 5.0)};
+      if (rank == 0) {
+        const Works work = group.allreduce(first, {});
+        group.send(message, 1, 0)->wait();
+        work->wait();
+      } else {
+        if (rank == 1) {
+          group.recv(message, 0, 0)->wait();
+        }
+        group.allreduce(first, {})->wait();
       }
-      group.allreduce(first, {})->wait();
-    }
-    std::vector<at::Tensor> tensors;
-    std::vector<Works> works;
-    for (int call = 0; call < 60; ++call) {
-      std::vector<at::Tensor> one{at::full({1 + call % 7}, rank + call, call % 2 == 0 ? at::kFloat : at::kDouble)};
-      tensors.push_back(one[0]);
-      works.push_back(group.allreduce(one, {}));
-    }
-    for (int call = 59; call >= 0; --call) {
-      const auto at = static_cast<std::size_t>(call);
-      if (call % 3 == 0) {
-        works[at]->getFuture()->waitAndThrow();
+      std::vector<at::Tensor> tensors;
+      std::vector<Works> works;
+      for (int call = 0; call < 60; ++call) {
+        std::vector<at::Tensor> one{at::full({1 + call % 7}, rank + call, call % 2 == 0 ? at::kFloat : at::kDouble)};
+        tensors.push_back(one[0]);
+        works.push_back(group.allreduce(one, {}));
       }
-      works[at]->wait();
-      EXPECT_TRUE(works[at]->isSuccess());
-      EXPECT_TRUE(at::equal(tensors[at], at::full_like(tensors[at], 3 + 3 * call))) << "call " << call;
-    }
-  });
-  EXPECT_EQ(world.data->mixedCalls(), 0);
+      for (int call = 59; call >= 0; --call) {
+        const auto at = static_cast<std::size_t>(call);
+        if (call % 3 == 0) {
+          works[at]->getFuture()->waitAndThrow();
+        }
+        works[at]->wait();
+        EXPECT_TRUE(works[at]->isSuccess());
+        const int sum = size * (size - 1) / 2 + size * call;
+        EXPECT_TRUE(at::equal(tensors[at], at::full_like(tensors[at], sum))) << "call " << call;
+      }
+    });
+    EXPECT_EQ(world.data->mixedCalls(), 0);
+  }
 }
 
 // What the inner backend refuses is an error of the call, and the group goes on.
@@ -560,6 +574,40 @@ TEST_F(CallCheckTest, RefusesMalformedHeaders) {
       EXPECT_TRUE(buffers.untouched());
     });
   }
+}
+
+// Rank 1 dies, or falls silent, at its n-th message to the others, for every n of two calls: all survivors name it.
+void CallCheckTest::endsAtAnyMessage(milliseconds heartbeat, void (World::*end)(int) const, const std::string& reason) {
+  constexpr std::size_t kMessages = 6;
+  const auto made = worlds(kMessages);
+  GroupOptions options = checkedOptions("new");
+  options.heartbeat_timeout = heartbeat;
+  inWorlds(made, options, [&](std::size_t index, DelegatingBackend& group, int rank) {
+    const World& world = *made[index];
+    if (rank == 1) {
+      // Nobody is watched before its first heartbeat.
+      EXPECT_TRUE(heartbeat.count() == 0 || kit::soon([&] { return world.control->sends(1) >= 3; }));
+      world.control->afterSends(1, static_cast<int>(index) + 1, [&world, end] { (world.*end)(1); });
+    }
+    std::string error;
+    for (std::int64_t call = 1; call < 1000 && error.empty(); ++call) {  // none of them is predicted
+      std::vector<at::Tensor> tensors{at::ones({call})};
+      error = errorOf([&] { group.allreduce(tensors, {})->wait(); });
+      EXPECT_TRUE(!error.empty() || at::equal(tensors[0], at::full({call}, 3.0)));
+    }
+    if (rank != 1) {
+      EXPECT_TRUE(has(error, reason)) << "message " << index + 1 << ": " << error;
+      EXPECT_EQ(group.health()->firstReason().first, 1);
+    }
+  });
+}
+
+TEST_F(CallCheckTest, NamesARankThatDiesAtAnyMessage) {
+  endsAtAnyMessage(milliseconds(0), &World::kill, "rank 1 died (connection closed)");
+}
+
+TEST_F(CallCheckTest, NamesARankThatFallsSilentAtAnyMessage) {
+  endsAtAnyMessage(milliseconds(kit::kSanitized ? 2000 : 600), &World::freeze, "rank 1 has been silent for ");
 }
 
 // Whoever passes first fails, and says so; the others name it.

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <barrier>
 #include <memory>
 #include <mutex>
 
@@ -26,9 +27,9 @@ struct Watcher {
   Watcher(const std::shared_ptr<kit::FakeNetwork>& network, int rank, int size, milliseconds heartbeat)
       : backend(network->connect(rank)), monitor(std::make_unique<FailureMonitor>(backend, rank, size)) {
     FailureMonitor::Events events;
-    events.verdict = [this](const Verdict& verdict) {
+    events.fault = [this](const FaultMessage& fault) {
       const std::lock_guard lock(mutex);
-      verdicts.push_back(verdict);
+      faults.push_back(fault);
     };
     events.lost = [this](int lost_rank) {
       const std::lock_guard lock(mutex);
@@ -48,19 +49,19 @@ struct Watcher {
   }
   std::size_t told() const {
     const std::lock_guard lock(mutex);
-    return verdicts.size();
+    return faults.size();
   }
-  Verdict first() const {
+  FaultMessage first() const {
     const std::lock_guard lock(mutex);
-    return verdicts.at(0);
+    return faults.at(0);
   }
   std::size_t silent() const {
     const std::lock_guard lock(mutex);
     return silences.size();
   }
   // As a process that leaves does, with or without a word.
-  void end(bool goodbye) {
-    monitor->stop(goodbye);
+  void end(bool leave) {
+    monitor->stop(leave);
     monitor->releaseGroup();
     backend.reset();
   }
@@ -68,7 +69,7 @@ struct Watcher {
   c10::intrusive_ptr<c10d::Backend> backend;
   std::atomic<std::uint64_t> started{0};
   mutable std::mutex mutex;  // guards what follows
-  std::vector<Verdict> verdicts;
+  std::vector<FaultMessage> faults;
   std::vector<int> lost;
   std::vector<std::pair<double, std::uint64_t>> silences;
   std::unique_ptr<FailureMonitor> monitor;  // last: its threads use the rest
@@ -103,11 +104,11 @@ TEST_F(FailureMonitorTest, ADeathIsToldToAll) {
   std::this_thread::sleep_for(milliseconds(50));
   for (const int rank : {0, 1, 3, 4}) {
     EXPECT_EQ(at(rank).told(), 1U);
-    const Verdict verdict = at(rank).first();
-    EXPECT_EQ(verdict.kind, Verdict::Kind::kObituary);
-    EXPECT_EQ(verdict.rank, 2) << "on rank " << rank;
-    EXPECT_EQ(verdict.origin, 1);
-    EXPECT_EQ(verdict.reason, "connection closed");
+    const FaultMessage fault = at(rank).first();
+    EXPECT_EQ(fault.kind, FaultMessage::Kind::kPeerDied);
+    EXPECT_EQ(fault.rank, 2) << "on rank " << rank;
+    EXPECT_EQ(fault.detected_by, 1);
+    EXPECT_EQ(fault.reason, "connection closed");
     const std::lock_guard lock(at(rank).mutex);
     EXPECT_EQ(at(rank).lost, rank == 1 ? std::vector{2} : std::vector<int>{});
   }
@@ -126,7 +127,7 @@ TEST_F(FailureMonitorTest, OfTwoDeathsEachRankHasOneReason) {
   EXPECT_EQ(at(0).first().rank, 1);
 }
 
-// A rank that dies as it passes a verdict on leaves those behind it with a reason, too.
+// A rank that dies as it passes a fault message on leaves those behind it with a reason, too.
 TEST_F(FailureMonitorTest, AMessengerThatDiesIsNoticed) {
   watch(4);
   network->afterSends(1, 1, [this] { network->close(1); });
@@ -134,29 +135,29 @@ TEST_F(FailureMonitorTest, AMessengerThatDiesIsNoticed) {
   ASSERT_TRUE(allTold({0, 2}));
   EXPECT_EQ(at(2).first().rank, 3);
   EXPECT_EQ(at(0).first().rank, 1);
-  EXPECT_EQ(at(0).first().kind, Verdict::Kind::kObituary);
+  EXPECT_EQ(at(0).first().kind, FaultMessage::Kind::kPeerDied);
 }
 
 TEST_F(FailureMonitorTest, AnAnnouncementGoesRoundOnce) {
   watch(4);
-  at(2).monitor->announce({Verdict::Kind::kFailure, 0, -1, "enough"});
-  at(2).monitor->announce({Verdict::Kind::kAbort, 2, -1, "a second one"});
+  at(2).monitor->announce({FaultMessage::Kind::kFailure, 0, -1, "enough"});
+  at(2).monitor->announce({FaultMessage::Kind::kAbort, 2, -1, "a second one"});
   ASSERT_TRUE(allTold({0, 1, 3}));
   std::this_thread::sleep_for(milliseconds(50));
   for (const int rank : {0, 1, 3}) {
     EXPECT_EQ(at(rank).told(), 1U);
     EXPECT_EQ(at(rank).first().reason, "enough");
     EXPECT_EQ(at(rank).first().rank, 0);
-    EXPECT_EQ(at(rank).first().origin, 2);
+    EXPECT_EQ(at(rank).first().detected_by, 2);
   }
-  EXPECT_EQ(at(2).told(), 0U) << "a rank's own verdict comes back to it";
+  EXPECT_EQ(at(2).told(), 0U) << "a rank's own fault message comes back to it";
   EXPECT_EQ(network->sends(3), 0) << "the last one passes it on";
 }
 
 TEST_F(FailureMonitorTest, OfTwoAnnouncementsEachRankPassesOnOne) {
   watch(4);
-  std::thread other([this] { at(2).monitor->announce({Verdict::Kind::kFailure, 2, -1, "from 2"}); });
-  at(0).monitor->announce({Verdict::Kind::kFailure, 0, -1, "from 0"});
+  std::thread other([this] { at(2).monitor->announce({FaultMessage::Kind::kFailure, 2, -1, "from 2"}); });
+  at(0).monitor->announce({FaultMessage::Kind::kFailure, 0, -1, "from 0"});
   other.join();
   ASSERT_TRUE(allTold({1, 3}));
   std::this_thread::sleep_for(milliseconds(50));
@@ -166,7 +167,7 @@ TEST_F(FailureMonitorTest, OfTwoAnnouncementsEachRankPassesOnOne) {
   }
 }
 
-TEST_F(FailureMonitorTest, AGoodbyeIsNoDeath) {
+TEST_F(FailureMonitorTest, ALeaveIsNoDeath) {
   watch(4);
   at(2).end(true);
   EXPECT_TRUE(soon([this] { return at(1).monitor->successorLeft(); }));
@@ -183,17 +184,17 @@ TEST_F(FailureMonitorTest, AGoodbyeIsNoDeath) {
   EXPECT_EQ(at(3).first().rank, 1);
 }
 
-TEST_F(FailureMonitorTest, AnEndWithoutGoodbyeIsADeath) {
+TEST_F(FailureMonitorTest, AnEndWithoutLeaveIsADeath) {
   watch(3);
   at(2).end(false);
   ASSERT_TRUE(allTold({0, 1}));
   EXPECT_EQ(at(0).first().rank, 2);
-  EXPECT_EQ(at(0).first().kind, Verdict::Kind::kObituary);
+  EXPECT_EQ(at(0).first().kind, FaultMessage::Kind::kPeerDied);
 }
 
-TEST_F(FailureMonitorTest, ARankThatHasFailedSaysNoGoodbye) {
+TEST_F(FailureMonitorTest, ARankThatHasFailedSendsNoLeave) {
   watch(3);
-  at(2).monitor->announce({Verdict::Kind::kFailure, 2, -1, "gave up"});
+  at(2).monitor->announce({FaultMessage::Kind::kFailure, 2, -1, "gave up"});
   ASSERT_TRUE(allTold({0, 1}));
   at(2).end(true);
   std::this_thread::sleep_for(milliseconds(50));
@@ -201,10 +202,10 @@ TEST_F(FailureMonitorTest, ARankThatHasFailedSaysNoGoodbye) {
   EXPECT_EQ(at(1).told(), 1U);
 }
 
-// A connection that closes after a verdict is told to the witness alone.
-TEST_F(FailureMonitorTest, ALateDeathIsNotedByItsWitness) {
+// A connection that closes after a fault message is told to the predecessor alone.
+TEST_F(FailureMonitorTest, ALateDeathIsNotedByItsPredecessor) {
   watch(4);
-  at(0).monitor->announce({Verdict::Kind::kFailure, 2, -1, "rank 2 is silent"});
+  at(0).monitor->announce({FaultMessage::Kind::kFailure, 2, -1, "rank 2 is silent"});
   ASSERT_TRUE(allTold({1, 2, 3}));
   network->close(2);
   EXPECT_TRUE(soon([this] {
@@ -246,7 +247,7 @@ TEST_F(FailureMonitorTest, WithoutHeartbeatsNobodyIsSuspected) {
 }
 
 // Who has left in order is not missed.
-TEST_F(FailureMonitorTest, NobodyIsSuspectedAfterItsGoodbye) {
+TEST_F(FailureMonitorTest, NobodyIsSuspectedAfterItsLeave) {
   watch(3, milliseconds(500));
   EXPECT_TRUE(soon([this] { return network->sends(2) >= 2; }));
   at(2).end(true);
@@ -308,7 +309,7 @@ TEST_F(FailureMonitorTest, AMalformedMessageNamesItsSender) {
     std::vector<at::Tensor> junk{at::full({bytes}, 0x5a, at::kByte)};
     const auto work = at(2).backend->send(junk, 1, FailureMonitor::kReservedTags + 1);
     ASSERT_TRUE(allTold({0, 1, 2})) << bytes << " bytes";
-    EXPECT_EQ(at(0).first().kind, Verdict::Kind::kFailure);
+    EXPECT_EQ(at(0).first().kind, FaultMessage::Kind::kFailure);
     EXPECT_EQ(at(0).first().rank, 2);
     EXPECT_TRUE(has(at(0).first().reason, "rank 2 sent a malformed message")) << at(0).first().reason;
     for (const auto& watcher : watchers) {
@@ -324,11 +325,11 @@ TEST_F(FailureMonitorTest, StopsTwiceAndFromWithinNothing) {
   at(0).monitor->stop(true);
   at(0).monitor->releaseGroup();
   at(0).monitor->releaseGroup();
-  at(0).monitor->announce({Verdict::Kind::kFailure, 0, -1, "too late"});
+  at(0).monitor->announce({FaultMessage::Kind::kFailure, 0, -1, "too late"});
   EXPECT_LT(std::chrono::steady_clock::now() - start, kit::kSoon);
   FailureMonitor alone(nullptr, 0, 1);
   alone.start(seconds(1), {});
-  alone.announce({Verdict::Kind::kFailure, 0, -1, "to nobody"});
+  alone.announce({FaultMessage::Kind::kFailure, 0, -1, "to nobody"});
   EXPECT_FALSE(alone.ask(1, seconds(1)));
   alone.stop(true);
   EXPECT_EQ(at(1).told(), 0U);
@@ -350,11 +351,11 @@ at::Tensor reduced(DelegatingBackend& group, double value) {
 
 TEST_F(FailureMonitorTest, AGroupNamesItsSilentRank) {
   const World world(3);
-  kit::Meeting end(3);
+  std::barrier<> end(3);
   onPlainGroups(world, watchedOptions(milliseconds(kit::kSanitized ? 2000 : 1000)),
                 [&](DelegatingBackend& group, int rank) {
                   EXPECT_TRUE(at::equal(reduced(group, 1.0), at::full({3}, 3.0)));
-                  end.wait();
+                  end.arrive_and_wait();
                   if (rank == 0) {
                     EXPECT_TRUE(soon([&] { return world.control->sends(2) >= 6; }));
                     world.freeze(2);
@@ -365,7 +366,7 @@ TEST_F(FailureMonitorTest, AGroupNamesItsSilentRank) {
                     EXPECT_TRUE(has(error, "; it is at all_reduce #1, rank 1 at all_reduce #")) << error;
                     EXPECT_TRUE(group.health()->lostRanks().empty()) << "it may live";
                   }
-                  end.wait();
+                  end.arrive_and_wait();
                 });
 }
 
@@ -392,33 +393,33 @@ TEST_F(FailureMonitorTest, AGroupNamesItsDeadRankInACollective) {
 // Whoever is first: all ranks end with one of the two reasons, and keep it.
 TEST_F(FailureMonitorTest, AGroupHasOneReasonARank) {
   const World world(4);
-  kit::Meeting meeting(4);
+  std::barrier<> sync_point(4);
   std::vector<std::string> reasons(4);
   onPlainGroups(world, watchedOptions(milliseconds(0)), [&](DelegatingBackend& group, int rank) {
-    meeting.wait();
+    sync_point.arrive_and_wait();
     if (rank % 2 == 0) {
       group.poison(rank, c10::str("reason of rank ", rank));
     }
     EXPECT_TRUE(soon([&] { return group.health()->failed(); }));
     const auto first = group.health()->firstReason();
-    meeting.wait();
+    sync_point.arrive_and_wait();
     group.poison(3, "a later one");
     group.abort();
     EXPECT_EQ(group.health()->firstReason(), first);
     EXPECT_TRUE(first.second == "reason of rank 0" || first.second == "reason of rank 2") << first.second;
-    meeting.wait();
+    sync_point.arrive_and_wait();
   });
 }
 
 TEST_F(FailureMonitorTest, AGroupIsWellWhenARankHasLeftInOrder) {
   const World world(3);
-  kit::Meeting meeting(3);
+  std::barrier<> sync_point(3);
   onPlainGroups(world, watchedOptions(milliseconds(1000)), [&](DelegatingBackend& group, int rank) {
     reduced(group, 1.0);
     if (rank == 2) {
       group.shutdown();
     }
-    meeting.wait();
+    sync_point.arrive_and_wait();
     std::this_thread::sleep_for(milliseconds(100));
     if (rank != 2) {
       EXPECT_FALSE(group.health()->failed()) << group.health()->firstReason().second;
@@ -426,7 +427,7 @@ TEST_F(FailureMonitorTest, AGroupIsWellWhenARankHasLeftInOrder) {
       (rank == 0 ? group.send(tensors, 1, 5) : group.recv(tensors, 0, 5))->wait();
       EXPECT_TRUE(at::equal(tensors[0], at::zeros({3}, at::kLong)));
     }
-    meeting.wait();
+    sync_point.arrive_and_wait();
   });
 }
 

@@ -9,7 +9,7 @@
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
-#include "c10d/fault/leaving.h"
+#include "c10d/fault/orderly_exit_scope.h"
 #include "c10d/fault/pending_operations.h"
 #include "kit/ranks_as_threads.h"
 
@@ -229,21 +229,21 @@ TEST_F(GroupHealthTest, AFailureEndsAWaitForWhatIsNoMessage) {
   EXPECT_TRUE(has(error.get(), "look: rank 1 is odd"));
 }
 
-TEST_F(GroupHealthTest, ABrokenConnectionIsToldAsTheVerdict) {
+TEST_F(GroupHealthTest, ABrokenConnectionIsToldAsTheFaultMessage) {
   auto error = waiting({.name = "recv", .peer = 1});
   peer.reset();
-  std::thread verdict([this] {
+  std::thread telling([this] {
     std::this_thread::sleep_for(milliseconds(30));
-    health->receive({Verdict::Kind::kObituary, 1, 0, "connection closed"});
+    health->receive({FaultMessage::Kind::kPeerDied, 1, 0, "connection closed"});
   });
   const std::string text = error.get();
-  verdict.join();
+  telling.join();
   EXPECT_TRUE(has(text, "recv with rank 1: rank 1 died (connection closed); seen here as: Connection closed by peer"))
       << text;
   EXPECT_EQ(health->lostRanks(), std::set<int>{1});
 }
 
-TEST_F(GroupHealthTest, ABrokenConnectionWithoutAVerdictNamesThisRank) {
+TEST_F(GroupHealthTest, ABrokenConnectionWithoutAFaultMessageNamesThisRank) {
   auto error = waiting({.name = "recv", .peer = 1});
   peer.reset();
   const std::string text = error.get();
@@ -348,7 +348,7 @@ TEST_F(GroupHealthTest, SettingTheCloserWaitsForOneThatRuns) {
 
 TEST_F(GroupHealthTest, WhoLeavesCountsAsLost) {
   {
-    const Leaving leaving;
+    const OrderlyExitScope orderly_exit;
     health->poison(0, "rank 0 leaves");
   }
   EXPECT_EQ(health->lostRanks(), std::set<int>{0});

@@ -109,6 +109,9 @@ class FakeBackend final : public CompatBackend {
   WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& /*opts*/) override {
     return enter(c10d::OpType::ALLGATHER, "gather", inputs, outputs.at(0));
   }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& /*opts*/) override {
+    return enter(c10d::OpType::_ALLGATHER_BASE, "gather", {input}, output.chunk(getSize()));
+  }
   WorkPtr barrier(const c10d::BarrierOptions& /*opts*/) override {
     return enter(c10d::OpType::BARRIER, "barrier", {}, {});
   }
@@ -304,6 +307,28 @@ void FakeNetwork::freeze(int rank) {
   frozen_.insert(rank);
 }
 
+void FakeNetwork::thaw(int rank) {
+  std::vector<std::function<void()>> events;
+  std::vector<std::uint64_t> numbers;
+  {
+    const std::lock_guard lock(mutex_);
+    frozen_.erase(rank);
+    for (auto& [where, box] : boxes_) {
+      match(box);
+    }
+    for (const auto& [number, entries] : calls_) {
+      numbers.push_back(number);
+    }
+    events.swap(received_);
+  }
+  for (const auto& event : events) {
+    event();
+  }
+  for (const std::uint64_t number : numbers) {
+    complete(number);
+  }
+}
+
 void FakeNetwork::afterSends(int rank, int count, std::function<void()> event) {
   const std::lock_guard lock(mutex_);
   on_send_[rank] = {count, std::move(event)};
@@ -340,16 +365,23 @@ int FakeNetwork::mixedCalls() const {
 }
 
 void FakeNetwork::enter(int rank, std::uint64_t number, Entry entry) {
-  std::map<int, Entry> entries;
-  std::string error;
   {
     const std::lock_guard lock(mutex_);
     if (!closed_.empty()) {
       throw std::runtime_error(closedText(*closed_.begin()));
     }
-    const auto found = calls_.try_emplace(number).first;
-    found->second.emplace(rank, std::move(entry));
-    if (found->second.size() < static_cast<std::size_t>(size_) || !frozen_.empty()) {
+    calls_[number].emplace(rank, std::move(entry));
+  }
+  complete(number);
+}
+
+void FakeNetwork::complete(std::uint64_t number) {
+  std::map<int, Entry> entries;
+  std::string error;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = calls_.find(number);
+    if (found == calls_.end() || found->second.size() < static_cast<std::size_t>(size_) || !frozen_.empty()) {
       return;
     }
     entries = std::move(found->second);

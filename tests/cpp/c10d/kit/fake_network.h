@@ -45,6 +45,8 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
   void close(int rank);
   // From now on nothing that a rank posts goes out, and nothing reaches it; no connection closes.
   void freeze(int rank);
+  // What waits because of that goes on.
+  void thaw(int rank);
   // Called once, without locks, when a rank has posted so many sends (or has got so many messages) since the call. The
   // message that counts last is not delivered (or has been).
   void afterSends(int rank, int count, std::function<void()> event);
@@ -99,6 +101,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
   void forget(const MessagePtr& message);
   bool wait(Message& message, std::chrono::milliseconds timeout);
   void enter(int rank, std::uint64_t number, Entry entry);
+  void complete(std::uint64_t number);  // if all ranks have entered it
   bool cut(int rank) const { return frozen_.contains(rank); }
   static void count(std::map<int, Trigger>& triggers, int rank, std::vector<std::function<void()>>& events);
 

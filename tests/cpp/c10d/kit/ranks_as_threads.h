@@ -57,35 +57,15 @@ struct World {
     data->freeze(rank);
     control->freeze(rank);
   }
+  void thaw(int rank) const {
+    data->thaw(rank);
+    control->thaw(rank);
+  }
 
   const int size;
   const std::shared_ptr<FakeNetwork> data;
   const std::shared_ptr<FakeNetwork> control;
   const c10::intrusive_ptr<c10d::HashStore> store;
-};
-
-// Where threads wait for each other.
-class Meeting {
- public:
-  explicit Meeting(int size) : size_(size) {}
-  void wait() {
-    std::unique_lock lock(mutex_);
-    const int round = round_;
-    if (++arrived_ == size_) {
-      arrived_ = 0;
-      ++round_;
-      changed_.notify_all();
-      return;
-    }
-    changed_.wait(lock, [&] { return round_ != round; });
-  }
-
- private:
-  const int size_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int arrived_ = 0;
-  int round_ = 0;
 };
 
 // The text of what `call` throws; empty if it throws nothing.
@@ -126,7 +106,7 @@ class RanksTest : public ::testing::Test {
   template <class Group, class Options, class Body>
   void onGroups(const World& world, const Options& options, const Body& body) {
     onRanks(world.size, [&](int rank) {
-      const auto group = makeBackend<Group>(rank, world.size, world.inner(rank), ownOptions(world, options));
+      const auto group = makeBackend<Group>(rank, world.size, world.inner(rank), c10::make_intrusive<Options>(options));
       body(*group, rank);
       group->shutdown();
     });
@@ -135,24 +115,14 @@ class RanksTest : public ::testing::Test {
   template <class Body>
   void onPlainGroups(const World& world, const GroupOptions& options, const Body& body) {
     onRanks(world.size, [&](int rank) {
-      const auto group =
-          makeBackend<DelegatingBackend>(rank, world.size, "prague", world.inner(rank), ownOptions(world, options));
+      const auto group = makeBackend<DelegatingBackend>(rank, world.size, "prague", world.inner(rank),
+                                                        c10::make_intrusive<GroupOptions>(options));
       body(*group, rank);
       group->shutdown();
     });
   }
 
  private:
-  // With what torch.distributed fills in.
-  template <class Options>
-  static c10::intrusive_ptr<Options> ownOptions(const World& world, const Options& options) {
-    auto own = c10::make_intrusive<Options>(options);
-    for (int rank = 0; rank < world.size; ++rank) {
-      own->global_ranks_in_group.push_back(static_cast<std::uint64_t>(rank));
-    }
-    return own;
-  }
-
   struct Watchdog;
   std::unique_ptr<Watchdog> watchdog_;
 };

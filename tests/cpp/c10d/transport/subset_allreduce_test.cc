@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <cstring>
 #include <numeric>
 #include <optional>
@@ -93,7 +94,7 @@ void SubsetAllreduceTest::randomSubsets(const TransferTuning& tuning, bool share
   constexpr std::array kTypes{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16};
   constexpr std::array kSizes{0, 1, 2, 3, 5, 15, 16, 17, 63, 64, 65, 128, 200, 333, 1024, 1500};
   const World world(kRanks);
-  kit::Meeting end(kRanks);
+  std::barrier<> end(kRanks);
   onRanks(kRanks, [&](int rank) {
     SubsetAllreduce reduce = makeReduce(world, rank, tuning, shared);
     std::mt19937_64 random(seed);  // the same on all ranks
@@ -132,9 +133,9 @@ void SubsetAllreduceTest::randomSubsets(const TransferTuning& tuning, bool share
       }
     }
     EXPECT_EQ(reduce.bytesShared() > 0, shared);
-    end.wait();
+    end.arrive_and_wait();
     EXPECT_EQ(world.data->pending(), 0U) << "a message was left over";
-    end.wait();
+    end.arrive_and_wait();
   });
   EXPECT_FALSE(world.data->jammed());
 }
@@ -229,7 +230,7 @@ void SubsetAllreduceTest::mismatch(const std::function<void(int rank, std::int64
   constexpr int kRanks = 3;
   for (const std::int64_t base : {4, 40, 400}) {  // direct, direct or ring, ring
     const World world(kRanks);
-    kit::Meeting end(kRanks);
+    std::barrier<> end(kRanks);
     onRanks(kRanks, [&](int rank) {
       SubsetAllreduce reduce = makeReduce(world, rank, kTiny, shared);
       std::int64_t numel = base;
@@ -257,13 +258,14 @@ void SubsetAllreduceTest::mismatch(const std::function<void(int rank, std::int64
       EXPECT_TRUE(has(text, c10::str("rank 1 passed ", of_base(second)))) << text;
       EXPECT_TRUE(has(text, of_base(first))) << text;
       EXPECT_TRUE(has(text, "rank 0 passed") || has(text, "rank 2 passed")) << text;
+      EXPECT_TRUE(has(text, "No buffer was changed")) << text;
       EXPECT_TRUE(sameBits(buffer, before)) << "a byte was written on rank " << rank;
       at::Tensor next = at::full({base}, static_cast<float>(rank));
       reduce.run(next, {0, 1, 2}, 8, 1.0);
       EXPECT_TRUE(at::equal(next, at::full({base}, 3.0F)));
-      end.wait();
+      end.arrive_and_wait();
       EXPECT_EQ(world.data->pending(), 0U) << "a message was left over";
-      end.wait();
+      end.arrive_and_wait();
     });
   }
 }
@@ -468,18 +470,18 @@ TEST_F(SubsetAllreduceTest, NamesARankThatFailsInItsWindow) { faultyAverage("win
 TEST_F(SubsetAllreduceTest, AnAbortEndsTheWaitOnAllRanks) {
   for (const std::int64_t numel : {10, 400'000}) {
     const World world(3);
-    kit::Meeting ready(3);
+    std::barrier<> ready(3);
     onGroups<ProcessGroupPrague>(world, ProcessGroupPrague::Options(seconds(30)),
                                  [&](ProcessGroupPrague& group, int rank) {
                                    const at::Tensor tensor = at::full({numel}, static_cast<float>(rank));
                                    if (rank == 2) {
-                                     ready.wait();
+                                     ready.arrive_and_wait();
                                      std::this_thread::sleep_for(milliseconds(50));
                                      group.abort();
                                      return;
                                    }
                                    const auto work = group.partialAllReduce(tensor, {0, 1, 2});
-                                   ready.wait();
+                                   ready.arrive_and_wait();
                                    const auto start = std::chrono::steady_clock::now();
                                    const std::string error = errorOf([&] { work->wait(); });
                                    EXPECT_TRUE(has(error, "rank 2 called abort()")) << error;
@@ -494,14 +496,14 @@ TEST_F(SubsetAllreduceTest, NamesWhoDoesNotComeInTime) {
   ProcessGroupPrague::Options options(milliseconds(1500));
   options.shared_memory = false;
   std::vector<std::string> errors(3);
-  kit::Meeting end(3);
+  std::barrier<> end(3);
   onGroups<ProcessGroupPrague>(world, options, [&](ProcessGroupPrague& group, int rank) {
     if (rank != 2) {
       errors[static_cast<std::size_t>(rank)] = errorOf([&] {
         group.partialAllReduce(at::ones({5}), {0, 1, 2})->wait();
       });
     }
-    end.wait();
+    end.arrive_and_wait();
   });
   for (const int rank : {0, 1}) {
     const std::string& error = errors[static_cast<std::size_t>(rank)];

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <cstring>
 #include <numeric>
 #include <random>
@@ -89,7 +90,7 @@ TEST_F(WindowGatherTest, RanksFindTheirPartners) {
 
 TEST_F(WindowGatherTest, RefusesAMalformedAddress) {
   const World world(2);
-  kit::Meeting end(2);
+  std::barrier<> end(2);
   onRanks(2, [&](int rank) {
     const InnerBackends inner = world.inner(rank);
     if (rank == 1) {
@@ -97,14 +98,14 @@ TEST_F(WindowGatherTest, RefusesAMalformedAddress) {
       std::vector<at::Tensor> answer{at::zeros({56}, at::kByte)};
       const auto receive = inner.cpu->recv(answer, 0, kWindowTag);
       inner.cpu->send(junk, 0, kWindowTag)->wait();
-      end.wait();
+      end.arrive_and_wait();
       return;
     }
     const auto group = makeBackend<AttachableBackend>(
         rank, 2, "prague", inner, c10::make_intrusive<GroupOptions>("prague", milliseconds(30'000)));
     const std::string error = errorOf([&] { group->shareMemory(kWindowTag, true); });
     EXPECT_TRUE(has(error, "rank 1 sent a malformed message")) << error;
-    end.wait();
+    end.arrive_and_wait();
     group->shutdown();
   });
 }
@@ -181,7 +182,7 @@ TEST_F(WindowGatherTest, AddsTheSpansThatARankAsksFor) {
 TEST_F(WindowGatherTest, NamesRanksThatMakeDifferentExchanges) {
   const World world(2);
   std::vector<std::string> errors(2);
-  kit::Meeting end(2);
+  std::barrier<> end(2);
   onWindows(world, [&](WindowGather& gather, int rank, AttachableBackend& /*group*/) {
     Bytes mine = randomBytes(rank == 0 ? 100 : 108, 1);
     Bytes its(100);
@@ -194,7 +195,7 @@ TEST_F(WindowGatherTest, NamesRanksThatMakeDifferentExchanges) {
     EXPECT_EQ(its, before);
     const std::string again = errorOf([&] { gather.run(parts); });
     EXPECT_TRUE(has(again, "an earlier exchange was interrupted")) << again;
-    end.wait();
+    end.arrive_and_wait();
   });
   const auto differs = [](const std::string& error) {
     return has(error, "a gather: ranks 0 and 1 make different exchanges #1");
@@ -207,7 +208,7 @@ TEST_F(WindowGatherTest, NamesRanksThatMakeDifferentExchanges) {
 
 TEST_F(WindowGatherTest, NamesARankThatHasLeft) {
   const World world(3);
-  kit::Meeting gone(3);
+  std::barrier<> gone(3);
   onRanks(3, [&](int rank) {
     GroupOptions options("prague", seconds(30));
     const auto group = makeBackend<AttachableBackend>(rank, 3, "prague", world.inner(rank),
@@ -216,9 +217,9 @@ TEST_F(WindowGatherTest, NamesARankThatHasLeft) {
         std::make_unique<WindowGather>(group->shareMemory(kWindowTag, true), group->dataTransport(), "a gather");
     if (rank == 2) {
       gather.reset();
-      gone.wait();
+      gone.arrive_and_wait();
     } else {
-      gone.wait();
+      gone.arrive_and_wait();
       Bytes mine = randomBytes(100, 1);
       std::vector<Bytes> its(3, Bytes(100));
       std::vector<WindowGather::Part> parts;
@@ -229,7 +230,7 @@ TEST_F(WindowGatherTest, NamesARankThatHasLeft) {
       EXPECT_TRUE(has(error, "rank 2 has left") || has(error, c10::str("rank ", 1 - rank, " was interrupted")))
           << error;
     }
-    gone.wait();
+    gone.arrive_and_wait();
     gather.reset();
     group->shutdown();
   });
@@ -239,7 +240,7 @@ TEST_F(WindowGatherTest, NamesARankThatHasLeft) {
 TEST_F(WindowGatherTest, AWaitForMemoryEndsWithItsGroup) {
   for (const bool by_timeout : {false, true}) {
     const World world(2);
-    kit::Meeting end(2);
+    std::barrier<> end(2);
     onWindows(
         world,
         [&](WindowGather& gather, int rank, AttachableBackend& group) {
@@ -248,14 +249,14 @@ TEST_F(WindowGatherTest, AWaitForMemoryEndsWithItsGroup) {
               std::this_thread::sleep_for(milliseconds(50));
               group.poison(1, "rank 1 has had enough");
             }
-            end.wait();
+            end.arrive_and_wait();
             return;
           }
           Bytes mine(10);
           Bytes its(10);
           const std::string error = errorOf([&] { gather.run({partOf(mine), partOf(its)}); });
           EXPECT_TRUE(has(error, by_timeout ? "timed out in a gather with rank 1" : "rank 1 has had enough")) << error;
-          end.wait();
+          end.arrive_and_wait();
         },
         seconds(by_timeout ? 1 : 30));
   }
