@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <mutex>
@@ -50,11 +51,8 @@ class EveryBackendTest : public kit::RanksTest, public ::testing::WithParamInter
  protected:
   template <class Body>
   void onEach(const World& world, const GroupOptions& common, const Body& body) {
-    onRanks(world.size, [&](int rank) {
-      const Group group = GetParam().make(world, rank, common);
-      body(*group, rank);
-      group->shutdown();
-    });
+    onMade(
+        world.size, [&](int rank) { return GetParam().make(world, rank, common); }, body);
   }
   std::string label(int rank, int size) const { return c10::str(GetParam().name, " [rank ", rank, " of ", size); }
 };
@@ -111,7 +109,7 @@ TEST_P(EveryBackendTest, GoesWithoutTheCheckOfCalls) {
 }
 
 TEST_P(EveryBackendTest, NamesARankThatDies) {
-  for (const auto& [size, victim] : {std::pair{2, 1}, {4, 0}, {4, 1}, {4, 3}}) {
+  for (const auto& [size, victim] : {std::pair{2, 1}, std::pair{4, 0}, std::pair{4, 1}, std::pair{4, 3}}) {
     const World world(size);
     std::mutex mutex;
     std::set<std::string> reasons;

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <barrier>
 #include <cstring>
+#include <deque>
 #include <random>
 
 #include <ATen/ATen.h>
@@ -257,13 +258,15 @@ class CallCheckTest : public kit::RanksTest {
   // body(group, rank) on each of kCheckedRanks in each of several worlds at a time.
   void inWorlds(const std::vector<std::unique_ptr<World>>& worlds, const GroupOptions& options,
                 const std::function<void(std::size_t world, DelegatingBackend& group, int rank)>& body) {
+    std::deque<std::barrier<>> over;
+    for (std::size_t world = 0; world < worlds.size(); ++world) {
+      over.emplace_back(kCheckedRanks);
+    }
     onRanks(static_cast<int>(worlds.size()) * kCheckedRanks, [&](int thread) {
       const auto world = static_cast<std::size_t>(thread / kCheckedRanks);
-      const int rank = thread % kCheckedRanks;
-      const auto group = makeBackend<DelegatingBackend>(rank, kCheckedRanks, "prague", worlds[world]->inner(rank),
-                                                        c10::make_intrusive<GroupOptions>(options));
-      body(world, *group, rank);
-      group->shutdown();
+      runRank(
+          over[world], [&](int rank) { return plainGroup(*worlds[world], rank, options); },
+          [&](DelegatingBackend& group, int rank) { body(world, group, rank); }, thread % kCheckedRanks);
     });
   }
   static std::vector<std::unique_ptr<World>> worlds(std::size_t count) {
@@ -275,7 +278,7 @@ class CallCheckTest : public kit::RanksTest {
   }
   void differences(const std::vector<Row>& all, const std::string& check, int before);
   void endsAtAnyMessage(milliseconds heartbeat, void (World::*end)(int) const, const std::string& reason);
-  void faultyCall(const std::string& point);
+  void faultyCall(const std::string& point, bool untouched);
 };
 
 // before: how often all have made the common call.
@@ -610,51 +613,27 @@ TEST_F(CallCheckTest, NamesARankThatFallsSilentAtAnyMessage) {
   endsAtAnyMessage(milliseconds(kit::kSanitized ? 2000 : 600), &World::freeze, "rank 1 has been silent for ");
 }
 
-// Whoever passes first fails, and says so; the others name it.
-void CallCheckTest::faultyCall(const std::string& point) {
+// Whoever passes first fails; all ranks name it.
+void CallCheckTest::faultyCall(const std::string& point, bool untouched) {
   const World world(kCheckedRanks);
-  std::array<std::string, kCheckedRanks> errors;
+  std::array<int, kCheckedRanks> faulty{};
   armFaultPoint(point, "throw", 0);
   onPlainGroups(world, checkedOptions("new"), [&](DelegatingBackend& group, int rank) {
     Buffers buffers(rank);
-    errors.at(static_cast<std::size_t>(rank)) = errorOf([&] { allReduce({4})(group, buffers)->wait(); });
-    EXPECT_TRUE(buffers.untouched());
-  });
-  int faulty = -1;
-  for (int rank = 0; rank < kCheckedRanks; ++rank) {
-    const std::string& error = errors.at(static_cast<std::size_t>(rank));
-    if (has(error, "fault point " + point) && !has(error, " failed in ")) {
-      EXPECT_EQ(faulty, -1);
-      faulty = rank;
-    }
-  }
-  ASSERT_NE(faulty, -1);
-  for (int rank = 0; rank < kCheckedRanks; ++rank) {
-    const std::string& error = errors.at(static_cast<std::size_t>(rank));
-    EXPECT_TRUE(rank == faulty ||
-                has(error, c10::str("rank ", faulty, " failed in all_reduce #1: fault point ", point)))
+    const std::string error = errorOf([&] { allReduce({4})(group, buffers)->wait(); });
+    EXPECT_TRUE(!untouched || buffers.untouched());
+    faulty.at(static_cast<std::size_t>(rank)) = group.health()->firstReason().first;
+    EXPECT_TRUE(has(
+        error, c10::str("rank ", group.health()->firstReason().first, " failed in all_reduce #1: fault point ", point)))
         << error;
-  }
-}
-
-TEST_F(CallCheckTest, NamesARankThatFailsWhenItHasAsked) { faultyCall("call.asked"); }
-
-// Others have agreed by then, and may have started: they end all the same.
-TEST_F(CallCheckTest, NamesARankThatFailsWhenAllHaveAgreed) {
-  const World world(kCheckedRanks);
-  std::array<std::string, kCheckedRanks> errors;
-  armFaultPoint("call.agreed", "throw", 0);
-  onPlainGroups(world, checkedOptions("new"), [&](DelegatingBackend& group, int rank) {
-    Buffers buffers(rank);
-    errors.at(static_cast<std::size_t>(rank)) = errorOf([&] { allReduce({4})(group, buffers)->wait(); });
   });
-  int own = 0;
-  for (const std::string& error : errors) {
-    own += has(error, " failed in ") ? 0 : 1;
-    EXPECT_TRUE(has(error, "fault point call.agreed")) << error;
-  }
-  EXPECT_EQ(own, 1);
+  EXPECT_GE(faulty[0], 0);
+  EXPECT_TRUE(faulty[0] == faulty[1] && faulty[1] == faulty[2]);
 }
+
+TEST_F(CallCheckTest, NamesARankThatFailsWhenItHasAsked) { faultyCall("call.asked", true); }
+// Others have agreed by then, and may have started: they end all the same.
+TEST_F(CallCheckTest, NamesARankThatFailsWhenAllHaveAgreed) { faultyCall("call.agreed", false); }
 
 // The inner backend has the call, so the others get their result.
 TEST_F(CallCheckTest, AFaultBehindTheStartIsItsRanksOwn) {

@@ -213,6 +213,14 @@ TEST_F(GroupHealthTest, WaitsForWhatIsNoMessage) {
   EXPECT_TRUE(has(late, "rank 0 timed out in look with rank 1: Timed out waiting 50ms for look with rank 1")) << late;
 }
 
+// It is over, then: shutdown finds nothing under way.
+TEST_F(GroupHealthTest, ALookMayThrow) {
+  const auto look = [](milliseconds) -> bool { throw std::runtime_error("rank 1 has left"); };
+  EXPECT_EQ(errorOf([&] { health->waitUntil(look, seconds(30), {.name = "look", .peer = 1}); }), "rank 1 has left");
+  health->close(milliseconds(0));
+  EXPECT_FALSE(health->failed()) << health->firstReason().second;
+}
+
 TEST_F(GroupHealthTest, AFailureEndsAWaitForWhatIsNoMessage) {
   auto error = std::async(std::launch::async, [&] {
     return errorOf([&] {

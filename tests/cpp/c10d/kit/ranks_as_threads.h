@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <barrier>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -102,24 +103,47 @@ class RanksTest : public ::testing::Test {
   // Runs body(rank) on a thread for each rank, until all have returned. What one throws fails the test.
   void onRanks(int size, const std::function<void(int rank)>& body);
 
-  // A group on each rank, body(group, rank) with it, shutdown.
+  // body(group, rank) with what `make` makes on each rank, then shutdown. Nobody's connections close before all bodies
+  // are over: that would tell the others what the code under test must tell them.
+  template <class Make, class Body>
+  void onMade(int size, const Make& make, const Body& body) {
+    std::barrier<> over(size);
+    onRanks(size, [&](int rank) { runRank(over, make, body, rank); });
+  }
+  // A group of this class on each rank of a world.
   template <class Group, class Options, class Body>
   void onGroups(const World& world, const Options& options, const Body& body) {
-    onRanks(world.size, [&](int rank) {
-      const auto group = makeBackend<Group>(rank, world.size, world.inner(rank), c10::make_intrusive<Options>(options));
-      body(*group, rank);
-      group->shutdown();
-    });
+    onMade(
+        world.size,
+        [&](int rank) {
+          return makeBackend<Group>(rank, world.size, world.inner(rank), c10::make_intrusive<Options>(options));
+        },
+        body);
   }
   // The same of the class that all backends of ours derive from.
   template <class Body>
   void onPlainGroups(const World& world, const GroupOptions& options, const Body& body) {
-    onRanks(world.size, [&](int rank) {
-      const auto group = makeBackend<DelegatingBackend>(rank, world.size, "prague", world.inner(rank),
-                                                        c10::make_intrusive<GroupOptions>(options));
+    onMade(
+        world.size, [&](int rank) { return plainGroup(world, rank, options); }, body);
+  }
+
+  static c10::intrusive_ptr<DelegatingBackend> plainGroup(const World& world, int rank, const GroupOptions& options) {
+    return makeBackend<DelegatingBackend>(rank, world.size, "prague", world.inner(rank),
+                                          c10::make_intrusive<GroupOptions>(options));
+  }
+  // One rank of onMade().
+  template <class Make, class Body>
+  static void runRank(std::barrier<>& over, const Make& make, const Body& body, int rank) {
+    decltype(make(rank)) group;
+    const std::string error = errorOf([&] {
+      group = make(rank);
       body(*group, rank);
-      group->shutdown();
     });
+    EXPECT_EQ(error, "") << "on rank " << rank;
+    over.arrive_and_wait();
+    if (group) {
+      group->shutdown();
+    }
   }
 
  private:
