@@ -1,7 +1,8 @@
 # What every target of our own is built with.
 #
 #   torchext_own(target)                               warnings as errors, sanitizers
-#   torchext_add_test(name LABELS l... SOURCES s... LIBRARIES t...)   a GoogleTest executable, each of its tests in ctest
+#   torchext_add_test(name LABELS l... SOURCES s... LIBRARIES t... ENVIRONMENT v=x...)
+#                                                      a GoogleTest executable, each of its tests in ctest
 
 if(TORCHEXT_SANITIZE STREQUAL "address")
   set(_torchext_sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
@@ -27,9 +28,13 @@ function(torchext_own target)
 endfunction()
 
 function(torchext_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LABELS;SOURCES;LIBRARIES")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LABELS;SOURCES;LIBRARIES;ENVIRONMENT")
   add_executable(${name} ${arg_SOURCES})
   torchext_own(${name})
   target_link_libraries(${name} PRIVATE ${arg_LIBRARIES} GTest::gtest_main)
-  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES LABELS "${arg_LABELS}" TIMEOUT 120)
+  set(properties LABELS "${arg_LABELS}" TIMEOUT 120)
+  if(arg_ENVIRONMENT)
+    list(APPEND properties ENVIRONMENT "${arg_ENVIRONMENT}")
+  endif()
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES ${properties})
 endfunction()

@@ -1,6 +1,7 @@
 #include "c10d/backend/flight_record.h"
 
 #include <memory>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -27,7 +28,12 @@ const std::shared_ptr<c10d::ProcessGroupStatus>& status() {
   return instance;
 }
 
-std::vector<std::uint64_t> globalRanks(const std::vector<std::uint64_t>& all, const std::vector<int>& members) {
+// Of `members`; none: of the whole group. A group made without torch.distributed has no global ranks: its own count.
+std::vector<std::uint64_t> globalRanks(std::vector<std::uint64_t> all, int size, const std::vector<int>& members) {
+  if (all.empty()) {
+    all.resize(static_cast<std::size_t>(size));
+    std::iota(all.begin(), all.end(), std::uint64_t{0});
+  }
   if (members.empty()) {
     return all;
   }
@@ -66,7 +72,7 @@ FlightRecord FlightLog::begin(const std::string& operation, const char* like, co
     number = ++numbers_[std::get<0>(name)];
   }
   if (number == 1) {
-    recorder_->record_pg_ranks(name, globalRanks(options->global_ranks_in_group, members));
+    recorder_->record_pg_ranks(name, globalRanks(options->global_ranks_in_group, group_.getSize(), members));
   }
   const auto entry = recorder_->recordWithResetEnabled(
       kProcessGroupId, name, number, 0, number, c10::str(group_.getBackendName(), ":", operation, ":", like, listed),

@@ -68,11 +68,16 @@ void GroupHealth::waitUntil(const std::function<bool(std::chrono::milliseconds l
   const auto begin = std::chrono::steady_clock::now();
   bool arrived = false;
   bool late = false;
-  while (!arrived && !late && !node.interrupted()) {
-    arrived = look(kLook);
-    late = !arrived && timeout.count() > 0 && std::chrono::steady_clock::now() - begin >= timeout;
+  try {
+    while (!arrived && !late && !node.interrupted()) {
+      arrived = look(kLook);
+      late = !arrived && timeout.count() > 0 && std::chrono::steady_clock::now() - begin >= timeout;
+    }
+    remove(&node);
+  } catch (...) {  // a peer has left, say
+    remove(&node);
+    throw;
   }
-  remove(&node);
   if (arrived) {
     return;
   }

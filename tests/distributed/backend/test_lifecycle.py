@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[3]
 # ---- abort, shutdown, exit ----
 
 
-def body_abort(rank: Rank, backend_name: str, mode: str) -> Any:
-    rank.init(backend_name, timeout=60)
+def body_abort(rank: Rank) -> Any:
+    rank.init(timeout=60)
     dist.barrier()
     rank.report("ready")
     if rank.rank == 0:
@@ -48,9 +48,7 @@ def body_abort(rank: Rank, backend_name: str, mode: str) -> Any:
     thread = threading.Thread(target=abort_later)
     if rank.rank == 1:
         thread.start()
-    tensor = torch.ones(3)
-    call = (lambda: dist.all_reduce(tensor)) if mode == "collective" else (lambda: dist.recv(tensor, src=0))
-    kind, text, _ = elapsed_error(call)
+    kind, text, _ = elapsed_error(lambda: dist.all_reduce(torch.ones(3)))
     ended = time.monotonic()
     if rank.rank == 1:
         thread.join()
@@ -60,17 +58,11 @@ def body_abort(rank: Rank, backend_name: str, mode: str) -> Any:
     return kind, text, ended - began[0] if began else None, later, time.monotonic() - start
 
 
-@pytest.mark.parametrize(
-    ("backend", "mode", "size"),
-    [
-        *(("prague", "collective", 2), ("prague", "collective", 8), ("prague", "recv", 4)),
-        *(("hop", "collective", 4), ("dssync", "collective", 4), ("dear", "collective", 4)),
-    ],
-)
-def test_abort_from_another_thread(backend: str, mode: str, size: int) -> None:
-    with launch(body_abort, size, backend, mode) as ranks:
+# With every backend: tests/cpp/c10d/backend/every_backend_test.cc.
+def test_abort_from_another_thread() -> None:
+    with launch(body_abort, 8) as ranks:
         ranks.expect("ready")
-        for outcome in ranks.outcomes(list(range(1, size)), deadline=20):
+        for outcome in ranks.outcomes(list(range(1, 8)), deadline=20):
             assert outcome.ok, outcome.trace
             kind, text, after_abort, later, destroy = outcome.value
             assert kind == "DistBackendError" and "rank 1 called abort()" in text, text
@@ -80,11 +72,11 @@ def test_abort_from_another_thread(backend: str, mode: str, size: int) -> None:
             assert destroy < 2
 
 
-def body_abort_times(rank: Rank, backend_name: str, mode: str) -> Any:
+def body_abort_times(rank: Rank, mode: str) -> Any:
     """Returns when abort() was called (None where it was not), and when this rank's wait ended, each of five times."""
     times: list[tuple[float | None, float]] = []
     for i in range(5):
-        rank.init(backend_name, timeout=60, store=f"store{i}")
+        rank.init(timeout=60, store=f"store{i}")
         for _ in range(4 if mode == "predicted" else 0):  # from the third on calls are predicted, and start at once
             dist.all_reduce(torch.ones(10))
         dist.barrier()
@@ -114,23 +106,17 @@ def body_abort_times(rank: Rank, backend_name: str, mode: str) -> Any:
     return times
 
 
-@pytest.mark.parametrize(
-    ("backend", "mode", "size"),
-    [
-        *(("prague", "new", 2), ("prague", "new", 8), ("prague", "predicted", 8), ("prague", "recv", 8)),
-        *((backend, "predicted", 4) for backend in ("prague", "hop", "dssync", "dear")),
-    ],
-)
-def test_abort_ends_the_waits_of_every_rank_at_once(backend: str, mode: str, size: int) -> None:
-    values = run_ranks(body_abort_times, size, backend, mode)
+@pytest.mark.parametrize("mode", ["predicted", "recv"])
+def test_abort_ends_the_waits_of_every_rank_at_once(mode: str) -> None:
+    values = run_ranks(body_abort_times, 8, mode)
     for rank, times in enumerate(values):
         took = [ended - aborted[0] for (_, ended), aborted in zip(times, values[1], strict=True)]
         # A loaded machine delays the one or the other; a period of grace would delay all.
         assert min(took) < 0.1, (rank, took)
 
 
-def body_destroy_pending(rank: Rank, backend: str) -> Any:
-    rank.init(backend, timeout=60)
+def body_destroy_pending(rank: Rank) -> Any:
+    rank.init(timeout=60)
     dist.barrier()
     rank.report("ready")
     if rank.rank == 0:
@@ -144,13 +130,10 @@ def body_destroy_pending(rank: Rank, backend: str) -> Any:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize(
-    ("backend", "size"), [("prague", 2), ("prague", 4), ("prague", 8), ("hop", 4), ("dssync", 4), ("dear", 4)]
-)
-def test_destroy_with_pending_work_is_bounded(backend: str, size: int) -> None:
-    with launch(body_destroy_pending, size, backend) as ranks:
+def test_destroy_with_pending_work_is_bounded() -> None:
+    with launch(body_destroy_pending, 8) as ranks:
         ranks.expect("ready")
-        for outcome in ranks.outcomes(list(range(1, size)), deadline=20):
+        for outcome in ranks.outcomes(list(range(1, 8)), deadline=20):
             assert outcome.ok, outcome.trace
             assert outcome.value < 5  # 1.8 s and a loaded machine's share
 
@@ -231,29 +214,6 @@ def test_destroy_in_the_callback_of_a_failed_work(backend: str, how: str) -> Non
         other, odd = ranks.values(deadline=40)
         assert ("make different calls #5" if how == "different" else "rank 0 called abort()") in other, other
         assert how != "different" or "make different calls #5" in odd, odd
-
-
-def body_leaves_early(rank: Rank) -> Any:
-    rank.init(timeout=60)
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    if rank.rank == 2:
-        dist.destroy_process_group()
-        return True
-    time.sleep(1)
-    backend = torchext.backend_of()
-    well = backend.failure == (-1, "")
-    pair = torch.full((2,), float(rank.rank))
-    if rank.rank == 0:
-        dist.send(pair, dst=1)
-    elif rank.rank == 1:
-        dist.recv(pair, src=0)
-    dist.destroy_process_group()
-    return well and pair.tolist() == [0.0, 0.0] if rank.rank < 2 else well
-
-
-def test_an_orderly_leave_raises_no_alarm() -> None:
-    assert run_ranks(body_leaves_early, 4) == [True] * 4
 
 
 def held() -> tuple[int, int, float]:

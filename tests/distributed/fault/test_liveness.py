@@ -28,16 +28,17 @@ pytestmark = pytest.mark.sanitize
 SLACK = 4.0
 
 
-def init(rank: Rank, backend: str, heartbeat: float, timeout: float) -> None:
-    options = OPTIONS[backend](heartbeat_timeout=timedelta(seconds=heartbeat), timeout=timedelta(seconds=timeout))
-    rank.init(backend, timeout=timeout, pg_options=options)
+def init(rank: Rank, heartbeat: float, timeout: float) -> None:
+    heartbeat_timeout = timedelta(seconds=heartbeat)
+    options = torchext.PragueOptions(heartbeat_timeout=heartbeat_timeout, timeout=timedelta(seconds=timeout))
+    rank.init(timeout=timeout, pg_options=options)
 
 
 # ---- Stopped ----
 
 
-def body_stopped(rank: Rank, backend: str, heartbeat: float, timeout: float) -> Any:
-    init(rank, backend, heartbeat, timeout)
+def body_stopped(rank: Rank, heartbeat: float, timeout: float) -> Any:
+    init(rank, heartbeat, timeout)
     dist.all_reduce(torch.ones(100_000))
     rank.report("ready")
     first = elapsed_error(loop_of_all_reduce)
@@ -45,13 +46,10 @@ def body_stopped(rank: Rank, backend: str, heartbeat: float, timeout: float) -> 
     return first, second, torchext.backend_of().failure
 
 
-@pytest.mark.parametrize(
-    ("backend", "size", "victim"),
-    [("prague", 2, 1), ("prague", 4, 0), ("prague", 8, 5), ("hop", 4, 2), ("dssync", 4, 3), ("dear", 4, 1)],
-)
-def test_a_stopped_rank_is_named(backend: str, size: int, victim: int) -> None:
-    heartbeat = 1.0
-    with launch(body_stopped, size, backend, heartbeat, 60.0) as ranks:
+# With every backend: tests/cpp/c10d/backend/every_backend_test.cc.
+def test_a_stopped_rank_is_named() -> None:
+    heartbeat, size, victim = 1.0, 8, 5
+    with launch(body_stopped, size, heartbeat, 60.0) as ranks:
         ranks.expect("ready")
         time.sleep(0.3)
         ranks.kill(victim, signal.SIGSTOP)
@@ -76,7 +74,7 @@ def test_a_stopped_rank_is_named(backend: str, size: int, victim: int) -> None:
 
 
 def test_without_heartbeats_the_timeout_ends_it() -> None:
-    with launch(body_stopped, 3, "prague", 0.0, 2.0) as ranks:
+    with launch(body_stopped, 3, 0.0, 2.0) as ranks:
         ranks.expect("ready")
         time.sleep(0.3)
         ranks.kill(1, signal.SIGSTOP)
@@ -85,8 +83,8 @@ def test_without_heartbeats_the_timeout_ends_it() -> None:
         ranks.kill(1, signal.SIGCONT)
 
 
-def body_thousand(rank: Rank, backend: str, heartbeat: float) -> Any:
-    init(rank, backend, heartbeat, 60.0)
+def body_thousand(rank: Rank, heartbeat: float) -> Any:
+    init(rank, heartbeat, 60.0)
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
     rank.report("ready")
@@ -98,10 +96,9 @@ def body_thousand(rank: Rank, backend: str, heartbeat: float) -> Any:
     return torchext.backend_of().failure
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
-def test_stalls_below_the_limit_are_no_alarm(backend: str) -> None:
+def test_stalls_below_the_limit_are_no_alarm() -> None:
     """A thousand iterations, in which ranks are stopped for a second at a time; a flap of a link looks the same."""
-    with launch(body_thousand, 4, backend, 3.0) as ranks:
+    with launch(body_thousand, 4, 3.0) as ranks:
         ranks.expect("ready")
         for stalls, step in enumerate(range(100, 700, 200)):
             ranks.expect(f"step {step}", [0])
@@ -115,10 +112,10 @@ def test_stalls_below_the_limit_are_no_alarm(backend: str) -> None:
 # ---- Alive, but not there ----
 
 
-def body_stuck(rank: Rank, backend: str, numel: int) -> Any:
+def body_stuck(rank: Rank, numel: int) -> Any:
     log = rank.folder / f"log of {rank.rank}"
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
-    init(rank, backend, 0.5, 3.0)
+    init(rank, 0.5, 3.0)
     for _ in range(8):
         dist.all_reduce(torch.ones(10))
     rank.report("ready")
@@ -132,11 +129,9 @@ def body_stuck(rank: Rank, backend: str, numel: int) -> Any:
 
 
 # A call like those before starts at once and waits in Gloo; a new one waits for all ranks to agree.
-@pytest.mark.parametrize(
-    ("backend", "numel"), [("prague", 10), ("prague", 20), ("hop", 10), ("dssync", 10), ("dear", 10)]
-)
-def test_a_rank_that_is_stuck_elsewhere_is_suspected_then_named_at_the_timeout(backend: str, numel: int) -> None:
-    with launch(body_stuck, 4, backend, numel) as ranks:
+@pytest.mark.parametrize("numel", [10, 20])
+def test_a_rank_that_is_stuck_elsewhere_is_suspected_then_named_at_the_timeout(numel: int) -> None:
+    with launch(body_stuck, 4, numel) as ranks:
         ranks.expect("ready")
         start = time.monotonic()
         for outcome in ranks.outcomes([0, 2, 3], deadline=30):
@@ -154,7 +149,7 @@ def test_a_rank_that_is_stuck_elsewhere_is_suspected_then_named_at_the_timeout(b
 
 
 def body_holds_the_lock(rank: Rank) -> Any:
-    init(rank, "prague", 1.0, 60.0)
+    init(rank, 1.0, 60.0)
     dist.all_reduce(torch.ones(10))
     if rank.rank == 1:
         ctypes.PyDLL(None).usleep(2_500_000)  # with the interpreter lock held

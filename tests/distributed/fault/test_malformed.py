@@ -19,9 +19,8 @@ from torchext import _C
 
 pytestmark = pytest.mark.sanitize
 
-# Those of csrc/c10d: of a group's own averages, of its first attached model, of the comparison of calls.
-AVERAGES = 0x40000000
-FIRST_MODEL = AVERAGES + 8
+# Those of csrc/c10d: of a group's first attached model, of the comparison of calls.
+FIRST_MODEL = 0x40000008
 TO_SERVICE, TO_WORKER = FIRST_MODEL, FIRST_MODEL + 1
 AGREEMENT = 0x7FFF0002
 
@@ -47,30 +46,6 @@ def note_controls() -> list[Any]:
 Calls = tuple[dist.ProcessGroup | None, Callable[[], Any]]
 
 
-def in_average(rank: Rank, _controls: list[Any], garbage: torch.Tensor) -> Calls:
-    def call() -> None:
-        if rank.rank == 0:
-            torchext.backend_of().partial_all_reduce(torch.ones(3), [0, 1]).wait()
-        elif rank.rank == 1:
-            dist.send(garbage, 0, tag=AVERAGES)
-            dist.recv(torch.ones(1), 2)
-        else:
-            dist.recv(torch.ones(1), 1)
-
-    return None, call
-
-
-def in_call_check(rank: Rank, controls: list[Any], garbage: torch.Tensor) -> Calls:
-    def call() -> None:
-        if rank.rank == 1:
-            controls[0].send([garbage], 2, AGREEMENT).wait()
-            dist.recv(torch.ones(1), 0)
-        else:
-            dist.all_reduce(torch.ones(3))
-
-    return None, call
-
-
 def in_training(rank: Rank, controls: list[Any], garbage: torch.Tensor, sender: int, to: int, tag: int) -> Calls:
     trainer = Trainer(rank)
     dist.barrier()
@@ -91,10 +66,8 @@ def to_worker(rank: Rank, controls: list[Any], garbage: torch.Tensor) -> Calls:
     return in_training(rank, controls, garbage, sender=0, to=1, tag=TO_WORKER)
 
 
-# name -> (what begins it, who sends it)
+# name -> (what begins it, who sends it). In averages and in the comparison of calls: tests/cpp/c10d.
 WHERE: dict[str, tuple[Callable[[Rank, list[Any], torch.Tensor], Calls], int]] = {
-    "average": (in_average, 1),
-    "call check": (in_call_check, 1),
     "service": (to_service, 1),
     "worker": (to_worker, 0),
 }

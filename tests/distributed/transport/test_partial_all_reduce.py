@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import random
-import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, elapsed_error, run_ranks
+from harness import Rank, run_ranks
 
 import torchext
 
@@ -105,51 +103,6 @@ def test_values(shared_memory: bool) -> None:
     bit_equal(run_ranks(body_values, 4, shared_memory), 4 * 16 + 4 + 1)
 
 
-def body_eight(rank: Rank, shared_memory: bool) -> Any:
-    rank.init(pg_options=torchext.PragueOptions(shared_memory=shared_memory))
-    log = Log(rank)
-    for numel in (7, DIRECT, RING):
-        log.average(list(range(8)), numel)
-        log.average([0, 2, 4, 5, 7], numel)
-        log.average([1, 6, 3], numel)
-    # Disjoint groups at the same time: nobody waits for another group.
-    for step in range(20):
-        order = random.Random(step).sample(range(8), 8)
-        for group in (order[:3], order[3:5], order[5:]):
-            log.average(group, 500 if step % 5 else RING)
-    return log.digests
-
-
-@both_ways
-def test_eight_ranks(shared_memory: bool) -> None:
-    bit_equal(run_ranks(body_eight, 8, shared_memory), 9 + 60)
-
-
-def body_overlapping(rank: Rank) -> float:
-    """Every rank computes what all ranks hold after a random sequence of overlapping averages."""
-    rank.init()
-    backend, me = torchext.backend_of(), rank.rank
-    numel = 50
-    state = torch.stack([data(r, numel, torch.float64) for r in range(rank.size)])
-    before = state.mean(0)
-    own = state[me].clone()
-    choices = random.Random(5)
-    for _ in range(400):
-        members = choices.sample(range(rank.size), choices.randint(1, rank.size))
-        if me in members:
-            backend.partial_all_reduce(own, members).wait()
-        state[members] = state[members].mean(0)
-    torch.testing.assert_close(own, state[me], rtol=0, atol=1e-13)
-    torch.testing.assert_close(state.mean(0), before, rtol=0, atol=1e-13)
-    dist.all_reduce(own)
-    return float((own / rank.size - before).abs().max())
-
-
-def test_overlapping_groups_in_one_order() -> None:
-    # Averages move no weight: the mean of all ranks is what it was.
-    assert max(run_ranks(body_overlapping, 4)) < 1e-13
-
-
 def body_works(rank: Rank) -> bool:
     rank.init()
     backend, me = torchext.backend_of(), rank.rank
@@ -220,48 +173,3 @@ def body_bad_calls(rank: Rank) -> bool:
 
 def test_errors_of_one_rank_are_raised_at_once() -> None:
     assert run_ranks(body_bad_calls, 4) == [True] * 4
-
-
-def body_mismatch(rank: Rank, shared_memory: bool) -> Any:
-    rank.init(timeout=20, pg_options=torchext.PragueOptions(shared_memory=shared_memory))
-    backend, me = torchext.backend_of(), rank.rank
-    errors = []
-    # (what the odd rank passes, what the others pass, the odd rank, the members)
-    for odd_input, input_, odd, members in [
-        ((5, torch.float32), (7, torch.float32), 1, [0, 1]),
-        ((7, torch.float64), (7, torch.float32), 2, [0, 1, 2, 3]),
-        ((7, torch.bfloat16), (7, torch.float16), 0, [0, 3, 2]),
-        ((RING, torch.float32), (7, torch.float32), 3, [0, 1, 3]),
-        ((7, torch.float32), (RING, torch.float32), 0, [0, 1, 2, 3]),
-        ((RING, torch.float32), (RING + 1, torch.float32), 1, [1, 2]),
-        ((DIRECT, torch.float64), (DIRECT, torch.float32), 2, [1, 2, 3]),
-        ((0, torch.float32), (1, torch.float32), 2, [1, 2]),
-    ]:
-        if me in members:
-            tensor = data(me, *(odd_input if me == odd else input_))
-            before = tensor.clone()
-            kind, text, seconds = elapsed_error(lambda t=tensor, m=members: backend.partial_all_reduce(t, m).wait())
-            assert torch.equal(tensor, before), "a buffer was changed"
-            assert seconds < 10
-            named = [int(r) for r in re.findall(r"rank (\d+) passed", text)]
-            errors.append((members, odd, kind, named, text))
-            assert str(odd_input[0]) in text and str(input_[0]) in text, text
-            # The connections of the members carry the next call.
-            again = torch.full((RING,), float(me))
-            backend.partial_all_reduce(again, members).wait()
-            torch.testing.assert_close(again, torch.full((RING,), sum(members) / len(members)))
-        dist.barrier()
-    total = torch.ones(3)
-    dist.all_reduce(total)
-    assert total.tolist() == [4.0] * 3
-    return errors
-
-
-@both_ways
-def test_a_mismatch_fails_on_every_member_and_changes_nothing(shared_memory: bool) -> None:
-    for me, errors in enumerate(run_ranks(body_mismatch, 4, shared_memory)):
-        assert errors
-        for members, odd, kind, named, text in errors:
-            assert kind == "DistBackendError", text
-            assert "No buffer was changed" in text, text
-            assert len(named) == 2 and me in named and odd in named and set(named) <= set(members), text

@@ -6,7 +6,6 @@ The values of partial_all_reduce with and without shared memory are in test_part
 from __future__ import annotations
 
 import contextlib
-import random
 import signal
 import threading
 import time
@@ -88,30 +87,6 @@ def test_windows_come_and_go_with_their_group() -> None:
 
 
 # ---- Values ----
-
-
-def body_random_groups(rank: Rank, backend_options: dict[str, Any]) -> float:
-    """Every rank computes what all ranks hold after random averages of sizes that take all ways."""
-    rank.init(pg_options=torchext.PragueOptions(**backend_options))
-    backend, me = torchext.backend_of(), rank.rank
-    numel = 40_001
-    state = torch.stack([torch.rand(numel, generator=torch.Generator().manual_seed(r)) for r in range(rank.size)])
-    state = state.double()
-    own = state[me].clone()
-    choices = random.Random(3)
-    for _ in range(150):
-        members = sorted(choices.sample(range(rank.size), choices.randint(2, rank.size)))
-        count = choices.choice([5, 3000, 9001, numel])
-        if me in members:
-            part = own[:count].contiguous()
-            backend.partial_all_reduce(part, members).wait()
-            own[:count] = part
-        state[members, :count] = state[members, :count].mean(0)
-    return float((own - state[me]).abs().max())
-
-
-def test_random_groups_and_sizes() -> None:
-    assert max(run_ranks(body_random_groups, 5, {})) < 1e-13
 
 
 def body_attached(rank: Rank, name: str, shared_memory: bool) -> Any:
