@@ -127,14 +127,15 @@ void bindC10d(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("_abort_because_of", &DelegatingBackend::abortBecauseOf, py::arg("rank"), py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("_lost_ranks", [](const DelegatingBackend& self) { return self.health()->lostRanks(); })
+      .def_property_readonly("_lost_ranks",
+                             [](const DelegatingBackend& self) { return self.health()->reason().lostRanks(); })
       // Of those that a split leaves out, where the default group has a device. Ours needs nothing of them.
       .def(
           "perform_nocolor_split", [](const DelegatingBackend&, const py::object&) {}, py::arg("device"))
       .def("_set_inner_factory", &DelegatingBackend::setInnerFactory, py::arg("factory"))
       .def_property_readonly("options", &DelegatingBackend::getBackendOptions)  // torch's own is newer than 2.11
       .def_property_readonly("failure", [](const DelegatingBackend& self) {
-        const auto [rank, reason] = self.health()->firstReason();
+        const auto [rank, reason] = self.health()->reason().get();
         // Text from a peer: what is no UTF-8 is replaced, not raised about.
         return py::make_tuple(rank, py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
                                         reason.data(), static_cast<Py_ssize_t>(reason.size()), "replace")));

@@ -193,7 +193,7 @@ void ProcessGroupPrague::checkTensor(const at::Tensor& tensor) const {
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Tensor& tensor,
                                                                     std::vector<int> members) {
-  checkUsable("partial_all_reduce");
+  health()->checkUsable("partial_all_reduce");
   checkTensor(tensor);
   members = checkMembers(std::move(members));
   // Detached: the caller's tensor may require grad, and its data is what is averaged.
@@ -212,7 +212,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Te
         at::ThreadLocalStateGuard inherited(state);
         RECORD_FUNCTION("torchext::partial_all_reduce", std::vector<c10::IValue>{});
         try {
-          checkUsable("partial_all_reduce");
+          health()->checkUsable("partial_all_reduce");
           partial_->run(data, members, call_id, 1.0 / static_cast<double>(members.size()));
           record.done();
           work->complete();

@@ -81,7 +81,7 @@ void GroupSynchronizer::runOnThread(std::function<void()> task) {
 
 // Where all workers come together, on the averaging thread. Its groups end with it, so nobody need wait for them.
 void GroupSynchronizer::meet(const std::function<void()>& task) {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   OutstandingAverages::drain(WaitingFor::kEverybody);
   checkAttached();  // still: a signal's handler may end the group in any wait
   catchUp();
@@ -142,7 +142,7 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
   }
   detached_ = true;
   source_->stop("the synchronizer has been detached");
-  group_->removeAbortCallback(abort_callback_);
+  group_->health()->onFailure().remove(abort_callback_);
   OutstandingAverages::remove(outstanding_id_);
   thread_->discard();
   thread_ = nullptr;

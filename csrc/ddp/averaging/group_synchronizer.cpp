@@ -51,8 +51,8 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
   outstanding_id_ = OutstandingAverages::add([this](WaitingFor what) { return beginOutstanding(what); });
-  abort_callback_ = group_->addAbortCallback(
-      [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->firstReason().second)); });
+  abort_callback_ = group_->health()->onFailure().add(
+      [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->reason().get().text)); });
 }
 
 GroupSynchronizer::~GroupSynchronizer() { GroupSynchronizer::leave(std::chrono::seconds(2)); }
@@ -62,7 +62,7 @@ const FlatBucket& GroupSynchronizer::bucket(std::size_t index) const {
 }
 
 void GroupSynchronizer::gradientsReady() {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   // A device may have calls queued that others have yet to join, in front of what would be owed: see averageTask().
   if (!combine_then_adapt_ && !detached_ && averagesAt(steps_ + 1) && parameters_.onCpu() && buffers_.onCpu()) {
     // Errors are the averaging thread's to report: it waits for the answer.
@@ -76,7 +76,7 @@ void GroupSynchronizer::gradientsReady() {
 }
 
 void GroupSynchronizer::beforeStep() {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   waitAll();
   const std::lock_guard<std::mutex> lock(state_);
   applyPending();
@@ -137,7 +137,7 @@ void GroupSynchronizer::postRound(std::int64_t round) {
 
 template <class Ready>
 void GroupSynchronizer::waitUntil(const char* what, Ready ready) {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   std::unique_lock<std::mutex> lock(mutex_);
   if (!ready()) {
     RECORD_FUNCTION(what, std::vector<c10::IValue>{});

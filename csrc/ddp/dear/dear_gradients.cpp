@@ -96,7 +96,7 @@ void DearSynchronizer::throwMissing() {
 }
 
 void DearSynchronizer::throwRefused(const std::string& text) {
-  group_->poison(group_->getRank(), text);  // the others wait for these gradients
+  group_->health()->poison(group_->getRank(), text);  // the others wait for these gradients
   C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
 }
 

@@ -76,10 +76,11 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
   if (make_dedicated_group) {
     dedicated_group_ = make_dedicated_group();
     transfers_ = std::make_unique<ShardCollectives>(dedicated_group_);
-    abort_callback_ = group_->addAbortCallback([dedicated_group = dedicated_group_, health = group_->health()] {
-      const auto [rank, reason] = health->firstReason();
-      dedicated_group->abortBecauseOf(rank, reason);
-    });
+    abort_callback_ =
+        group_->health()->onFailure().add([dedicated_group = dedicated_group_, health = group_->health()] {
+          const auto [rank, reason] = health->reason().get();
+          dedicated_group->abortBecauseOf(rank, reason);
+        });
   } else {
     transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), channel_);
   }
@@ -119,7 +120,7 @@ void DearSynchronizer::rebuild() {
 // ---- Step ----
 
 void DearSynchronizer::beforeStep() {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   if (!replicated_) {
     waitAll();  // replicated: gradients are gathered, and each is waited for by itself
   }
@@ -182,7 +183,7 @@ void DearSynchronizer::afterStep() {
 // Milliseconds waited. Ends: every wait of the exchanges has the group's timeout. A signal's handler may end the group
 // in it, and with that the buckets.
 double DearSynchronizer::waitUntil(const char* what, const std::function<bool()>& ready) {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   std::unique_lock<std::mutex> lock(mutex_);
   double waited = 0;
   const auto over = [&] { return error_ || ready(); };
@@ -240,7 +241,7 @@ void DearSynchronizer::waitAll() {
 }
 
 void DearSynchronizer::synchronize() {
-  group_->checkUsable("synchronize");  // nothing may be under way here when the group fails
+  group_->health()->checkUsable("synchronize");  // nothing may be under way here when the group fails
   waitAll();
 }
 
@@ -257,7 +258,7 @@ void DearSynchronizer::waitExchanges() {
     }
   }
   const std::string text = "no exchange ended within twice the group's timeout";
-  group_->poison(group_->getRank(), text);
+  group_->health()->poison(group_->getRank(), text);
   C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
 }
 
@@ -293,7 +294,7 @@ void DearSynchronizer::detach() {
   if (detached_) {
     return;
   }
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   waitAll();
   waitExchanges();
   leave(std::chrono::milliseconds(0));
@@ -317,7 +318,7 @@ void DearSynchronizer::leave(std::chrono::milliseconds limit) {
   armed_ = false;
   hooks_->remove();
   if (dedicated_group_) {
-    group_->removeAbortCallback(abort_callback_);
+    group_->health()->onFailure().remove(abort_callback_);
   }
   exchange_->discard();
   const auto posted = [](char flag) { return flag != 0; };

@@ -47,7 +47,7 @@ void HopMailbox::waitUntil(std::unique_lock<std::mutex>& lock, const char* range
     if (!in_time) {
       const std::string text = c10::str("rank ", rank_, " waited ", timeout.count(), " ms for ", missing());
       lock.unlock();
-      group_->poison(rank_, text);  // its callback sets error_
+      group_->health()->poison(rank_, text);  // its callback sets error_
       lock.lock();
       fail(group_->health()->failureOf({.name = "training"}));
     }

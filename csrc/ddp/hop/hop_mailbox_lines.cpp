@@ -198,7 +198,7 @@ void HopMailbox::failed(int peer, std::exception_ptr error) {
     try {
       std::rethrow_exception(error);
     } catch (const std::exception& what) {
-      group_->poison(peer, what.what());
+      group_->health()->poison(peer, what.what());
     }
   }
   const std::lock_guard<std::mutex> lock(mutex_);

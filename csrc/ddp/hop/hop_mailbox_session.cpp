@@ -64,7 +64,7 @@ HopMailbox::HopMailbox(NotStarted, c10::intrusive_ptr<AttachableBackend> group, 
 
 HopMailbox::HopMailbox(c10::intrusive_ptr<AttachableBackend> group, HopSetup setup)
     : HopMailbox(NotStarted{}, std::move(group), std::move(setup)) {
-  abort_callback_ = group_->addAbortCallback([this] {
+  abort_callback_ = group_->health()->onFailure().add([this] {
     const std::lock_guard<std::mutex> lock(mutex_);
     fail(group_->health()->failureOf({.name = "training"}));
   });
@@ -138,7 +138,7 @@ bool HopMailbox::drain(bool finally, std::optional<std::chrono::milliseconds> li
         c10::str("rank ", rank_, " waited ", group_->timeout().count(), " ms in synchronize, averaged or detach for ",
                  ranks([](const Neighbour& peer) { return !peer.left; }), ", which trained no further");
     lock.unlock();
-    group_->poison(rank_, text);
+    group_->health()->poison(rank_, text);
     lock.lock();
     fail(group_->health()->failureOf({.name = "training"}));
   }
@@ -158,7 +158,7 @@ void HopMailbox::stop() {
     stopping_ = true;
     fail(group_->health()->failureOf({.name = "training"}));
   }
-  group_->removeAbortCallback(abort_callback_);
+  group_->health()->onFailure().remove(abort_callback_);
   for (auto& [peer, neighbour] : neighbours_) {
     if (neighbour.line) {
       neighbour.line->stop();

@@ -131,7 +131,7 @@ void HopSynchronizer::begin() {
 }
 
 void HopSynchronizer::beforeStep() {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   waitAll();
   if (!mailbox_ || serial_ || averaged_) {
     return;
@@ -167,7 +167,7 @@ void HopSynchronizer::afterStep() {
 
 // Serial: the exchange that the last step began.
 void HopSynchronizer::finishIteration() {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   const at::NoGradGuard no_grad;
   average();
   exchanging_ = false;
@@ -223,7 +223,7 @@ void HopSynchronizer::waitAll() {
 // ---- Where all workers meet ----
 
 void HopSynchronizer::checkAttached() const {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   TORCH_CHECK(!detached_, "hop: this synchronizer has been detached");
 }
 
@@ -285,7 +285,7 @@ void HopSynchronizer::detach() {
   if (detached_) {
     return;
   }
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   meet([this] { drain(true); });
   leave(std::chrono::milliseconds(0));
 }
