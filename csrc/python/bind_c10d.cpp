@@ -1,6 +1,7 @@
 #include "python/bindings.h"
 
 #include <chrono>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -48,18 +49,28 @@ void checkPythonSignals() {
 
 }  // namespace
 
-const char* const kGroupOptionsDoc =
-    R"(    heartbeat_timeout: Silence after which a rank is suspected and the group fails, naming it; 0: never. 0.2 s to a day.
-    call_check: Which collectives of CPU tensors the ranks compare before they start: "new" (those that the calls so far
-        did not predict), "every", "lines" (every one, and the line of the script that makes it) or "off".
-    operation_timeout: How long a collective of CPU tensors may take altogether; 0: no limit. 0.5 s to a day.
-    timeout: Of every single wait, as that of init_process_group, which comes before it.
+void OptionsDoc::add(const char* name, const char* meaning) {
+  constexpr std::size_t kWidth = 118;
+  std::string line = c10::str("    ", name, ":");
+  std::istringstream words(meaning);
+  for (std::string word; words >> word;) {
+    if (line.size() + 1 + word.size() > kWidth) {
+      text_ += line + "\n";
+      line = "       ";
+    }
+    line += " " + word;
+  }
+  text_ += line + "\n";
+}
 
+std::string OptionsDoc::finished() const {
+  return text_ + R"(
 Times are datetime.timedelta. All ranks must have the same values (of shared_memory each its own).
 
 Raises:
     ValueError: A value out of its range, at once; one that does not fit the group's size, when the group is made.
 )";
+}
 
 void bindValue(const py::object& type, std::vector<std::string> keywords) {
   const auto arguments = [keywords = std::move(keywords)](const py::object& self) {

@@ -92,7 +92,8 @@ bool AttachableBackend::outwaitTraining(const std::function<bool(std::chrono::mi
   } catch (...) {
     raiseAfterShutdown(std::current_exception());
     const OrderlyExitScope orderly_exit;
-    health()->poison(getRank(), c10::str("rank ", getRank(), " was interrupted while it waited for those that still trained"));
+    health()->poison(getRank(),
+                     c10::str("rank ", getRank(), " was interrupted while it waited for those that still trained"));
   }
   return true;
 }
