@@ -1,6 +1,7 @@
 #include "python/bindings.h"
 
 #include <chrono>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -48,18 +49,28 @@ void checkPythonSignals() {
 
 }  // namespace
 
-const char* const kGroupOptionsDoc =
-    R"(    heartbeat_timeout: Silence after which a rank is suspected and the group fails, naming it; 0: never. 0.2 s to a day.
-    call_check: Which collectives of CPU tensors the ranks compare before they start: "new" (those that the calls so far
-        did not predict), "every", "lines" (every one, and the line of the script that makes it) or "off".
-    operation_timeout: How long a collective of CPU tensors may take altogether; 0: no limit. 0.5 s to a day.
-    timeout: Of every single wait, as that of init_process_group, which comes before it.
+void OptionsDoc::add(const char* name, const char* meaning) {
+  constexpr std::size_t kWidth = 118;
+  std::string line = c10::str("    ", name, ":");
+  std::istringstream words(meaning);
+  for (std::string word; words >> word;) {
+    if (line.size() + 1 + word.size() > kWidth) {
+      text_ += line + "\n";
+      line = "       ";
+    }
+    line += " " + word;
+  }
+  text_ += line + "\n";
+}
 
+std::string OptionsDoc::finished() const {
+  return text_ + R"(
 Times are datetime.timedelta. All ranks must have the same values (of shared_memory each its own).
 
 Raises:
     ValueError: A value out of its range, at once; one that does not fit the group's size, when the group is made.
 )";
+}
 
 void bindValue(const py::object& type, std::vector<std::string> keywords) {
   const auto arguments = [keywords = std::move(keywords)](const py::object& self) {
@@ -127,14 +138,15 @@ void bindC10d(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("_abort_because_of", &DelegatingBackend::abortBecauseOf, py::arg("rank"), py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("_lost_ranks", [](const DelegatingBackend& self) { return self.health()->lostRanks(); })
+      .def_property_readonly("_lost_ranks",
+                             [](const DelegatingBackend& self) { return self.health()->reason().lostRanks(); })
       // Of those that a split leaves out, where the default group has a device. Ours needs nothing of them.
       .def(
           "perform_nocolor_split", [](const DelegatingBackend&, const py::object&) {}, py::arg("device"))
       .def("_set_inner_factory", &DelegatingBackend::setInnerFactory, py::arg("factory"))
       .def_property_readonly("options", &DelegatingBackend::getBackendOptions)  // torch's own is newer than 2.11
       .def_property_readonly("failure", [](const DelegatingBackend& self) {
-        const auto [rank, reason] = self.health()->firstReason();
+        const auto [rank, reason] = self.health()->reason().get();
         // Text from a peer: what is no UTF-8 is replaced, not raised about.
         return py::make_tuple(rank, py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
                                         reason.data(), static_cast<Py_ssize_t>(reason.size()), "replace")));

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <optional>
 #include <utility>
-#include <variant>
 
 #include <pybind11/functional.h>
 
@@ -17,47 +16,13 @@ namespace torchext {
 namespace {
 
 using DearOptions = ProcessGroupDear::Options;
-using BucketSize = std::variant<double, std::string>;
-
-BucketSize bucketSize(const DearOptions& options) {
-  return options.bucket_mb == 0 ? BucketSize("auto") : BucketSize(options.bucket_mb);
-}
-
-double bucketMebibytes(const BucketSize& size) {
-  if (const auto* text = std::get_if<std::string>(&size)) {
-    TORCH_CHECK_VALUE(*text == "auto", "DeAROptions.bucket_mb must be \"auto\" or in [0.001, 4096] MiB, got \"", *text,
-                      "\"");
-    return 0;
-  }
-  const double number = std::get<double>(size);
-  TORCH_CHECK_VALUE(number != 0, "DeAROptions.bucket_mb must be \"auto\" or in [0.001, 4096] MiB, got 0");
-  return number;
-}
 
 const char* const kDearDoc = R"(Options of the "dear" backend: how gradients are reduced and parameters gathered.
 
 DeAR: Zhang et al., ICDCS 2023.
 
 Args:
-    form: "replicated": gradients are gathered, and any optimizer steps whole parameters. "sharded": every worker steps
-        its share, with 1 / world size of the optimizer's state, and parameters are gathered.
-    bucket_mb: MiB of a bucket, 0.001 to 4096; "auto": tuned in the first steps.
-    allreduce_fallback: Train as plain DDP where that is measured to be faster.
-    transport: "auto": point-to-point on the CPU, NCCL's collectives on CUDA. "collectives": Gloo's on the CPU, too.
 )";
-
-c10::intrusive_ptr<DearOptions> makeDearOptions(std::string form, const BucketSize& bucket_mb, bool allreduce_fallback,
-                                                std::string transport, std::chrono::milliseconds heartbeat_timeout,
-                                                const std::string& call_check,
-                                                std::chrono::milliseconds operation_timeout,
-                                                std::chrono::milliseconds timeout) {
-  auto options = c10::make_intrusive<DearOptions>(timeout);
-  options->form = std::move(form);
-  options->bucket_mb = bucketMebibytes(bucket_mb);
-  options->allreduce_fallback = allreduce_fallback;
-  options->transport = std::move(transport);
-  return finished(std::move(options), heartbeat_timeout, call_check, operation_timeout);
-}
 
 std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group,
                                              std::vector<at::Tensor> parameters, std::vector<std::string> names,
@@ -113,13 +78,7 @@ auto ofForm(Form& (DearSynchronizer::*form)(), Result (Form::*method)(Arguments.
 }  // namespace
 
 void bindDear(py::module_& module) {
-  bindOptions<DearOptions>(module, "DeAROptions", kDearDoc, &makeDearOptions, py::arg("form") = "replicated",
-                           py::arg("bucket_mb") = "auto", py::arg("allreduce_fallback") = true,
-                           py::arg("transport") = "auto")
-      .def_readonly("form", &DearOptions::form)
-      .def_property_readonly("bucket_mb", &bucketSize)
-      .def_readonly("allreduce_fallback", &DearOptions::allreduce_fallback)
-      .def_readonly("transport", &DearOptions::transport);
+  bindOptions<DearOptions>(module, kDearDoc);
 
   bindBackend<ProcessGroupDear>(module, "ProcessGroupDear");
 

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstddef>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include <pybind11/chrono.h>
@@ -20,37 +22,52 @@ namespace torchext {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-// Takes the common arguments over, and checks everything.
-template <class Options>
-c10::intrusive_ptr<Options> finished(c10::intrusive_ptr<Options> options, std::chrono::milliseconds heartbeat_timeout,
-                                     const std::string& call_check, std::chrono::milliseconds operation_timeout) {
-  options->heartbeat_timeout = heartbeat_timeout;
-  options->call_check = call_check;
-  options->operation_timeout = operation_timeout;
-  options->validateGroup();
-  options->validate();
-  return options;
-}
+// The docstring of an options class: `about`, its arguments and those that all have, and what it raises.
+class OptionsDoc {
+ public:
+  explicit OptionsDoc(const char* about) : text_(about) {}
+  void add(const char* name, const char* meaning);
+  std::string finished() const;
 
-// What every options class takes besides its own: the last lines of its docstring's arguments.
-extern const char* const kGroupOptionsDoc;
+ private:
+  std::string text_;
+};
 
 // __repr__, __eq__, __reduce__ of an options class: by the keyword arguments that make an equal object, which are its
 // attributes as well.
 void bindValue(const py::object& type, std::vector<std::string> keywords);
 
-// An options class. doc: of the class, up to its own arguments. make: from the arguments, all of them keywords, and
-// then heartbeat_timeout, call_check, operation_timeout and timeout.
-template <class Options, class Make, class... Arguments>
-auto bindOptions(py::module_& module, const char* name, const std::string& doc, Make make,
-                 const Arguments&... arguments) {
-  const GroupOptions defaults("defaults");
-  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>> type(module, name, (doc + kGroupOptionsDoc).c_str());
-  type.def(py::init(make), py::kw_only(), arguments..., py::arg("heartbeat_timeout") = defaults.heartbeat_timeout,
-           py::arg("call_check") = defaults.call_check, py::arg("operation_timeout") = defaults.operation_timeout,
-           py::arg("timeout") = std::chrono::milliseconds(kBackendDefaultTimeout))
+// An options class of which `listed` are all options. about: the first lines of its docstring.
+template <class Options, class... Listed, std::size_t... I>
+auto bindListed(py::module_& module, const char* about, const std::tuple<Listed...>& listed,
+                std::index_sequence<I...> /*of listed*/) {
+  OptionsDoc doc(about);
+  (doc.add(std::get<I>(listed).name, std::get<I>(listed).meaning), ...);
+  py::class_<Options, GroupOptions, c10::intrusive_ptr<Options>> type(module, Options::kName, doc.finished().c_str());
+  const Options defaults;
+  type.def(py::init([listed](typename Listed::Given... given) {
+             auto options = c10::make_intrusive<Options>();
+             (std::get<I>(listed).take(*options, Options::kName, std::move(given)), ...);
+             options->validateGroup();
+             options->validate();
+             return options;
+           }),
+           py::kw_only(), (py::arg(std::get<I>(listed).name) = std::get<I>(listed).give(defaults))...)
       .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); });
-  bindValue(type, {arguments.name..., "heartbeat_timeout", "call_check", "operation_timeout", "timeout"});
+  bindValue(type, {std::get<I>(listed).name...});
+  return type;
+}
+
+// An options class of a backend (option_list.h).
+template <class Options>
+auto bindOptions(py::module_& module, const char* about) {
+  const auto listed = std::tuple_cat(Options::list(), Options::commonList());
+  auto type = bindListed<Options>(module, about, listed,
+                                  std::make_index_sequence<std::tuple_size_v<std::decay_t<decltype(listed)>>>());
+  const auto attribute = [&](const auto& option) {
+    type.def_property_readonly(option.name, [option](const Options& options) { return option.give(options); });
+  };
+  std::apply([&](const auto&... option) { (attribute(option), ...); }, Options::list());
   return type;
 }
 

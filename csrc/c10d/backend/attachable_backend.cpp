@@ -10,6 +10,7 @@
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/fault/group_waits.h"
 #include "c10d/fault/local_error.h"
 #include "c10d/fault/orderly_exit_scope.h"
 #include "c10d/threads/interruptible_wait.h"
@@ -20,7 +21,7 @@ namespace torchext {
 
 PointToPoint::WaitUntilFunction AttachableBackend::untilSeen() {
   return [this](const PointToPoint::Look& look, int peer, const char* what) {
-    health()->waitUntil(look, timeout(), {.name = what, .peer = peer});
+    waitUntil(*health(), look, timeout(), {.name = what, .peer = peer});
   };
 }
 
@@ -31,21 +32,22 @@ PointToPoint::RefuseFunction AttachableBackend::refusal() {
 }
 
 PointToPoint AttachableBackend::dataTransport() {
-  return {inner(c10::DeviceType::CPU),
+  return {inner().of(c10::DeviceType::CPU),
           [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
-            waitPointToPoint(work, timeout(), peer, what);
+            waitPointToPoint(*health(), work, timeout(), {.name = what, .peer = peer});
           },
           untilSeen(), refusal()};
 }
 
 PointToPoint AttachableBackend::controlTransport() {
-  return {
-      control(),
-      [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
-        // Not Gloo's timeout: it closes the connections by which the ranks watch each other.
-        health()->waitPointToPoint(work, FailureMonitor::kForever, {.name = what, .peer = peer, .limit = timeout()});
-      },
-      untilSeen(), refusal(), [monitor = sharedMonitor()](const PointToPoint::WorkPtr& work) { monitor->keep(work); }};
+  return {control(),
+          [this](const PointToPoint::WorkPtr& work, int peer, const char* what) {
+            // Not Gloo's timeout: it closes the connections by which the ranks watch each other.
+            waitPointToPoint(*health(), work, FailureMonitor::kForever,
+                             {.name = what, .peer = peer, .limit = timeout()});
+          },
+          untilSeen(), refusal(),
+          [monitor = health()->monitor()](const PointToPoint::WorkPtr& work) { monitor->keep(work); }};
 }
 
 std::unique_ptr<SharedWindows> AttachableBackend::shareMemory(int tag, bool enabled) {
@@ -90,17 +92,18 @@ bool AttachableBackend::outwaitTraining(const std::function<bool(std::chrono::mi
   } catch (...) {
     raiseAfterShutdown(std::current_exception());
     const OrderlyExitScope orderly_exit;
-    poison(getRank(), c10::str("rank ", getRank(), " was interrupted while it waited for those that still trained"));
+    health()->poison(getRank(),
+                     c10::str("rank ", getRank(), " was interrupted while it waited for those that still trained"));
   }
   return true;
 }
 
 void AttachableBackend::tellStep(int channel, std::uint32_t meeting, std::int64_t steps) noexcept {
-  failureMonitor().tell({.model = channel, .meeting = meeting, .steps = steps});
+  health()->monitor()->tell({.model = channel, .meeting = meeting, .steps = steps});
 }
 
 std::int64_t AttachableBackend::furthestStep(int channel, std::uint32_t meeting) const {
-  const auto told = failureMonitor().furthest(channel);
+  const auto told = health()->monitor()->furthest(channel);
   return told && told->meeting == meeting ? told->steps : 0;
 }
 
@@ -125,7 +128,7 @@ void AttachableBackend::announceMember(const c10::intrusive_ptr<c10d::Store>& st
       LOG(WARNING) << "torchext: the store does not answer, so that this process will count as lost: " << error.what();
     }
   };
-  health()->addAbortCallback([announce] {
+  health()->onFailure().add([announce] {
     if (!OrderlyExitScope::here()) {
       announce("alive");
     }

@@ -9,6 +9,7 @@
 
 #include "c10d/backend/work_future.h"
 #include "c10d/fault/fault_points.h"
+#include "c10d/fault/group_waits.h"
 #include "c10d/threads/outstanding_averages.h"
 
 namespace torchext {
@@ -191,7 +192,7 @@ bool DelegatingWork::waitInside(std::chrono::milliseconds timeout) {
 bool DelegatingWork::wait(std::chrono::milliseconds timeout) {
   if (mode_ == Mode::kPointToPoint) {
     OutstandingAverages::drainDuring(
-        [&] { health_->waitPointToPoint(inner(), timeout == kNoTimeout ? timeout_ : timeout, op_); });
+        [&] { waitPointToPoint(*health_, inner(), timeout == kNoTimeout ? timeout_ : timeout, op_); });
     return true;
   }
   if (mode_ == Mode::kForward) {

@@ -4,7 +4,8 @@
 //   CPU collectives: on a condition variable of its own, signalled by the inner work's future or by a failure of the
 //     group, so abort() ends a wait even while a thread of Gloo is still stuck in the call. getFuture() behaves the
 //     same; its callbacks run on threads of their own, which no call needs (callback_threads.h).
-//   Point-to-point: Gloo completes these only inside wait(), so it waits there, through GroupHealth::waitPointToPoint.
+//   Point-to-point: Gloo completes these only inside wait(), so it waits there, through waitPointToPoint()
+//   (group_waits.h).
 //     So do collectives that Gloo makes of others (reduce_scatter), which have no future.
 //   CUDA: forwards to the inner work, whose wait orders streams and does not block the CPU.
 //   Whatever blocks drains the averages that attached models owe since the call was made (outstanding_averages.h). A

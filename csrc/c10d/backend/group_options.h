@@ -4,29 +4,41 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <tuple>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "c10d/backend/option_checks.h"
+#include "c10d/backend/option_list.h"
 
 namespace torchext {
 
 struct GroupOptions : c10d::Backend::Options {
   using c10d::Backend::Options::Options;
 
-  // Silence after which a rank is suspected and the group fails, naming it; 0: never. 200 ms or more. A process that is
-  // stopped for longer (a debugger, Ctrl-Z) is such a rank.
+  // A process that is stopped for longer (a debugger, Ctrl-Z) is a silent rank.
   std::chrono::milliseconds heartbeat_timeout{5000};
-  // Which collectives of CPU tensors the ranks agree on before they start (call_check.h): "new": those that the calls
-  // so far did not predict, which finds every difference; "every": all, so that on a difference no rank has touched its
-  // buffers, at a round of messages a call; "lines": the same, and all must
-  // call from the same line of the script; "off": none. Under TORCH_DISTRIBUTED_DEBUG=DETAIL "new" is "every".
+  // What each check costs and finds: call_check.h. Under TORCH_DISTRIBUTED_DEBUG=DETAIL "new" is "every".
   std::string call_check = "new";
-  // How long a collective of CPU tensors may take altogether; 0: no limit. `timeout` bounds every wait inside Gloo, for
-  // a part of the tensor, so an operation on a slow link goes on for as long as bytes flow. Half a second or more;
-  // looked at twice a second.
+  // `timeout` bounds every wait inside Gloo, for a part of the tensor, so an operation on a slow link goes on for as
+  // long as bytes flow. Looked at twice a second.
   std::chrono::milliseconds operation_timeout{0};
+
+  // What follows the own options of each backend.
+  static auto commonList() {
+    return std::tuple{
+        option("heartbeat_timeout", &GroupOptions::heartbeat_timeout,
+               "Silence after which a rank is suspected and the group fails, naming it; 0: never. 0.2 s to a day."),
+        option("call_check", &GroupOptions::call_check,
+               "Which collectives of CPU tensors the ranks compare before they start: \"new\" (those that the calls so "
+               "far did not predict), \"every\", \"lines\" (every one, and the line of the script that makes it) or "
+               "\"off\"."),
+        option("operation_timeout", &GroupOptions::operation_timeout,
+               "How long a collective of CPU tensors may take altogether; 0: no limit. 0.5 s to a day."),
+        option("timeout", &GroupOptions::timeout,
+               "Of every single wait, as that of init_process_group, which comes before it."),
+    };
+  }
 
   // c10::ValueError with the option's name, its value and the allowed range. All ranks must have the same values.
   void validateGroup() const {
@@ -40,7 +52,7 @@ struct GroupOptions : c10d::Backend::Options {
     TORCH_CHECK_VALUE(total == 0 || (total >= 500 && total <= 86'400'000),
                       "operation_timeout must be 0 (no limit) or from 0.5 s to a day, got ",
                       static_cast<double>(total) / 1e3, " s");
-    checkChoice("call_check", call_check, {"new", "every", "lines", "off"});
+    oneOf({"new", "every", "lines", "off"})("call_check", call_check);
   }
 };
 

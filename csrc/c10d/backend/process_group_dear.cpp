@@ -3,16 +3,10 @@
 #include <utility>
 
 #include "c10d/backend/living_backends.h"
-#include "c10d/backend/option_checks.h"
 
 namespace torchext {
 
-void ProcessGroupDear::Options::validate() const {
-  checkChoice("DeAROptions.form", form, {"sharded", "replicated"});
-  checkChoice("DeAROptions.transport", transport, {"auto", "collectives"});
-  TORCH_CHECK_VALUE(bucket_mb == 0 || (bucket_mb >= 0.001 && bucket_mb <= 4096),
-                    "DeAROptions.bucket_mb must be \"auto\" or in [0.001, 4096] MiB, got ", bucket_mb);
-}
+void ProcessGroupDear::Options::validate() const { checkEach(*this); }
 
 ProcessGroupDear::ProcessGroupDear(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options)
     : AttachableBackend(rank, size, "dear", std::move(inner), options), dear_options_(std::move(options)) {

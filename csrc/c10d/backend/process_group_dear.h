@@ -9,10 +9,27 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <tuple>
+#include <variant>
 
 #include "c10d/backend/attachable_backend.h"
+#include "c10d/backend/option_list.h"
 
 namespace torchext {
+
+// A number of MiB, or "auto", which is kept as 0.
+template <class Number>
+struct BucketSize {
+  using Given = std::variant<Number, std::string>;
+  static Number take(const std::string& name, const Given& given) {
+    const auto* number = std::get_if<Number>(&given);
+    TORCH_CHECK_VALUE(number ? *number >= 0.001 && *number <= 4096 : std::get<std::string>(given) == "auto", name,
+                      " must be \"auto\" or in [0.001, 4096] MiB, got ",
+                      number ? c10::str(*number) : c10::str('"', std::get<std::string>(given), '"'));
+    return number ? *number : 0;
+  }
+  static Given give(const Number& number) { return number == 0 ? Given("auto") : Given(number); }
+};
 
 class ProcessGroupDear : public AttachableBackend {
  public:
@@ -20,12 +37,30 @@ class ProcessGroupDear : public AttachableBackend {
   struct Options : GroupOptions {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("dear", timeout) {}
 
-    std::string form = "replicated";  // "replicated": gradients are gathered, every rank steps everything;
-                                      // "sharded": the optimizer steps slices, parameters are gathered
-    double bucket_mb = 0;             // MiB of a bucket, 0.001..4096; 0: tuned while training
-    bool allreduce_fallback = true;   // train as plain DDP where that is measured to be faster
-    std::string transport = "auto";   // "auto": on the CPU by point-to-point, on CUDA by NCCL's collectives;
-                                      // "collectives": on the CPU by Gloo's, too
+    static constexpr const char* kName = "DeAROptions";
+
+    std::string form = "replicated";
+    double bucket_mb = 0;  // 0: "auto"
+    bool allreduce_fallback = true;
+    std::string transport = "auto";
+
+    static auto list() {
+      return std::tuple{
+          option("form", &Options::form,
+                 "\"replicated\": gradients are gathered, and any optimizer steps whole parameters. \"sharded\": every "
+                 "worker steps its share, with 1 / world size of the optimizer's state, and parameters are gathered.",
+                 oneOf({"sharded", "replicated"})),
+          // Ranks compare the size that attach() takes, and whether a group of its own carries the exchanges.
+          option<BucketSize>("bucket_mb", &Options::bucket_mb,
+                             "MiB of a bucket, 0.001 to 4096; \"auto\": tuned in the first steps.", OwnChoice{}),
+          option("allreduce_fallback", &Options::allreduce_fallback,
+                 "Train as plain DDP where that is measured to be faster."),
+          option("transport", &Options::transport,
+                 "\"auto\": point-to-point on the CPU, NCCL's collectives on CUDA. \"collectives\": Gloo's on the CPU, "
+                 "too.",
+                 OwnChoice{}, oneOf({"auto", "collectives"})),
+      };
+    }
 
     // Throws c10::ValueError with the option's name, its value and the allowed range.
     void validate() const;

@@ -1,12 +1,10 @@
 #include "c10d/backend/process_group_dssync.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "c10d/backend/link_probe.h"
 #include "c10d/backend/living_backends.h"
-#include "c10d/backend/option_checks.h"
 
 namespace torchext {
 namespace {
@@ -27,20 +25,11 @@ std::vector<std::int64_t> ofMembers(const ProcessGroupDSSync::Options& parent, c
 }  // namespace
 
 void ProcessGroupDSSync::Options::validate() const {
-  constexpr std::int64_t kMost = std::int64_t{1} << 40;
-  checkRange("DSSyncOptions.group_size", group_size, 0, 1 << 20, "members of a group; 0 chooses by world size");
+  checkEach(*this);
   TORCH_CHECK_VALUE(group_size != 1,
                     "DSSyncOptions.group_size must be 0 or at least 2, got 1 (a group of one averages nothing)");
-  checkChoice("DSSyncOptions.schedule", schedule, {"grid", "random", "topology"});
-  checkChoice("DSSyncOptions.order", order, {"atc", "cta"});
-  checkRange("DSSyncOptions.sync_period", sync_period, 1, kMost, "average after every n-th optimizer step");
-  checkRange("DSSyncOptions.seed", seed, 0, INT64_MAX, "the same on all ranks");
   TORCH_CHECK_VALUE(racks.empty() || schedule == "topology", "DSSyncOptions.racks is for schedule \"topology\", got \"",
                     schedule, "\"; leave it out, or change the schedule");
-  for (const double value : {host_bandwidth, uplink_bandwidth}) {
-    TORCH_CHECK_VALUE(std::isfinite(value) && value >= 0,
-                      "DSSyncOptions: host_bandwidth and uplink_bandwidth must be 0 or more and finite, got ", value);
-  }
   TORCH_CHECK_VALUE((host_bandwidth > 0) == (uplink_bandwidth > 0),
                     "DSSyncOptions: host_bandwidth and uplink_bandwidth are given together, in one unit; got ",
                     host_bandwidth, " and ", uplink_bandwidth);

@@ -13,9 +13,11 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "c10d/backend/attachable_backend.h"
+#include "c10d/backend/option_list.h"
 #include "core/dssync/rack_map.h"
 
 namespace torchext {
@@ -26,15 +28,44 @@ class ProcessGroupDSSync : public AttachableBackend {
   struct Options : GroupOptions {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("dssync", timeout) {}
 
-    std::int64_t group_size = 0;      // members a group aims for, 2..world size; 0: chosen by world size
-    std::string schedule = "grid";    // grid | random | topology (core/dssync/shuffle_schedule.h)
-    std::string order = "cta";        // "cta": average while computing, then step; "atc": local step, then average
-    std::int64_t sync_period = 1;     // average after every n-th optimizer step, >= 1
-    std::int64_t seed = 0;            // of "random"; the same on all ranks
-    std::vector<std::int64_t> racks;  // "topology": the rack of each rank, any numbers; empty: measured when attaching
-    double host_bandwidth = 0;        // with `racks`: of a host's link and of
-    double uplink_bandwidth = 0;      //   the slowest rack's uplink, in one unit; 0, 0: equal
-    bool shared_memory = true;        // groups on one host average through memory; each rank's own choice
+    static constexpr const char* kName = "DSSyncOptions";
+
+    std::int64_t group_size = 0;
+    std::string schedule = "grid";  // core/dssync/shuffle_schedule.h
+    std::string order = "cta";
+    std::int64_t sync_period = 1;
+    std::int64_t seed = 0;
+    std::vector<std::int64_t> racks;
+    double host_bandwidth = 0;
+    double uplink_bandwidth = 0;
+    bool shared_memory = true;
+
+    static auto list() {
+      return std::tuple{
+          option("group_size", &Options::group_size,
+                 "Members that a group aims for, 2 to the world size; 0: 2, and from 16 workers on 4.",
+                 inRange(0, 1 << 20, "members of a group; 0 chooses by world size"), &Options::groupSizeFor),
+          option("schedule", &Options::schedule,
+                 "\"grid\": along one side of a grid after another; \"random\": shuffled anew; \"topology\": mostly "
+                 "inside racks.",
+                 oneOf({"grid", "random", "topology"})),
+          option("order", &Options::order, "\"cta\" or \"atc\", as with prague.", oneOf({"atc", "cta"})),
+          option("sync_period", &Options::sync_period, "Average after every n-th optimizer step, 1 or more.",
+                 inRange(1, std::int64_t{1} << 40, "average after every n-th optimizer step")),
+          option("seed", &Options::seed, "Of \"random\"; the other schedules ignore it.",
+                 inRange(0, INT64_MAX, "the same on all ranks")),
+          option("racks", &Options::racks,
+                 "\"topology\": the rack of each rank, any numbers; empty: measured when the first model is attached."),
+          option("host_bandwidth", &Options::host_bandwidth, "With ``racks``: of a host's link, in any unit.",
+                 finite()),
+          option("uplink_bandwidth", &Options::uplink_bandwidth,
+                 "With ``racks``: of the slowest rack's uplink, in the same unit; both 0: equal. The two set how many "
+                 "rounds stay inside the racks.",
+                 finite()),
+          option("shared_memory", &Options::shared_memory,
+                 "Averages among ranks of one host go through memory. Each rank's own choice.", OwnChoice{}),
+      };
+    }
 
     // Throws c10::ValueError with the option's name, its value and the allowed range.
     void validate() const;  // what can be checked without a world

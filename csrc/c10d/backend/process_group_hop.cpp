@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "c10d/backend/living_backends.h"
-#include "c10d/backend/option_checks.h"
 
 namespace torchext {
 namespace {
@@ -31,15 +30,7 @@ core::CommunicationGraph ofWeights(const std::vector<std::vector<double>>& weigh
 }  // namespace
 
 void ProcessGroupHop::Options::validate() const {
-  constexpr std::int64_t kMost = 1 << 20;
-  checkChoice("HopOptions.graph", graph, {"ring-based", "ring", "double-ring", "exponential", "full"});
-  checkChoice("HopOptions.order", order, {"parallel", "serial"});
-  checkRange("HopOptions.max_iteration_gap", max_iteration_gap, 0, kMost,
-             "iterations ahead of an out-neighbour; 0: no tokens");
-  checkRange("HopOptions.backup_workers", backup_workers, 0, kMost, "in-neighbours that are not waited for");
-  checkRange("HopOptions.staleness", staleness, 0, kMost, "iterations that a model may be old");
-  checkRange("HopOptions.max_jump", max_jump, 0, kMost, "iterations of one jump; 0: none are skipped");
-  checkRange("HopOptions.jump_trigger", jump_trigger, 1, kMost, "a lag of more iterations makes a worker jump");
+  checkEach(*this);
   asValueError("HopOptions.", [this] { core::validateHopMode(mode()); });
   TORCH_CHECK_VALUE(neighbours.empty() || weights.empty(), "HopOptions: neighbours and weights are both given, for ",
                     neighbours.size(), " and ", weights.size(),

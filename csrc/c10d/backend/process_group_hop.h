@@ -8,9 +8,11 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "c10d/backend/attachable_backend.h"
+#include "c10d/backend/option_list.h"
 #include "core/hop/communication_graph.h"
 #include "core/hop/hop_mode.h"
 
@@ -22,18 +24,55 @@ class ProcessGroupHop : public AttachableBackend {
   struct Options : GroupOptions {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("hop", timeout) {}
 
-    // The graph: a name, or a user's own: neighbours[rank] are the ranks it sends to, or weights[from][to] is the
-    // share of from's model in to's average, doubly stochastic. One of the two at most; then graph is not looked at.
-    std::string graph = "ring-based";  // ring-based | ring | double-ring | exponential | full
+    static constexpr const char* kName = "HopOptions";
+
+    std::string graph = "ring-based";
     std::vector<std::vector<int>> neighbours = {};
     std::vector<std::vector<double>> weights = {};
-    std::string order = "parallel";      // "parallel": send, and compute meanwhile; "serial": compute, then exchange
-    bool notify_ack = false;             // the older protocol, for comparison
-    std::int64_t max_iteration_gap = 0;  // to an out-neighbour; 0: no tokens
-    std::int64_t backup_workers = 0;     // in-neighbours that are not waited for
-    std::int64_t staleness = 0;          // iterations that a neighbour's model may be old
-    std::int64_t max_jump = 0;           // iterations of one jump; 0: none are skipped
-    std::int64_t jump_trigger = 1;       // more iterations behind than this makes a worker jump
+    std::string order = "parallel";
+    bool notify_ack = false;
+    std::int64_t max_iteration_gap = 0;
+    std::int64_t backup_workers = 0;
+    std::int64_t staleness = 0;
+    std::int64_t max_jump = 0;
+    std::int64_t jump_trigger = 1;
+
+    // Ranks compare the graph that the first three make, and not how it was given (hop_synchronizer.cpp).
+    static auto list() {
+      constexpr std::int64_t kMost = 1 << 20;
+      return std::tuple{
+          option(
+              "graph", &Options::graph,
+              "\"ring-based\" (a ring, and a chord to the opposite worker), \"ring\", \"double-ring\" (even numbers of "
+              "workers), \"exponential\" or \"full\".",
+              OwnChoice{}, oneOf({"ring-based", "ring", "double-ring", "exponential", "full"})),
+          option<ListOrNone>("neighbours", &Options::neighbours,
+                             "Instead of ``graph``: for each rank, the ranks that it sends to; strongly connected.",
+                             OwnChoice{}),
+          option<ListOrNone>("weights", &Options::weights,
+                             "Instead of both: ``weights[i][j]`` is the share of i's model in j's average; doubly "
+                             "stochastic.",
+                             OwnChoice{}),
+          option("order", &Options::order,
+                 "\"parallel\": models travel under compute. \"serial\": compute, then exchange.",
+                 oneOf({"parallel", "serial"})),
+          option("notify_ack", &Options::notify_ack, "The older protocol, to compare with."),
+          option("max_iteration_gap", &Options::max_iteration_gap,
+                 "Iterations that a worker may be ahead of an out-neighbour (tokens); 0: no limit of its own.",
+                 inRange(0, kMost, "iterations ahead of an out-neighbour; 0: no tokens")),
+          option("backup_workers", &Options::backup_workers, "In-neighbours that are not waited for.",
+                 inRange(0, kMost, "in-neighbours that are not waited for")),
+          option("staleness", &Options::staleness,
+                 "Iterations that a neighbour's model may be old; newer ones count more.",
+                 inRange(0, kMost, "iterations that a model may be old")),
+          option("max_jump", &Options::max_jump,
+                 "Iterations that a worker which is far behind jumps over at once, 2 or more; 0: none.",
+                 inRange(0, kMost, "iterations of one jump; 0: none are skipped")),
+          option("jump_trigger", &Options::jump_trigger,
+                 "A worker that is more iterations behind than this jumps; 1 or more.",
+                 inRange(1, kMost, "a lag of more iterations makes a worker jump")),
+      };
+    }
 
     // c10::ValueError with the option's name, its value and what is allowed: what can be checked without a world
     // (a user's graph as well), and what the graph of world_size ranks decides.

@@ -10,7 +10,6 @@
 #include <c10/util/StringUtil.h>
 
 #include "c10d/backend/living_backends.h"
-#include "c10d/backend/option_checks.h"
 #include "c10d/backend/work_future.h"
 #include "c10d/threads/outstanding_averages.h"
 #include "core/prague/group_generator.h"
@@ -84,20 +83,10 @@ class PartialWork : public c10d::Work {
 }  // namespace
 
 void ProcessGroupPrague::Options::validate() const {
-  constexpr std::int64_t kMost = std::int64_t{1} << 40;
-  checkRange("PragueOptions.group_size", group_size, 0, 1 << 20, "members of a group; 0 chooses by world size");
+  checkEach(*this);
   TORCH_CHECK_VALUE(group_size != 1,
                     "PragueOptions.group_size must be 0 or at least 2, got 1 (a group of one averages "
                     "nothing)");
-  checkChoice("PragueOptions.generator", generator,
-              {"random", "division", "inter-intra", "smart", "static", "ready-set"});
-  checkChoice("PragueOptions.order", order, {"atc", "cta"});
-  checkRange("PragueOptions.slowdown_threshold", slowdown_threshold, -1, kMost,
-             "iterations behind; 0 filters nobody, -1 is the default");
-  checkRange("PragueOptions.sync_period", sync_period, 1, kMost, "average after every n-th optimizer step");
-  checkRange("PragueOptions.sync_every", sync_every, -1, kMost,
-             "every n-th division is one of all workers; 0: never; -1: the generator's default");
-  checkRange("PragueOptions.seed", seed, 0, INT64_MAX, "the same on all ranks");
   if (generator == "static") {
     checkUnset("PragueOptions.group_size", group_size, 0, "generator \"static\", whose schedule fixes the groups");
     checkUnset("PragueOptions.sync_every", sync_every, -1, "generator \"static\", which has no divisions");
@@ -193,7 +182,7 @@ void ProcessGroupPrague::checkTensor(const at::Tensor& tensor) const {
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Tensor& tensor,
                                                                     std::vector<int> members) {
-  checkUsable("partial_all_reduce");
+  health()->checkUsable("partial_all_reduce");
   checkTensor(tensor);
   members = checkMembers(std::move(members));
   // Detached: the caller's tensor may require grad, and its data is what is averaged.
@@ -212,7 +201,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Te
         at::ThreadLocalStateGuard inherited(state);
         RECORD_FUNCTION("torchext::partial_all_reduce", std::vector<c10::IValue>{});
         try {
-          checkUsable("partial_all_reduce");
+          health()->checkUsable("partial_all_reduce");
           partial_->run(data, members, call_id, 1.0 / static_cast<double>(members.size()));
           record.done();
           work->complete();

@@ -17,9 +17,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "c10d/backend/attachable_backend.h"
+#include "c10d/backend/option_list.h"
 #include "c10d/threads/task_thread.h"
 #include "c10d/transport/subset_allreduce.h"
 
@@ -31,14 +33,51 @@ class ProcessGroupPrague : public AttachableBackend {
   struct Options : GroupOptions {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : GroupOptions("prague", timeout) {}
 
-    std::int64_t group_size = 0;           // members of a group, 2..world size; 0: chosen by world size
-    std::string generator = "smart";       // random | division | inter-intra | smart | static | ready-set
-    std::string order = "cta";             // "cta": average while computing, then step; "atc": local step, then average
-    std::int64_t slowdown_threshold = -1;  // iterations behind from which a worker is left out; 0: never; -1: default
-    std::int64_t sync_period = 1;          // average after every n-th optimizer step, >= 1
-    std::int64_t sync_every = -1;          // every n-th division is one of all workers; 0: never; -1: default
-    std::int64_t seed = 0;                 // of the generator; the same on all ranks
-    bool shared_memory = true;             // averages among ranks of one host go through memory; each rank's own choice
+    static constexpr const char* kName = "PragueOptions";
+
+    std::int64_t group_size = 0;
+    std::string generator = "smart";
+    std::string order = "cta";
+    std::int64_t slowdown_threshold = -1;
+    std::int64_t sync_period = 1;
+    std::int64_t sync_every = -1;
+    std::int64_t seed = 0;
+    bool shared_memory = true;
+
+    static auto list() {
+      constexpr std::int64_t kMost = std::int64_t{1} << 40;
+      return std::tuple{
+          option("group_size", &Options::group_size,
+                 "Members of a group, 2 to the world size; 0: 2, and from 8 workers on 4. Not with \"static\".",
+                 inRange(0, 1 << 20, "members of a group; 0 chooses by world size"), &Options::groupSizeFor),
+          option("generator", &Options::generator,
+                 "Who makes the groups: \"smart\" (inter-intra with several hosts, else division), \"random\", "
+                 "\"division\", \"inter-intra\", \"static\" (from rank and step, without a generator) or \"ready-set\" "
+                 "(whoever arrives together).",
+                 oneOf({"random", "division", "inter-intra", "smart", "static", "ready-set"})),
+          option("order", &Options::order,
+                 "\"cta\": the average is formed under the next forward and backward pass, and the step applies the "
+                 "gradient to it. \"atc\": step, then average; the next forward waits for it, module by module.",
+                 oneOf({"atc", "cta"})),
+          option(
+              "slowdown_threshold", &Options::slowdown_threshold,
+              "Averages behind the others from which a worker is left out of their groups; 0: never; -1: 4. Not with "
+              "\"random\" and \"static\".",
+              inRange(-1, kMost, "iterations behind; 0 filters nobody, -1 is the default"),
+              [](const Options& options, int) { return options.slowdownThresholdFor(); }),
+          option("sync_period", &Options::sync_period, "Average after every n-th optimizer step, 1 or more.",
+                 inRange(1, kMost, "average after every n-th optimizer step")),
+          option(
+              "sync_every", &Options::sync_every,
+              "Every n-th division is one group of all workers; 0: never; -1: 16 with \"ready-set\", where the same "
+              "fast workers would keep meeting, else never. Not with \"static\".",
+              inRange(-1, kMost, "every n-th division is one of all workers; 0: never; -1: the generator's default")),
+          option("seed", &Options::seed, "Of the generator. \"static\" and \"ready-set\" draw nothing, and ignore it.",
+                 inRange(0, INT64_MAX, "the same on all ranks")),
+          option("shared_memory", &Options::shared_memory,
+                 "Averages among ranks of one host go through memory. Each rank's own choice.", OwnChoice{}),
+      };
+    }
 
     // Throws c10::ValueError with the option's name, its value and the allowed range.
     void validate() const;  // what can be checked without a world

@@ -12,6 +12,7 @@
 #include "c10d/fault/call_site.h"
 #include "c10d/fault/collective_header.h"
 #include "c10d/fault/fault_points.h"
+#include "c10d/fault/group_waits.h"
 #include "c10d/fault/parse_message.h"
 #include "c10d/threads/interruptible_wait.h"
 
@@ -38,7 +39,7 @@ CallCheck::CallCheck(std::shared_ptr<GroupHealth> health, std::shared_ptr<Failur
       size_(control_->getSize()),
       mode_(mode),
       thread_(std::make_unique<TaskThread>("torchext_start")) {
-  abort_callback_ = health_->addAbortCallback([this] {
+  abort_callback_ = health_->onFailure().add([this] {
     std::lock_guard lock(mutex_);
     failed_ = true;
     changed_.notify_all();
@@ -120,7 +121,7 @@ void CallCheck::agree(const Ticket& ticket, OpInfo op) {
       const auto arrival = works.back();
       works.push_back(control_->send(own, (rank_ + distance) % size_, kAgreementTag));
       op.peer = source;
-      health_->waitPointToPoint(arrival, FailureMonitor::kForever, op);
+      waitPointToPoint(*health_, arrival, FailureMonitor::kForever, op);
       const auto its = parseOrRefuse(
           [&](const char* error) { return health_->refuse(op, error); }, &core::parseCallMessage,
           std::span(static_cast<const std::byte*>(theirs[0].const_data_ptr()), sizeof(core::CallMessage)), source);
@@ -130,7 +131,7 @@ void CallCheck::agree(const Ticket& ticket, OpInfo op) {
       }
     }
     for (std::size_t sent = 1; sent < works.size(); sent += 2) {
-      health_->waitPointToPoint(works[sent], FailureMonitor::kForever, op);  // Gloo reads `own` until then
+      waitPointToPoint(*health_, works[sent], FailureMonitor::kForever, op);  // Gloo reads `own` until then
     }
   } catch (...) {
     std::for_each(works.begin(), works.end(), [this](const auto& work) { monitor_->keep(work); });
@@ -199,7 +200,7 @@ void CallCheck::drain() {
 
 void CallCheck::stop() noexcept {
   if (const auto id = std::exchange(abort_callback_, 0)) {
-    health_->removeAbortCallback(id);
+    health_->onFailure().remove(id);
   }
   std::unique_ptr<TaskThread> thread;
   {

@@ -1,8 +1,5 @@
 #include "c10d/fault/group_health.h"
 
-#include <unistd.h>
-
-#include <algorithm>
 #include <optional>
 
 #include <c10/util/Exception.h>
@@ -17,10 +14,8 @@ namespace torchext {
 namespace {
 
 // How long a failed operation waits to learn from the monitor who died.
-constexpr auto kFaultMessageLimit = std::chrono::milliseconds(1000);
-// How long it may take to find out who has not called a collective that timed out: well below what peers, whose
-// connections this rank's timeout has closed, wait for the fault message.
-constexpr std::chrono::milliseconds kLaggardLimit{400};
+constexpr std::chrono::milliseconds kFaultMessageLimit{1000};
+constexpr std::chrono::milliseconds kUnwatchedLimit{200};
 
 std::chrono::milliseconds graceAfter(FaultMessage::Kind kind) {
   return kind == FaultMessage::Kind::kAbort ? std::chrono::milliseconds(0) : GroupHealth::kRemoteGrace;
@@ -39,66 +34,22 @@ std::exception_ptr makeError(std::string text) {
 }  // namespace
 
 GroupHealth::GroupHealth(std::string backend_name, int rank, int size)
-    : backendName_(std::move(backend_name)),
-      rank_(rank),
-      size_(size),
-      creator_(getpid()),
-      callbackThreads_([name = backendName_, rank] {
+    : identity_(std::move(backend_name), rank, size), callbackThreads_([name = identity_.backendName(), rank] {
         LOG(WARNING)
             << name << " [rank " << rank << "]: " << CallbackThreads::kMost
             << " callbacks of futures are blocked, the most there may be; others wait until one of them returns";
       }) {}
 
-void GroupHealth::setConnectionCloser(std::function<void()> closer) {
-  std::unique_lock lock(mutex_);
-  // What the old one refers to may go after this call.
-  changed_.wait(lock, [this] { return !closing_; });
-  closeConnections_ = std::move(closer);
-}
-
-void GroupHealth::setGroupName(const std::string& name) {
-  std::lock_guard lock(mutex_);
-  groupName_ = name;
-}
-
-std::string GroupHealth::label() const {
-  std::lock_guard lock(mutex_);
-  return c10::str(backendName_, " [rank ", rank_, " of ", size_, groupName_.empty() ? "" : ", group ", groupName_, "]");
-}
-
-std::string GroupHealth::describe(const OpInfo& op) const { return label() + ": " + nameOf(op) + detailsOf(op); }
-
-bool GroupHealth::inForkedChild() const noexcept { return getpid() != creator_; }
-
-std::pair<int, std::string> GroupHealth::firstReason() const {
-  std::lock_guard lock(mutex_);
-  return {reasonRank_, reason_};
-}
-
-std::set<int> GroupHealth::lostRanks() const {
-  std::lock_guard lock(mutex_);
-  return lost_;
-}
-
 std::exception_ptr GroupHealth::failureOf(const OpInfo& op) const {
-  const auto text = failed() ? firstReason().second + kWayOut : kShutDown;
+  const auto text = failed() ? reason_.get().text + kWayOut : kShutDown;
   return makeError(describe(op) + ": " + text);
-}
-
-void GroupHealth::checkProcess(const char* op) const {
-  if (inForkedChild()) {
-    C10_THROW_ERROR(DistBackendError,
-                    c10::str(backendName_, " [rank ", rank_, " of ", size_, "]: ", op,
-                             ": this group belongs to process ", creator_, " and cannot be used in its forked child ",
-                             getpid(), "; create a group after the fork, or start processes by spawn"));
-  }
 }
 
 void GroupHealth::checkUsable(const char* op) const {
   if (usable()) [[likely]] {
     return;
   }
-  checkProcess(op);
+  identity_.checkProcess(op);
   if (failed()) {
     std::rethrow_exception(failureOf({.name = op}));
   }
@@ -106,20 +57,11 @@ void GroupHealth::checkUsable(const char* op) const {
 }
 
 bool GroupHealth::setReason(FaultMessage::Kind kind, int rank, const std::string& reason) {
-  std::lock_guard lock(mutex_);
-  if (failed_.load()) {
-    return false;
+  const bool first = reason_.set(kind, rank, reason);
+  if (first) {
+    pending_.notify();
   }
-  reasonRank_ = rank;
-  reasonKind_ = kind;
-  reason_ = core::cutReason(reason);
-  if (kind == FaultMessage::Kind::kPeerDied || kind == FaultMessage::Kind::kDeparture) {
-    lost_.insert(rank);
-  }
-  failed_.store(true, std::memory_order_release);
-  changed_.notify_all();
-  pending_.notify();
-  return true;
+  return first;
 }
 
 bool GroupHealth::poison(int rank, const std::string& reason, std::chrono::milliseconds grace) {
@@ -127,19 +69,19 @@ bool GroupHealth::poison(int rank, const std::string& reason, std::chrono::milli
 }
 
 void GroupHealth::abort(const std::string& reason) {
-  fail(FaultMessage::Kind::kAbort, rank_, reason, std::chrono::milliseconds(0));
+  fail(FaultMessage::Kind::kAbort, identity_.rank(), reason, std::chrono::milliseconds(0));
 }
 
 bool GroupHealth::fail(FaultMessage::Kind kind, int rank, const std::string& reason, std::chrono::milliseconds grace) {
   if (inForkedChild()) {
     return false;
   }
-  if (rank == rank_ && OrderlyExitScope::here()) {
+  if (rank == identity_.rank() && OrderlyExitScope::here()) {
     kind = FaultMessage::Kind::kDeparture;
   }
   const bool first = setReason(kind, rank, reason);
   if (first && monitor_) {
-    monitor_->announce({kind, rank, rank_, reason});
+    monitor_->announce({kind, rank, identity_.rank(), reason});
   }
   // Who was not the first but wants an end at once (abort) gets it; otherwise the first one's grace stands.
   if (first || grace.count() == 0) {
@@ -161,31 +103,19 @@ void GroupHealth::receive(const FaultMessage& fault) {
   endPending(graceAfter(fault.kind));
 }
 
-void GroupHealth::noteLost(int rank) {
-  std::lock_guard lock(mutex_);
-  lost_.insert(rank);
-}
-
-std::chrono::milliseconds GroupHealth::remoteGrace() const {
-  std::lock_guard lock(mutex_);
-  return graceAfter(reasonKind_);
-}
-
-void GroupHealth::suspect(int rank, std::chrono::duration<double> silence, const core::Progress& last) {
-  poison(rank, progress_.ofSilence(rank, silence, last, rank_));
-}
+std::chrono::milliseconds GroupHealth::remoteGrace() const { return graceAfter(reason_.kind()); }
 
 void GroupHealth::timedOut(const OpInfo& op, const std::string& detail) {
   std::optional<core::LaggardQuery> answer;
   if (op.sequence > 0 && monitor_ && !failed()) {
     answer = monitor_->ask(op.sequence, kLaggardLimit);
   }
-  const auto own = c10::str("rank ", rank_, " timed out in ", nameOf(op));
+  const auto own = c10::str("rank ", identity_.rank(), " timed out in ", nameOf(op));
   if (answer && answer->laggard >= 0) {
     poison(answer->laggard, c10::str(GroupProgress::ofLaggard(*answer, op.name), "; ", own, ": ", detail),
            kRemoteGrace);
   } else {
-    poison(rank_, c10::str(own, answer ? ", which every rank has called: " : ": ", detail), kRemoteGrace);
+    poison(identity_.rank(), c10::str(own, answer ? ", which every rank has called: " : ": ", detail), kRemoteGrace);
   }
 }
 
@@ -193,30 +123,6 @@ void GroupHealth::expire() {
   if (const auto late = pending_.late()) {
     timedOut(*late, latenessOf(*late));
   }
-}
-
-void GroupHealth::noteStall(std::chrono::milliseconds patience) {
-  const auto now = std::chrono::steady_clock::now();
-  if (patience.count() == 0 || now < nextStallNotice_ || !usable() || !monitor_) {
-    return;
-  }
-  const auto op = pending_.oldestCollective(stallNoted_);
-  if (!op || now - op->since < patience) {
-    return;
-  }
-  const auto answer = monitor_->ask(op->sequence, std::min(patience / 10, kLaggardLimit));
-  if (!answer) {
-    // It may have been late, or a rank is stopped, which the heartbeat finds: not to be kept from its clock.
-    nextStallNotice_ = now + patience;
-    return;
-  }
-  stallNoted_ = op->since;
-  if (answer->laggard < 0 || failed()) {
-    return;  // every rank has called it: a slow link, which is no fault
-  }
-  nextStallNotice_ = now + 12 * patience;
-  LOG(WARNING) << label() << ": " << GroupProgress::ofLaggard(*answer, op->name) << "; rank " << rank_ << " called it "
-               << secondsOf(now - op->since) << " ago, and waits on";
 }
 
 void GroupHealth::close(std::chrono::milliseconds grace) {
@@ -228,34 +134,13 @@ void GroupHealth::close(std::chrono::milliseconds grace) {
   if (pending_.waitUntilIdle(grace, [this] { return failed(); }) && !failed()) {
     return;
   }
-  poison(rank_, c10::str("rank ", rank_, " shut the group down while operations were under way"));
+  poison(identity_.rank(), c10::str("rank ", identity_.rank(), " shut the group down while operations were under way"));
 }
 
 void GroupHealth::endPending(std::chrono::milliseconds grace) {
   pending_.waitUntilIdle(grace);
   pending_.interruptAll();
-  runAbortCallbacks();
-  // Taken only now: shutdown waits for who has taken it, and may be called by what has just run.
-  std::unique_lock lock(mutex_);
-  const auto closer = std::exchange(closeConnections_, nullptr);
-  if (!closer) {
-    return;
-  }
-  closing_ = true;
-  lock.unlock();
-  closer();
-  lock.lock();
-  closing_ = false;
-  changed_.notify_all();
-}
-
-bool GroupHealth::waitForFaultMessage(std::chrono::milliseconds limit) {
-  std::unique_lock lock(mutex_);
-  // Once the successor has left in order nobody is watched, and no fault message comes.
-  if (!monitor_ || monitor_->successorLeft()) {
-    limit /= 5;
-  }
-  return changed_.wait_for(lock, limit, [this] { return failed_.load(); });
+  onFailure_.run();
 }
 
 std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const OpInfo& op) {
@@ -269,15 +154,17 @@ std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const O
     }
     const std::string text = shortened(inner.what());
     const bool timed_out = contains(text, "Timed out");
+    // Once the successor has left in order nobody is watched, and no fault message comes.
+    const bool watched = monitor_ && !monitor_->successorLeft();
     if (timed_out) {
       timedOut(op, text);
-    } else if (!waitForFaultMessage(kFaultMessageLimit)) {
-      poison(rank_,
-             c10::str("rank ", rank_, " lost its connections in ", nameOf(op), ": ", text,
+    } else if (!reason_.waitUntilSet(watched ? kFaultMessageLimit : kUnwatchedLimit)) {
+      poison(identity_.rank(),
+             c10::str("rank ", identity_.rank(), " lost its connections in ", nameOf(op), ": ", text,
                       op.peer >= 0 ? c10::str("; has rank ", op.peer, " left, or taken fewer steps?") : ""),
              kRemoteGrace);
     }
-    const auto reason = firstReason().second;
+    const auto reason = reason_.get().text;
     return makeError(c10::str(describe(op), ": ", reason, contains(reason, text) ? "" : "; seen here as: ",
                               contains(reason, text) ? "" : text, kWayOut));
   } catch (...) {
@@ -290,7 +177,7 @@ std::exception_ptr GroupHealth::explainToAll(const std::exception_ptr& error, co
   if (const auto fault = localError(explained); fault && !failed()) {
     // Whether or not the script ends: this rank exchanges no more, and others may train on.
     const OrderlyExitScope orderly_exit;
-    poison(rank_, c10::str("rank ", rank_, " failed in ", nameOf(op), ": ", *fault));
+    poison(identity_.rank(), c10::str("rank ", identity_.rank(), " failed in ", nameOf(op), ": ", *fault));
   }
   return explained;
 }
@@ -306,50 +193,6 @@ void GroupHealth::add(PendingOperation* operation, const OpInfo& op) {
     std::rethrow_exception(failureOf(op));  // with the call's number and sizes, which a name alone does not have
   }
   checkUsable(op.name);
-}
-
-void GroupHealth::remove(PendingOperation* operation) noexcept { pending_.remove(operation); }
-
-uint64_t GroupHealth::addAbortCallback(std::function<void()> callback) {
-  {
-    std::lock_guard lock(mutex_);
-    if (!failed_) {
-      callbacks_.emplace_back(nextCallback_, std::move(callback));
-      return nextCallback_++;
-    }
-  }
-  callback();
-  return 0;
-}
-
-void GroupHealth::removeAbortCallback(uint64_t id) {
-  decltype(callbacks_) removed;  // what they captured may end with them, without the lock
-  std::unique_lock lock(mutex_);
-  const auto found =
-      std::find_if(callbacks_.begin(), callbacks_.end(), [id](const auto& entry) { return entry.first == id; });
-  if (found != callbacks_.end()) {
-    removed.splice(removed.end(), callbacks_, found);
-  }
-  // What it captured goes with the caller.
-  changed_.wait(lock, [&] {
-    const auto running = runningCallbacks_.find(id);
-    return running == runningCallbacks_.end() || running->second == std::this_thread::get_id();
-  });
-}
-
-void GroupHealth::runAbortCallbacks() {
-  std::unique_lock lock(mutex_);
-  while (!callbacks_.empty()) {
-    auto [id, callback] = std::move(callbacks_.front());
-    callbacks_.pop_front();
-    runningCallbacks_.emplace(id, std::this_thread::get_id());
-    lock.unlock();
-    callback();
-    callback = nullptr;  // what it captured may end with it
-    lock.lock();
-    runningCallbacks_.erase(id);
-    changed_.notify_all();
-  }
 }
 
 }  // namespace torchext

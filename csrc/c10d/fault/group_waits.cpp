@@ -1,13 +1,11 @@
-// Waits for one peer that a failure of the group ends.
+#include "c10d/fault/group_waits.h"
+
 #include <atomic>
 #include <exception>
-#include <functional>
 #include <stdexcept>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-
-#include "c10d/fault/group_health.h"
 
 namespace torchext {
 namespace {
@@ -42,29 +40,36 @@ class LookingWait final : public PendingOperation {
   std::atomic<bool> interrupted_{false};
 };
 
+[[noreturn]] void throwInterrupted(const GroupHealth& health, const OpInfo& op) {
+  if (health.failed()) {
+    std::rethrow_exception(health.failureOf(op));
+  }
+  C10_THROW_ERROR(DistBackendError, health.describe(op) + ": the wait was ended by shutdown");
+}
+
 }  // namespace
 
-void GroupHealth::waitPointToPoint(const c10::intrusive_ptr<c10d::Work>& work, std::chrono::milliseconds timeout,
-                                   const OpInfo& op) {
+void waitPointToPoint(GroupHealth& health, const c10::intrusive_ptr<c10d::Work>& work,
+                      std::chrono::milliseconds timeout, const OpInfo& op) {
   PointToPointWait node(*work);
-  add(&node, op);
+  health.add(&node, op);
   bool arrived = false;
   try {
     arrived = work->wait(timeout == kNoTimeout && op.background ? FailureMonitor::kForever : timeout);
-    remove(&node);
+    health.remove(&node);
   } catch (...) {
-    remove(&node);
-    std::rethrow_exception(explain(std::current_exception(), op));
+    health.remove(&node);
+    std::rethrow_exception(health.explain(std::current_exception(), op));
   }
   if (!arrived) {
-    throwInterrupted(op);
+    throwInterrupted(health, op);
   }
 }
 
-void GroupHealth::waitUntil(const std::function<bool(std::chrono::milliseconds limit)>& look,
-                            std::chrono::milliseconds timeout, const OpInfo& op) {
+void waitUntil(GroupHealth& health, const std::function<bool(std::chrono::milliseconds limit)>& look,
+               std::chrono::milliseconds timeout, const OpInfo& op) {
   LookingWait node;
-  add(&node, op);
+  health.add(&node, op);
   const auto begin = std::chrono::steady_clock::now();
   bool arrived = false;
   bool late = false;
@@ -73,9 +78,9 @@ void GroupHealth::waitUntil(const std::function<bool(std::chrono::milliseconds l
       arrived = look(kLook);
       late = !arrived && timeout.count() > 0 && std::chrono::steady_clock::now() - begin >= timeout;
     }
-    remove(&node);
+    health.remove(&node);
   } catch (...) {  // a peer has left, say
-    remove(&node);
+    health.remove(&node);
     throw;
   }
   if (arrived) {
@@ -84,16 +89,9 @@ void GroupHealth::waitUntil(const std::function<bool(std::chrono::milliseconds l
   if (late) {
     // As Gloo says it.
     const std::runtime_error error(c10::str("Timed out waiting ", timeout.count(), "ms for ", nameOf(op)));
-    std::rethrow_exception(explain(std::make_exception_ptr(error), op));
+    std::rethrow_exception(health.explain(std::make_exception_ptr(error), op));
   }
-  throwInterrupted(op);
-}
-
-void GroupHealth::throwInterrupted(const OpInfo& op) const {
-  if (failed()) {
-    std::rethrow_exception(failureOf(op));
-  }
-  C10_THROW_ERROR(DistBackendError, describe(op) + ": the wait was ended by shutdown");
+  throwInterrupted(health, op);
 }
 
 }  // namespace torchext

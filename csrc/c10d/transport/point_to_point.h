@@ -2,7 +2,7 @@
 //
 // The algorithms over subsets of ranks (subset_allreduce.h) and the group generator's service send and receive through
 // this small class, so that they need to know neither how a wait is interrupted nor how a dead peer is named: both are
-// the WaitFunction's business (DelegatingBackend::waitPointToPoint in production). That a group ends where a peer sends
+// the WaitFunction's business (waitPointToPoint of group_waits.h in production). That a group ends where a peer sends
 // what is malformed is the RefuseFunction's.
 //
 // Ownership: holds the inner backend. The caller keeps a message's memory alive until wait() has returned. One that

@@ -1,36 +1,12 @@
 #include "ddp/averaging/dssync_training.h"
 
-#include <algorithm>
-#include <iterator>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "core/dssync/shuffle_schedule.h"
 
 namespace torchext {
 namespace {
-
-std::vector<std::string> textsOf(const std::vector<std::int64_t>& numbers) {
-  std::vector<std::string> texts;
-  std::transform(numbers.begin(), numbers.end(), std::back_inserter(texts),
-                 [](std::int64_t number) { return std::to_string(number); });
-  return texts;
-}
-
-AgreementFields agreementFields(const ProcessGroupDSSync& group) {
-  const auto& options = group.dssyncOptions();
-  return {
-      {"DSSyncOptions.group_size", options.groupSizeFor(group.getSize())},
-      {"DSSyncOptions.schedule", options.schedule},
-      {"DSSyncOptions.order", options.order},
-      {"DSSyncOptions.sync_period", options.sync_period},
-      {"DSSyncOptions.seed", options.seed},
-      {"DSSyncOptions.host_bandwidth", options.host_bandwidth},
-      {"DSSyncOptions.uplink_bandwidth", options.uplink_bandwidth},
-      {"DSSyncOptions.racks", textsOf(options.racks)},
-  };
-}
 
 std::unique_ptr<GroupSource> makeSource(ProcessGroupDSSync& group, const std::vector<int>& host_of) {
   const auto& options = group.dssyncOptions();
@@ -60,7 +36,7 @@ GroupTraining dssyncTraining(const c10::intrusive_ptr<ProcessGroupDSSync>& group
       .combine_then_adapt = options.order == "cta",
       .period = options.sync_period,
       .shared_memory = options.shared_memory,
-      .fields = agreementFields(*group),
+      .fields = optionsAgreement(options, group->getSize()),
       .make_source = [raw = group.get()](const std::vector<int>& host_of, int) { return makeSource(*raw, host_of); },
   };
 }

@@ -52,8 +52,8 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
   outstanding_id_ = OutstandingAverages::add([this](WaitingFor what) { return beginOutstanding(what); });
-  abort_callback_ = group_->addAbortCallback(
-      [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->firstReason().second)); });
+  abort_callback_ = group_->health()->onFailure().add(
+      [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->reason().get().text)); });
 }
 
 GroupSynchronizer::~GroupSynchronizer() { GroupSynchronizer::leave(std::chrono::seconds(2)); }
@@ -61,7 +61,7 @@ GroupSynchronizer::~GroupSynchronizer() { GroupSynchronizer::leave(std::chrono::
 // ---- A round ----
 
 void GroupSynchronizer::gradientsReady() {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   // A device may have calls queued that others have yet to join, in front of what would be owed: see averageRound().
   if (!combine_then_adapt_ && !detached_ && rounds_.closesAt(rounds_.steps() + 1) && buckets_.onCpu()) {
     // Errors are the averaging thread's to report: it waits for the answer.
@@ -75,7 +75,7 @@ void GroupSynchronizer::gradientsReady() {
 }
 
 void GroupSynchronizer::beforeStep() {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   waitAll();
   const std::lock_guard<std::mutex> lock(state_);
   round_.apply();
@@ -155,7 +155,7 @@ void GroupSynchronizer::waitAll() {
 }
 
 void GroupSynchronizer::wait(const PendingBuckets::Tensors& tensors) {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   if (!pending_.over(tensors)) {
     RECORD_FUNCTION("torchext::wait_average", std::vector<c10::IValue>{});
     const auto start = Clock::now();
@@ -241,7 +241,7 @@ void GroupSynchronizer::resume(std::int64_t own, std::int64_t furthest) {
 
 // The task runs on the averaging thread. Its groups end with it, so nobody need wait for them.
 void GroupSynchronizer::meet(const std::function<void()>& task) {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   OutstandingAverages::drain(WaitingFor::kEverybody);
   checkAttached();  // still: a signal's handler may end the group in any wait
   if (source_->scheduled()) {
@@ -346,7 +346,7 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
   }
   detached_ = true;
   source_->stop("the synchronizer has been detached");
-  group_->removeAbortCallback(abort_callback_);
+  group_->health()->onFailure().remove(abort_callback_);
   OutstandingAverages::remove(outstanding_id_);
   thread_->discard();
   thread_ = nullptr;

@@ -80,19 +80,6 @@ class GeneratedSource : public GroupSource {
   std::atomic<bool> met_{false};     // the same, in front of a call that all make
 };
 
-AgreementFields agreementFields(const ProcessGroupPrague& group) {
-  const auto& options = group.pragueOptions();
-  return {
-      {"PragueOptions.group_size", options.groupSizeFor(group.getSize())},
-      {"PragueOptions.generator", options.generator},
-      {"PragueOptions.order", options.order},
-      {"PragueOptions.slowdown_threshold", options.slowdownThresholdFor()},
-      {"PragueOptions.sync_period", options.sync_period},
-      {"PragueOptions.sync_every", options.sync_every},
-      {"PragueOptions.seed", options.seed},
-  };
-}
-
 std::unique_ptr<GroupSource> makeSource(ProcessGroupPrague& group, const std::vector<int>& host_of, int tag_base) {
   const ProcessGroupPrague::Options& options = group.pragueOptions();
   if (options.generator == "static" || group.getSize() == 1) {
@@ -122,7 +109,7 @@ GroupTraining pragueTraining(const c10::intrusive_ptr<ProcessGroupPrague>& group
       .combine_then_adapt = options.order == "cta",
       .period = options.sync_period,
       .shared_memory = options.shared_memory,
-      .fields = agreementFields(*group),
+      .fields = optionsAgreement(options, group->getSize()),
       .make_source = [raw = group.get()](const std::vector<int>& host_of,
                                          int tag_base) { return makeSource(*raw, host_of, tag_base); },
   };

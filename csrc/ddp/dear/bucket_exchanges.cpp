@@ -39,10 +39,11 @@ BucketExchanges::BucketExchanges(c10::intrusive_ptr<ProcessGroupDear> group, con
   if (make_dedicated_group) {
     dedicated_group_ = make_dedicated_group();
     transfers_ = std::make_unique<ShardCollectives>(dedicated_group_);
-    abort_callback_ = group_->addAbortCallback([dedicated_group = dedicated_group_, health = group_->health()] {
-      const auto [rank, reason] = health->firstReason();
-      dedicated_group->abortBecauseOf(rank, reason);
-    });
+    abort_callback_ =
+        group_->health()->onFailure().add([dedicated_group = dedicated_group_, health = group_->health()] {
+          const auto [rank, reason] = health->reason().get();
+          dedicated_group->abortBecauseOf(rank, reason);
+        });
   } else {
     transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), channel_);
   }
@@ -120,7 +121,7 @@ void BucketExchanges::gatherAll(const std::function<Gather(std::size_t bucket)>&
 // Ends: every wait of the exchanges has the group's timeout. A signal's handler may end the group in it, and with that
 // the buckets.
 void BucketExchanges::waitUntil(Exposed exposed, const BucketArrivals::Ready& ready) {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   if (arrivals_.check(ready)) {
     return;
   }
@@ -161,7 +162,7 @@ void BucketExchanges::waitIdle() {
   }
   arrivals_.rethrow();
   const std::string text = "no exchange ended within twice the group's timeout";
-  group_->poison(group_->getRank(), text);
+  group_->health()->poison(group_->getRank(), text);
   C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
 }
 
@@ -205,7 +206,7 @@ bool BucketExchanges::finishSending(std::chrono::milliseconds limit) {
 
 void BucketExchanges::end() {
   if (dedicated_group_) {
-    group_->removeAbortCallback(abort_callback_);
+    group_->health()->onFailure().remove(abort_callback_);
   }
   exchange_->discard();
   if (!arrivals_.failed() && arrivals_.anyPosted()) {

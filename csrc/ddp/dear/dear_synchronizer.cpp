@@ -54,12 +54,13 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
   }
   const c10::Device device = parameters_.empty() ? c10::Device(c10::kCPU) : parameters_.front().device();
   const double bucket = bucket_mb.value_or(options.bucket_mb);
-  agreeOnAttach(*group_, {agreementOf("parameters", parameters_, described),
-                          {"type of device", c10::DeviceTypeName(device.type(), /*lower_case=*/true)},
-                          {"transport by collectives", static_cast<bool>(make_dedicated_group)},
-                          {"DeAROptions.form", options.form},
-                          {"bucket_mb", bucket == 0 ? std::nullopt : std::optional(bucket)},
-                          {"DeAROptions.allreduce_fallback", options.allreduce_fallback}});
+  AgreementFields fields{agreementOf("parameters", parameters_, described),
+                         {"type of device", c10::DeviceTypeName(device.type(), /*lower_case=*/true)},
+                         {"transport by collectives", static_cast<bool>(make_dedicated_group)},
+                         {"bucket_mb", bucket == 0 ? std::nullopt : std::optional(bucket)}};
+  const AgreementFields same = optionsAgreement(options, group_->getSize());
+  fields.insert(fields.end(), same.begin(), same.end());
+  agreeOnAttach(*group_, fields);
   exchanges_ = std::make_unique<BucketExchanges>(group_, parameters_, make_dedicated_group);
   if (replicated_) {
     form_ = std::make_unique<ReplicatedForm>(parameters_, names_, pass_, *exchanges_);
@@ -127,7 +128,7 @@ void DearSynchronizer::backwardEnds() {
     const std::string text = c10::str("no gradient for ", missing,
                                       " in this backward pass; every rank must use every parameter, or wrap the ",
                                       "model with DistributedDataParallel(..., find_unused_parameters=True)");
-    group_->poison(group_->getRank(), text);  // the others wait for these gradients
+    group_->health()->poison(group_->getRank(), text);  // the others wait for these gradients
     C10_THROW_ERROR(DistBackendError, c10::str(group_->health()->label(), ": ", text));
   }
   pass_.end();
@@ -158,7 +159,7 @@ ReplicatedForm& DearSynchronizer::replicatedForm() {
 }
 
 void DearSynchronizer::beforeStep() {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   if (!replicated_) {
     waitAll();  // replicated: gradients are gathered, and each is waited for by itself
   }
@@ -234,7 +235,7 @@ void DearSynchronizer::waitAll() {
 }
 
 void DearSynchronizer::synchronize() {
-  group_->checkUsable("synchronize");  // nothing may be under way here when the group fails
+  group_->health()->checkUsable("synchronize");  // nothing may be under way here when the group fails
   waitAll();
 }
 
@@ -244,7 +245,7 @@ void DearSynchronizer::detach() {
   if (exchanges_->ended()) {
     return;
   }
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   waitAll();
   exchanges_->waitIdle();
   leave(std::chrono::milliseconds(0));

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "c10d/fault/group_waits.h"
 #include "c10d/fault/parse_message.h"
 #include "c10d/threads/start_thread.h"
 
@@ -40,7 +41,7 @@ void HopLine::await(Wait which, const PointToPoint::WorkPtr& work, const char* w
       work->abort();
     }
   }
-  group_.waitPointToPoint(work, kNoTimeout, OpInfo{.name = what, .peer = peer_, .background = true});
+  waitPointToPoint(*group_.health(), work, kNoTimeout, OpInfo{.name = what, .peer = peer_, .background = true});
   const std::lock_guard<std::mutex> lock(mutex_);
   waiting_[which] = nullptr;
 }

@@ -281,7 +281,7 @@ void HopNeighbour::failed(std::exception_ptr error) {
     try {
       std::rethrow_exception(error);
     } catch (const std::exception& what) {
-      state_.group->poison(peer_, what.what());
+      state_.group->health()->poison(peer_, what.what());
     }
   }
   const std::lock_guard<std::mutex> lock(state_.mutex);

@@ -28,21 +28,6 @@ std::vector<std::string> inNeighbours(const core::CommunicationGraph& graph) {
   return texts;
 }
 
-void addFields(AgreementFields& fields, const ProcessGroupHop::Options& options,
-               const core::CommunicationGraph& graph) {
-  const AgreementFields more{
-      {"HopOptions.graph's in-neighbours", inNeighbours(graph)},
-      {"HopOptions.order", options.order},
-      {"HopOptions.notify_ack", options.notify_ack},
-      {"HopOptions.max_iteration_gap", options.max_iteration_gap},
-      {"HopOptions.backup_workers", options.backup_workers},
-      {"HopOptions.staleness", options.staleness},
-      {"HopOptions.max_jump", options.max_jump},
-      {"HopOptions.jump_trigger", options.jump_trigger},
-  };
-  fields.insert(fields.end(), more.begin(), more.end());
-}
-
 std::uint64_t digestOf(const std::vector<at::Tensor>& tensors) {
   std::string text;
   for (const at::Tensor& tensor : tensors) {
@@ -64,9 +49,12 @@ HopSynchronizer::HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, cons
       tensors_(parameters, buffers),
       replica_average_(*group_, model_.parameters(), model_.buffers(), FrozenParameters(frozen)) {
   const int channel = group_->nextChannel();
-  AgreementFields fields{agreementOf("parameters", parameters), agreementOf("buffers", buffers),
-                         agreementOf("frozen parameters", frozen)};
-  addFields(fields, group_->hopOptions(), graph_);
+  AgreementFields fields{agreementOf("parameters", parameters),
+                         agreementOf("buffers", buffers),
+                         agreementOf("frozen parameters", frozen),
+                         {"HopOptions.graph's in-neighbours", inNeighbours(graph_)}};
+  const AgreementFields options = optionsAgreement(group_->hopOptions(), group_->getSize());
+  fields.insert(fields.end(), options.begin(), options.end());
   agreeOnAttach(*group_, fields);
   if (group_->getSize() > 1) {
     mailbox_ = std::make_shared<HopMailbox>(group_, HopSetup{.graph = graph_,
@@ -131,7 +119,7 @@ void HopSynchronizer::begin() {
 }
 
 void HopSynchronizer::beforeStep() {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   waitAll();
   if (!mailbox_ || serial_ || averaged_) {
     return;
@@ -167,7 +155,7 @@ void HopSynchronizer::afterStep() {
 
 // Serial: the exchange that the last step began.
 void HopSynchronizer::finishIteration() {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   const at::NoGradGuard no_grad;
   average();
   exchanging_ = false;
@@ -223,7 +211,7 @@ void HopSynchronizer::waitAll() {
 // ---- Where all workers meet ----
 
 void HopSynchronizer::checkAttached() const {
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   TORCH_CHECK(!detached_, "hop: this synchronizer has been detached");
 }
 
@@ -285,7 +273,7 @@ void HopSynchronizer::detach() {
   if (detached_) {
     return;
   }
-  group_->checkProcess("training");
+  group_->health()->checkProcess("training");
   meet([this] { drain(true); });
   leave(std::chrono::milliseconds(0));
 }

@@ -54,7 +54,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
         ({"max_jump": 1, "staleness": 2, "max_iteration_gap": 3}, r"HopOptions.max_jump = 1: allowed 0 .* or 2"),
         ({"notify_ack": True, "max_iteration_gap": 2}, r"HopOptions.max_iteration_gap = 2: allowed 0 with notify_ack"),
         ({"notify_ack": True, "staleness": 2}, r"HopOptions.staleness = 2: allowed 0 with notify_ack"),
-        ({"neighbours": []}, r"HopOptions.neighbours must have a list a rank"),
+        ({"neighbours": []}, r"HopOptions.neighbours must have an entry for each rank, got"),
         ({"neighbours": [[1], [0]], "weights": [[1.0]]}, r"neighbours and weights are both given, for 2 and 1 ranks"),
         (
             {"neighbours": [[1], [0]], "graph": "full"},

@@ -7,7 +7,9 @@ import copy
 import datetime
 import inspect
 import pickle
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,10 @@ import pytest
 import torchext
 from torchext import backends
 from torchext.errors import BackendOptionsError
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # at the end: torchext stays the installed one
+
+from tools import write_options
 
 CHANGED: dict[type, dict[str, Any]] = {
     torchext.PragueOptions: {"group_size": 3, "generator": "random", "order": "atc", "shared_memory": False},
@@ -108,3 +114,8 @@ def test_groups_made_by_name_alone_have_the_default_options(monkeypatch: pytest.
     assert backends.options_for("hop", None) == torchext.HopOptions()
     with pytest.raises(BackendOptionsError, match=r"options are builtins\.str; pass one of torchext\.DeAROptions"):
         backends.set_default_options("sharded")
+
+
+def test_the_page_and_the_stub_follow_from_the_options() -> None:
+    stale = [path.name for path, text in write_options.written().items() if path.read_text() != text]
+    assert not stale, f"{', '.join(stale)}: run python tools/write_options.py"

@@ -91,7 +91,7 @@ TEST_P(EveryBackendTest, NamesTwoCallsThatDiffer) {
       EXPECT_TRUE(has(error, c10::str("make different calls #", before + 1, ": "))) << error;
       EXPECT_TRUE(has(error, "all_reduce(sum, float32, 12 elements)")) << error;
       EXPECT_TRUE(has(error, "all_reduce(sum, float32, 10 elements)")) << error;
-      expectRefusal(group, group.health()->firstReason().second);
+      expectRefusal(group, group.health()->reason().get().text);
     });
     EXPECT_EQ(world.data->mixedCalls(), 0);
   }
@@ -123,10 +123,10 @@ TEST_P(EveryBackendTest, NamesARankThatDies) {
       const std::string reason = c10::str("rank ", victim, " died (connection closed)");
       EXPECT_TRUE(error.starts_with(label(rank, size))) << error;
       EXPECT_TRUE(has(error, "all_reduce") && has(error, reason)) << error;
-      EXPECT_EQ(group.health()->firstReason().first, victim);
+      EXPECT_EQ(group.health()->reason().get().rank, victim);
       expectRefusal(group, reason);
       const std::lock_guard lock(mutex);
-      reasons.insert(group.health()->firstReason().second);
+      reasons.insert(group.health()->reason().get().text);
     });
     EXPECT_EQ(reasons.size(), 1U);
   }
@@ -148,10 +148,10 @@ TEST_P(EveryBackendTest, NamesARankThatFallsSilent) {
       const std::string error = errorOf([&] { reduceAll(group, at::ones({10}))->wait(); });
       EXPECT_TRUE(has(error, label(rank, 4)) && has(error, "rank 2 has been silent for ")) << error;
       EXPECT_TRUE(has(error, "; it is at all_reduce #1, rank 1 at all_reduce #")) << error;
-      EXPECT_EQ(group.health()->firstReason().first, 2);
+      EXPECT_EQ(group.health()->reason().get().rank, 2);
       expectRefusal(group, "rank 2 has been silent for ");
       const std::lock_guard lock(mutex);
-      reasons.insert(group.health()->firstReason().second);
+      reasons.insert(group.health()->reason().get().text);
     }
     sync_point.arrive_and_wait();
   });
@@ -179,7 +179,7 @@ TEST_P(EveryBackendTest, AStallBelowTheLimitIsNoAlarm) {
         EXPECT_TRUE(at::equal(tensor, at::full({10 + call}, 3.0)));
       }
     }
-    EXPECT_FALSE(group.health()->failed()) << group.health()->firstReason().second;
+    EXPECT_FALSE(group.health()->failed()) << group.health()->reason().get().text;
   });
 }
 
@@ -199,7 +199,7 @@ TEST_P(EveryBackendTest, NamesARankThatHasNotCalled) {
         const std::string error = errorOf([&] { reduceAll(group, at::ones({predicted ? 10 : 20}))->wait(); });
         EXPECT_TRUE(has(error, "rank 1 has not called all_reduce #6, its last call is all_reduce #5, ")) << error;
         EXPECT_TRUE(has(error, "timed out")) << error;
-        EXPECT_EQ(group.health()->firstReason().first, 1);
+        EXPECT_EQ(group.health()->reason().get().rank, 1);
         expectRefusal(group, "rank 1 has not called all_reduce #6");
       }
       sync_point.arrive_and_wait();

@@ -124,10 +124,10 @@ TEST_F(LifecycleTest, ShutsDownTwiceAndFromSeveralThreads) {
     group.shutdown();
     group.abort();
     EXPECT_LT(std::chrono::steady_clock::now() - start, kit::kSoon);
-    EXPECT_FALSE(group.health()->failed()) << group.health()->firstReason().second;
+    EXPECT_FALSE(group.health()->failed()) << group.health()->reason().get().text;
     const std::string error = errorOf([&] { allReduce(group, at::ones({4})); });
     EXPECT_TRUE(has(error, "prague [rank ") && has(error, "all_reduce: the group was shut down")) << error;
-    EXPECT_TRUE(has(errorOf([&] { group.inner(c10::DeviceType::CPU); }), "the group was shut down"));
+    EXPECT_TRUE(has(errorOf([&] { group.inner().of(c10::DeviceType::CPU); }), "the group was shut down"));
   });
 }
 
@@ -168,7 +168,7 @@ TEST_F(LifecycleTest, ShutdownEndsACallThatDoesNotEnd) {
     sync_point.arrive_and_wait();
     if (rank == 1) {
       EXPECT_TRUE(soon([&] { return group.health()->failed(); }));
-      EXPECT_TRUE(has(group.health()->firstReason().second, "rank 0 shut the group down")) << "on rank 1";
+      EXPECT_TRUE(has(group.health()->reason().get().text, "rank 0 shut the group down")) << "on rank 1";
     }
   });
 }
@@ -197,7 +197,7 @@ TEST_F(LifecycleTest, LeavingAfterTheLastCallFailsNobody) {
       EXPECT_EQ(errorOf([&] { allReduce(group, tensor)->wait(); }), "");
       EXPECT_TRUE(at::equal(tensor, at::full({4}, 6.0)));
       group.shutdown();
-      EXPECT_FALSE(group.health()->failed()) << group.health()->firstReason().second;
+      EXPECT_FALSE(group.health()->failed()) << group.health()->reason().get().text;
     });
   }
 }
@@ -286,13 +286,13 @@ TEST_F(LifecycleTest, MembersSayInTheStoreThatTheyLiveOrLeave) {
     if (rank == 2) {  // its script ends
       group->announceLeaving();
       const OrderlyExitScope orderly_exit;
-      group->poison(2, "rank 2 failed");
+      group->health()->poison(2, "rank 2 failed");
       group->announceLeaving();
     }
     EXPECT_TRUE(soon([&] { return world.store->check({"alive/10", "alive/11", "gone/12"}); }));
     sync_point.arrive_and_wait();
     EXPECT_EQ(world.store->getNumKeys(), 3) << "one that leaves is not alive, and one that lives has not gone";
-    EXPECT_EQ(group->health()->lostRanks(), std::set<int>{2});
+    EXPECT_EQ(group->health()->reason().lostRanks(), std::set<int>{2});
     sync_point.arrive_and_wait();
     group->withdrawAnnouncements();
     group->announceLeaving();

@@ -305,7 +305,7 @@ void CallCheckTest::differences(const std::vector<Row>& all, const std::string& 
       EXPECT_TRUE(has(row.odd_text, "of another") || has(error, "ranks 0 and 1 ") == (mine < its))
           << row.name << ": " << error;
       EXPECT_TRUE(buffers.untouched()) << row.name << ", rank " << rank;
-      EXPECT_NE(errorOf([&] { group.checkUsable("a later call"); }), "");
+      EXPECT_NE(errorOf([&] { group.health()->checkUsable("a later call"); }), "");
     });
     for (const auto& world : made) {
       EXPECT_EQ(world->data->mixedCalls(), 0);
@@ -574,7 +574,7 @@ TEST_F(CallCheckTest, RefusesMalformedHeaders) {
         }
       });
       EXPECT_TRUE(has(error, "rank 1 sent a malformed message: malformed ")) << error;
-      EXPECT_EQ(group.health()->firstReason().first, 1);
+      EXPECT_EQ(group.health()->reason().get().rank, 1);
       EXPECT_TRUE(buffers.untouched());
     });
   }
@@ -601,7 +601,7 @@ void CallCheckTest::endsAtAnyMessage(milliseconds heartbeat, void (World::*end)(
     }
     if (rank != 1) {
       EXPECT_TRUE(has(error, reason)) << "message " << index + 1 << ": " << error;
-      EXPECT_EQ(group.health()->firstReason().first, 1);
+      EXPECT_EQ(group.health()->reason().get().rank, 1);
     }
   });
 }
@@ -623,9 +623,9 @@ void CallCheckTest::faultyCall(const std::string& point, bool untouched) {
     Buffers buffers(rank);
     const std::string error = errorOf([&] { allReduce({4})(group, buffers)->wait(); });
     EXPECT_TRUE(!untouched || buffers.untouched());
-    faulty.at(static_cast<std::size_t>(rank)) = group.health()->firstReason().first;
+    faulty.at(static_cast<std::size_t>(rank)) = group.health()->reason().get().rank;
     EXPECT_TRUE(has(
-        error, c10::str("rank ", group.health()->firstReason().first, " failed in all_reduce #1: fault point ", point)))
+        error, c10::str("rank ", group.health()->reason().get().rank, " failed in all_reduce #1: fault point ", point)))
         << error;
   });
   EXPECT_GE(faulty[0], 0);

@@ -364,7 +364,7 @@ TEST_F(FailureMonitorTest, AGroupNamesItsSilentRank) {
                     const std::string error = errorOf([&] { reduced(group, 1.0); });
                     EXPECT_TRUE(has(error, "rank 2 has been silent for ")) << error;
                     EXPECT_TRUE(has(error, "; it is at all_reduce #1, rank 1 at all_reduce #")) << error;
-                    EXPECT_TRUE(group.health()->lostRanks().empty()) << "it may live";
+                    EXPECT_TRUE(group.health()->reason().lostRanks().empty()) << "it may live";
                   }
                   end.arrive_and_wait();
                 });
@@ -383,8 +383,8 @@ TEST_F(FailureMonitorTest, AGroupNamesItsDeadRankInACollective) {
     EXPECT_TRUE(has(error, "rank 2 died (connection closed)")) << error;
     EXPECT_TRUE(has(error, c10::str("prague [rank ", rank, " of 3]: all_reduce"))) << error;
     EXPECT_LT(std::chrono::steady_clock::now() - start, kit::kSoon);
-    EXPECT_EQ(group.health()->firstReason().first, 2);
-    EXPECT_TRUE(group.health()->lostRanks().contains(2));
+    EXPECT_EQ(group.health()->reason().get().rank, 2);
+    EXPECT_TRUE(group.health()->reason().lostRanks().contains(2));
     // Later ones have the same reason.
     EXPECT_TRUE(has(errorOf([&] { reduced(group, 1.0); }), "rank 2 died (connection closed)"));
   });
@@ -398,14 +398,14 @@ TEST_F(FailureMonitorTest, AGroupHasOneReasonARank) {
   onPlainGroups(world, watchedOptions(milliseconds(0)), [&](DelegatingBackend& group, int rank) {
     sync_point.arrive_and_wait();
     if (rank % 2 == 0) {
-      group.poison(rank, c10::str("reason of rank ", rank));
+      group.health()->poison(rank, c10::str("reason of rank ", rank));
     }
     EXPECT_TRUE(soon([&] { return group.health()->failed(); }));
-    const auto first = group.health()->firstReason();
+    const auto first = group.health()->reason().get();
     sync_point.arrive_and_wait();
-    group.poison(3, "a later one");
+    group.health()->poison(3, "a later one");
     group.abort();
-    EXPECT_EQ(group.health()->firstReason(), first);
+    EXPECT_EQ(group.health()->reason().get(), first);
     EXPECT_TRUE(first.second == "reason of rank 0" || first.second == "reason of rank 2") << first.second;
     sync_point.arrive_and_wait();
   });
@@ -422,7 +422,7 @@ TEST_F(FailureMonitorTest, AGroupIsWellWhenARankHasLeftInOrder) {
     sync_point.arrive_and_wait();
     std::this_thread::sleep_for(milliseconds(100));
     if (rank != 2) {
-      EXPECT_FALSE(group.health()->failed()) << group.health()->firstReason().second;
+      EXPECT_FALSE(group.health()->failed()) << group.health()->reason().get().text;
       std::vector<at::Tensor> tensors{at::full({3}, rank)};
       (rank == 0 ? group.send(tensors, 1, 5) : group.recv(tensors, 0, 5))->wait();
       EXPECT_TRUE(at::equal(tensors[0], at::zeros({3}, at::kLong)));

@@ -160,7 +160,7 @@ TEST_F(GroupHealthTest, AFailureEndsAWait) {
   EXPECT_TRUE(has(error, "prague [rank 0 of 2]: recv with rank 1: rank 1 is odd; this group cannot be used")) << error;
   // The first reason stays, also for what comes later.
   EXPECT_FALSE(health->poison(0, "another reason"));
-  EXPECT_EQ(health->firstReason(), std::make_pair(1, std::string("rank 1 is odd")));
+  EXPECT_EQ(health->reason().get(), std::make_pair(1, std::string("rank 1 is odd")));
   EXPECT_TRUE(has(errorOf([&] { health->checkUsable("all_reduce"); }), "all_reduce: rank 1 is odd"));
   EXPECT_TRUE(
       has(errorOf([&] { health->waitPointToPoint(receive(1), seconds(1), {.name = "recv"}); }), "rank 1 is odd"));
@@ -193,7 +193,7 @@ TEST_F(GroupHealthTest, AWaitThatPassesItsTimeNamesItself) {
   auto error = waiting({.name = "recv", .peer = 1}, milliseconds(100));
   const std::string text = error.get();
   EXPECT_TRUE(has(text, "rank 0 timed out in recv with rank 1: Timed out waiting 100ms")) << text;
-  EXPECT_EQ(health->firstReason().first, 0);
+  EXPECT_EQ(health->reason().get().rank, 0);
 }
 
 TEST_F(GroupHealthTest, WaitsForWhatIsNoMessage) {
@@ -218,7 +218,7 @@ TEST_F(GroupHealthTest, ALookMayThrow) {
   const auto look = [](milliseconds) -> bool { throw std::runtime_error("rank 1 has left"); };
   EXPECT_EQ(errorOf([&] { health->waitUntil(look, seconds(30), {.name = "look", .peer = 1}); }), "rank 1 has left");
   health->close(milliseconds(0));
-  EXPECT_FALSE(health->failed()) << health->firstReason().second;
+  EXPECT_FALSE(health->failed()) << health->reason().get().text;
 }
 
 TEST_F(GroupHealthTest, AFailureEndsAWaitForWhatIsNoMessage) {
@@ -248,7 +248,7 @@ TEST_F(GroupHealthTest, ABrokenConnectionIsToldAsTheFaultMessage) {
   telling.join();
   EXPECT_TRUE(has(text, "recv with rank 1: rank 1 died (connection closed); seen here as: Connection closed by peer"))
       << text;
-  EXPECT_EQ(health->lostRanks(), std::set<int>{1});
+  EXPECT_EQ(health->reason().lostRanks(), std::set<int>{1});
 }
 
 TEST_F(GroupHealthTest, ABrokenConnectionWithoutAFaultMessageNamesThisRank) {
@@ -266,8 +266,8 @@ TEST_F(GroupHealthTest, ErrorsOfOthersKeepTheirText) {
   EXPECT_FALSE(health->failed()) << "it is this rank's own";
   // Where the others wait for this call they must know.
   EXPECT_TRUE(has(errorOf([&] { std::rethrow_exception(health->explainToAll(own_error, op)); }), "no such device"));
-  EXPECT_EQ(health->firstReason().second, "rank 0 failed in all_reduce #4: no such device");
-  EXPECT_EQ(health->lostRanks(), std::set<int>{0});
+  EXPECT_EQ(health->reason().get().text, "rank 0 failed in all_reduce #4: no such device");
+  EXPECT_EQ(health->reason().lostRanks(), std::set<int>{0});
 }
 
 TEST_F(GroupHealthTest, ShutdownEndsServicesAndLetsCallsEnd) {
@@ -300,19 +300,19 @@ TEST_F(GroupHealthTest, ShutdownFailsWhatDoesNotEnd) {
 TEST_F(GroupHealthTest, AbortCallbacksRunOnceAndConnectionsCloseLast) {
   std::atomic<int> ran{0};
   std::atomic<int> closed{0};
-  health->setConnectionCloser([&] {
+  health->onFailure().setConnectionCloser([&] {
     EXPECT_EQ(ran, 1);
     ++closed;
   });
-  health->addAbortCallback([&] { ++ran; });
-  const auto removed = health->addAbortCallback([&] { ran += 100; });
-  health->removeAbortCallback(removed);
-  health->removeAbortCallback(removed);
+  health->onFailure().add([&] { ++ran; });
+  const auto removed = health->onFailure().add([&] { ran += 100; });
+  health->onFailure().remove(removed);
+  health->onFailure().remove(removed);
   health->poison(1, "rank 1 is odd");
   health->abort("again");
   EXPECT_EQ(ran, 1);
   EXPECT_EQ(closed, 1);
-  EXPECT_EQ(health->addAbortCallback([&] { ++ran; }), 0U);
+  EXPECT_EQ(health->onFailure().add([&] { ++ran; }), 0U);
   EXPECT_EQ(ran, 2) << "at once when the group has failed";
 }
 
@@ -320,20 +320,20 @@ TEST_F(GroupHealthTest, RemovingACallbackWaitsForIt) {
   std::promise<void> running;
   std::promise<void> go_on;
   std::atomic<bool> over{false};
-  const auto id = health->addAbortCallback([&] {
+  const auto id = health->onFailure().add([&] {
     running.set_value();
     go_on.get_future().wait();
     over = true;
   });
   std::uint64_t own_id = 0;
-  own_id = health->addAbortCallback([&] { health->removeAbortCallback(own_id); });  // not for itself
+  own_id = health->onFailure().add([&] { health->onFailure().remove(own_id); });  // not for itself
   std::thread failing([this] { health->poison(1, "rank 1 is odd"); });
   running.get_future().wait();
   std::thread releasing([&] {
     std::this_thread::sleep_for(milliseconds(50));
     go_on.set_value();
   });
-  health->removeAbortCallback(id);
+  health->onFailure().remove(id);
   EXPECT_TRUE(over);
   failing.join();
   releasing.join();
@@ -342,14 +342,14 @@ TEST_F(GroupHealthTest, RemovingACallbackWaitsForIt) {
 TEST_F(GroupHealthTest, SettingTheCloserWaitsForOneThatRuns) {
   std::promise<void> running;
   std::atomic<bool> over{false};
-  health->setConnectionCloser([&] {
+  health->onFailure().setConnectionCloser([&] {
     running.set_value();
     std::this_thread::sleep_for(milliseconds(50));
     over = true;
   });
   std::thread failing([this] { health->poison(1, "rank 1 is odd"); });
   running.get_future().wait();
-  health->setConnectionCloser(nullptr);
+  health->onFailure().setConnectionCloser(nullptr);
   EXPECT_TRUE(over);
   failing.join();
 }
@@ -359,10 +359,10 @@ TEST_F(GroupHealthTest, WhoLeavesCountsAsLost) {
     const OrderlyExitScope orderly_exit;
     health->poison(0, "rank 0 leaves");
   }
-  EXPECT_EQ(health->lostRanks(), std::set<int>{0});
-  health->noteLost(1);
-  EXPECT_EQ(health->lostRanks(), (std::set<int>{0, 1}));
-  EXPECT_EQ(health->firstReason().second, "rank 0 leaves");
+  EXPECT_EQ(health->reason().lostRanks(), std::set<int>{0});
+  health->reason().noteLost(1);
+  EXPECT_EQ(health->reason().lostRanks(), (std::set<int>{0, 1}));
+  EXPECT_EQ(health->reason().get().text, "rank 0 leaves");
 }
 
 TEST_F(GroupHealthTest, AnOperationHasALimit) {

@@ -368,14 +368,14 @@ TEST_F(SubsetAllreduceTest, AMalformedHeaderEndsTheGroup) {
               group.partialAllReduce(at::ones({3}), {0, 1})->wait();
             } else if (rank == 1) {
               std::vector<at::Tensor> junk{at::full({bytes}, bytes == 5 ? 0xff : 0, at::kByte)};
-              group.inner(c10::DeviceType::CPU)->send(junk, 0, AttachableBackend::kGroupTags)->wait();
+              group.inner().of(c10::DeviceType::CPU)->send(junk, 0, AttachableBackend::kGroupTags)->wait();
               group.recv(tensors, 2, 0)->wait();
             } else {
               group.recv(tensors, 1, 0)->wait();
             }
           });
           EXPECT_TRUE(has(error, "rank 1 sent a malformed message: malformed ")) << error;
-          EXPECT_EQ(group.health()->firstReason().first, 1);
+          EXPECT_EQ(group.health()->reason().get().rank, 1);
         });
   }
 }
@@ -421,7 +421,7 @@ TEST_F(SubsetAllreduceTest, NamesARankThatDiesAtAnyMessage) {
         ++errors;
         EXPECT_TRUE(has(error, "rank 1 died (connection closed)")) << "death " << death << ": " << error;
         EXPECT_NE(death, kDeaths - 1) << error;
-        EXPECT_TRUE(group->health()->lostRanks().contains(1));
+        EXPECT_TRUE(group->health()->reason().lostRanks().contains(1));
       }
     }
     over[static_cast<std::size_t>(death)].arrive_and_wait();

@@ -247,7 +247,7 @@ TEST_F(WindowGatherTest, AWaitForMemoryEndsWithItsGroup) {
           if (rank == 1) {
             if (!by_timeout) {
               std::this_thread::sleep_for(milliseconds(50));
-              group.poison(1, "rank 1 has had enough");
+              group.health()->poison(1, "rank 1 has had enough");
             }
             end.arrive_and_wait();
             return;

@@ -1,5 +1,4 @@
-// The collectives of DelegatingBackend: pick the inner backend by device, number the call, wrap the work.
-#include "c10d/backend/delegating_backend.h"
+#include "c10d/backend/forwarded_collectives.h"
 
 #include <chrono>
 #include <functional>
@@ -72,15 +71,52 @@ class LaterStart {
 
 }  // namespace
 
+ForwardedCollectives::ForwardedCollectives(int rank, int size, const std::string& name, InnerBackends inner,
+                                           c10::intrusive_ptr<Options> options)
+    : CompatBackend(rank, size),
+      options_(std::move(options)),
+      health_(std::make_shared<GroupHealth>(name, rank, size)),
+      inner_(std::move(inner), health_) {
+  const InnerBackends groups = inner_.all();
+  TORCH_CHECK_VALUE(groups.cpu && options_, name, ": needs a CPU backend and options");
+  TORCH_CHECK_VALUE(groups.control || size == 1, name, ": needs a control group when there is more than one rank");
+  for (const auto& group : {groups.cpu, groups.cuda, groups.control}) {
+    TORCH_CHECK_VALUE(!group || (group->getRank() == rank && group->getSize() == size), name, ": inner backend ",
+                      group ? group->getBackendName() : "", " does not have rank ", rank, " of ", size);
+  }
+  groupOptions().validateGroup();
+  operation_timeout_ = groupOptions().operation_timeout;
+  health_->identity().setGroupName(options_->group_name);
+}
+
+const GroupOptions& ForwardedCollectives::groupOptions() const {
+  static const auto& defaults = *new GroupOptions("defaults");
+  const auto* own = dynamic_cast<const GroupOptions*>(options_.get());
+  return own ? *own : defaults;
+}
+
+void ForwardedCollectives::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  for (const auto& group : inner_.carriers()) {
+    group->setTimeout(timeout);
+  }
+}
+
+void ForwardedCollectives::extendTimeout(const std::chrono::milliseconds& timeout) {
+  for (const auto& group : inner_.carriers()) {
+    addEphemeralTimeoutIfAny(*group, timeout);
+  }
+}
+
 template <typename Call>
-DelegatingBackend::Works DelegatingBackend::forward(const OpInfo& op, c10::DeviceType device, Call&& call) {
+ForwardedCollectives::Works ForwardedCollectives::forward(const OpInfo& op, c10::DeviceType device, Call&& call) {
   const bool on_cpu = device == c10::DeviceType::CPU;
   if (coalescing_ && !on_cpu) {
     noteCudaCallWhileCoalescing();
   }
   Works work;
   try {
-    work = call(*inner(device));
+    work = call(*inner_.of(device));
     faultPoint(FaultPoint::kCallStarted);
   } catch (...) {
     std::rethrow_exception(health_->explain(std::current_exception(), op));
@@ -89,8 +125,8 @@ DelegatingBackend::Works DelegatingBackend::forward(const OpInfo& op, c10::Devic
 }
 
 template <typename Call>
-DelegatingBackend::Works DelegatingBackend::pointToPoint(const char* name, OpType type, int peer,
-                                                         const Tensors& tensors, Call&& call) {
+ForwardedCollectives::Works ForwardedCollectives::pointToPoint(const char* name, OpType type, int peer,
+                                                               const Tensors& tensors, Call&& call) {
   health_->checkUsable(name);
   beforeMessage();
   const OpInfo op{.name = name,
@@ -102,10 +138,10 @@ DelegatingBackend::Works DelegatingBackend::pointToPoint(const char* name, OpTyp
 }
 
 template <typename Call>
-DelegatingBackend::Works DelegatingBackend::collective(const char* name, OpType type, c10::DeviceType device,
-                                                       const core::CallHeader& header, Call call) {
+ForwardedCollectives::Works ForwardedCollectives::collective(const char* name, OpType type, c10::DeviceType device,
+                                                             const core::CallHeader& header, Call call) {
   health_->checkUsable(name);
-  const auto backend = inner(device);
+  const auto backend = inner_.of(device);
   beforeCollective();
   const bool checked = calls_ && device == c10::DeviceType::CPU;
   if (checked) {
@@ -139,7 +175,7 @@ DelegatingBackend::Works DelegatingBackend::collective(const char* name, OpType 
   return work;
 }
 
-DelegatingBackend::Works DelegatingBackend::wrap(const OpInfo& op, Works work, bool on_cpu) {
+ForwardedCollectives::Works ForwardedCollectives::wrap(const OpInfo& op, Works work, bool on_cpu) {
   if (!work) {
     return work;  // NCCL returns none while it coalesces
   }
@@ -150,55 +186,56 @@ DelegatingBackend::Works DelegatingBackend::wrap(const OpInfo& op, Works work, b
   return wrapped;
 }
 
-DelegatingBackend::Works DelegatingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   return collective("broadcast", OpType::BROADCAST, deviceOf(tensors),
                     headerOf(OpType::BROADCAST, tensors, opts.rootRank),
                     [tensors, opts](c10d::Backend& backend) mutable { return backend.broadcast(tensors, opts); });
 }
 
-DelegatingBackend::Works DelegatingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   return collective("all_reduce", OpType::ALLREDUCE, deviceOf(tensors),
                     headerOf(OpType::ALLREDUCE, tensors, opts.reduceOp),
                     [tensors, opts](c10d::Backend& backend) mutable { return reduceAll(backend, tensors, opts); });
 }
 
-DelegatingBackend::Works DelegatingBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::allreduce_sparse(Tensors& tensors,
+                                                                   const c10d::AllreduceOptions& opts) {
   return collective(
       "all_reduce_sparse", OpType::_ALLREDUCE_SPARSE, deviceOf(tensors),
       headerOf(OpType::_ALLREDUCE_SPARSE, tensors, opts.reduceOp),
       [tensors, opts](c10d::Backend& backend) mutable { return backend.allreduce_sparse(tensors, opts); });
 }
 
-DelegatingBackend::Works DelegatingBackend::allreduce_coalesced(Tensors& tensors,
-                                                                const c10d::AllreduceCoalescedOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::allreduce_coalesced(Tensors& tensors,
+                                                                      const c10d::AllreduceCoalescedOptions& opts) {
   return collective(
       "all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, deviceOf(tensors),
       headerOf(OpType::ALLREDUCE_COALESCED, tensors, opts.reduceOp),
       [tensors, opts](c10d::Backend& backend) mutable { return backend.allreduce_coalesced(tensors, opts); });
 }
 
-DelegatingBackend::Works DelegatingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   return collective("reduce", OpType::REDUCE, deviceOf(tensors),
                     headerOf(OpType::REDUCE, tensors, opts.reduceOp, opts.rootRank),
                     [tensors, opts](c10d::Backend& backend) mutable { return backend.reduce(tensors, opts); });
 }
 
-DelegatingBackend::Works DelegatingBackend::allgather(TensorLists& outputs, Tensors& inputs,
-                                                      const c10d::AllgatherOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::allgather(TensorLists& outputs, Tensors& inputs,
+                                                            const c10d::AllgatherOptions& opts) {
   return collective(
       "all_gather", OpType::ALLGATHER, deviceOf(inputs), headerOf(OpType::ALLGATHER, inputs),
       [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.allgather(outputs, inputs, opts); });
 }
 
-DelegatingBackend::Works DelegatingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                            const c10d::AllgatherOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                                  const c10d::AllgatherOptions& opts) {
   return collective(
       "all_gather_single", OpType::_ALLGATHER_BASE, deviceOf(input), headerOf(OpType::_ALLGATHER_BASE, {input}),
       [output, input, opts](c10d::Backend& backend) mutable { return backend._allgather_base(output, input, opts); });
 }
 
-DelegatingBackend::Works DelegatingBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
-                                                                const c10d::AllgatherOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                                      const c10d::AllgatherOptions& opts) {
   return collective("all_gather_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs),
                     headerOf(OpType::ALLGATHER_COALESCED, inputs),
                     [outputs, inputs, opts](c10d::Backend& backend) mutable {
@@ -206,8 +243,8 @@ DelegatingBackend::Works DelegatingBackend::allgather_coalesced(TensorLists& out
                     });
 }
 
-DelegatingBackend::Works DelegatingBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                                            const c10d::AllgatherOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                                  const c10d::AllgatherOptions& opts) {
   return collective("all_gather_single_coalesced", OpType::ALLGATHER_COALESCED, deviceOf(inputs),
                     headerOf(OpType::ALLGATHER_COALESCED, inputs),
                     [outputs, inputs, opts](c10d::Backend& backend) mutable {
@@ -215,31 +252,31 @@ DelegatingBackend::Works DelegatingBackend::allgather_into_tensor_coalesced(Tens
                     });
 }
 
-DelegatingBackend::Works DelegatingBackend::gather(TensorLists& outputs, Tensors& inputs,
-                                                   const c10d::GatherOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::gather(TensorLists& outputs, Tensors& inputs,
+                                                         const c10d::GatherOptions& opts) {
   return collective(
       "gather", OpType::GATHER, deviceOf(inputs), headerOf(OpType::GATHER, inputs, opts.rootRank),
       [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.gather(outputs, inputs, opts); });
 }
 
-DelegatingBackend::Works DelegatingBackend::gatherSingle(at::Tensor& output, at::Tensor& input,
-                                                         const c10d::GatherOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::gatherSingle(at::Tensor& output, at::Tensor& input,
+                                                               const c10d::GatherOptions& opts) {
   return collective("gather_single", OpType::GATHER, deviceOf(input), headerOf(OpType::GATHER, {input}, opts.rootRank),
                     [output, input, opts](c10d::Backend& backend) mutable {
                       return gatherSingleIfAny(backend, output, input, opts);
                     });
 }
 
-DelegatingBackend::Works DelegatingBackend::scatter(Tensors& outputs, TensorLists& inputs,
-                                                    const c10d::ScatterOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::scatter(Tensors& outputs, TensorLists& inputs,
+                                                          const c10d::ScatterOptions& opts) {
   return collective(
       "scatter", OpType::SCATTER, deviceOf(outputs), headerOf(OpType::SCATTER, outputs, opts.rootRank),
       [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.scatter(outputs, inputs, opts); });
 }
 
 // Outputs may differ between ranks; the lists of inputs may not.
-DelegatingBackend::Works DelegatingBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
-                                                           const c10d::ReduceScatterOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                                                 const c10d::ReduceScatterOptions& opts) {
   return collective("reduce_scatter", OpType::REDUCE_SCATTER, deviceOf(outputs),
                     headerOf(OpType::REDUCE_SCATTER, firstOf(inputs), opts.reduceOp),
                     [outputs, inputs, opts](c10d::Backend& backend) mutable {
@@ -247,8 +284,8 @@ DelegatingBackend::Works DelegatingBackend::reduce_scatter(Tensors& outputs, Ten
                     });
 }
 
-DelegatingBackend::Works DelegatingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                                 const c10d::ReduceScatterOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                                       const c10d::ReduceScatterOptions& opts) {
   return collective("reduce_scatter_single", OpType::_REDUCE_SCATTER_BASE, deviceOf(input),
                     headerOf(OpType::_REDUCE_SCATTER_BASE, {input}, opts.reduceOp),
                     [output, input, opts](c10d::Backend& backend) mutable {
@@ -256,8 +293,8 @@ DelegatingBackend::Works DelegatingBackend::_reduce_scatter_base(at::Tensor& out
                     });
 }
 
-DelegatingBackend::Works DelegatingBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                                            const c10d::ReduceScatterOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
   return collective("reduce_scatter_single_coalesced", OpType::REDUCE_SCATTER, deviceOf(inputs),
                     headerOf(OpType::REDUCE_SCATTER, inputs, opts.reduceOp),
                     [outputs, inputs, opts](c10d::Backend& backend) mutable {
@@ -266,10 +303,10 @@ DelegatingBackend::Works DelegatingBackend::reduce_scatter_tensor_coalesced(Tens
 }
 
 // What ranks exchange all to all may differ from pair to pair, so that of each rank says nothing about the others'.
-DelegatingBackend::Works DelegatingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                                          std::vector<int64_t>& output_splits,
-                                                          std::vector<int64_t>& input_splits,
-                                                          const c10d::AllToAllOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                                std::vector<int64_t>& output_splits,
+                                                                std::vector<int64_t>& input_splits,
+                                                                const c10d::AllToAllOptions& opts) {
   return collective("all_to_all_single", OpType::ALLTOALL_BASE, deviceOf(input),
                     headerOfDtype(OpType::ALLTOALL_BASE, input),
                     [output, input, output_splits, input_splits, opts](c10d::Backend& backend) mutable {
@@ -277,29 +314,29 @@ DelegatingBackend::Works DelegatingBackend::alltoall_base(at::Tensor& output, at
                     });
 }
 
-DelegatingBackend::Works DelegatingBackend::alltoall(Tensors& outputs, Tensors& inputs,
-                                                     const c10d::AllToAllOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::alltoall(Tensors& outputs, Tensors& inputs,
+                                                           const c10d::AllToAllOptions& opts) {
   return collective(
       "all_to_all", OpType::ALLTOALL, deviceOf(inputs), headerOf(OpType::ALLTOALL),
       [outputs, inputs, opts](c10d::Backend& backend) mutable { return backend.alltoall(outputs, inputs, opts); });
 }
 
-DelegatingBackend::Works DelegatingBackend::send(Tensors& tensors, int dst_rank, int tag) {
+ForwardedCollectives::Works ForwardedCollectives::send(Tensors& tensors, int dst_rank, int tag) {
   return pointToPoint("send", OpType::SEND, dst_rank, tensors,
                       [&](c10d::Backend& backend) { return backend.send(tensors, dst_rank, tag); });
 }
 
-DelegatingBackend::Works DelegatingBackend::recv(Tensors& tensors, int src_rank, int tag) {
+ForwardedCollectives::Works ForwardedCollectives::recv(Tensors& tensors, int src_rank, int tag) {
   return pointToPoint("recv", OpType::RECV, src_rank, tensors,
                       [&](c10d::Backend& backend) { return backend.recv(tensors, src_rank, tag); });
 }
 
-DelegatingBackend::Works DelegatingBackend::recvAnysource(Tensors& tensors, int tag) {
+ForwardedCollectives::Works ForwardedCollectives::recvAnysource(Tensors& tensors, int tag) {
   return pointToPoint("recv from any rank", OpType::RECVANYSOURCE, -1, tensors,
                       [&](c10d::Backend& backend) { return backend.recvAnysource(tensors, tag); });
 }
 
-DelegatingBackend::Works DelegatingBackend::barrier(const c10d::BarrierOptions& opts) {
+ForwardedCollectives::Works ForwardedCollectives::barrier(const c10d::BarrierOptions& opts) {
   // Device indices only mean anything on GPUs; without them the barrier is one of processes, which the CPU carries.
   const bool on_cuda = (opts.device && opts.device->is_cuda()) || (!opts.device_ids.empty() && deviceInner());
   return collective("barrier", OpType::BARRIER, on_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU,
@@ -307,18 +344,18 @@ DelegatingBackend::Works DelegatingBackend::barrier(const c10d::BarrierOptions& 
                     [opts](c10d::Backend& backend) { return backend.barrier(opts); });
 }
 
-void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+void ForwardedCollectives::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   health_->checkUsable("monitored_barrier");
   beforeCollective();
   if (calls_) {
     calls_->drain();  // it takes its turn among Gloo's calls
   }
-  inner(c10::DeviceType::CPU)->monitoredBarrier(opts, wait_all_ranks);
+  inner_.of(c10::DeviceType::CPU)->monitoredBarrier(opts, wait_all_ranks);
 }
 
-bool DelegatingBackend::supportsCoalescing() const { return deviceInner() && deviceInner()->supportsCoalescing(); }
+bool ForwardedCollectives::supportsCoalescing() const { return deviceInner() && deviceInner()->supportsCoalescing(); }
 
-void DelegatingBackend::startCoalescing() {
+void ForwardedCollectives::startCoalescing() {
   health_->checkUsable("start_coalescing");
   TORCH_CHECK(!coalescing_, health_->label(), ": startCoalescing() inside startCoalescing()");
   coalescing_ = true;
@@ -326,20 +363,20 @@ void DelegatingBackend::startCoalescing() {
   coalesced_.clear();
 }
 
-void DelegatingBackend::noteCudaCallWhileCoalescing() {
+void ForwardedCollectives::noteCudaCallWhileCoalescing() {
   if (std::exchange(cudaCoalescing_, true)) {
     return;
   }
-  inner(c10::DeviceType::CUDA)->startCoalescing();
+  inner_.of(c10::DeviceType::CUDA)->startCoalescing();
 }
 
-DelegatingBackend::Works DelegatingBackend::endCoalescing() {
+ForwardedCollectives::Works ForwardedCollectives::endCoalescing() {
   TORCH_CHECK(coalescing_, health_->label(), ": endCoalescing() without startCoalescing()");
   coalescing_ = false;
   auto works = std::exchange(coalesced_, {});
   if (cudaCoalescing_) {
     const OpInfo op{.name = "coalesced", .type = OpType::COALESCED, .sequence = nextSequence()};
-    if (auto work = wrap(op, inner(c10::DeviceType::CUDA)->endCoalescing(), false)) {
+    if (auto work = wrap(op, inner_.of(c10::DeviceType::CUDA)->endCoalescing(), false)) {
       works.push_back(std::move(work));
     }
   }
