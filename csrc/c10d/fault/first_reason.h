@@ -22,6 +22,7 @@ class FirstReason {
   struct Reason {
     int rank = -1;
     std::string text;
+    bool operator==(const Reason&) const = default;
   };
 
   // Returns whether this was the first. A rank that died or left is among lostRanks() then.

@@ -406,7 +406,7 @@ TEST_F(FailureMonitorTest, AGroupHasOneReasonARank) {
     group.health()->poison(3, "a later one");
     group.abort();
     EXPECT_EQ(group.health()->reason().get(), first);
-    EXPECT_TRUE(first.second == "reason of rank 0" || first.second == "reason of rank 2") << first.second;
+    EXPECT_TRUE(first.text == "reason of rank 0" || first.text == "reason of rank 2") << first.text;
     sync_point.arrive_and_wait();
   });
 }

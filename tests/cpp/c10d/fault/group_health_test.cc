@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
+#include "c10d/fault/group_waits.h"
 #include "c10d/fault/orderly_exit_scope.h"
 #include "c10d/fault/pending_operations.h"
 #include "kit/ranks_as_threads.h"
@@ -130,7 +131,7 @@ class GroupHealthTest : public kit::RanksTest {
   // The error of a wait on another thread.
   std::future<std::string> waiting(const OpInfo& op, milliseconds timeout = FailureMonitor::kForever) {
     auto result = std::async(std::launch::async, [this, op, timeout, work = receive()] {
-      return errorOf([&] { health->waitPointToPoint(work, timeout, op); });
+      return errorOf([&] { waitPointToPoint(*health, work, timeout, op); });
     });
     std::this_thread::sleep_for(milliseconds(30));
     return result;
@@ -160,12 +161,13 @@ TEST_F(GroupHealthTest, AFailureEndsAWait) {
   EXPECT_TRUE(has(error, "prague [rank 0 of 2]: recv with rank 1: rank 1 is odd; this group cannot be used")) << error;
   // The first reason stays, also for what comes later.
   EXPECT_FALSE(health->poison(0, "another reason"));
-  EXPECT_EQ(health->reason().get(), std::make_pair(1, std::string("rank 1 is odd")));
+  EXPECT_EQ(health->reason().get(), (FirstReason::Reason{1, "rank 1 is odd"}));
   EXPECT_TRUE(has(errorOf([&] { health->checkUsable("all_reduce"); }), "all_reduce: rank 1 is odd"));
   EXPECT_TRUE(
-      has(errorOf([&] { health->waitPointToPoint(receive(1), seconds(1), {.name = "recv"}); }), "rank 1 is odd"));
-  EXPECT_TRUE(has(errorOf([&] { health->waitUntil([](milliseconds) { return false; }, seconds(1), {.name = "look"}); }),
-                  "rank 1 is odd"));
+      has(errorOf([&] { waitPointToPoint(*health, receive(1), seconds(1), {.name = "recv"}); }), "rank 1 is odd"));
+  EXPECT_TRUE(
+      has(errorOf([&] { waitUntil(*health, [](milliseconds) { return false; }, seconds(1), {.name = "look"}); }),
+          "rank 1 is odd"));
 }
 
 // What is under way may still end well: its peer may just have left behind the last message.
@@ -200,7 +202,7 @@ TEST_F(GroupHealthTest, WaitsForWhatIsNoMessage) {
   std::atomic<bool> there{false};
   auto arrived = std::async(std::launch::async, [&] {
     return errorOf(
-        [&] { health->waitUntil([&](milliseconds) { return there.load(); }, seconds(30), {.name = "look"}); });
+        [&] { waitUntil(*health, [&](milliseconds) { return there.load(); }, seconds(30), {.name = "look"}); });
   });
   std::this_thread::sleep_for(milliseconds(20));
   there = true;
@@ -209,14 +211,14 @@ TEST_F(GroupHealthTest, WaitsForWhatIsNoMessage) {
     std::this_thread::sleep_for(limit);
     return false;
   };
-  const std::string late = errorOf([&] { health->waitUntil(nothing, milliseconds(50), {.name = "look", .peer = 1}); });
+  const std::string late = errorOf([&] { waitUntil(*health, nothing, milliseconds(50), {.name = "look", .peer = 1}); });
   EXPECT_TRUE(has(late, "rank 0 timed out in look with rank 1: Timed out waiting 50ms for look with rank 1")) << late;
 }
 
 // It is over, then: shutdown finds nothing under way.
 TEST_F(GroupHealthTest, ALookMayThrow) {
   const auto look = [](milliseconds) -> bool { throw std::runtime_error("rank 1 has left"); };
-  EXPECT_EQ(errorOf([&] { health->waitUntil(look, seconds(30), {.name = "look", .peer = 1}); }), "rank 1 has left");
+  EXPECT_EQ(errorOf([&] { waitUntil(*health, look, seconds(30), {.name = "look", .peer = 1}); }), "rank 1 has left");
   health->close(milliseconds(0));
   EXPECT_FALSE(health->failed()) << health->reason().get().text;
 }
@@ -224,12 +226,12 @@ TEST_F(GroupHealthTest, ALookMayThrow) {
 TEST_F(GroupHealthTest, AFailureEndsAWaitForWhatIsNoMessage) {
   auto error = std::async(std::launch::async, [&] {
     return errorOf([&] {
-      health->waitUntil(
-          [](milliseconds limit) {
-            std::this_thread::sleep_for(limit);
-            return false;
-          },
-          milliseconds(0), {.name = "look"});
+      waitUntil(*health,
+                [](milliseconds limit) {
+                  std::this_thread::sleep_for(limit);
+                  return false;
+                },
+                milliseconds(0), {.name = "look"});
     });
   });
   std::this_thread::sleep_for(milliseconds(30));
@@ -273,17 +275,17 @@ TEST_F(GroupHealthTest, ErrorsOfOthersKeepTheirText) {
 TEST_F(GroupHealthTest, ShutdownEndsServicesAndLetsCallsEnd) {
   auto service = waiting({.name = "requests", .background = true});
   auto call = std::async(std::launch::async, [this, work = receive(7)] {
-    return errorOf([&] { health->waitPointToPoint(work, seconds(60), {.name = "recv", .peer = 1}); });
+    return errorOf([&] { waitPointToPoint(*health, work, seconds(60), {.name = "recv", .peer = 1}); });
   });
   std::this_thread::sleep_for(milliseconds(30));
   std::thread closing([this] { health->close(seconds(20)); });
   EXPECT_TRUE(has(service.get(), "requests: the wait was ended by shutdown"));
   EXPECT_TRUE(has(errorOf([&] { health->checkUsable("send"); }), "send: the group was shut down"));
-  EXPECT_TRUE(has(errorOf([&] { health->waitPointToPoint(receive(8), seconds(1), {.name = "recv"}); }),
+  EXPECT_TRUE(has(errorOf([&] { waitPointToPoint(*health, receive(8), seconds(1), {.name = "recv"}); }),
                   "the group was shut down"));
   // A part of a call that is under way goes on.
   send(9);
-  EXPECT_EQ(errorOf([&] { health->waitPointToPoint(receive(9), seconds(30), {.name = "part", .nested = true}); }), "");
+  EXPECT_EQ(errorOf([&] { waitPointToPoint(*health, receive(9), seconds(30), {.name = "part", .nested = true}); }), "");
   send(7);
   EXPECT_EQ(call.get(), "");
   closing.join();
