@@ -92,10 +92,8 @@ struct KfacPlanInput {
   std::vector<std::size_t> gradient_bytes;  // [layer]
   std::vector<double> ready;                // [task] seconds; empty: all at once
   std::vector<double> precondition;         // [layer] seconds on one rank; empty: as if it cost nothing
-  // [layer] made in the backward pass, in steps without an update: all ranks have its inverses. Empty: none.
-  std::vector<bool> early;
-  // [layer] may be made of the rows of all ranks' batches in those steps, where all ranks have the inverses of all such
-  // layers. Whether that will be is not known yet: pad pays a little for it. Empty: none.
+  // [layer] may be made of the rows of all ranks' batches, in steps without an update, where all ranks have the
+  // inverses of all such layers. Whether that will be is not known yet: pad pays a little for it. Empty: none.
   std::vector<bool> of_rows;
   KfacCosts costs;
   int ranks = 1;

@@ -76,8 +76,7 @@ void KfacEngine::setKlClip(std::optional<double> kl_clip) {
 }
 
 bool KfacEngine::forward(int layer, const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
-  const bool seen =
-      stats_.steps % options_.factor_update_steps == 0 || (isEarly(layer) && inEarlyStep()) || takesRows(layer);
+  const bool seen = stats_.steps % options_.factor_update_steps == 0 || takesRows(layer);
   if (!seen || !at::GradMode::is_enabled()) {
     return true;
   }
@@ -126,9 +125,6 @@ void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& 
   const EngineGuards guards;
   const ReentrancyGuard guard(*this, "backward");
   const ScopedTimer timer(stats_.factor_seconds);
-  if (isEarly(layer) && inEarlyStep()) {
-    early_->keep(layer, input, gradient, torch::autograd::get_current_graph_task_id());
-  }
   keepRows(layer, input, gradient);
   if (stats_.steps % options_.factor_update_steps != 0) {
     return;
@@ -219,7 +215,7 @@ void KfacEngine::forgetDeferred() {
 
 // Whether this step's products are made together with those of later ones (deferred_gram.h). Not in one process, which
 // resumes from a checkpoint to the last bit: there averages do not depend on when they are looked at.
-bool KfacEngine::putsProductsOff() const { return exchange_ && !exchanging() && !updatesInverses(); }
+bool KfacEngine::putsProductsOff() const { return exchange_ && !exchanging(); }
 
 double KfacEngine::currentDecay() const {
   if (!options_.martens_decay) {
@@ -243,21 +239,13 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     rows_->leave();
   }
   const bool finite = preconditioner_->collect(gradient_scale, others, ofRows()) && !found_inf;
-  const bool early = inEarlyStep();
   if (!finite) {
-    if (early) {
-      refuseMisuse();
-    }
     if (of_rows) {
       endRows();
     }
     drop(/*sent=*/true);
     ++stats_.skipped;
     return false;
-  }
-  Preconditioner::Finished finished;
-  if (early) {
-    finished = finishEarly(rates, loss_scale);
   }
   seen_backward_ = false;  // whatever this step comes to, discard() has nothing to end
   if (stats_.steps % options_.factor_update_steps == 0) {
@@ -267,8 +255,8 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     }
     mergeStep(loss_scale);
   }
-  startDirections(early);
-  if (exchanging() || updatesInverses()) {
+  startDirections();
+  if (updatesInverses()) {
     updateInverses();
   }
   if (gradient_scale != 1) {
@@ -287,7 +275,7 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
   }
   {  // nothing waits for a peer after it
     const ScopedTimer timer(stats_.precondition_seconds);
-    stats_.row_directions_ahead += preconditioner_->write(rates, options_.kl_clip, finished);
+    stats_.row_directions_ahead += preconditioner_->write(rates, options_.kl_clip);
   }
   if (of_rows) {
     foreseeRows(rates);
@@ -333,9 +321,6 @@ void KfacEngine::endPass() {
   several_streams_ = false;
   seen_backward_ = false;
   stale_ = false;
-  if (early_) {
-    early_->forget();
-  }
 }
 
 KfacStats KfacEngine::stats() const {
@@ -346,8 +331,7 @@ KfacStats KfacEngine::stats() const {
   if (exchange_) {
     stats.bytes = exchange_->bytes();
   }
-  std::size_t bytes = accumulator_->bytes() + preconditioner_->bytes() + (early_ ? early_->bytes() : 0);
-  stats.early_directions = early_ ? early_->count() : 0;
+  std::size_t bytes = accumulator_->bytes() + preconditioner_->bytes();
   bytes += rows_ ? rows_->bytes() : 0;
   bytes += inverse_exchange_->bytes();
   for (const at::Tensor* buffer : {&payload_, &shares_}) {

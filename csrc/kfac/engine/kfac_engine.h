@@ -15,18 +15,18 @@
 // are on their way then, and waited for afterwards. Those of Linear layers are made for several steps together
 // (deferred_gram.h).
 //
-// When communication starts. Factors travel only in steps that make inverses (see FactorAccumulator; `exchange_always`
-// does it in all, to compare). In such a step a factor that has had as many calls as in the steps before is packed by
-// the backward hook, and a bucket of factors (core/kfac/kfac_plan.h) leaves as soon as its last one is packed, while
-// the backward pass goes on; buckets leave in the order of the plan on every rank, the rest of them in step(). They are
-// waited for and inverted on a thread of their own (background_inverses.h), mostly while the backward pass waits for
-// DDP's last all-reduces; what it has made is used only once all ranks are known to take the step. A layer that is
-// called once more when its factors have left makes its rank ask for all to be sent again. In step() an inverse leaves
-// as soon as it is there, point to point, and a layer whose inverses are there gets its direction while later ones
-// travel. Only d-kfac, the plain algorithm, waits for all each time, and has no such thread. Directions leave layer by
-// layer as they are made (small ones together), and are waited for at the end. Ranks that share a host's memory send
-// nothing early: there all factors are summed in one pass of step(), which takes less time than the threads of sockets
-// would from the backward pass, and inverses go together once all are made.
+// When communication starts. Factors travel only in steps that make inverses (see FactorAccumulator). In such a step a
+// factor that has had as many calls as in the steps before is packed by the backward hook, and a bucket of factors
+// (core/kfac/kfac_plan.h) leaves as soon as its last one is packed, while the backward pass goes on; buckets leave in
+// the order of the plan on every rank, the rest of them in step(). They are waited for and inverted on a thread of
+// their own (background_inverses.h), mostly while the backward pass waits for DDP's last all-reduces; what it has made
+// is used only once all ranks are known to take the step. A layer that is called once more when its factors have left
+// makes its rank ask for all to be sent again. In step() an inverse leaves as soon as it is there, point to point, and
+// a layer whose inverses are there gets its direction while later ones travel. Only d-kfac, the plain algorithm, waits
+// for all each time, and has no such thread. Directions leave layer by layer as they are made (small ones together),
+// and are waited for at the end. Ranks that share a host's memory send nothing early: there all factors are summed in
+// one pass of step(), which takes less time than the threads of sockets would from the backward pass, and inverses go
+// together once all are made.
 //
 // A step that is left out. Gradients may be cleared without step(), on all ranks alike. In a step that sends, that is
 // collective, and each rank says there whether it takes the step: if they differ, all throw, and as nothing is merged
@@ -36,10 +36,6 @@
 // which Linear layers' gradients are made, and make directions of those (per_sample_preconditioner.h,
 // kfac_engine_rows.cpp). A layer whose gradient in .grad is not that of its rows gets its direction the usual way, on
 // every rank by itself.
-//
-// Early directions, if asked for: in steps that make no inverses the directions of Linear layers are made in the
-// backward pass, before the ranks average gradients (early_directions.h); step() then finds the mean direction in
-// .grad, and has only the clip to do. The other layers go the usual way.
 //
 // On an accelerator nothing waits for the device but one question a step (are all gradients finite?), in updates of the
 // inverses another or two (did all succeed? were those of other ranks ever made?), and stats(). All is queued on the
@@ -54,8 +50,8 @@
 // the step's sums, and the caller must not step. Sums that overflow on one rank while gradients are finite are left out
 // there. Both are counted.
 //
-// Threads: hooks run in autograd's thread, everything else where the caller is; one lock. That of early inverses reads
-// factors that have left, and never takes the lock. No call needs the GIL, and
+// Threads: hooks run in autograd's thread, everything else where the caller is; one lock. That of background inverses
+// reads factors that have left, and never takes the lock. No call needs the GIL, and
 // none may be made with it: a wait that holds the lock takes it to run signal handlers.
 // Errors: std::invalid_argument for an option; c10::ValueError for layers on several devices; c10::DistBackendError if
 // ranks disagree, at construction; errors of the group as they come.
@@ -80,7 +76,6 @@
 #include "kfac/inverses/background_inverses.h"
 #include "kfac/inverses/factor_inverter.h"
 #include "kfac/inverses/inverse_exchange.h"
-#include "kfac/precondition/early_directions.h"
 #include "kfac/precondition/gradient_exchange.h"
 #include "kfac/precondition/per_sample_preconditioner.h"
 #include "kfac/precondition/preconditioner.h"
@@ -95,7 +90,6 @@ struct KfacStats {
   std::int64_t factors_left_out = 0;  // not finite on this rank alone
   std::int64_t runs_overlapped = 0;   // left before step()
   std::int64_t runs = 0;
-  std::int64_t early_directions = 0;        // of layers, made in backward passes
   std::int64_t row_directions = 0;          // of layers, made of the rows of all ranks
   std::int64_t row_directions_refused = 0;  // gradients that were not those of their rows
   std::int64_t row_directions_ahead = 0;    // those that were written, too, before step()
@@ -136,10 +130,6 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
             double gradient_scale, bool found_inf);
   // How many layers have directions of rows now, in steps that make no inverses.
   std::size_t rowLayers() const;
-  // With early_directions: has the gradients of Linear layers come by here before they reach .grad, until it is told to
-  // let them. Twice is harmless.
-  void watchGradients();
-  void unwatchGradients();
   // Forgets what a backward pass left that no step() used. Collective in a step that sends factors.
   void discard();
 
@@ -154,9 +144,6 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   // Whether directions of larger layers are made on the processor's matrix tiles; alike on all ranks.
   bool usesTiles() const { return tiles_; }
   core::KfacPrediction prediction() const { return core::predictKfac(plan_, input_); }
-  // Seconds of an average step's prediction that early_directions would take into the backward pass, where their rows
-  // cost something, too; 0 where it is on already, or not for this model, method or plan, or gathered rows save more.
-  double earlySaving() const;
   KfacStats stats() const;
 
   // Collective. One entry a factor. load() takes what any world size saved; the caller has compared names and sizes.
@@ -199,7 +186,7 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   bool overlaps() const;
   bool invertsInBackground() const { return exchange_ && !device_path_ && overlaps(); }
   std::vector<std::size_t> invertedAfter(std::size_t end);
-  bool madeEarly() const;
+  bool madeInBackground() const;
   void waitForBucket(std::size_t bucket);
   bool invertsHere(std::size_t factor_index) const;
   bool worksOn(int layer) const;
@@ -226,15 +213,11 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   at::Tensor tracesOf(std::size_t factor_index) const;
   void takeInverses(std::size_t end);
   void finishInverses();
-  void startDirections(bool early);
+  void startDirections();
   void makeDirection(int layer);
   void finishDirections();
   bool onFirstStream();
-  bool isEarly(int layer) const;
-  bool inEarlyStep() const;
-  at::Tensor atGradient(int layer, bool is_bias, const at::Tensor& gradient);
   at::Tensor ofAllRanks(const at::Tensor& own, int tag);
-  void refuseMisuse();
   bool suitsRows(int layer) const;
   bool mayTakeRows(int layer) const;
   bool takesRows(int layer) const;
@@ -252,7 +235,6 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void planRows(const at::Tensor& counts);
   std::vector<PerSampleExchange::Layer> chooseRowLayers(const at::Tensor& counts) const;
   core::AlphaBeta costOfRows() const;
-  Preconditioner::Finished finishEarly(const std::vector<double>& rates, double loss_scale);
   void endPass();
 
   std::vector<KfacLayerSpec> layers_;
@@ -268,12 +250,6 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   core::KfacPlanInput input_;
   core::KfacPlan plan_;
   std::unique_ptr<Preconditioner> preconditioner_;
-  std::unique_ptr<EarlyDirections> early_;  // null: not asked for
-  struct Watched {
-    at::Tensor parameter;
-    unsigned place = 0;  // of our hook
-  };
-  std::vector<Watched> watched_;
   std::unique_ptr<PerSamplePreconditioner> rows_;  // null: of no layer
   bool rows_void_ = false;                         // their directions in this step are made with other inverses
   static constexpr std::int64_t kNoRows = -1;

@@ -14,10 +14,7 @@ enum StepVote : std::int64_t { kLeavesStep, kTakesStep, kTakesStepAgain };
 
 }  // namespace
 
-bool KfacEngine::exchanging() const {
-  const int interval = options_.exchange_always ? options_.factor_update_steps : options_.inverse_update_steps;
-  return exchange_ && stats_.steps % interval == 0;
-}
+bool KfacEngine::exchanging() const { return exchange_ && updatesInverses(); }
 
 void KfacEngine::prepare(std::size_t factor_index, double loss_scale) {
   if (prepared_[factor_index]) {

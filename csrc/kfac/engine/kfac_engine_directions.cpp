@@ -5,13 +5,11 @@
 
 namespace torchext {
 
-// Begins a step's. early: those of early layers are made already.
-void KfacEngine::startDirections(bool early) {
-  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    made_[layer] = early && isEarly(static_cast<int>(layer));
-  }
+// Begins a step's.
+void KfacEngine::startDirections() {
+  made_.assign(layers_.size(), false);
   const ScopedTimer timer(stats_.distribute_seconds);
-  gradient_exchange_->begin(/*with_those_at_home=*/!early && !rowsReplaceShares());
+  gradient_exchange_->begin(/*with_those_at_home=*/!rowsReplaceShares());
 }
 
 // This rank's part of a layer's direction, unless it is made; sends what that completes.

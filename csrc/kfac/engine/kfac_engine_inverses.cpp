@@ -55,10 +55,9 @@ at::Tensor KfacEngine::tracesOf(std::size_t factor_index) const {
 // factors.
 std::vector<std::size_t> KfacEngine::invertedAfter(std::size_t end) {
   std::vector<std::size_t> factor_indices;
-  const bool used = updatesInverses() && !tracesTravel();
   for (; followed_ + 1 < end; followed_ += 2) {
     for (const std::size_t factor_index : {followed_, followed_ + 1}) {
-      if (used && invertsHere(factor_index)) {
+      if (!tracesTravel() && invertsHere(factor_index)) {
         factor_indices.push_back(factor_index);
       }
     }
@@ -67,13 +66,13 @@ std::vector<std::size_t> KfacEngine::invertedAfter(std::size_t end) {
 }
 
 // Whether they were asked for, and with the damping that is in force now.
-bool KfacEngine::madeEarly() const {
+bool KfacEngine::madeInBackground() const {
   return invertsInBackground() && !tracesTravel() && followed_damping_ == options_.damping;
 }
 
 void KfacEngine::invert(std::size_t factor_index, const at::Tensor& damping) {
-  FactorInverse inverse = madeEarly() ? background_inverses_->collect(factor_index, stats_.failures)
-                                      : inverter_.invert(factor_index, damping, stats_.failures);
+  FactorInverse inverse = madeInBackground() ? background_inverses_->collect(factor_index, stats_.failures)
+                                             : inverter_.invert(factor_index, damping, stats_.failures);
   if (inverse.defined()) {
     inverses_[factor_index] = std::move(inverse);
   }
@@ -84,7 +83,7 @@ void KfacEngine::invertLayer(std::size_t first_factor) {
   if (!invertsHere(first_factor) && !invertsHere(first_factor + 1)) {
     return;
   }
-  const auto damping = madeEarly() ? std::array<at::Tensor, 2>() : dampingOfLayer(first_factor);
+  const auto damping = madeInBackground() ? std::array<at::Tensor, 2>() : dampingOfLayer(first_factor);
   for (const std::size_t side : {0, 1}) {
     const std::size_t factor_index = first_factor + side;
     if (invertsHere(factor_index)) {
@@ -204,12 +203,6 @@ void KfacEngine::finishInverses() {
 }
 
 void KfacEngine::updateInverses() {
-  if (!updatesInverses()) {  // sent for nothing: exchange_always
-    const ScopedTimer timer(stats_.exchange_wait_seconds);
-    waitForBuckets();
-    endBuckets();
-    return;
-  }
   if (exchange_ && tracesTravel()) {
     std::vector<at::Tensor> own;
     for (const FactorLayout& layout : accumulator_->layouts()) {

@@ -73,10 +73,8 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
         {"kl_clip", options_.kl_clip},
         {"worker_fraction", options_.worker_fraction},
         {"bucket_cap_mb", options_.bucket_cap_mb},
-        {"exchange_always", options_.exchange_always},
         {"split_directions", options_.split_directions},
         {"direction_precision", core::enumName(kPrecisionNames, "direction_precision", options_.precision)},
-        {"early_directions", options_.early_directions},
         {"gather_rows", options_.gather_rows},
         {"shared_memory", options_.shared_memory},
         {"the type of the device", c10::DeviceTypeName(device_.type(), /*lower_case=*/true)},
@@ -84,9 +82,6 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
     if (options_.shared_memory && !device_path_) {
       exchange_->shareMemory();
     }
-  }
-  if (options_.early_directions) {
-    early_ = std::make_unique<EarlyDirections>(layers_, accumulator_->options());
   }
   tiles_ = allHaveTiles();
   measureCosts();
@@ -103,9 +98,6 @@ void KfacEngine::makePlan() {
   }
   for (const KfacLayerSpec& spec : layers_) {
     input_.gradient_bytes.push_back(static_cast<std::size_t>(spec.groups * spec.outputs() * spec.inputDim()) * width);
-  }
-  for (int layer = 0; early_ && layer < static_cast<int>(layers_.size()); ++layer) {
-    input_.early.push_back(isEarly(layer));
   }
   // Through memory rows come in step(), where their directions are not ahead of anything.
   for (int layer = 0; exchange_ && !throughMemory() && layer < static_cast<int>(layers_.size()); ++layer) {
@@ -125,7 +117,7 @@ void KfacEngine::makePlan() {
   std::iota(order.begin(), order.end(), 0);
   const auto key = [&](int layer) {
     const auto i = static_cast<std::size_t>(layer);
-    return plan_.workers[i] < ranks_ ? plan_.layer_owner[i] : ranks_ + (isEarly(layer) || mayTakeRows(layer) ? 1 : 0);
+    return plan_.workers[i] < ranks_ ? plan_.layer_owner[i] : ranks_ + (mayTakeRows(layer) ? 1 : 0);
   };
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return key(a) < key(b); });
   std::vector<int> parts(layers_.size(), 1);
@@ -141,7 +133,7 @@ void KfacEngine::makePlan() {
   std::vector<bool> at_home;
   at_home.reserve(layers_.size());
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
-    at_home.push_back(isEarly(layer) || mayTakeRows(layer));
+    at_home.push_back(mayTakeRows(layer));
   }
   made_.assign(layers_.size(), false);
   gradient_exchange_ =

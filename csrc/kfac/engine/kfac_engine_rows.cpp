@@ -30,7 +30,7 @@ bool hasPlaces(const std::vector<PerSampleExchange::Layer>& there,
 
 // Under a plan by which all ranks have its inverses.
 bool KfacEngine::suitsRows(int layer) const {
-  return options_.gather_rows.value_or(true) && !early_ && !device_path_ && options_.form == InverseForm::kInverse &&
+  return options_.gather_rows.value_or(true) && !device_path_ && options_.form == InverseForm::kInverse &&
          options_.inverse_update_steps > 1 && layers_[core::index(layer)].kind == KfacLayerSpec::Kind::kLinear;
 }
 
@@ -145,7 +145,7 @@ void KfacEngine::prepareRows() {
       const KfacLayerSpec& spec = layers_[core::index(layer)];
       const std::size_t outputs = 2 * (layers_.size() - 1 - core::index(layer));
       rows_->prepare(layer, {inverses_[outputs + 1], inverses_[outputs], spec.bias && spec.bias->requires_grad(),
-                             preconditioner_->tiles(layer).direction});
+                             preconditioner_->tiled(layer)});
     }
   }
 }
