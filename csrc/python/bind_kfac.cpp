@@ -89,9 +89,9 @@ py::dict kfacToDict(const KfacStats& stats) {
 }
 
 py::dict planDict(const KfacEngine& engine) {
-  const core::KfacPlan& plan = engine.plan();
-  const core::KfacCosts& costs = engine.costs();
-  const core::KfacPrediction predicted = engine.prediction();
+  const core::KfacPlan& plan = engine.planner().plan();
+  const core::KfacCosts& costs = engine.planner().input().costs;
+  const core::KfacPrediction predicted = engine.planner().prediction();
   py::list factors;
   int bucket = 0;
   for (std::size_t i = 0; i < plan.factors.size(); ++i) {
@@ -124,7 +124,7 @@ py::dict planDict(const KfacEngine& engine) {
   result["predicted_precondition_seconds"] = predicted.precondition;
   result["predicted_gradients_seconds"] = predicted.gradients;
   result["split_directions"] = plan.split_directions;
-  result["tiles"] = engine.usesTiles();
+  result["tiles"] = engine.planner().usesTiles();
   result["row_layers"] = engine.rowLayers();
   return result;
 }

@@ -64,6 +64,8 @@ struct FactorPlan {
   FactorExchange exchange = FactorExchange::kAllReduce;
   int owner = 0;
   bool everyone_inverts = true;
+
+  bool invertedBy(int rank) const { return everyone_inverts || owner == rank; }
 };
 
 struct KfacPlan {
@@ -78,6 +80,10 @@ struct KfacPlan {
   // chosen where that costs less than computing all of it everywhere.
   bool split_directions = false;
 
+  bool preconditions(int rank, int layer) const {
+    const auto i = static_cast<std::size_t>(layer);
+    return isWorker(rank, layer_owner[i], workers[i], ranks);
+  }
   // Whether `rank` preconditions what `owner` owns, where `count` ranks do: the owner and those after it.
   static bool isWorker(int rank, int owner, int count, int ranks) { return distance(rank, owner, ranks) < count; }
   // The worker that serves a rank which is none.

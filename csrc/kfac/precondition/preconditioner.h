@@ -63,6 +63,8 @@ class Preconditioner {
   virtual std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip) = 0;
   virtual double clip() const = 0;  // nu of the last write()
 
+  at::ScalarType type() const { return gradients_.scalar_type(); }
+  at::TensorOptions options() const { return gradients_.options(); }  // type and device
   // Layers in one part, and those that are split, as they lie in the buffer.
   const std::vector<int>& whole() const { return whole_; }
   const std::vector<int>& split() const { return split_; }
