@@ -97,8 +97,8 @@ LAWS: dict[str, Law] = {
         ("csrc/kfac/base", "csrc/kfac/linalg", C10D, *BASE, "csrc/core/kfac"),
     ),
     "csrc/kfac/factors": Law(
-        "what a rank collects of its own Kronecker factors",
-        ("csrc/kfac/base", "csrc/kfac/linalg", *BASE, "csrc/core/kfac", "kernels/cpu"),
+        "Kronecker factors, as a rank collects its own, and as ranks bring them together",
+        ("csrc/kfac/comm", "csrc/kfac/base", "csrc/kfac/linalg", *BASE, "csrc/core/kfac", "kernels/cpu"),
     ),
     "csrc/kfac/inverses": Law(
         "from factors to inverses, and how these reach other ranks",

@@ -322,11 +322,9 @@ class KfacOptions:
         factor_scaling: str,
         strategy: str,
         worker_fraction: float,
-        exchange_always: bool,
         bucket_cap_mb: float,
         split_directions: bool | None,
         direction_precision: str,
-        early_directions: bool,
         gather_rows: bool | None,
         shared_memory: bool,
         queued: bool,
@@ -367,8 +365,6 @@ class KfacEngine:
         gradient_scale: float,
         found_inf: bool,
     ) -> bool: ...
-    def watch_gradients(self) -> None: ...
-    def unwatch_gradients(self) -> None: ...
     def discard(self) -> None: ...
     damping: float
     kl_clip: float | None

@@ -2,9 +2,10 @@
 
 Models: the digits MLP 64-256-256-10, a digits CNN (conv16-conv32-fc64-fc10), an MLP with 1024-wide layers, ResNet-20 on
 32 x 32 images; batch 64 a process (16 for ResNet-20). Factors in every step and inverses every 10, and factors every 10
-and inverses every 100. `d-kfac` is the plain algorithm: every factor all-reduced in every step, every rank inverts
-everything. gpauloski's kfac-pytorch takes part if its package `kfac` can be imported
-(--contenders ...,kfac-pytorch,kfac-pytorch/inverse).
+and inverses every 100. `d-kfac` is the plain algorithm: every factor all-reduced by itself, every rank inverts
+everything. The committed results are of a `d-kfac` that sent factors in every step; today's sends them where inverses
+are made. gpauloski's kfac-pytorch takes part if its package `kfac` can be imported (--contenders
+...,kfac-pytorch,kfac-pytorch/inverse).
 
 Checked before it is timed: after some steps each exact strategy holds the parameters of one process that trains on the
 whole batch; kfac-pytorch, whose scale is another, only that ranks agree. Bytes and memory of a rank are noted.

@@ -1,8 +1,9 @@
 """What do SPD's and PAD's schedules save over plain distributed K-FAC? Four hosts at 1 Gb/s, real models and compute.
 
-Four hosts are network namespaces behind a switch, each link limited both ways (netlab.py), one worker a host. An
-MLP of eight layers 1024 wide (16 rows a worker), and ResNet-20 on 32 x 32 images (8 rows). The reference, d-kfac,
-all-reduces every factor by itself in every step and inverts everything everywhere. Factors and inverses in every
+Four hosts are network namespaces behind a switch, each link limited both ways (netlab.py), one worker a host. An MLP of
+eight layers 1024 wide (16 rows a worker), and ResNet-20 on 32 x 32 images (8 rows). The reference, d-kfac, all-reduces
+every factor by itself and inverts everything everywhere. In the committed results it sent factors in every step; today
+it does where inverses are made, so that only inverses in every step compare with them. Factors and inverses in every
 step; inverses every 10; factors every 10 and inverses every 100, where what is asked is a ratio over SGD. Contenders
 take turns every step, or every tenth of a cycle of the inverses that is longer than ten, so that all have the same
 share of what a shared machine does meanwhile. The workers share this machine's cores: where all invert everything that

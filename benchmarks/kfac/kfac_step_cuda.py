@@ -5,7 +5,6 @@ inverses every 100, whole intervals. One process, so nothing travels: what is ti
 
     sgd      torch.optim.SGD with momentum
     kfac     torchext.optim.KFAC
-    early    the same with early_directions
 
     python benchmarks/kfac/kfac_step_cuda.py
 
@@ -48,7 +47,6 @@ class Contender:
                 self.model,
                 factor_update_steps=max(1, inverses // 10),
                 inverse_update_steps=inverses,
-                early_directions=name == "early",
                 **OPTIONS,
             )
         )
@@ -80,7 +78,7 @@ class Contender:
 
 def main() -> None:
     """Checks every contender against the CPU, then times them in turn."""
-    parser = cli.parser(__doc__ or "", contenders="sgd,kfac,early", repeats=9)
+    parser = cli.parser(__doc__ or "", contenders="sgd,kfac", repeats=9)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--models", default="wide8,resnet20")
     arguments = parser.parse_args()
@@ -104,7 +102,7 @@ def main() -> None:
         for name in cli.names(arguments.contenders):
             contenders[name] = Contender(name, model, device, inverses)
             # The same steps on the CPU; not in TF32, which cuDNN rounds convolutions to unless told not to.
-            expected = Contender("sgd" if name == "sgd" else "kfac", model, torch.device("cpu"), inverses).way()
+            expected = Contender(name, model, torch.device("cpu"), inverses).way()
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
                 found = contenders[name].way()
             error = float((found - expected).norm() / expected.norm())

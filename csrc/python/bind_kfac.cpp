@@ -24,9 +24,9 @@ constexpr core::EnumNames<core::FactorExchange, 3> kExchanges{{{core::FactorExch
 KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_decay, std::optional<double> kl_clip,
                             int factor_update_steps, int inverse_update_steps, const std::string& method,
                             const std::string& factor_scaling, std::string strategy, double worker_fraction,
-                            bool exchange_always, double bucket_cap_mb, std::optional<bool> split_directions,
-                            const std::string& direction_precision, bool early_directions,
-                            std::optional<bool> gather_rows, bool shared_memory, bool queued) {
+                            double bucket_cap_mb, std::optional<bool> split_directions,
+                            const std::string& direction_precision, std::optional<bool> gather_rows, bool shared_memory,
+                            bool queued) {
   KfacOptions options{damping,
                       factor_decay,
                       martens_decay,
@@ -37,11 +37,9 @@ KfacOptions makeKfacOptions(double damping, double factor_decay, bool martens_de
                       core::parseEnum(kScalingNames, "factor_scaling", factor_scaling),
                       std::move(strategy),
                       worker_fraction,
-                      exchange_always,
                       bucket_cap_mb,
                       split_directions,
                       core::parseEnum(kPrecisionNames, "direction_precision", direction_precision),
-                      early_directions,
                       gather_rows,
                       shared_memory,
                       queued};
@@ -70,7 +68,6 @@ py::dict kfacToDict(const KfacStats& stats) {
   result["factors_left_out"] = stats.factors_left_out;
   result["runs"] = stats.runs;
   result["runs_overlapped"] = stats.runs_overlapped;
-  result["early_directions"] = stats.early_directions;
   result["row_directions"] = stats.row_directions;
   result["row_directions_refused"] = stats.row_directions_refused;
   result["row_directions_ahead"] = stats.row_directions_ahead;
@@ -92,9 +89,9 @@ py::dict kfacToDict(const KfacStats& stats) {
 }
 
 py::dict planDict(const KfacEngine& engine) {
-  const core::KfacPlan& plan = engine.plan();
-  const core::KfacCosts& costs = engine.costs();
-  const core::KfacPrediction predicted = engine.prediction();
+  const core::KfacPlan& plan = engine.planner().plan();
+  const core::KfacCosts& costs = engine.planner().input().costs;
+  const core::KfacPrediction predicted = engine.planner().prediction();
   py::list factors;
   int bucket = 0;
   for (std::size_t i = 0; i < plan.factors.size(); ++i) {
@@ -127,9 +124,7 @@ py::dict planDict(const KfacEngine& engine) {
   result["predicted_precondition_seconds"] = predicted.precondition;
   result["predicted_gradients_seconds"] = predicted.gradients;
   result["split_directions"] = plan.split_directions;
-  result["tiles"] = engine.usesTiles();
-  result["early_directions"] = engine.options().early_directions;
-  result["early_saving_seconds"] = engine.earlySaving();
+  result["tiles"] = engine.planner().usesTiles();
   result["row_layers"] = engine.rowLayers();
   return result;
 }
@@ -167,9 +162,9 @@ void bindKfac(py::module_& module) {
       .def(py::init(&makeKfacOptions), py::kw_only(), py::arg("damping"), py::arg("factor_decay"),
            py::arg("martens_decay"), py::arg("kl_clip").none(true), py::arg("factor_update_steps"),
            py::arg("inverse_update_steps"), py::arg("method"), py::arg("factor_scaling"), py::arg("strategy"),
-           py::arg("worker_fraction"), py::arg("exchange_always"), py::arg("bucket_cap_mb"),
-           py::arg("split_directions").none(true), py::arg("direction_precision"), py::arg("early_directions"),
-           py::arg("gather_rows").none(true), py::arg("shared_memory"), py::arg("queued"));
+           py::arg("worker_fraction"), py::arg("bucket_cap_mb"), py::arg("split_directions").none(true),
+           py::arg("direction_precision"), py::arg("gather_rows").none(true), py::arg("shared_memory"),
+           py::arg("queued"));
 
   py::class_<KfacLayerSpec>(module, "KfacLayer")
       .def(py::init(&makeLayer), py::kw_only(), py::arg("name"), py::arg("kind"), py::arg("weight"),
@@ -189,8 +184,6 @@ void bindKfac(py::module_& module) {
       .def("forward", &KfacEngine::forward, py::arg("layer"), py::arg("input"), py::arg("outputs"))
       .def("step", &KfacEngine::step, py::arg("rates"), py::arg("others"), py::arg("loss_scale"),
            py::arg("gradient_scale"), py::arg("found_inf"), NoGil())
-      .def("watch_gradients", &KfacEngine::watchGradients, NoGil())
-      .def("unwatch_gradients", &KfacEngine::unwatchGradients, NoGil())
       .def("discard", &KfacEngine::discard, NoGil())
       .def_property(
           "damping", [](const KfacEngine& self) { return self.options().damping; },

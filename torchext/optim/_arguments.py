@@ -17,7 +17,6 @@ def check_together(
     strategy: str,
     method: str,
     worker_fraction: float | None,
-    exchange_always: bool,
     bucket_cap_mb: float | None,
     split_directions: bool | None,
 ) -> None:
@@ -45,11 +44,6 @@ def check_together(
         raise ValueError(
             "split_directions = True: allowed where all ranks would compute the same directions, and "
             f'strategy="{strategy}" has one rank compute each; leave it out'
-        )
-    if exchange_always and strategy == "dp":
-        raise ValueError(
-            'exchange_always = True: allowed where factors travel, and strategy="dp" keeps them where they are; leave '
-            "it out"
         )
     if bucket_cap_mb is not None and strategy in ("d-kfac", "dp"):
         does = "sends every factor alone" if strategy == "d-kfac" else "sends none"

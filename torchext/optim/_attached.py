@@ -50,18 +50,17 @@ def _check_dear(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -
     """Raises for K-FAC on a model that this form of "dear" is to train. Local."""
     for kfac in _on(model):
         inside = kfac._inside if kfac._belongs_to(optimizer) else None
-        refusal = refusal_of_dear(inside, form == "sharded", kfac._early_directions)
+        refusal = refusal_of_dear(inside, form == "sharded")
         if refusal is not None:
             raise refusal
 
 
-def refusal_of_dear(inside: str | None, sharded: bool, early_directions: bool) -> Exception | None:
+def refusal_of_dear(inside: str | None, sharded: bool) -> Exception | None:
     """What to raise for K-FAC under "dear".
 
     Args:
         inside: the optimizer that K-FAC is a part of; None: it stands in front of one.
         sharded: the form.
-        early_directions: the option of K-FAC.
     """
     way = (
         "put KFACPreconditioner(model, optimizer) in front of an optimizer of torch.optim, with "
@@ -76,11 +75,6 @@ def refusal_of_dear(inside: str | None, sharded: bool, early_directions: bool) -
         return TypeError(
             f"{inside} under dear: its step makes directions of gradients and uses them, and dear does it when the "
             f"next forward pass has begun, after zero_grad(); {way}"
-        )
-    if early_directions:
-        return ValueError(
-            "early_directions = True under dear: directions are to be made of gradients that autograd hands over, and "
-            "dear takes those before; leave it out"
         )
     return None
 

@@ -20,7 +20,7 @@ from torchext.base.eager_only import eager_only
 from torchext.errors import NoSupportedLayerError
 from torchext.optim._memory import SHARE, factor_bytes
 
-__all__ = ["Layer", "Watch", "check_devices", "find_layers", "install_hooks"]
+__all__ = ["Layer", "check_devices", "find_layers", "install_hooks"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -286,18 +286,6 @@ def install_hooks(
         for index, layer in enumerate(layers)
         for module in layer.modules
     ]
-
-
-class Watch:
-    """Has the engine see the gradients that it makes early directions of, until it is removed."""
-
-    def __init__(self, engine: _C.KfacEngine) -> None:
-        self._engine = engine
-        engine.watch_gradients()
-
-    def remove(self) -> None:
-        """Takes the engine's hooks from the parameters."""
-        self._engine.unwatch_gradients()
 
 
 def check_devices(layers: Sequence[Layer]) -> None:

@@ -41,8 +41,6 @@ class PreconditionerOptions(TypedDict, total=False):
     """Regular expressions for full names of modules to leave alone; default none."""
     grad_scaler: torch.amp.GradScaler | None
     """The scaler in use, where gradients are unscaled before the optimizer's step; default None."""
-    exchange_always: bool
-    """Exchange factors in all steps that update them; default False."""
     bucket_cap_mb: float | None
     max_run_mb: float | None
     """MiB of factors that travel together, above 0. None: 25."""
@@ -50,8 +48,6 @@ class PreconditionerOptions(TypedDict, total=False):
     """Each rank computes a share of every direction's columns. None: where that costs less."""
     direction_precision: str
     """``"high"`` (default): products of directions in 16 bits on CPUs with AMX. ``"highest"``: in float32."""
-    early_directions: bool
-    """Directions of Linear layers are made in the backward pass, before gradients are averaged; default False."""
     gather_rows: bool | None
     """Directions of Linear layers are made of the rows of all ranks' batches. None: where that costs less."""
     shared_memory: bool

@@ -6,8 +6,6 @@ from typing import Any
 
 __all__ = ["KFACPlan"]
 
-_WORTH_SAYING_SECONDS = 1e-3
-
 
 class KFACPlan:
     """Who computes and sends what, and what it costs; ``print`` it, or read ``as_dict``."""
@@ -34,8 +32,6 @@ class KFACPlan:
             lines.append(f"  {factor['layer']:<24} {dim:<12} {exchange:<12} {owner:<12} {used:<9} {factor['run']}")
         if plan["split_directions"]:
             lines.append("  directions are split by columns: every rank computes a share of each")
-        if plan["early_directions"]:
-            lines.append("  directions of Linear layers are made in the backward pass, but in updates of the inverses")
         if plan["row_layers"]:
             lines.append(
                 f"  directions of {plan['row_layers']} Linear layers are made of gathered rows, but in updates of the "
@@ -59,11 +55,6 @@ class KFACPlan:
         for name, key, measured in rows:
             predicted = "-" if key is None else f"{1e3 * plan[key]:.3f}"
             lines.append(f"  {name:<24} {predicted:>10} {'-' if measured is None else f'{1e3 * measured:.3f}':>10}")
-        if plan["early_saving_seconds"] > _WORTH_SAYING_SECONDS:
-            lines.append(
-                f"  early_directions=True would take {1e3 * plan['early_saving_seconds']:.1f} ms of these two into the "
-                "backward pass, where few rows make less of it; .grad holds directions then"
-            )
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -27,7 +27,7 @@ from torchext.optim._group import (
     model_backend,
     own_group,
 )
-from torchext.optim._layers import Watch, check_devices, find_layers, install_hooks
+from torchext.optim._layers import check_devices, find_layers, install_hooks
 from torchext.optim._memory import memory_here
 from torchext.optim._plan import KFACPlan
 from torchext.optim._state import VERSION, check_state
@@ -86,8 +86,6 @@ class KFACPreconditioner:
         grad_scaler: the :class:`torch.amp.GradScaler` in use, whose scale is taken out of G. Needed where gradients
             are unscaled before the optimizer's step, where ``step()`` is called by hand, and where several
             preconditioners stand in front of one optimizer; else the optimizer is told.
-        exchange_always: exchange factors in all steps that update them, not only where inverses are made. Same result.
-            Not with ``"dp"``, where none travel.
         bucket_cap_mb: MiB of factors that travel together at most, above 0; default 25. Neither with ``"d-kfac"``,
             where
             each travels alone, nor with ``"dp"``.
@@ -98,13 +96,6 @@ class KFACPreconditioner:
         direction_precision: of the products that make a direction. ``"high"``: on a CPU with AMX a float32 is there the
             sum of two bfloat16, 16 bits, which takes a quarter to a half of the time; where some rank's CPU has none,
             on CUDA, in float64 and with ``"eigen"`` the same as ``"highest"``: float32 throughout.
-        early_directions: directions of Linear layers are made inside the backward pass, of each rank's own gradient and
-            before DDP averages: none has to travel, and with fewer rows in a batch than a layer is wide each costs a
-            fraction. ``.grad`` of these layers then holds *directions* from ``backward()`` on, which is what clipping
-            between it and ``step()`` sees; a penalty on their weights in the loss is refused, as is any use of them
-            outside of their layers. In steps that make inverses all goes the usual way. Same result. Needs
-            ``"inverse"``, ``inverse_update_steps`` above 1, a Linear layer, and a strategy with all inverses everywhere
-            (not ``"mem-opt"``, ``"hybrid"``, ``"dp"``). Keeps a second set of these layers' gradients.
         gather_rows: in steps that make no inverses the ranks gather the rows of which Linear layers' gradients are made
             (what each read, and the gradients at its output), and make directions of them, which with fewer rows than
             two thirds of a layer's width costs a fraction. None: where that costs less. A gradient that is not that of
@@ -144,12 +135,10 @@ class KFACPreconditioner:
         factor_scaling: str = "kfc",
         skip_layers: Sequence[str] = (),
         grad_scaler: torch.amp.GradScaler | None = None,
-        exchange_always: bool = False,
         bucket_cap_mb: float | None = None,
         max_run_mb: float | None = None,
         split_directions: bool | None = None,
         direction_precision: str = "high",
-        early_directions: bool = False,
         gather_rows: bool | None = None,
         shared_memory: bool = True,
         process_group: dist.ProcessGroup | None = None,
@@ -196,11 +185,9 @@ class KFACPreconditioner:
                 factor_scaling=factor_scaling,
                 strategy=strategy,
                 worker_fraction=0.5 if worker_fraction is None else worker_fraction,
-                exchange_always=exchange_always,
                 bucket_cap_mb=25.0 if bucket_cap_mb is None else bucket_cap_mb,
                 split_directions=split_directions,
                 direction_precision=direction_precision,
-                early_directions=early_directions,
                 gather_rows=gather_rows,
                 shared_memory=shared_memory,
                 queued=_queued,
@@ -212,18 +199,12 @@ class KFACPreconditioner:
                 strategy=strategy,
                 method=method,
                 worker_fraction=worker_fraction,
-                exchange_always=exchange_always,
                 bucket_cap_mb=bucket_cap_mb,
                 split_directions=split_directions,
             )
             stepped = stepped_by(optimizer or _inside)
             self._layers = find_layers(module, skip=skip_layers, sequences=sequences, stepped=stepped, memory=memory)
             check_devices(self._layers)
-            if early_directions and not any(isinstance(layer.modules[0], nn.Linear) for layer in self._layers):
-                raise ValueError(
-                    "early_directions = True: allowed for models with Linear layers that K-FAC takes, and this has "
-                    "none; leave it out"
-                )
             if gather_rows and not any(isinstance(layer.modules[0], nn.Linear) for layer in self._layers):
                 raise ValueError(
                     "gather_rows = True: allowed for models with Linear layers that K-FAC takes, and this has none; "
@@ -233,7 +214,7 @@ class KFACPreconditioner:
                 raise ValueError("gather_rows = True: allowed for models on the CPU, and this is on CUDA; leave it out")
             self._own = {id(p) for layer in self._layers for p in (layer.weight, layer.bias) if p is not None}
             dear = dear_of(layer.weight for layer in self._layers)
-            refusal = None if dear is None else refusal_of_dear(inside, dear._sharded, early_directions)
+            refusal = None if dear is None else refusal_of_dear(inside, dear._sharded)
             if refusal is not None:
                 raise refusal
         except Exception as error:  # told to the other ranks first: they wait for this one
@@ -249,12 +230,11 @@ class KFACPreconditioner:
         self._several = group is not None
         self._inside = inside
         self._in_front_of: weakref.ref[torch.optim.Optimizer] | None = None
-        self._early_directions = early_directions
         self._method = method
         self._scaling = factor_scaling
         self._grad_scaler = grad_scaler
         self._unseen = set(range(len(self._layers)))
-        self._handles: list[Handle] = [*install_hooks(self._engine, self._layers, self._unseen), Watch(self._engine)]
+        self._handles: list[Handle] = [*install_hooks(self._engine, self._layers, self._unseen)]
         # Hooks that outlived it would go on computing factors for nobody.
         self._remove = weakref.finalize(self, remove_all, self._handles)
         self._remove.atexit = False
@@ -387,11 +367,11 @@ class KFACPreconditioner:
 
         ``steps``, ``skipped`` (not finite, on all ranks), ``factors_left_out`` (overflowed on this rank alone),
         ``factor_updates`` (steps in which they were due), ``inverse_updates``, ``inverses_retried`` (in float64),
-        ``inverses_kept`` (failed; the last good one was used), ``early_directions`` (of layers, made in backward
-        passes), ``row_directions`` (made of rows), ``row_directions_refused`` (their gradients were not those of rows),
-        ``row_directions_ahead`` (of those made: written before ``step()``), ``clip`` (of the last step), ``runs`` and
-        ``runs_overlapped`` (that left during a backward pass), ``*_bytes`` of the tensors passed to collectives,
-        ``memory_bytes`` of K-FAC's own buffers, ``*_seconds`` (of the host: on CUDA they end when the work is queued).
+        ``inverses_kept`` (failed; the last good one was used), ``row_directions`` (of layers, made of rows),
+        ``row_directions_refused`` (their gradients were not those of rows), ``row_directions_ahead`` (of those made:
+        written before ``step()``), ``clip`` (of the last step), ``runs`` and ``runs_overlapped`` (that left during a
+        backward pass), ``*_bytes`` of the tensors passed to collectives, ``memory_bytes`` of K-FAC's own buffers,
+        ``*_seconds`` (of the host: on CUDA they end when the work is queued).
         On CUDA it waits for the device.
         """
         return self._engine.stats()

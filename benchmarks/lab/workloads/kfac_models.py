@@ -119,8 +119,7 @@ def make_optimizer(
 ) -> Any:
     """Returns ``sgd``, K-FAC with the strategy of that name, or the peer.
 
-    Behind the strategy may stand ``/eigen``, that method; ``/early``, directions made in the backward pass; or
-    ``/whole``, none made of rows.
+    Behind the strategy may stand ``/eigen``, that method, or ``/whole``, no directions made of rows.
 
     The peer is ``kfac-pytorch`` (its defaults: comm-opt, eigen), followed by ``/inverse``, ``/mem-opt`` or both.
     """
@@ -136,11 +135,8 @@ def make_optimizer(
         lr=lr,
         strategy=strategy,
         method="eigen" if variant == "eigen" else "inverse",
-        early_directions=variant == "early",
         gather_rows=False if variant == "whole" else None,
         factor_update_steps=factors,
         inverse_update_steps=inverses,
         process_group=group,
-        # The plain algorithm sends what it has in every step.
-        exchange_always=strategy == "d-kfac",
     )

@@ -116,7 +116,7 @@ void placePad(KfacPlan& plan, const KfacPlanInput& input) {
   }
   const bool rows_everywhere = rowsAreWorthInverses(layers, input);
   for (std::size_t layer = 0; layer < layers.size(); ++layer) {
-    const bool everywhere = (!input.early.empty() && input.early[layer]) || (rows_everywhere && input.of_rows[layer]);
+    const bool everywhere = rows_everywhere && input.of_rows[layer];
     if (!everywhere && savedByOwner(layers[layer], input.gradient_bytes[layer], input) > 0) {
       plan.workers[layer] = 1;
       plan.layer_owner[layer] = layers[layer].owner;

@@ -39,9 +39,6 @@ void checkInput(const KfacPlanInput& input) {
   if (!input.precondition.empty() && input.precondition.size() != input.gradient_bytes.size()) {
     throwInvalid("precondition times", input.precondition.size(), concat(input.gradient_bytes.size(), ", one a layer"));
   }
-  if (!input.early.empty() && input.early.size() != input.gradient_bytes.size()) {
-    throwInvalid("early layers", input.early.size(), concat(input.gradient_bytes.size(), ", one a layer"));
-  }
   if (!input.of_rows.empty() && input.of_rows.size() != input.gradient_bytes.size()) {
     throwInvalid("layers of rows", input.of_rows.size(), concat(input.gradient_bytes.size(), ", one a layer"));
   }
@@ -58,19 +55,12 @@ struct SharedDirections {
   std::size_t bytes = 0;
 };
 
-// Of steps, those in which a layer's directions are made after the backward pass.
-double lateShare(const KfacPlanInput& input, std::size_t layer) {
-  return !input.early.empty() && input.early[layer] ? 1.0 / input.steps_per_inverse : 1.0;
-}
-
-// In a step that makes those of all layers, or on average.
-SharedDirections sharedDirections(const KfacPlan& plan, const KfacPlanInput& input, bool on_average) {
+SharedDirections sharedDirections(const KfacPlan& plan, const KfacPlanInput& input) {
   SharedDirections sums;
   for (std::size_t layer = 0; layer < input.precondition.size(); ++layer) {
     if (plan.workers[layer] == plan.ranks) {
-      const double share = on_average ? lateShare(input, layer) : 1;
-      sums.seconds += share * input.precondition[layer];
-      sums.bytes += static_cast<std::size_t>(share * static_cast<double>(input.gradient_bytes[layer]));
+      sums.seconds += input.precondition[layer];
+      sums.bytes += input.gradient_bytes[layer];
     }
   }
   return sums;
@@ -130,19 +120,9 @@ bool splittingPays(const KfacPlan& plan, const KfacPlanInput& input) {
   // Through memory the exchange takes longer, too, but the step does not: who has waited there waits less in the next
   // all-reduce of gradients.
   const double waiting = input.costs.sharing ? 1 : 5;
-  const SharedDirections shared = sharedDirections(plan, input, /*on_average=*/false);
+  const SharedDirections shared = sharedDirections(plan, input);
   const double start_up = gatherSeconds({0, 0}, input);
   return shared.seconds * (1 - 1.0 / plan.ranks) > (waiting - 1) * start_up + gatherSeconds(shared, input);
-}
-
-// Whether all ranks have the inverses of layers whose directions are early.
-bool servesEarly(const KfacPlan& plan, const KfacPlanInput& input) {
-  for (std::size_t layer = 0; layer < input.early.size(); ++layer) {
-    if (input.early[layer] && plan.workers[layer] < plan.ranks) {
-      return false;
-    }
-  }
-  return true;
 }
 
 std::vector<FusionTask> fusionTasks(const KfacPlan& plan, const KfacPlanInput& input) {
@@ -225,9 +205,6 @@ KfacPlan makeKfacPlan(KfacStrategy strategy, const KfacPlanInput& input) {
   double least = predictKfac(best, input).perStep(input.steps_per_inverse);
   for (const auto other : {KfacStrategy::kPad, KfacStrategy::kCommOpt, KfacStrategy::kMemOpt, KfacStrategy::kHybrid}) {
     KfacPlan plan = makePreset(other, input);
-    if (!servesEarly(plan, input)) {
-      continue;
-    }
     const double seconds = predictKfac(plan, input).perStep(input.steps_per_inverse);
     if (seconds < least) {
       least = seconds;
@@ -264,7 +241,7 @@ KfacPrediction predictKfac(const KfacPlan& plan, const KfacPlanInput& input) {
     }
   }
   result.invert = *std::max_element(load.begin(), load.end());
-  const SharedDirections shared = sharedDirections(plan, input, /*on_average=*/true);
+  const SharedDirections shared = sharedDirections(plan, input);
   std::vector<double> directions(index(plan.ranks),
                                  plan.split_directions ? shared.seconds / plan.ranks : shared.seconds);
   for (std::size_t layer = 0; layer < input.precondition.size(); ++layer) {

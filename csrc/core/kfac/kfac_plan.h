@@ -64,6 +64,8 @@ struct FactorPlan {
   FactorExchange exchange = FactorExchange::kAllReduce;
   int owner = 0;
   bool everyone_inverts = true;
+
+  bool invertedBy(int rank) const { return everyone_inverts || owner == rank; }
 };
 
 struct KfacPlan {
@@ -78,6 +80,10 @@ struct KfacPlan {
   // chosen where that costs less than computing all of it everywhere.
   bool split_directions = false;
 
+  bool preconditions(int rank, int layer) const {
+    const auto i = static_cast<std::size_t>(layer);
+    return isWorker(rank, layer_owner[i], workers[i], ranks);
+  }
   // Whether `rank` preconditions what `owner` owns, where `count` ranks do: the owner and those after it.
   static bool isWorker(int rank, int owner, int count, int ranks) { return distance(rank, owner, ranks) < count; }
   // The worker that serves a rank which is none.
@@ -92,10 +98,8 @@ struct KfacPlanInput {
   std::vector<std::size_t> gradient_bytes;  // [layer]
   std::vector<double> ready;                // [task] seconds; empty: all at once
   std::vector<double> precondition;         // [layer] seconds on one rank; empty: as if it cost nothing
-  // [layer] made in the backward pass, in steps without an update: all ranks have its inverses. Empty: none.
-  std::vector<bool> early;
-  // [layer] may be made of the rows of all ranks' batches in those steps, where all ranks have the inverses of all such
-  // layers. Whether that will be is not known yet: pad pays a little for it. Empty: none.
+  // [layer] may be made of the rows of all ranks' batches, in steps without an update, where all ranks have the
+  // inverses of all such layers. Whether that will be is not known yet: pad pays a little for it. Empty: none.
   std::vector<bool> of_rows;
   KfacCosts costs;
   int ranks = 1;

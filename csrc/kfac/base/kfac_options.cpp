@@ -46,26 +46,6 @@ void KfacOptions::validate() const {
       throwInvalid("gather_rows", "True",
                    "with inverse_update_steps above 1, for steps that make inverses do without rows; leave it out");
     }
-    if (early_directions) {
-      throwInvalid("gather_rows", "True",
-                   "without early_directions, which are made of each rank's own rows; leave one out");
-    }
-  }
-  if (early_directions) {
-    using core::KfacStrategy;
-    if (form != InverseForm::kInverse) {
-      throwInvalid("early_directions", "True", "with method=\"inverse\" only; leave it out");
-    }
-    if (parsed == KfacStrategy::kMemOpt || parsed == KfacStrategy::kHybrid || parsed == KfacStrategy::kDp) {
-      throwInvalid("early_directions", "True",
-                   core::concat("where all ranks have all inverses, and strategy=\"", strategy,
-                                "\" leaves them with few; leave it out"));
-    }
-    if (inverse_update_steps == 1) {
-      throwInvalid("early_directions", "True",
-                   "with inverse_update_steps above 1, for steps that make inverses make "
-                   "directions afterwards; leave it out");
-    }
   }
 }
 

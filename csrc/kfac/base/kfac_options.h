@@ -32,11 +32,9 @@ struct KfacOptions {
   FactorScaling scaling = FactorScaling::kKfc;
   std::string strategy = "spd";
   double worker_fraction = 0.5;          // of hybrid, (0, 1]
-  bool exchange_always = false;          // exchange factors in every step that updates them
   double bucket_cap_mb = 25;             // of factors that travel together, MiB, above 0
   std::optional<bool> split_directions;  // none: where that costs less by the measured costs
   DirectionPrecision precision = DirectionPrecision::kHigh;
-  bool early_directions = false;    // of Linear layers, in the backward pass
   std::optional<bool> gather_rows;  // for directions of Linear layers; none: where that costs less
   bool shared_memory = true;        // between ranks of one host, on the CPU
   bool queued = false;              // take an accelerator's path on the CPU too; for tests

@@ -7,7 +7,6 @@ inline constexpr int kStepVote = 0;
 inline constexpr int kDirections = 1;      // + instalment
 inline constexpr int kInverses = 1 << 20;  // + factor
 inline constexpr int kSums = 2 << 20;      // + bucket
-inline constexpr int kEarly = 3 << 20;
-inline constexpr int kRows = 4 << 20;  // + message
+inline constexpr int kRows = 3 << 20;      // + message
 
 }  // namespace torchext::kfac_tags

@@ -1,364 +1,286 @@
-// The life of a step: hooks, sums, skipping, clipping. The other kfac_engine_*.cpp have what their names say.
 #include "kfac/engine/kfac_engine.h"
 
 #include <algorithm>
-
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
+#include <string>
+#include <utility>
 
 #include "kfac/base/engine_guards.h"
 #include "kfac/base/scoped_timer.h"
-#include "kfac/factors/weight_use.h"
 
 namespace torchext {
 namespace {
 
-// Of tensors that would be freed earlier without K-FAC.
-constexpr std::size_t kLargestDeferred = std::size_t{16} << 20;
-
-// Whether the backward pass that runs here has a gradient of `weight` for its caller. torch.autograd.grad() of
-// something else does not: it only comes past.
-bool reaches(const at::Tensor& weight) {
-  const auto* only = torch::autograd::get_current_graph_task_exec_info();
-  if (only == nullptr || only->empty()) {
-    return true;  // backward(), to all leaves
+std::vector<std::string> describeLayers(const std::vector<KfacLayerSpec>& layers) {
+  std::vector<std::string> texts;
+  texts.reserve(layers.size());
+  for (const auto& layer : layers) {
+    texts.push_back(c10::str(layer.name.empty() ? "the model itself" : layer.name, ", weight ", layer.weight.sizes(),
+                             layer.bias ? " and bias" : "", ", groups ", layer.groups));
   }
-  const auto leaf = torch::autograd::impl::grad_accumulator(weight);
-  const auto found = only->find(leaf.get());
-  return found != only->end() && found->second.should_execute();
+  return texts;
 }
 
-// Under autocast a layer reads a copy of its input in the type of its output, and the input may change afterwards.
-at::Tensor asRead(const KfacLayerSpec& spec, const at::Tensor& input, at::ScalarType type_of_output) {
-  const EngineGuards guards;
-  const at::Tensor read = denseSamples(spec, input.detach(), /*is_input=*/true);
-  return read.is_floating_point() && read.scalar_type() != type_of_output ? read.to(type_of_output) : read;
+at::ScalarType typeOf(const std::vector<KfacLayerSpec>& layers) {
+  const bool doubles = std::any_of(layers.begin(), layers.end(),
+                                   [](const auto& layer) { return layer.weight.scalar_type() == at::kDouble; });
+  return doubles ? at::kDouble : at::kFloat;
 }
 
-// Nothing of a tensor whose elements are not laid out by sizes.
-std::optional<std::vector<std::int64_t>> sizesOf(const torch::autograd::InputMetadata& output) {
-  if (output.is_nested_tensor() || output.is_cpp_nested_tensor()) {
-    return std::nullopt;
+std::shared_ptr<FactorAccumulator> makeAccumulator(const KfacContext& context) {
+  const at::ScalarType type = typeOf(context.layers);
+  const FactorScaling scaling = context.options.scaling;
+  return context.device_path
+             ? makeAtenAccumulator(context.layers, at::TensorOptions(type).device(context.device), scaling)
+             : makeCpuAccumulator(context.layers, type, scaling);
+}
+
+void scale(const std::vector<at::Tensor>& gradients, double factor) {
+  for (const at::Tensor& gradient : gradients) {
+    if (factor != 1) {
+      gradient.mul_(factor);
+    }
   }
-  std::vector<std::int64_t> sizes;
-  for (const c10::SymInt& size : output.shape_as_dim_vector()) {
-    sizes.push_back(size.guard_int(__FILE__, __LINE__));
-  }
-  return sizes;
 }
 
 }  // namespace
 
-KfacEngine::ReentrancyGuard::ReentrancyGuard(KfacEngine& engine, const char* call)
-    : engine_(engine), lock_(engine.mutex_) {
-  TORCH_CHECK(engine_.inside_ == nullptr, "torchext.optim: ", call, "() was called by a signal's handler while ",
-              engine_.inside_, "() waits for another rank; set a flag in the handler, and do it after the step");
-  engine_.inside_ = call;
-}
+KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
+                       const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<GroupHealth> model)
+    : context_(std::move(layers), std::move(options), group, std::move(model)),
+      accumulator_(makeAccumulator(context_)),
+      planner_((agreeOnOptions(), context_), *accumulator_),
+      factors_(context_, accumulator_, planner_.plan()),
+      inverses_(context_, accumulator_, factors_, planner_.plan()),
+      gradients_(context_, planner_.plan(), planner_.input(), accumulator_->options(), planner_.usesTiles(),
+                 inverses_.inverses()),
+      hooks_(context_, factors_, gradients_) {}
 
-void KfacEngine::setDamping(double damping) {
-  KfacOptions changed = options_;
-  changed.damping = damping;
-  changed.validate();
-  const Lock lock(mutex_);
-  options_ = changed;
-}
-
-void KfacEngine::setKlClip(std::optional<double> kl_clip) {
-  KfacOptions changed = options_;
-  changed.kl_clip = kl_clip;
-  changed.validate();
-  const Lock lock(mutex_);
-  options_ = changed;
+void KfacEngine::agreeOnOptions() {
+  if (!context_.exchange) {
+    return;
+  }
+  const KfacOptions& options = context_.options;
+  context_.exchange->agree({
+      {"layers", describeLayers(context_.layers)},
+      {"factor_update_steps", options.factor_update_steps},
+      {"inverse_update_steps", options.inverse_update_steps},
+      {"strategy", options.strategy},
+      {"method", core::enumName(kMethodNames, "method", options.form)},
+      {"factor_scaling", core::enumName(kScalingNames, "factor_scaling", options.scaling)},
+      {"factor_decay", options.decay},
+      {"martens_decay", options.martens_decay},
+      {"damping", options.damping},
+      {"kl_clip", options.kl_clip},
+      {"worker_fraction", options.worker_fraction},
+      {"bucket_cap_mb", options.bucket_cap_mb},
+      {"split_directions", options.split_directions},
+      {"direction_precision", core::enumName(kPrecisionNames, "direction_precision", options.precision)},
+      {"gather_rows", options.gather_rows},
+      {"shared_memory", options.shared_memory},
+      {"the type of the device", c10::DeviceTypeName(context_.device.type(), /*lower_case=*/true)},
+  });
+  if (options.shared_memory && !context_.device_path) {
+    context_.exchange->shareMemory();
+  }
 }
 
 bool KfacEngine::forward(int layer, const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
-  const bool seen =
-      stats_.steps % options_.factor_update_steps == 0 || (isEarly(layer) && inEarlyStep()) || takesRows(layer);
-  if (!seen || !at::GradMode::is_enabled()) {
-    return true;
-  }
-  const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  const auto use = WeightUse::find(spec.weight, outputs);
-  if (!use) {
-    return false;
-  }
-  const auto& output = use->output();
-  TORCH_CHECK_VALUE(output.device() == device_ && input.device() == device_, "torchext.optim: ", spec.name, " was on ",
-                    device_, " when the optimizer was made, and computes on ", output.device(),
-                    " now; move the model first");
-  // The hook lives in the graph, and dies with it or with the engine. Autograd keeps for the weight's gradient what the
-  // layer has read: the input, or its copy in the type of autocast. A forward pass inside of a backward one is that of
-  // a reentrant checkpoint: what comes of it, in a pass of its own, belongs to the outer one.
-  const int outer = torch::autograd::get_current_graph_task_id();
-  const at::Tensor kept = asRead(spec, input, c10::typeMetaToScalarType(output.dtype()));
-  const auto sizes = outputSizes(spec, kept, sizesOf(output));
-  const auto version = kept.is_inference() ? 0 : kept._version();
-  use->watch(this, [weak = weak_from_this(), layer, outer, kept, version, sizes](const at::Tensor& gradient) {
-    const auto engine = weak.lock();
-    if (!engine) {
-      return;
-    }
-    const KfacLayerSpec& spec = engine->layers_[static_cast<std::size_t>(layer)];
-    // Autograd sees that, too, but not where it has kept a copy of its own: of an input that the layer has padded.
-    TORCH_CHECK_VALUE(kept.is_inference() || kept._version() == version, "torchext.optim: the input of ", spec.name,
-                      " was changed in place between the forward and the backward pass; change a copy of it, or "
-                      "leave the layer to the plain gradient, by its name in skip_layers");
-    const int pass = outer >= 0 ? outer : torch::autograd::get_current_graph_task_id();
-    at::Tensor samples;
-    {
-      const EngineGuards guards;
-      samples = denseSamples(spec, gradient.detach(), /*is_input=*/false).reshape(sizes);
-    }
-    engine->backward(layer, kept, samples, pass);
-  });
-  return true;
-}
-
-void KfacEngine::backward(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass) {
-  const auto number = static_cast<std::size_t>(layer);
-  if (!reaches(layers_[number].weight)) {
-    return;
-  }
-  const EngineGuards guards;
-  const ReentrancyGuard guard(*this, "backward");
-  const ScopedTimer timer(stats_.factor_seconds);
-  if (isEarly(layer) && inEarlyStep()) {
-    early_->keep(layer, input, gradient, torch::autograd::get_current_graph_task_id());
-  }
-  keepRows(layer, input, gradient);
-  if (stats_.steps % options_.factor_update_steps != 0) {
-    return;
-  }
-  seen_backward_ = true;
-  if (defer(layer, input, gradient, pass)) {
-    return;
-  }
-  const bool together = onFirstStream();
-  const bool profiled = exchanging() && input_.ready.empty();
-  if (profiled) {
-    ready_.start();
-  }
-  accumulator_->add(layer, input, gradient, pass, !putsProductsOff());
-  Calls& calls = calls_[number];
-  const auto first = 2 * (layers_.size() - 1 - number);
-  for (const std::size_t factor_index : {first, first + 1}) {
-    if (profiled) {
-      ready_.mark(factor_index);
-    }
-    stale_ = stale_ || prepared_[factor_index];
-    if (exchanging() && !throughMemory() && calls.stable && !scaled_loss_ &&
-        accumulator_->calls(layer) == calls.expected) {
-      prepare(factor_index, /*loss_scale=*/1);
-    }
-  }
-  if (exchanging() && together) {
-    startBuckets(/*overlapped=*/true);
-  }
-}
-
-// Whether this hook runs on the stream of the step's first one. A bucket leaves from the stream of its last factor;
-// factors of other streams are there for certain only when the backward pass has ended.
-bool KfacEngine::onFirstStream() {
-  if (device_.is_cpu()) {
-    return true;
-  }
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  if (!stream_) {
-    stream_ = stream;
-  }
-  several_streams_ = several_streams_ || *stream_ != stream;
-  return !several_streams_;
-}
-
-bool KfacEngine::defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass) {
-  const std::size_t bytes = input.nbytes() + gradient.nbytes();
-  if (!exchange_ || device_path_ || exchanging() || deferred_bytes_ + bytes > kLargestDeferred) {
-    return false;
-  }
-  deferred_.push_back({layer, input, gradient, backward_pass});
-  deferred_bytes_ += bytes;
-  callAtEndOfPass();
-  return true;
-}
-
-// What can be made while the backward pass waits for DDP's all-reduces, once it has nothing else to compute.
-void KfacEngine::callAtEndOfPass() {
-  const int here = torch::autograd::get_current_graph_task_id();
-  if (calling_pass_ == here) {
-    return;
-  }
-  calling_pass_ = here;
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    if (const auto engine = weak.lock()) {
-      const EngineGuards guards;
-      const ReentrancyGuard guard(*engine, "backward");
-      engine->addDeferred();
-      if (engine->rows_) {
-        engine->rows_->begin();
-      }
-    }
-  });
-}
-
-void KfacEngine::addDeferred() {
-  const ScopedTimer timer(stats_.factor_seconds);
-  for (const Deferred& call : deferred_) {
-    accumulator_->add(call.layer, call.input, call.gradient, call.backward_pass, !putsProductsOff());
-  }
-  forgetDeferred();
-}
-
-void KfacEngine::forgetDeferred() {
-  deferred_.clear();
-  deferred_bytes_ = 0;
-}
-
-// Whether this step's products are made together with those of later ones (deferred_gram.h). Not in one process, which
-// resumes from a checkpoint to the last bit: there averages do not depend on when they are looked at.
-bool KfacEngine::putsProductsOff() const { return exchange_ && !exchanging() && !updatesInverses(); }
-
-double KfacEngine::currentDecay() const {
-  if (!options_.martens_decay) {
-    return options_.decay;
-  }
-  return std::min(1.0 - 1.0 / static_cast<double>(stats_.factor_updates + 1), options_.decay);
+  return hooks_.forward(layer, input, outputs, std::shared_ptr<FactorHooks>(shared_from_this(), &hooks_));
 }
 
 bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Tensor>& others, double loss_scale,
                       double gradient_scale, bool found_inf) {
   const EngineGuards guards;
-  const ReentrancyGuard guard(*this, "step");
-  TORCH_CHECK_VALUE(rates.size() == layers_.size(), "rates: ", rates.size(), " for ", layers_.size(), " layers");
-  if (loss_scale != 1) {  // what has left already was taken for that of a plain loss
-    stale_ = stale_ || std::any_of(prepared_.begin(), prepared_.end(), [](bool done) { return done; });
-    scaled_loss_ = true;
+  const ReentrancyGuard guard(context_.turn, "step");
+  TORCH_CHECK_VALUE(rates.size() == context_.layers.size(), "rates: ", rates.size(), " for ", context_.layers.size(),
+                    " layers");
+  factors_.noteLossScale(loss_scale);
+  if (!gradients_.load(gradient_scale, others) || found_inf) {
+    return skipStep();
   }
-  const bool of_rows = rows_ && !updatesInverses();
-  if (of_rows) {
-    const ScopedTimer timer(stats_.exchange_wait_seconds);
-    rows_->leave();
-  }
-  const bool finite = preconditioner_->collect(gradient_scale, others, ofRows()) && !found_inf;
-  const bool early = inEarlyStep();
-  if (!finite) {
-    if (early) {
-      refuseMisuse();
-    }
-    if (of_rows) {
-      endRows();
-    }
-    drop(/*sent=*/true);
-    ++stats_.skipped;
-    return false;
-  }
-  Preconditioner::Finished finished;
-  if (early) {
-    finished = finishEarly(rates, loss_scale);
-  }
-  seen_backward_ = false;  // whatever this step comes to, discard() has nothing to end
-  if (stats_.steps % options_.factor_update_steps == 0) {
-    addDeferred();  // of a backward pass that ended with an error
-    if (exchanging()) {
-      sendFactors(loss_scale);
-    }
-    mergeStep(loss_scale);
-  }
-  startDirections(early);
-  if (exchanging() || updatesInverses()) {
-    updateInverses();
-  }
-  if (gradient_scale != 1) {
-    for (const at::Tensor& other : others) {
-      other.mul_(gradient_scale);
-    }
-  }
-  finishDirections();
-  if (of_rows) {
-    takeWritten();
-    const ScopedTimer timer(stats_.exchange_wait_seconds);
-    endRows();
-  }
-  if (updatesInverses()) {
-    planRows(exchange_ ? all_row_counts_ : ownRowCounts().unsqueeze(0));
-  }
-  {  // nothing waits for a peer after it
-    const ScopedTimer timer(stats_.precondition_seconds);
-    stats_.row_directions_ahead += preconditioner_->write(rates, options_.kl_clip, finished);
-  }
-  if (of_rows) {
-    foreseeRows(rates);
-  }
-  endPass();
-  ++stats_.steps;
-  replanBuckets();
+  mergeFactors(loss_scale);
+  gradients_.start();
+  updateInverses();
+  scale(others, gradient_scale);
+  gradients_.finish();
+  planRows();
+  gradients_.write(rates);  // nothing waits for a peer after it
+  endStep();
   return true;
 }
 
-// Takes a step's sums into the running averages, once all ranks are known to do so.
-void KfacEngine::mergeStep(double loss_scale) {
-  const ScopedTimer timer(stats_.factor_seconds);
-  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const int calls = accumulator_->calls(static_cast<int>(layer));
-    calls_[layer].stable = calls > 0 && calls == calls_[layer].expected;
-    calls_[layer].expected = calls;
-  }
-  accumulator_->merge(currentDecay(), loss_scale);
-  ++stats_.factor_updates;
-  profiled_ += exchanging() ? 1 : 0;
+// On all ranks, for they share the gradients.
+bool KfacEngine::skipStep() {
+  gradients_.skip();
+  drop(/*sent=*/true);
+  ++context_.counters.skipped;
+  return false;
 }
 
-// What each rank has, for all: [ranks, elements]. Blocks.
-at::Tensor KfacEngine::ofAllRanks(const at::Tensor& own, int tag) {
-  if (!exchange_) {
-    return own.unsqueeze(0);
+void KfacEngine::mergeFactors(double loss_scale) {
+  hooks_.takeStep();
+  if (!context_.updatesFactors()) {
+    return;
   }
-  at::Tensor all = at::empty({ranks_, own.numel()}, own.options());
-  all.select(0, rank_).copy_(own);
-  if (throughMemory()) {
-    exchange_->gatherParts(all.unbind());
-  } else {
-    auto works = exchange_->gather(all, tag);
-    KfacExchange::wait(works);
+  hooks_.addDeferred();  // of a backward pass that ended with an error
+  if (context_.sendsFactors()) {
+    sendFactors(loss_scale);
   }
-  return all;
+  factors_.merge(loss_scale);
 }
 
-void KfacEngine::endPass() {
-  ready_.restart();
-  stream_.reset();
-  several_streams_ = false;
-  seen_backward_ = false;
-  stale_ = false;
-  if (early_) {
-    early_->forget();
+// Sends a step's factors and returns once all ranks take the step, or throws on all. Nothing is changed before that,
+// and nothing leaves that a rank without this step would not receive.
+void KfacEngine::sendFactors(double loss_scale) {
+  factors_.startRest(loss_scale);
+  bool again = false;
+  {
+    const ScopedTimer timer(context_.counters.exchange_wait_seconds);
+    FactorExchange::Votes votes = agreeOnStep(/*takes_step=*/true);
+    row_counts_ = std::move(votes.beside);
+    again = votes.again;
+    if (again) {
+      factors_.waitForBuckets();
+      factors_.endBuckets();
+    }
   }
+  if (again) {
+    factors_.startRest(loss_scale);
+  }
+  factors_.sumThroughMemory();
+}
+
+// All ranks take a step, or none does. If they differ, what has been sent comes to its end on all of them, the step is
+// forgotten, and all throw. Each rank says besides how many rows its layers have had.
+FactorExchange::Votes KfacEngine::agreeOnStep(bool takes_step) {
+  FactorExchange::Votes votes = factors_.vote(takes_step, gradients_.ownRowCounts());
+  if (votes.differing < 0) {
+    return votes;
+  }
+  factors_.waitForBuckets();
+  factors_.endBuckets();
+  forgetStep();
+  const int leaves = takes_step ? votes.differing : context_.rank;
+  const int takes = takes_step ? context_.rank : votes.differing;
+  C10_THROW_ERROR(DistBackendError,
+                  c10::str("torchext.optim: rank ", leaves, " left out step ", context_.counters.steps,
+                           " (cleared its gradients without step()), rank ", takes,
+                           " did not; step() is collective: take or leave it on all ranks alike, for example by an "
+                           "all-reduce of the condition"));
+}
+
+// A layer's direction is made as soon as its inverses are there, while later ones travel.
+void KfacEngine::updateInverses() {
+  if (context_.updatesInverses()) {
+    inverses_.run([this](int layer) { gradients_.make(layer); });
+  }
+}
+
+// Every rank has said how many rows its layers have had, and all choose alike for the steps to come.
+void KfacEngine::planRows() {
+  if (context_.updatesInverses()) {
+    gradients_.planRows(context_.exchange ? row_counts_ : gradients_.ownRowCounts().unsqueeze(0));
+  }
+}
+
+void KfacEngine::endStep() {
+  hooks_.endStep();
+  factors_.endStep();
+  ++context_.counters.steps;
+  if (auto ready = factors_.readyTimes()) {
+    planner_.replanBuckets(std::move(*ready));
+  }
+}
+
+void KfacEngine::forgetStep() {
+  factors_.discard();
+  hooks_.forgetDeferred();
+  gradients_.forget();
+  hooks_.endStep();
+  factors_.endStep();
+}
+
+// Ends a step without its sums. `sent`: a backward pass may have sent some of them. Every rank then sends all, for
+// nothing: a collective that one rank leaves out would be met by its next one.
+void KfacEngine::drop(bool sent) {
+  forgetStep();
+  if (!context_.sendsFactors() || !sent) {
+    return;
+  }
+  factors_.startRest(/*loss_scale=*/1);
+  agreeOnStep(/*takes_step=*/false);
+  factors_.waitForBuckets();
+  factors_.endBuckets();
+}
+
+void KfacEngine::discard() {
+  const EngineGuards guards;
+  const ReentrancyGuard guard(context_.turn, "discard");
+  drop(hooks_.seenBackward());
+}
+
+void KfacEngine::setDamping(double damping) {
+  KfacOptions changed = context_.options;
+  changed.damping = damping;
+  changed.validate();
+  const EngineLock lock(context_.turn);
+  context_.options = changed;
+}
+
+void KfacEngine::setKlClip(std::optional<double> kl_clip) {
+  KfacOptions changed = context_.options;
+  changed.kl_clip = kl_clip;
+  changed.validate();
+  const EngineLock lock(context_.turn);
+  context_.options = changed;
+}
+
+std::size_t KfacEngine::rowLayers() const {
+  const EngineLock lock(context_.turn);
+  return gradients_.rowLayers();
 }
 
 KfacStats KfacEngine::stats() const {
-  const Lock lock(mutex_);
-  KfacStats stats = stats_;
-  stats.clip = preconditioner_->clip();
+  const EngineLock lock(context_.turn);
+  KfacStats stats{context_.counters};
+  stats.clip = gradients_.clip();
   stats.factors_left_out = accumulator_->leftOut();
-  if (exchange_) {
-    stats.bytes = exchange_->bytes();
+  if (context_.exchange) {
+    stats.bytes = context_.exchange->bytes();
   }
-  std::size_t bytes = accumulator_->bytes() + preconditioner_->bytes() + (early_ ? early_->bytes() : 0);
-  stats.early_directions = early_ ? early_->count() : 0;
-  bytes += rows_ ? rows_->bytes() : 0;
-  bytes += inverse_exchange_->bytes();
-  for (const at::Tensor* buffer : {&payload_, &shares_}) {
-    bytes += buffer->defined() ? buffer->nbytes() : 0;
-  }
-  for (const FactorInverse& inverse : inverses_) {
-    bytes += inverse.matrix.defined() ? inverse.matrix.nbytes() : 0;
-    bytes += inverse.values.defined() ? inverse.values.nbytes() : 0;
-  }
-  stats.memory_bytes = static_cast<std::int64_t>(bytes);
+  stats.memory_bytes =
+      static_cast<std::int64_t>(accumulator_->bytes() + factors_.bytes() + inverses_.bytes() + gradients_.bytes());
   return stats;
+}
+
+std::vector<FactorState> KfacEngine::state() {
+  const EngineGuards guards;
+  const ReentrancyGuard guard(context_.turn, "state_dict");
+  const auto copy = [](const at::Tensor& from) { return from.defined() ? from.clone() : at::Tensor(); };
+  const auto& layouts = accumulator_->layouts();
+  const at::Tensor mean = factors_.mean();
+  std::vector<FactorState> result;
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
+    const FactorInverse inverse = inverses_.ofOwner(i);
+    result.push_back({accumulator_->slice(mean, layouts[i]).clone(), copy(inverse.matrix), copy(inverse.values)});
+  }
+  return result;
+}
+
+void KfacEngine::load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates) {
+  const EngineGuards guards;
+  const ReentrancyGuard guard(context_.turn, "load_state_dict");
+  drop(hooks_.seenBackward());
+  const auto& layouts = accumulator_->layouts();
+  TORCH_CHECK_VALUE(state.size() == layouts.size(), "the state has ", state.size(), " factors, the model ",
+                    layouts.size());
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
+    accumulator_->slice(accumulator_->running(), layouts[i]).copy_(state[i].factor);
+    inverses_.load(i, {state[i].matrix, state[i].values});
+  }
+  gradients_.inversesChanged();
+  context_.counters.steps = steps;
+  context_.counters.factor_updates = factor_updates;
 }
 
 }  // namespace torchext

@@ -1,114 +1,53 @@
-// K-FAC: the engine behind torchext.optim, for one process or a group of ranks.
+// KfacEngine runs K-FAC's steps behind torchext.optim, for one process or a group of ranks.
 //
-// The path of the data. A module's forward hook calls forward(layer, input, outputs), which only puts a C++ hook on the
-// node of the graph that multiplies the weight (weight_use.h). When the backward pass has called that node with a
-// gradient, both factors' sums are made right there (FactorAccumulator), without Python, copies of inputs or
-// synchronisation. Whatever hooks have changed, the node has then been given what the weight's gradient is made of. A
-// forward pass that is never differentiated leaves no trace, and a checkpointed one is seen once. step() is called
-// after the backward pass, when .grad holds the gradient that all ranks share (DDP has averaged it). It takes the sums
-// into the running averages, every `inverse_update_steps` brings the ranks' averages together, inverts, distributes the
-// inverses, and then replaces every gradient by its direction V, scaled by the KL clip. The parameters themselves are
-// stepped by the caller.
+// The path of the data. Hooks of modules make the sums of a step's factors (factor_hooks.h). The caller calls step()
+// after the backward pass, when .grad holds the gradient that all ranks share. The step takes the sums into the running
+// averages, and every `inverse_update_steps` brings the ranks' averages together (factor_exchange.h). Their inverses go
+// to the ranks that use them (inverse_update.h). Every gradient is replaced by its direction V, scaled by the KL clip
+// (gradient_preconditioner.h). The caller steps the parameters. Who does and sends what is planned at the start, by
+// measured costs (kfac_planner.h).
 //
-// When the sums are made. With a group, and in steps that send no factors, the hook only keeps its two tensors (up to
-// 16 MiB; what is beyond is summed at once), and the sums are made when the backward pass has ended: DDP's all-reduces
-// are on their way then, and waited for afterwards. Those of Linear layers are made for several steps together
-// (deferred_gram.h).
+// A step that is left out. Gradients may be cleared without step(), on all ranks alike. In a step that sends factors
+// this is collective: each rank says whether it takes the step. If they differ, all throw. Nothing is merged or counted
+// before, so that they go on as if the step had never been.
 //
-// When communication starts. Factors travel only in steps that make inverses (see FactorAccumulator; `exchange_always`
-// does it in all, to compare). In such a step a factor that has had as many calls as in the steps before is packed by
-// the backward hook, and a bucket of factors (core/kfac/kfac_plan.h) leaves as soon as its last one is packed, while
-// the backward pass goes on; buckets leave in the order of the plan on every rank, the rest of them in step(). They are
-// waited for and inverted on a thread of their own (background_inverses.h), mostly while the backward pass waits for
-// DDP's last all-reduces; what it has made is used only once all ranks are known to take the step. A layer that is
-// called once more when its factors have left makes its rank ask for all to be sent again. In step() an inverse leaves
-// as soon as it is there, point to point, and a layer whose inverses are there gets its direction while later ones
-// travel. Only d-kfac, the plain algorithm, waits for all each time, and has no such thread. Directions leave layer by
-// layer as they are made (small ones together), and are waited for at the end. Ranks that share a host's memory send
-// nothing early: there all factors are summed in one pass of step(), which takes less time than the threads of sockets
-// would from the backward pass, and inverses go together once all are made.
+// On an accelerator all is queued on the streams where the hooks and step() run. A step waits for the device once: are
+// all gradients finite? An update of the inverses waits once or twice more: did all succeed, and were those of other
+// ranks ever made? stats() waits, too. What the host decides by travels between CPUs.
 //
-// A step that is left out. Gradients may be cleared without step(), on all ranks alike. In a step that sends, that is
-// collective, and each rank says there whether it takes the step: if they differ, all throw, and as nothing is merged
-// or counted before that, they go on as if the step had never been.
+// Not a number. If a gradient is not finite, step() returns false on every rank, since they share the gradients. It
+// forgets the step's sums, and the caller must not step. Sums that overflow on one rank while gradients are finite are
+// left out there. Both are counted.
 //
-// Directions of rows, where the measured costs say so: in steps that make no inverses, the ranks gather the rows of
-// which Linear layers' gradients are made, and make directions of those (per_sample_preconditioner.h,
-// kfac_engine_rows.cpp). A layer whose gradient in .grad is not that of its rows gets its direction the usual way, on
-// every rank by itself.
-//
-// Early directions, if asked for: in steps that make no inverses the directions of Linear layers are made in the
-// backward pass, before the ranks average gradients (early_directions.h); step() then finds the mean direction in
-// .grad, and has only the clip to do. The other layers go the usual way.
-//
-// On an accelerator nothing waits for the device but one question a step (are all gradients finite?), in updates of the
-// inverses another or two (did all succeed? were those of other ranks ever made?), and stats(). All is queued on the
-// streams where the hooks and step() run: sums at once in the hook, not deferred; inverses of equal size in one call
-// (factor_batch.h); messages in one group a time, hence after all inversions. What the host decides by travels between
-// CPUs.
-//
-// Who owns what. Every rank owns the running averages of its own batches. The mean over ranks exists only in a step's
-// buffer. Inverses belong to the ranks that precondition with them.
-//
-// Not a number. If a gradient is not finite, step() returns false on every rank (the gradients are shared), forgets
-// the step's sums, and the caller must not step. Sums that overflow on one rank while gradients are finite are left out
-// there. Both are counted.
-//
-// Threads: hooks run in autograd's thread, everything else where the caller is; one lock. That of early inverses reads
-// factors that have left, and never takes the lock. No call needs the GIL, and
-// none may be made with it: a wait that holds the lock takes it to run signal handlers.
+// Threads: hooks run in autograd's thread, everything else where the caller is; one lock (reentrancy_guard.h). No call
+// needs the GIL, and none may be made with it: a wait that holds the lock takes it to run signal handlers.
 // Errors: std::invalid_argument for an option; c10::ValueError for layers on several devices; c10::DistBackendError if
 // ranks disagree, at construction; errors of the group as they come.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <string>
 #include <vector>
 
-#include <c10/core/Stream.h>
-
 #include "core/kfac/kfac_plan.h"
+#include "kfac/base/kfac_counters.h"
 #include "kfac/base/kfac_options.h"
-#include "kfac/comm/kfac_exchange.h"
+#include "kfac/comm/kfac_context.h"
+#include "kfac/engine/factor_hooks.h"
+#include "kfac/engine/kfac_planner.h"
 #include "kfac/factors/factor_accumulator.h"
-#include "kfac/factors/ready_clock.h"
-#include "kfac/inverses/background_inverses.h"
-#include "kfac/inverses/factor_inverter.h"
-#include "kfac/inverses/inverse_exchange.h"
-#include "kfac/precondition/early_directions.h"
-#include "kfac/precondition/gradient_exchange.h"
-#include "kfac/precondition/per_sample_preconditioner.h"
-#include "kfac/precondition/preconditioner.h"
+#include "kfac/factors/factor_exchange.h"
+#include "kfac/inverses/inverse_update.h"
+#include "kfac/precondition/gradient_preconditioner.h"
 
 namespace torchext {
 
-struct KfacStats {
-  std::int64_t steps = 0;
-  std::int64_t skipped = 0;  // not finite, on all ranks
-  std::int64_t factor_updates = 0;
-  std::int64_t inverse_updates = 0;
+struct KfacStats : KfacCounters {
   std::int64_t factors_left_out = 0;  // not finite on this rank alone
-  std::int64_t runs_overlapped = 0;   // left before step()
-  std::int64_t runs = 0;
-  std::int64_t early_directions = 0;        // of layers, made in backward passes
-  std::int64_t row_directions = 0;          // of layers, made of the rows of all ranks
-  std::int64_t row_directions_refused = 0;  // gradients that were not those of their rows
-  std::int64_t row_directions_ahead = 0;    // those that were written, too, before step()
-  double clip = 1;                          // nu of the last step
-  InverseFailures failures;
+  double clip = 1;                    // nu of the last step
   ExchangeBytes bytes;
   std::int64_t memory_bytes = 0;
-  // Seconds of the host, summed; on an accelerator it only queues the work.
-  double factor_seconds = 0;
-  double exchange_wait_seconds = 0;
-  double invert_seconds = 0;
-  double distribute_seconds = 0;
-  double precondition_seconds = 0;
 };
 
 // A factor in a checkpoint: the mean over ranks, and the inverse in use. Empty tensors: none.
@@ -134,29 +73,18 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   // nobody has done so). found_inf: the caller knows already. Collective. False: skip this step.
   bool step(const std::vector<double>& rates, const std::vector<at::Tensor>& others, double loss_scale,
             double gradient_scale, bool found_inf);
-  // How many layers have directions of rows now, in steps that make no inverses.
-  std::size_t rowLayers() const;
-  // With early_directions: has the gradients of Linear layers come by here before they reach .grad, until it is told to
-  // let them. Twice is harmless.
-  void watchGradients();
-  void unwatchGradients();
   // Forgets what a backward pass left that no step() used. Collective in a step that sends factors.
   void discard();
 
-  const KfacOptions& options() const { return options_; }
+  const KfacOptions& options() const { return context_.options; }
   void setDamping(double damping);
   void setKlClip(std::optional<double> kl_clip);
 
-  const std::vector<KfacLayerSpec>& layers() const { return layers_; }
+  const std::vector<KfacLayerSpec>& layers() const { return context_.layers; }
   const std::vector<FactorLayout>& layouts() const { return accumulator_->layouts(); }
-  const core::KfacPlan& plan() const { return plan_; }
-  const core::KfacCosts& costs() const { return input_.costs; }
-  // Whether directions of larger layers are made on the processor's matrix tiles; alike on all ranks.
-  bool usesTiles() const { return tiles_; }
-  core::KfacPrediction prediction() const { return core::predictKfac(plan_, input_); }
-  // Seconds of an average step's prediction that early_directions would take into the backward pass, where their rows
-  // cost something, too; 0 where it is on already, or not for this model, method or plan, or gathered rows save more.
-  double earlySaving() const;
+  const KfacPlanner& planner() const { return planner_; }
+  // How many layers have directions of rows now, in steps that make no inverses.
+  std::size_t rowLayers() const;
   KfacStats stats() const;
 
   // Collective. One entry a factor. load() takes what any world size saved; the caller has compared names and sizes.
@@ -164,173 +92,25 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates);
 
  private:
-  // A wait runs Python's signal handlers on the thread that holds the lock; one may read stats() or set an option
-  // there.
-  using Lock = std::lock_guard<std::recursive_mutex>;
-  // The lock of what a handler must not call there: it throws c10::Error then.
-  class ReentrancyGuard {
-   public:
-    ReentrancyGuard(KfacEngine& engine, const char* call);
-    ~ReentrancyGuard() { engine_.inside_ = nullptr; }
-    ReentrancyGuard(const ReentrancyGuard&) = delete;
-    ReentrancyGuard& operator=(const ReentrancyGuard&) = delete;
-
-   private:
-    KfacEngine& engine_;
-    Lock lock_;
-  };
-
-  void makePlan();
-  void measureCosts();
-  bool allHaveTiles() const;
-  double secondsOfProduct(bool tiles);
-  double typicalSeconds(double seconds);
-  void backward(int layer, const at::Tensor& input, const at::Tensor& gradient, int pass);
-  bool defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
-  void callAtEndOfPass();
-  void addDeferred();
-  void forgetDeferred();
-  bool putsProductsOff() const;
-  double currentDecay() const;
-  // In this step; the same on all ranks, who count steps together.
-  bool updatesInverses() const { return stats_.steps % options_.inverse_update_steps == 0; }
-  bool exchanging() const;
-  bool throughMemory() const { return exchange_ && exchange_->sharesMemory(); }
-  bool overlaps() const;
-  bool invertsInBackground() const { return exchange_ && !device_path_ && overlaps(); }
-  std::vector<std::size_t> invertedAfter(std::size_t end);
-  bool madeEarly() const;
-  void waitForBucket(std::size_t bucket);
-  bool invertsHere(std::size_t factor_index) const;
-  bool worksOn(int layer) const;
-  void prepare(std::size_t factor_index, double loss_scale);
-  void startBuckets(bool overlapped);
-  at::Tensor sharesOf(std::size_t first_factor, std::int64_t elements) const;
-  void startRest(double loss_scale);
+  void agreeOnOptions();
+  void mergeFactors(double loss_scale);
   void sendFactors(double loss_scale);
-  bool agreeOnStep(bool takes_step);
-  void sumThroughMemory();
-  void waitForBuckets();
-  void endBuckets();
+  FactorExchange::Votes agreeOnStep(bool takes_step);
+  void updateInverses();
+  void planRows();
+  bool skipStep();
+  void endStep();
   void forgetStep();
   void drop(bool sent);
-  void mergeStep(double loss_scale);
-  void replanBuckets();
-  void updateInverses();
-  void invertBuckets();
-  void invertLayer(std::size_t first_factor);
-  void invert(std::size_t factor_index, const at::Tensor& damping);
-  void invertOnDevice();
-  std::array<at::Tensor, 2> dampingOfLayer(std::size_t first_factor);
-  bool tracesTravel() const;
-  at::Tensor tracesOf(std::size_t factor_index) const;
-  void takeInverses(std::size_t end);
-  void finishInverses();
-  void startDirections(bool early);
-  void makeDirection(int layer);
-  void finishDirections();
-  bool onFirstStream();
-  bool isEarly(int layer) const;
-  bool inEarlyStep() const;
-  at::Tensor atGradient(int layer, bool is_bias, const at::Tensor& gradient);
-  at::Tensor ofAllRanks(const at::Tensor& own, int tag);
-  void refuseMisuse();
-  bool suitsRows(int layer) const;
-  bool mayTakeRows(int layer) const;
-  bool takesRows(int layer) const;
-  bool rowsReplaceShares() const;
-  double secondsWithoutRows(std::size_t layer) const;
-  void keepRows(int layer, const at::Tensor& input, const at::Tensor& gradient);
-  bool takeRows(int layer);
-  void takeWritten();
-  void foreseeRows(const std::vector<double>& rates);
-  std::vector<bool> ofRows() const;
-  void prepareRows();
-  void forgetRows();
-  void endRows();
-  at::Tensor ownRowCounts() const;
-  void planRows(const at::Tensor& counts);
-  std::vector<PerSampleExchange::Layer> chooseRowLayers(const at::Tensor& counts) const;
-  core::AlphaBeta costOfRows() const;
-  Preconditioner::Finished finishEarly(const std::vector<double>& rates, double loss_scale);
-  void endPass();
 
-  std::vector<KfacLayerSpec> layers_;
-  KfacOptions options_;
-  at::Device device_;
-  bool device_path_;                        // all work is queued: an accelerator's path
-  std::unique_ptr<KfacExchange> exchange_;  // null: one rank
-  int rank_ = 0;
-  int ranks_ = 1;
+  KfacContext context_;
   std::shared_ptr<FactorAccumulator> accumulator_;
-  FactorInverter inverter_;
-  bool tiles_ = false;
-  core::KfacPlanInput input_;
-  core::KfacPlan plan_;
-  std::unique_ptr<Preconditioner> preconditioner_;
-  std::unique_ptr<EarlyDirections> early_;  // null: not asked for
-  struct Watched {
-    at::Tensor parameter;
-    unsigned place = 0;  // of our hook
-  };
-  std::vector<Watched> watched_;
-  std::unique_ptr<PerSamplePreconditioner> rows_;  // null: of no layer
-  bool rows_void_ = false;                         // their directions in this step are made with other inverses
-  static constexpr std::int64_t kNoRows = -1;
-  struct RowCount {
-    std::int64_t seen = 0;  // rows of this rank, in a step that makes inverses
-    std::int64_t tried = 0;
-    std::int64_t refused = 0;
-  };
-  std::vector<RowCount> row_counts_;  // [layer]
-  // Of directions of rows in this step, 0 for other ones: the factor, and <V, dW>.
-  std::vector<double> row_factors_;
-  std::vector<double> row_products_;
-  // Of the last step in which all directions were of rows.
-  std::optional<PerSamplePreconditioner::Scaling> row_scaling_;
-  at::Tensor all_row_counts_;  // [ranks, layers], as of the last step that sent factors
-  std::unique_ptr<GradientExchange> gradient_exchange_;
-  std::vector<bool> made_;               // [layer] its direction, in this step, here
-  std::vector<FactorInverse> inverses_;  // [factor]
-
-  at::Tensor payload_;                     // what is summed over ranks, laid out as the running averages
-  std::vector<bool> prepared_;             // [factor] packed for this step's exchange
-  std::size_t started_ = 0;                // buckets that have left
-  std::vector<KfacExchange::Sum> sums_;    // [bucket] none where background_inverses_ has them
-  std::size_t followed_ = 0;               // factors whose inversion has been asked for
-  double followed_damping_ = 0;            // with which they are inverted
-  at::Tensor shares_;                      // of other ranks, in factors that this one adds up
-  std::vector<std::int64_t> share_place_;  // [factor] in those of one rank, -1: added up elsewhere or by the group
-  at::Tensor traces_;                      // of all factors, summed over ranks, where tracesTravel()
-  KfacExchange::Sum traces_sum_;
-  std::unique_ptr<InverseExchange> inverse_exchange_;
-  std::size_t taken_ = 0;  // factors whose inverses are here, in this update
-
-  struct Calls {
-    int expected = -1;
-    bool stable = false;
-  };
-  std::vector<Calls> calls_;  // [layer]
-  struct Deferred {
-    int layer = 0;
-    at::Tensor input;
-    at::Tensor gradient;
-    int backward_pass = 0;
-  };
-  std::vector<Deferred> deferred_;
-  std::size_t deferred_bytes_ = 0;
-  int calling_pass_ = -1;              // the backward pass whose end is waited for
-  ReadyClock ready_;                   // by factor, in steps that send factors
-  int profiled_ = 0;                   // such steps
-  std::optional<c10::Stream> stream_;  // of the first hook of a step, on an accelerator
-  bool several_streams_ = false;       // later ones of the step ran on others, too
-  bool scaled_loss_ = false;
-  bool seen_backward_ = false;  // since the last step; the same on all ranks, even where a batch is empty
-  bool stale_ = false;          // a factor was packed before all of its step was known
-  KfacStats stats_;
-  mutable std::recursive_mutex mutex_;
-  const char* inside_ = nullptr;                             // the call whose turn it is
-  std::unique_ptr<BackgroundInverses> background_inverses_;  // made when first needed
+  KfacPlanner planner_;
+  FactorExchange factors_;
+  InverseUpdate inverses_;
+  GradientPreconditioner gradients_;
+  FactorHooks hooks_;
+  at::Tensor row_counts_;  // [ranks, layers], as of the last step that made inverses
 };
 
 }  // namespace torchext

@@ -20,7 +20,7 @@ namespace torchext {
 class GradientExchange {
  public:
   // at_home: [layer] those whose directions travel in some steps only, because in others they are made in another way
-  // (early_directions.h, per_sample_preconditioner.h); they lie behind the others.
+  // (per_sample_preconditioner.h); they lie behind the others.
   // on_device: all goes together, once all is made. plan, directions and exchange (null: one rank) outlive this.
   GradientExchange(const core::KfacPlan& plan, const Preconditioner& directions, const std::vector<bool>& at_home,
                    KfacExchange* exchange, bool on_device);

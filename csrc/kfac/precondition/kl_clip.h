@@ -9,13 +9,13 @@
 
 namespace torchext {
 
-// nu = min(1, sqrt(kl_clip / |rest + sum of rates[layer]^2 products[layer]|)); 1 without kl_clip. products: <V, dW>.
+// nu = min(1, sqrt(kl_clip / |sum of rates[layer]^2 products[layer]|)); 1 without kl_clip. products: <V, dW>.
 inline double klClip(std::optional<double> kl_clip, const std::vector<double>& rates,
-                     const std::vector<double>& products, double rest = 0) {
+                     const std::vector<double>& products) {
   if (!kl_clip) {
     return 1;
   }
-  double sum = rest;
+  double sum = 0;
   for (std::size_t layer = 0; layer < products.size(); ++layer) {
     sum += rates[layer] * rates[layer] * products[layer];
   }

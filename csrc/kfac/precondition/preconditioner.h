@@ -46,13 +46,8 @@ class Preconditioner {
   virtual bool collect(double scale, const std::vector<at::Tensor>& others, const std::vector<bool>& of_rows) = 0;
   bool active(int layer) const { return active_[static_cast<std::size_t>(layer)]; }
   int parts(int layer) const { return parts_[static_cast<std::size_t>(layer)]; }
-  // A layer's on the processor's matrix tiles, where it is one for them: laid out, and work memory, for whom directions
-  // are not made here.
-  struct Tiles {
-    std::shared_ptr<TiledDirection> direction;  // null: none
-    TiledDirection::Work* work = nullptr;
-  };
-  virtual Tiles tiles(int /*layer*/) { return {}; }
+  // A layer's on the processor's matrix tiles, for whom directions are not made here; null where it is none for them.
+  virtual std::shared_ptr<TiledDirection> tiled(int /*layer*/) { return nullptr; }
   // V of one part of a layer; the gradient itself where an inverse was never made. damping is used by kEigen only.
   virtual void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
                             InverseForm form, double damping) = 0;
@@ -64,17 +59,12 @@ class Preconditioner {
   // After takeRows(): what it is likely to be. write() uses it if its factor is right, and may take the memory of the
   // gradient for it.
   virtual void takeWritten(int /*layer*/, const WrittenDirection& /*written*/) {}
-  // Layers whose .grad is V already, but for the factor of collect(), and what they add to the sum that makes nu, the
-  // factor in it: one float64 on the device, undefined for none.
-  struct Finished {
-    std::vector<bool> layers;  // [layer]; empty: none
-    at::Tensor product;
-  };
   // .grad = nu V, with nu of the active layers (kl_clip.h). Returns of how many what takeWritten() brought was used.
-  virtual std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip,
-                             const Finished& finished) = 0;
+  virtual std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip) = 0;
   virtual double clip() const = 0;  // nu of the last write()
 
+  at::ScalarType type() const { return gradients_.scalar_type(); }
+  at::TensorOptions options() const { return gradients_.options(); }  // type and device
   // Layers in one part, and those that are split, as they lie in the buffer.
   const std::vector<int>& whole() const { return whole_; }
   const std::vector<int>& split() const { return split_; }
@@ -88,9 +78,6 @@ class Preconditioner {
   Preconditioner(const std::vector<KfacLayerSpec>& layers, const at::TensorOptions& options, Layout layout);
 
   const std::vector<KfacLayerSpec>& layers() const { return layers_; }
-  static bool has(const Finished& finished, int layer) {
-    return !finished.layers.empty() && finished.layers[static_cast<std::size_t>(layer)];
-  }
   // Finds out which layers are active: those whose weight has a gradient.
   void findActive();
   // Undefined without a bias, and where it was frozen in training: its column is zero then, and goes nowhere.

@@ -18,8 +18,7 @@ class AtenPreconditioner final : public Preconditioner {
   bool collect(double scale, const std::vector<at::Tensor>& others, const std::vector<bool>& of_rows) override;
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
-  std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip,
-                     const Finished& finished) override;
+  std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip) override;
   double clip() const override { return clip_.defined() ? clip_.item<double>() : 1; }
 
  private:
@@ -41,8 +40,7 @@ class AtenPreconditioner final : public Preconditioner {
   };
   void append(int layer, const at::Tensor& matrix, Pairs& pairs) const;
 
-  double scale_ = 1;  // of the last collect()
-  at::Tensor clip_;   // one number on the device; undefined: 1
+  at::Tensor clip_;  // one number on the device; undefined: 1
 };
 
 void AtenPreconditioner::append(int layer, const at::Tensor& matrix, Pairs& pairs) const {
@@ -73,7 +71,6 @@ bool AtenPreconditioner::collect(double scale, const std::vector<at::Tensor>& ot
   if (!pairs.own.empty()) {
     at::_foreach_copy_(pairs.ours, pairs.own);
   }
-  scale_ = scale;
   if (scale != 1) {
     gradients().mul_(scale);
   }
@@ -144,16 +141,12 @@ at::Tensor AtenPreconditioner::product(int layer) const {
   return sum;
 }
 
-std::int64_t AtenPreconditioner::write(const std::vector<double>& rates, std::optional<double> kl_clip,
-                                       const Finished& finished) {
+std::int64_t AtenPreconditioner::write(const std::vector<double>& rates, std::optional<double> kl_clip) {
   clip_ = at::Tensor();
   std::vector<at::Tensor> terms;
-  if (kl_clip && finished.product.defined()) {
-    terms.push_back(finished.product * scale_);
-  }
   for (int layer = 0; layer < count() && kl_clip; ++layer) {
     const double rate = rates[static_cast<std::size_t>(layer)];
-    if (active(layer) && !has(finished, layer)) {
+    if (active(layer)) {
       terms.push_back(product(layer) * (rate * rate));
     }
   }
@@ -166,10 +159,6 @@ std::int64_t AtenPreconditioner::write(const std::vector<double>& rates, std::op
   Pairs pairs;
   for (int layer = 0; layer < count(); ++layer) {
     if (!active(layer)) {
-      continue;
-    }
-    if (has(finished, layer)) {  // collect() has copied what is V here, and taken the factor in
-      append(layer, clip_.defined() ? gradient(layer).mul_(clip_) : gradient(layer), pairs);
       continue;
     }
     std::vector<at::Tensor> of_parts;

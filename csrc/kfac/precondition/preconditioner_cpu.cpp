@@ -33,12 +33,11 @@ class CpuPreconditioner final : public Preconditioner {
   void takeWritten(int layer, const WrittenDirection& written) override {
     sources_[static_cast<std::size_t>(layer)].written = written;
   }
-  Tiles tiles(int layer) override {
+  std::shared_ptr<TiledDirection> tiled(int layer) override {
     const bool used = tiles_ && usesTiles(spec(layer), InverseForm::kInverse);
-    return used ? Tiles{tiled_[static_cast<std::size_t>(layer)], &tiled_work_} : Tiles{};
+    return used ? tiled_[static_cast<std::size_t>(layer)] : nullptr;
   }
-  std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip,
-                     const Finished& finished) override;
+  std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip) override;
   double clip() const override { return clip_; }
   std::size_t bytes() const override;
 
@@ -69,7 +68,6 @@ class CpuPreconditioner final : public Preconditioner {
   double product(int layer) const;
   void writeLayer(int layer, double factor);
   bool writeAhead(int layer, double factor);
-  void scaleGradients(int layer, double factor);
   void forgetSources() { sources_.assign(layers().size(), Source()); }
   const KfacLayerSpec& spec(int layer) const { return layers()[static_cast<std::size_t>(layer)]; }
   const Source& source(int layer) const { return sources_[static_cast<std::size_t>(layer)]; }
@@ -281,19 +279,15 @@ double CpuPreconditioner<T>::product(int layer) const {
 }
 
 template <class T>
-std::int64_t CpuPreconditioner<T>::write(const std::vector<double>& rates, std::optional<double> kl_clip,
-                                         const Finished& finished) {
+std::int64_t CpuPreconditioner<T>::write(const std::vector<double>& rates, std::optional<double> kl_clip) {
   std::vector<double> products;
   for (int layer = 0; layer < count() && kl_clip; ++layer) {
-    products.push_back(active(layer) && !has(finished, layer) ? product(layer) : 0);
+    products.push_back(active(layer) ? product(layer) : 0);
   }
-  const bool rest = kl_clip && finished.product.defined();
-  clip_ = klClip(kl_clip, rates, products, rest ? scale_ * finished.product.template item<double>() : 0);
+  clip_ = klClip(kl_clip, rates, products);
   std::int64_t ahead = 0;
   for (int layer = 0; layer < count(); ++layer) {
-    if (active(layer) && has(finished, layer)) {
-      scaleGradients(layer, clip_ * scale_);
-    } else if (active(layer) && writeAhead(layer, clip_)) {
+    if (active(layer) && writeAhead(layer, clip_)) {
       ++ahead;
     } else if (active(layer)) {
       writeLayer(layer, clip_);
@@ -318,17 +312,6 @@ bool CpuPreconditioner<T>::writeAhead(int layer, double factor) {
     gradient.copy_(from.written.weight);
   }
   return true;
-}
-
-template <class T>
-void CpuPreconditioner<T>::scaleGradients(int layer, double factor) {
-  if (factor == 1) {
-    return;
-  }
-  spec(layer).weight.grad().mul_(factor);
-  if (const at::Tensor bias = biasGradient(layer); bias.defined()) {
-    bias.mul_(factor);
-  }
 }
 
 template <class T>

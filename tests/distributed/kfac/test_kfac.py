@@ -25,19 +25,18 @@ def body_strategies(rank: Rank, methods: tuple[str, ...], queued: bool, shared: 
     worst = {}
     options = OPTIONS | {"shared_memory": shared}
     for method in methods:
-        for always in (False, True):
-            steps = 8
-            expected = None
-            for strategy in EXACT:
-                model = DistributedDataParallel(Net())
-                optimizer = KFAC(model, strategy=strategy, method=method, exchange_always=always, **options)
-                train(model, optimizer, steps, rank=rank.rank, size=rank.size)
-                equal_everywhere(model.module)
-                if expected is None:
-                    # No process group is touched with a world of one rank.
-                    expected = run_alone(rank, steps, method)
-                error = (flat(model.module) - expected).abs().max() / expected.abs().max()
-                worst[f"{strategy} {method} {always}"] = float(error)
+        steps = 8
+        expected = None
+        for strategy in EXACT:
+            model = DistributedDataParallel(Net())
+            optimizer = KFAC(model, strategy=strategy, method=method, **options)
+            train(model, optimizer, steps, rank=rank.rank, size=rank.size)
+            equal_everywhere(model.module)
+            if expected is None:
+                # No process group is touched with a world of one rank.
+                expected = run_alone(rank, steps, method)
+            error = (flat(model.module) - expected).abs().max() / expected.abs().max()
+            worst[f"{strategy} {method}"] = float(error)
     return worst
 
 
@@ -166,25 +165,6 @@ def test_only_triangles_travel_and_only_when_inverses_are_made(queued: bool) -> 
     assert sent["mem-opt"] == 3 * 6 * gradient
     assert sent["hybrid"] == 2 * FACTOR_BYTES + 2 * 6 * gradient  # one more worker; two that are none
     assert sent["d-kfac"] == 0
-
-
-def body_always(rank: Rank, queued: bool) -> int:
-    use_path(queued)
-    rank.init("gloo")
-    model = DistributedDataParallel(Net())
-    options = {**OPTIONS, "factor_update_steps": 2, "inverse_update_steps": 4}
-    optimizer = SPDKFAC(model, exchange_always=True, shared_memory=False, **options)
-    before = optimizer.stats()["all_reduce_bytes"]
-    train(model, optimizer, 4, rank=rank.rank, size=rank.size)
-    equal_everywhere(model.module)
-    sent: int = optimizer.stats()["all_reduce_bytes"] - before
-    assert optimizer.stats()["factor_updates"] == 2
-    return sent
-
-
-@both
-def test_factors_that_always_travel_do_so_when_they_are_updated(queued: bool) -> None:
-    assert run_ranks(body_always, 2, queued) == [2 * FACTOR_BYTES] * 2
 
 
 def body_overlap(rank: Rank, queued: bool) -> tuple[int, int]:

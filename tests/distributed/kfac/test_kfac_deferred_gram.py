@@ -1,6 +1,6 @@
 """Products of several steps made together: factors are those of a twin that makes each step's at once.
 
-The twin sends its factors in every step (``exchange_always``), and so has all products then.
+The twin makes inverses in every step that updates its factors, and so has all products then.
 """
 
 from __future__ import annotations
@@ -46,11 +46,9 @@ class Twice(nn.Module):
 
 def twins(dtype: torch.dtype, **options: Any) -> list[tuple[DistributedDataParallel, KFAC]]:
     pairs = []
-    for always in (False, True):
+    for interval in (40, options.get("factor_update_steps", 1)):
         model = DistributedDataParallel(Twice(dtype), find_unused_parameters=True)
-        optimizer = KFAC(
-            model, lr=0.0, inverse_update_steps=40, exchange_always=always, kl_clip=None, strategy="spd", **options
-        )
+        optimizer = KFAC(model, lr=0.0, inverse_update_steps=interval, kl_clip=None, strategy="spd", **options)
         pairs.append((model, optimizer))
     return pairs
 

@@ -44,8 +44,8 @@ def body(rank: Rank, shared: bool, options: dict[str, Any]) -> dict[str, tuple[f
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"factor_update_steps": 1, "exchange_always": True}, {"split_directions": True}],
-    ids=["", "always", "split"],
+    [{}, {"factor_update_steps": 1}, {"split_directions": True}],
+    ids=["", "factors in all steps", "split"],
 )
 @pytest.mark.parametrize(("size", "shared"), [(1, True), (2, True), (2, False), (3, True), (3, False), (4, False)])
 def test_every_strategy_is_one_process_with_the_whole_batch(size: int, shared: bool, options: dict[str, Any]) -> None:

@@ -50,7 +50,6 @@ pytestmark = pytest.mark.usefixtures("path")
             ({"split_directions": True, "strategy": strategy}, f'^split_directions = True: .*strategy="{strategy}"')
             for strategy in ("mem-opt", "dp")
         ),
-        ({"exchange_always": True, "strategy": "dp"}, '^exchange_always = True: .* strategy="dp" keeps them'),
         (
             {"bucket_cap_mb": 4.0, "strategy": "d-kfac"},
             '^bucket_cap_mb = 4.0: .*="d-kfac" sends every factor alone; leave',

@@ -70,38 +70,6 @@ def test_cuda_is_cpu(method: str) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("rows", [4, 12])
-def test_directions_made_in_the_backward_pass(rows: int) -> None:
-    found = []
-    for device, early in (("cpu", False), ("cuda", True)):
-        model = Net().to(device)
-        optimizer = KFAC(model, early_directions=early, **OPTIONS)
-        for step in range(8):
-            image, token, target = (part[:rows] for part in batch(step, device))
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(image, token), target).backward()
-            optimizer.step()
-        found.append(flat(model))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-8)
-    assert optimizer.stats()["early_directions"] == 3 * 5  # steps 0, 3 and 6 make inverses
-
-
-@gpu
-def test_a_penalty_beside_such_directions_is_refused() -> None:
-    model = Net().to("cuda")
-    optimizer = KFAC(model, early_directions=True, **OPTIONS)
-    train(model, optimizer, 2, "cuda")
-    before = flat(model)
-    image, token, target = batch(2, "cuda")
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(image, token), target) + 1e-4 * model.head.weight.square().sum()
-    loss.backward()
-    with pytest.raises(ValueError, match="gradients of head are not those of its calls"):
-        optimizer.step()
-    assert torch.equal(flat(model), before)
-
-
-@gpu
 @pytest.mark.parametrize(("before", "after"), [("cpu", "cuda"), ("cuda", "cpu")])
 def test_a_state_goes_from_device_to_device(before: str, after: str) -> None:
     model = Net().to(before)
@@ -148,11 +116,10 @@ def test_nan_is_skipped_and_counted() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("early", [False, True])
-def test_how_often_a_step_waits_for_the_device(early: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_how_often_a_step_waits_for_the_device(capfd: pytest.CaptureFixture[str]) -> None:
     """Once, for the question whether all gradients are finite; once more where inverses are made."""
     model = Net().to("cuda")
-    kfac = KFACPreconditioner(model, inverse_update_steps=3, early_directions=early)
+    kfac = KFACPreconditioner(model, inverse_update_steps=3)
     waits = []
     for step in range(6):
         image, token, target = batch(step, "cuda")

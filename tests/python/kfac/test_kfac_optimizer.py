@@ -226,27 +226,3 @@ def test_the_plan_prints() -> None:
     assert "strategy spd, 1 rank(s)" in text
     assert "A 9" in text
     assert "predicted; measured" in text
-
-
-def test_the_plan_says_what_early_directions_could_save() -> None:
-    """Of an average step; nothing where the option is on, or cannot be."""
-
-    def saving(model: nn.Module, **options: Any) -> tuple[float, float, str]:
-        plan = KFAC(model, **options).plan()
-        return plan.as_dict["early_saving_seconds"], plan.as_dict["predicted_precondition_seconds"], str(plan)
-
-    wide = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
-    for interval in (2, 100):  # the steps that make inverses keep theirs
-        seconds, of_all, text = saving(wide, inverse_update_steps=interval)
-        assert seconds == pytest.approx((1 - 1 / interval) * of_all)
-        assert (f"early_directions=True would take {1e3 * seconds:.1f} ms" in text) == (seconds > 1e-3)
-    without: list[tuple[nn.Module, dict[str, Any]]] = [
-        (wide, {"early_directions": True}),
-        (wide, {"inverse_update_steps": 1}),
-        (wide, {"method": "eigen"}),
-        (nn.Sequential(nn.Conv2d(8, 8, 3)), {}),
-    ]
-    for model, options in without:
-        seconds, _, text = saving(model, **options)
-        assert seconds == 0
-        assert "would take" not in text

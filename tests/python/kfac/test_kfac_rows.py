@@ -396,7 +396,6 @@ def test_the_plan_says_so() -> None:
     [
         ({"method": "eigen"}, '^gather_rows = True: allowed with method="inverse" only'),
         ({"inverse_update_steps": 1}, "^gather_rows = True: allowed with inverse_update_steps above 1"),
-        ({"early_directions": True}, "^gather_rows = True: allowed without early_directions"),
         *(
             ({"strategy": strategy}, f'^gather_rows = True: .*strategy="{strategy}"')
             for strategy in ("mem-opt", "dp", "d-kfac")

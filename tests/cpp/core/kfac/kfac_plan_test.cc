@@ -262,29 +262,6 @@ TEST(KfacPlan, RanksThatShareMemorySplitSmallDirections) {
   EXPECT_EQ(predictKfac(makeKfacPlan(KfacStrategy::kDp, in), in).exchange, 0);
 }
 
-TEST(KfacPlan, EarlyDirectionsNeedAllInversesEverywhere) {
-  auto in = input({300, 300}, 2);
-  in.precondition = {4e-3, 4e-3};
-  in.steps_per_inverse = 1;  // pad's owners send directions then, which are smaller than two inverses
-  EXPECT_EQ(makeKfacPlan(KfacStrategy::kPad, in).workers, (std::vector<int>{1, 1}));
-  in.early = {false, true};
-  EXPECT_EQ(makeKfacPlan(KfacStrategy::kPad, in).workers, (std::vector<int>{1, 2}));
-  in.early = {true, true};
-  EXPECT_EQ(makeKfacPlan(KfacStrategy::kPad, in).workers, (std::vector<int>{2, 2}));
-  // Nothing but the updates makes directions afterwards.
-  in.steps_per_inverse = 2;
-  const KfacPlan spd = makeKfacPlan(KfacStrategy::kSpd, in);
-  EXPECT_TRUE(spd.split_directions);
-  EXPECT_DOUBLE_EQ(predictKfac(spd, in).precondition, 4e-3 / 2);
-  EXPECT_DOUBLE_EQ(predictKfac(spd, in).gradients, 2e-4 + 0.5e-9 * 360000);
-  for (const int steps : {2, 10, 100}) {
-    in.steps_per_inverse = steps;
-    EXPECT_EQ(makeKfacPlan(KfacStrategy::kAuto, in).workers, (std::vector<int>{2, 2}));
-  }
-  in.early = {true};
-  EXPECT_THROW_MESSAGE(makeKfacPlan(KfacStrategy::kSpd, in), std::invalid_argument, "early layers = 1");
-}
-
 TEST(KfacPlan, BadArguments) {
   auto in = input({4}, 0);
   EXPECT_THROW_MESSAGE(makeKfacPlan(KfacStrategy::kSpd, in), std::invalid_argument, "ranks = 0");
