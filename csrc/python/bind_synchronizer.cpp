@@ -62,8 +62,8 @@ void bindSynchronizer(py::module_& module) {
       .def("resume", &AveragingSynchronizer::resume, py::arg("own"), py::arg("furthest"))
       .def("stats", [](const AveragingSynchronizer& self) { return averagingToDict(self.stats()); });
 
-  py::class_<LocalGradients, std::shared_ptr<LocalGradients>>(module, "LocalGradients")
-      .def_readwrite("synchronizer", &LocalGradients::synchronizer);
+  py::class_<GradientListener, std::shared_ptr<GradientListener>>(module, "GradientListener")
+      .def_readwrite("synchronizer", &GradientListener::synchronizer);
   module.def("keep_gradients_local", &keepGradientsLocal, py::arg("reducer"));
 }
 

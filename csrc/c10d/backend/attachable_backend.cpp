@@ -10,6 +10,7 @@
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
+#include "c10d/fault/explain_error.h"
 #include "c10d/fault/group_waits.h"
 #include "c10d/fault/local_error.h"
 #include "c10d/fault/orderly_exit_scope.h"
@@ -27,7 +28,7 @@ PointToPoint::WaitUntilFunction AttachableBackend::untilSeen() {
 
 PointToPoint::RefuseFunction AttachableBackend::refusal() {
   return [this](int peer, const char* what, const std::string& error) {
-    return health()->refuse({.name = what, .peer = peer}, error);
+    return refuse(*health(), {.name = what, .peer = peer}, error);
   };
 }
 
@@ -55,7 +56,7 @@ std::unique_ptr<SharedWindows> AttachableBackend::shareMemory(int tag, bool enab
     return SharedWindows::open(dataTransport(), tag, enabled);
   } catch (...) {
     // Where a peer has died, Gloo may refuse to post a message, before anybody has said who it is.
-    std::rethrow_exception(health()->explain(std::current_exception(), {.name = "sharing memory"}));
+    std::rethrow_exception(explain(*health(), std::current_exception(), {.name = "sharing memory"}));
   }
 }
 

@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/debug.h>
 
 #include "c10d/backend/living_backends.h"
+#include "c10d/fault/explain_error.h"
 #include "c10d/fault/orderly_exit_scope.h"
 #include "c10d/fault/stall_notice.h"
 #include "c10d/threads/bounded_thread.h"
@@ -49,7 +50,7 @@ DelegatingBackend::DelegatingBackend(int rank, int size, const std::string& name
   try {
     start();
   } catch (...) {  // the others have the group already
-    std::rethrow_exception(health()->explainToAll(std::current_exception(), OpInfo{.name = "making the group"}));
+    std::rethrow_exception(explainToAll(*health(), std::current_exception(), OpInfo{.name = "making the group"}));
   }
 }
 

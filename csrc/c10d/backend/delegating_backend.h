@@ -1,8 +1,9 @@
-// DelegatingBackend: a c10d::Backend that holds inner backends and forwards every ordinary collective to them, exactly.
+// DelegatingBackend: the life of a backend of ours. It starts and watches its inner groups, splits, shrinks and ends
+// them.
 //
 // What it is
-//   The common base of our backends. A tensor's device picks the inner backend: Gloo for CPU, NCCL for CUDA
-//   (forwarded_collectives.h). On top of what the inner backends do it adds what they lack (shared fault model):
+//   The common base of our backends. Every ordinary collective goes to an inner backend (forwarded_collectives.h). On
+//   top of that it adds what the inner backends lack (shared fault model):
 //     * a poisoned state: the first failure fixes the reason; every later call throws it at once, buffers untouched;
 //     * a FailureMonitor on a control group of its own, so that a dead peer is named on every rank within a second, and
 //       one that is stopped or cut off within heartbeat_timeout;

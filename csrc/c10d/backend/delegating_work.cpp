@@ -8,6 +8,7 @@
 #include <c10/util/StringUtil.h>
 
 #include "c10d/backend/work_future.h"
+#include "c10d/fault/explain_error.h"
 #include "c10d/fault/fault_points.h"
 #include "c10d/fault/group_waits.h"
 #include "c10d/threads/outstanding_averages.h"
@@ -79,7 +80,7 @@ void DelegatingWork::begin(const std::function<c10::intrusive_ptr<c10d::Work>()>
     }
   } catch (const std::exception&) {
     health_->remove(this);  // before explain(), see follow()
-    complete(health_->explain(std::current_exception(), op_));
+    complete(explain(*health_, std::current_exception(), op_));
     return;
   }
   if (future) {
@@ -130,7 +131,7 @@ void DelegatingWork::follow(const c10::intrusive_ptr<c10::ivalue::Future>& inner
     }
     // Out of the list first: explain() may poison the group, which gives what is in the list time to end.
     self->health_->remove(self.get());
-    self->complete(self->health_->explain(future.exception_ptr(), self->op_));
+    self->complete(explain(*self->health_, future.exception_ptr(), self->op_));
   });
 }
 
@@ -185,7 +186,7 @@ bool DelegatingWork::waitInside(std::chrono::milliseconds timeout) {
   try {
     return inner()->wait(timeout);
   } catch (...) {
-    std::rethrow_exception(health_->explain(std::current_exception(), op_));
+    std::rethrow_exception(explain(*health_, std::current_exception(), op_));
   }
 }
 

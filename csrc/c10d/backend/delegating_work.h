@@ -1,4 +1,4 @@
-// DelegatingWork: what a DelegatingBackend returns for every call. It stands for the work of an inner backend.
+// DelegatingWork: what ForwardedCollectives return for every call. It stands for the work of an inner backend.
 //
 // How it waits
 //   CPU collectives: on a condition variable of its own, signalled by the inner work's future or by a failure of the

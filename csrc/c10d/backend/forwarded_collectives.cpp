@@ -7,11 +7,11 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include "c10d/backend/delegating_work.h"
 #include "c10d/backend/quotient_work.h"
 #include "c10d/fault/collective_header.h"
+#include "c10d/fault/explain_error.h"
 #include "c10d/fault/fault_points.h"
 #include "c10d/fault/orderly_exit_scope.h"
 
@@ -119,7 +119,7 @@ ForwardedCollectives::Works ForwardedCollectives::forward(const OpInfo& op, c10:
     work = call(*inner_.of(device));
     faultPoint(FaultPoint::kCallStarted);
   } catch (...) {
-    std::rethrow_exception(health_->explain(std::current_exception(), op));
+    std::rethrow_exception(explain(*health_, std::current_exception(), op));
   }
   return wrap(op, std::move(work), on_cpu);
 }

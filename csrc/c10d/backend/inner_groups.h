@@ -4,11 +4,10 @@
 // still have copies of.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

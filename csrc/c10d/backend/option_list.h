@@ -1,4 +1,4 @@
-// Option says everything about one option of a backend, in one place.
+// Option says everything about one option of a backend's own, in one place.
 //
 // An options class lists its own in a static function list(), in the order in which Python shows them. From the list
 // follow the constructor and the attributes in Python (csrc/python/bind_group.h), their docstring, from that the

@@ -1,7 +1,7 @@
 // ProcessGroupDear: the backend named "dear" (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with
 // Fine-Grained All-Reduce Pipelining", ICDCS 2023).
 //
-// Every collective is DelegatingBackend's: exact, over all ranks. Models are trained through torchext.attach(): their
+// Every collective is ForwardedCollectives': exact, over all ranks. Models are trained through torchext.attach(): their
 // gradients are reduce-scattered under the backward pass, and what comes of them is gathered under the next forward
 // pass; see csrc/ddp/dear/dear_synchronizer.h.
 #pragma once

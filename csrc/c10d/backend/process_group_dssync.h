@@ -1,7 +1,7 @@
 // ProcessGroupDSSync: the backend named "dssync" (Wang et al., "DS-Sync: Addressing Network Bottlenecks with
 // Divide-and-Shuffle Synchronization for Distributed DNN Training", INFOCOM 2022).
 //
-// Every collective is DelegatingBackend's: exact, over all ranks. Models are trained through torchext.attach(): after
+// Every collective is ForwardedCollectives': exact, over all ranks. Models are trained through torchext.attach(): after
 // each step the workers are divided into groups that average among themselves, and shuffled before the next; see
 // csrc/core/dssync/shuffle_schedule.h for the schedules and csrc/ddp/averaging/group_synchronizer.h for the averages.
 //

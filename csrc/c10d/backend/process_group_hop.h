@@ -1,7 +1,7 @@
 // ProcessGroupHop: the backend named "hop" (Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS
 // 2019).
 //
-// Every collective is DelegatingBackend's: exact, over all ranks. Models are trained through torchext.attach(): each
+// Every collective is ForwardedCollectives': exact, over all ranks. Models are trained through torchext.attach(): each
 // worker exchanges parameters with its neighbours on a communication graph; see csrc/ddp/hop/hop_synchronizer.h.
 #pragma once
 

@@ -11,6 +11,7 @@
 
 #include "c10d/backend/living_backends.h"
 #include "c10d/backend/work_future.h"
+#include "c10d/fault/explain_error.h"
 #include "c10d/threads/outstanding_averages.h"
 #include "core/prague/group_generator.h"
 
@@ -206,7 +207,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupPrague::partialAllReduce(const at::Te
           record.done();
           work->complete();
         } catch (...) {
-          work->complete(health()->explainToAll(std::current_exception(), {.name = "partial_all_reduce"}));
+          work->complete(explainToAll(*health(), std::current_exception(), {.name = "partial_all_reduce"}));
         }
       });
   if (!posted) {
@@ -230,7 +231,7 @@ void ProcessGroupPrague::startPartialThread() {
     }
   }
   if (refused) {  // the other members wait for this call
-    std::rethrow_exception(health()->explainToAll(refused, {.name = "partial_all_reduce"}));
+    std::rethrow_exception(explainToAll(*health(), refused, {.name = "partial_all_reduce"}));
   }
 }
 

@@ -1,7 +1,7 @@
 // ProcessGroupPrague: the backend named "prague" (Luo et al., "Prague: High-Performance Heterogeneity-Aware
 // Asynchronous Decentralized Training", ASPLOS 2020).
 //
-// Every ordinary collective is DelegatingBackend's: exact, over all ranks. What Prague adds is P-Reduce,
+// Every ordinary collective is ForwardedCollectives': exact, over all ranks. What Prague adds is P-Reduce,
 // partialAllReduce(): an average over the members named in the call. Models are trained with it through
 // torchext.attach(), see csrc/ddp/averaging/prague_training.h.
 //

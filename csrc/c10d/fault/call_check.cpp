@@ -11,6 +11,7 @@
 
 #include "c10d/fault/call_site.h"
 #include "c10d/fault/collective_header.h"
+#include "c10d/fault/explain_error.h"
 #include "c10d/fault/fault_points.h"
 #include "c10d/fault/group_waits.h"
 #include "c10d/fault/parse_message.h"
@@ -39,7 +40,7 @@ CallCheck::CallCheck(std::shared_ptr<GroupHealth> health, std::shared_ptr<Failur
       size_(control_->getSize()),
       mode_(mode),
       thread_(std::make_unique<TaskThread>("torchext_start")) {
-  abort_callback_ = health_->onFailure().add([this] {
+  failure_callback_ = health_->onFailure().add([this] {
     std::lock_guard lock(mutex_);
     failed_ = true;
     changed_.notify_all();
@@ -95,7 +96,7 @@ void CallCheck::startLater(const Ticket& ticket, const OpInfo& op,
         faultPoint(FaultPoint::kCallAgreed);
       }
     } catch (const std::exception&) {
-      error = self->health_->explainToAll(std::current_exception(), op);
+      error = explainToAll(*self->health_, std::current_exception(), op);
     }
     start(error);
     std::lock_guard started(self->mutex_);
@@ -123,7 +124,7 @@ void CallCheck::agree(const Ticket& ticket, OpInfo op) {
       op.peer = source;
       waitPointToPoint(*health_, arrival, FailureMonitor::kForever, op);
       const auto its = parseOrRefuse(
-          [&](const char* error) { return health_->refuse(op, error); }, &core::parseCallMessage,
+          [&](const char* error) { return refuse(*health_, op, error); }, &core::parseCallMessage,
           std::span(static_cast<const std::byte*>(theirs[0].const_data_ptr()), sizeof(core::CallMessage)), source);
       if (its.number != ticket.number || its.header != ticket.header) {
         disagree(ticket, its);
@@ -199,7 +200,7 @@ void CallCheck::drain() {
 }
 
 void CallCheck::stop() noexcept {
-  if (const auto id = std::exchange(abort_callback_, 0)) {
+  if (const auto id = std::exchange(failure_callback_, 0)) {
     health_->onFailure().remove(id);
   }
   std::unique_ptr<TaskThread> thread;

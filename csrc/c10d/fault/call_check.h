@@ -86,7 +86,7 @@ class CallCheck : public std::enable_shared_from_this<CallCheck> {
   const int rank_;
   const int size_;
   const Mode mode_;
-  std::uint64_t abort_callback_ = 0;
+  std::uint64_t failure_callback_ = 0;
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;

@@ -1,11 +1,11 @@
 // FailureMonitor: learns within milliseconds that a rank of the group died, within seconds that one fell silent, and
-// tells every other rank. The one component of liveness; every backend of ours has one for each of its groups.
+// tells every other rank. Every backend of ours has one; silence is HeartbeatRing's (heartbeat_ring.h).
 //
 // How
 //   On a Gloo group of its own (the control group) rank r keeps one receive posted from its successor (r + 1) % n and a
 //   thread blocked on it. When the successor is killed, its TCP connection closes and the receive fails. Rank r then
 //   sends PeerDied, detected_by r, to its predecessor, which relays it, until it has gone round the ring: one message a
-//   rank. The same ring carries Failure and Abort (a rank gave up, with its reason) and Leave (orderly: the
+//   rank. The same ring carries Failure, Abort and Departure (a rank gave up, with its reason) and Leave (orderly: the
 //   closing connection that follows is no alarm, and watching ends). Each rank passes on the first fault message only,
 //   so every rank has one reason. A connection that closes afterwards is told to this rank alone: a rank that was
 //   silent may be dead by then.

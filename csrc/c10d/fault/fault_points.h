@@ -43,8 +43,7 @@ enum class FaultPoint {
   // A fault message has come, and has not been passed on.
   kFaultMessageHeard,
   // Going on without the dead: this worker has said that it lives; the list of those that go on stands; they have come
-  // to
-  // the new group; they are connected; the group stands.
+  // to the new group; they are connected; the group stands.
   kMembershipAlive,
   kMembershipListed,
   kGroupArrived,

@@ -1,35 +1,20 @@
 #include "c10d/fault/group_health.h"
 
-#include <optional>
-
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
-#include "c10d/fault/connection_error.h"
-#include "c10d/fault/local_error.h"
+#include "c10d/fault/explain_error.h"
 #include "c10d/fault/orderly_exit_scope.h"
 
 namespace torchext {
 namespace {
 
-// How long a failed operation waits to learn from the monitor who died.
-constexpr std::chrono::milliseconds kFaultMessageLimit{1000};
-constexpr std::chrono::milliseconds kUnwatchedLimit{200};
-
 std::chrono::milliseconds graceAfter(FaultMessage::Kind kind) {
   return kind == FaultMessage::Kind::kAbort ? std::chrono::milliseconds(0) : GroupHealth::kRemoteGrace;
 }
 
-constexpr const char* kWayOut =
-    "; this group cannot be used any more: destroy_process_group() and initialize again, or let torchrun "
-    "--max-restarts restart the job";
 constexpr const char* kShutDown = "the group was shut down (destroy_process_group)";
-
-std::exception_ptr makeError(std::string text) {
-  return std::make_exception_ptr(
-      c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::move(text)));
-}
 
 }  // namespace
 
@@ -42,7 +27,7 @@ GroupHealth::GroupHealth(std::string backend_name, int rank, int size)
 
 std::exception_ptr GroupHealth::failureOf(const OpInfo& op) const {
   const auto text = failed() ? reason_.get().text + kWayOut : kShutDown;
-  return makeError(describe(op) + ": " + text);
+  return distError(describe(op) + ": " + text);
 }
 
 void GroupHealth::checkUsable(const char* op) const {
@@ -90,11 +75,6 @@ bool GroupHealth::fail(FaultMessage::Kind kind, int rank, const std::string& rea
   return first;
 }
 
-std::exception_ptr GroupHealth::refuse(const OpInfo& op, const std::string& error) {
-  poison(op.peer, c10::str("rank ", op.peer, " sent a malformed message: ", error));
-  return failureOf(op);
-}
-
 void GroupHealth::receive(const FaultMessage& fault) {
   const auto reason = fault.kind == FaultMessage::Kind::kPeerDied
                           ? c10::str("rank ", fault.rank, " died (", fault.reason, ")")
@@ -105,23 +85,9 @@ void GroupHealth::receive(const FaultMessage& fault) {
 
 std::chrono::milliseconds GroupHealth::remoteGrace() const { return graceAfter(reason_.kind()); }
 
-void GroupHealth::timedOut(const OpInfo& op, const std::string& detail) {
-  std::optional<core::LaggardQuery> answer;
-  if (op.sequence > 0 && monitor_ && !failed()) {
-    answer = monitor_->ask(op.sequence, kLaggardLimit);
-  }
-  const auto own = c10::str("rank ", identity_.rank(), " timed out in ", nameOf(op));
-  if (answer && answer->laggard >= 0) {
-    poison(answer->laggard, c10::str(GroupProgress::ofLaggard(*answer, op.name), "; ", own, ": ", detail),
-           kRemoteGrace);
-  } else {
-    poison(identity_.rank(), c10::str(own, answer ? ", which every rank has called: " : ": ", detail), kRemoteGrace);
-  }
-}
-
 void GroupHealth::expire() {
   if (const auto late = pending_.late()) {
-    timedOut(*late, latenessOf(*late));
+    reportTimeout(*this, *late, latenessOf(*late));
   }
 }
 
@@ -141,45 +107,6 @@ void GroupHealth::endPending(std::chrono::milliseconds grace) {
   pending_.waitUntilIdle(grace);
   pending_.interruptAll();
   onFailure_.run();
-}
-
-std::exception_ptr GroupHealth::explain(const std::exception_ptr& error, const OpInfo& op) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::DistBackendError&) {
-    return error;
-  } catch (const std::exception& inner) {
-    if (!isConnectionError(inner)) {
-      return error;
-    }
-    const std::string text = shortened(inner.what());
-    const bool timed_out = contains(text, "Timed out");
-    // Once the successor has left in order nobody is watched, and no fault message comes.
-    const bool watched = monitor_ && !monitor_->successorLeft();
-    if (timed_out) {
-      timedOut(op, text);
-    } else if (!reason_.waitUntilSet(watched ? kFaultMessageLimit : kUnwatchedLimit)) {
-      poison(identity_.rank(),
-             c10::str("rank ", identity_.rank(), " lost its connections in ", nameOf(op), ": ", text,
-                      op.peer >= 0 ? c10::str("; has rank ", op.peer, " left, or taken fewer steps?") : ""),
-             kRemoteGrace);
-    }
-    const auto reason = reason_.get().text;
-    return makeError(c10::str(describe(op), ": ", reason, contains(reason, text) ? "" : "; seen here as: ",
-                              contains(reason, text) ? "" : text, kWayOut));
-  } catch (...) {
-    return error;
-  }
-}
-
-std::exception_ptr GroupHealth::explainToAll(const std::exception_ptr& error, const OpInfo& op) {
-  std::exception_ptr explained = explain(error, op);
-  if (const auto fault = localError(explained); fault && !failed()) {
-    // Whether or not the script ends: this rank exchanges no more, and others may train on.
-    const OrderlyExitScope orderly_exit;
-    poison(identity_.rank(), c10::str("rank ", identity_.rank(), " failed in ", nameOf(op), ": ", *fault));
-  }
-  return explained;
 }
 
 void GroupHealth::add(PendingOperation* operation, const OpInfo& op) {

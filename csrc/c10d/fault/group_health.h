@@ -5,6 +5,7 @@
 //   the operations that are under way                          pending_operations.h
 //   callbacks of other parts that block on something else      failure_callbacks.h
 //   the group's name, and the process it belongs to            group_label.h
+//   where this rank is in the group's collectives              group_progress.h
 //
 // Life of a failure
 //   poison() stores the reason, tells the peers through the monitor, gives operations under way a grace period (their
@@ -84,14 +85,6 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   // From now on every call throws. Operations under way get `grace`, then the group is poisoned.
   void close(std::chrono::milliseconds grace);
 
-  // Turns an error of an inner backend into the one to show: errors of connections name the rank that died (waiting up
-  // to a second for the fault message) and poison the group; others keep their text.
-  std::exception_ptr explain(const std::exception_ptr& error, const OpInfo& op);
-  // The same of what the other ranks wait for, whoever calls it: with an error that is local (local_error.h) this rank
-  // leaves the group, and the others know why.
-  std::exception_ptr explainToAll(const std::exception_ptr& error, const OpInfo& op);
-  // op.peer sent what no torchext of this version sends: poisons the group and returns the call's error.
-  std::exception_ptr refuse(const OpInfo& op, const std::string& error);
   // The error of an operation that a failure has ended, or shutdown.
   std::exception_ptr failureOf(const OpInfo& op) const;
 
@@ -103,7 +96,6 @@ class GroupHealth : public std::enable_shared_from_this<GroupHealth> {
   bool fail(FaultMessage::Kind kind, int rank, const std::string& reason, std::chrono::milliseconds grace);
   bool setReason(FaultMessage::Kind kind, int rank, const std::string& reason);
   void endPending(std::chrono::milliseconds grace);
-  void timedOut(const OpInfo& op, const std::string& detail);
 
   GroupLabel identity_;
   FirstReason reason_;

@@ -1,4 +1,5 @@
 #include "c10d/fault/group_waits.h"
+#include "c10d/fault/explain_error.h"
 
 #include <atomic>
 #include <exception>
@@ -59,7 +60,7 @@ void waitPointToPoint(GroupHealth& health, const c10::intrusive_ptr<c10d::Work>&
     health.remove(&node);
   } catch (...) {
     health.remove(&node);
-    std::rethrow_exception(health.explain(std::current_exception(), op));
+    std::rethrow_exception(explain(health, std::current_exception(), op));
   }
   if (!arrived) {
     throwInterrupted(health, op);
@@ -89,7 +90,7 @@ void waitUntil(GroupHealth& health, const std::function<bool(std::chrono::millis
   if (late) {
     // As Gloo says it.
     const std::runtime_error error(c10::str("Timed out waiting ", timeout.count(), "ms for ", nameOf(op)));
-    std::rethrow_exception(health.explain(std::make_exception_ptr(error), op));
+    std::rethrow_exception(explain(health, std::make_exception_ptr(error), op));
   }
   throwInterrupted(health, op);
 }

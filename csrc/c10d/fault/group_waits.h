@@ -16,7 +16,7 @@ namespace torchext {
 // Waits for a point-to-point work of an inner group such that a failure ends the wait. Costs two short locks, no
 // allocation.
 // timeout: 0 is that which the inner group connected with. Throws DistBackendError that names backend, peer and who
-// died; see GroupHealth::explain().
+// died; see explain() (explain_error.h).
 void waitPointToPoint(GroupHealth& health, const c10::intrusive_ptr<c10d::Work>& work,
                       std::chrono::milliseconds timeout, const OpInfo& op);
 

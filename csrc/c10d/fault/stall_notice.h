@@ -1,7 +1,7 @@
 // StallNotice says in the log which rank a collective has been waiting for. No failure: the rank lives, and may only be
 // slow.
 //
-// Threads: those of the one thread that calls look().
+// Threads: one, which calls look().
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// Agreement: what all ranks of a group must have alike - tensors of a model, options - compared before it is used.
+// agree() compares what all ranks of a group must have alike (tensors of a model, options) before it is used.
 //
 // How
 //   One all-gather of a hash for each field. All ranks see all hashes, and so decide alike. Only where they differ a

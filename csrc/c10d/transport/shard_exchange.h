@@ -2,12 +2,10 @@
 //
 // Algorithm, chosen by size; a rank moves (n - 1) / n of the buffer each way in both:
 //   direct   small chunks: in round k = 1 .. n - 1 rank r sends to r + k and receives from r - k: in a reduce-scatter
-//   the
-//            chunk that the receiver owns, in an all-gather its own. One latency instead of n - 1.
+//            the chunk that the receiver owns, in an all-gather its own. One latency instead of n - 1.
 //   ring     large chunks, in segments: rank r only sends to r + 1, what came from r - 1 with its own added (or
-//   copied).
-//            One sender a link, so that no queue of the network overflows: with three senders a link at 1 Gb/s about
-//            one packet a training step was lost, and cost up to 90 ms.
+//            copied). One sender a link, so that no queue of the network overflows: with three senders a link at 1 Gb/s
+//            about one packet a training step was lost, and cost up to 90 ms.
 // Sums are formed in a fixed order, so results repeat bit by bit.
 //
 // Memory: reduce-scatters keep a few segments for what arrives, all-gathers nothing.

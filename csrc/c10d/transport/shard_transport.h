@@ -1,7 +1,7 @@
 // ShardTransport: how a buffer of equal chunks, one a rank, is reduce-scattered and gathered.
 //
 // Two implementations: ShardExchange (shard_exchange.h), by point-to-point on the CPU, and ShardCollectives
-// (shard_collectives.h), by the collectives of a group of its own, for CUDA tensors.
+// (shard_collectives.h), by the collectives of a group of its own, for CUDA tensors and where the option says so.
 //
 // Operations run in two halves, so that the link is not idle between two of them: begin() posts the first messages,
 // finish() waits for the last. Begin the next operation when the current one says that all its messages are posted.

@@ -76,7 +76,8 @@ void GeneratorService::stop(const std::string& reason) {
     }
     changed_.notify_all();
   }
-  // A thread of ours may call stop() through an abort callback: it must not join itself, nor wait for whoever joins it.
+  // A thread of ours may call stop() through a failure callback: it must not join itself, nor wait for whoever joins
+  // it.
   const auto self = std::this_thread::get_id();
   if (self == server_id_ || self == timer_id_) {
     return;

@@ -10,6 +10,7 @@
 #include <c10/util/Logging.h>
 #include <c10/util/ScopeExit.h>
 
+#include "c10d/fault/explain_error.h"
 #include "c10d/fault/orderly_exit_scope.h"
 #include "c10d/threads/interruptible_wait.h"
 #include "ddp/common/elapsed.h"
@@ -52,7 +53,7 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   thread_ = std::make_unique<TaskThread>("tx_average");
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
   outstanding_id_ = OutstandingAverages::add([this](WaitingFor what) { return beginOutstanding(what); });
-  abort_callback_ = group_->health()->onFailure().add(
+  failure_callback_ = group_->health()->onFailure().add(
       [this] { source_->stop(c10::str(group_->health()->label(), ": ", group_->health()->reason().get().text)); });
 }
 
@@ -96,7 +97,7 @@ void GroupSynchronizer::afterStep() {
   if (detached_ || !rounds_.closesAt(rounds_.steps())) {
     return;
   }
-  tensors_.takeBack(group_->getBackendName());
+  takeBackMemory();
   postRound(rounds_.round());
 }
 
@@ -182,7 +183,7 @@ void GroupSynchronizer::fail(const std::exception_ptr& error) {
   // A broken connection becomes the error that names who died; the others learn of any other.
   const auto health = group_->health();
   const OpInfo op{.name = "training"};
-  pending_.fail(detached_ ? health->explain(error, op) : health->explainToAll(error, op));
+  pending_.fail(detached_ ? explain(*health, error, op) : explainToAll(*health, error, op));
 }
 
 // ---- Averages that others wait for ----
@@ -281,15 +282,21 @@ void GroupSynchronizer::pause(WaitingFor what) {
 
 void GroupSynchronizer::synchronize() {
   checkAttached();
-  tensors_.takeBack(group_->getBackendName());
+  takeBackMemory();
   meet([this] { noteDistance(replicas_.form()); });
 }
 
 void GroupSynchronizer::enterAverage() {
   checkAttached();
   replicas_.checkNotEntered();
-  tensors_.takeBack(group_->getBackendName());
+  takeBackMemory();
   meet([this] { noteDistance(replicas_.enter()); });
+}
+
+// The averaging thread may be reading them, for others.
+void GroupSynchronizer::takeBackMemory() {
+  const std::lock_guard<std::mutex> lock(state_);
+  tensors_.takeBack(group_->getBackendName());
 }
 
 void GroupSynchronizer::noteDistance(double distance) {
@@ -346,7 +353,7 @@ void GroupSynchronizer::leave(std::chrono::milliseconds limit) {
   }
   detached_ = true;
   source_->stop("the synchronizer has been detached");
-  group_->health()->onFailure().remove(abort_callback_);
+  group_->health()->onFailure().remove(failure_callback_);
   OutstandingAverages::remove(outstanding_id_);
   thread_->discard();
   thread_ = nullptr;

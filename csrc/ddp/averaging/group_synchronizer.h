@@ -31,8 +31,8 @@
 // for exits without detach(): it runs from the group's shutdown.
 //
 // Threads: the training thread, autograd's (gradientsReady only), those of other collectives (beginOutstanding only),
-// and `thread_`, which alone touches source_ (but for ask()), reducer_ and, while a bucket is pending, that bucket and
-// its tensors. Locks: state_, then the one of PendingBuckets or SharedStats.
+// and `thread_`, which alone touches source_ (but for ask(), scheduled() and stop()), reducer_ and, while a bucket is
+// pending, that bucket and its tensors. Locks: state_, then the one of PendingBuckets or SharedStats.
 #pragma once
 
 #include <atomic>
@@ -111,6 +111,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   void meet(const std::function<void()>& task);
   void pause(WaitingFor what);
   void noteDistance(double distance);
+  void takeBackMemory();
   void checkAttached() const;
   void fail(const std::exception_ptr& error);
 
@@ -133,7 +134,7 @@ class GroupSynchronizer : public AveragingSynchronizer {
   std::atomic<bool> detached_{false};  // written by the training thread, read by those that begin outstanding averages
   std::atomic<bool> meeting_{false};
 
-  std::uint64_t abort_callback_ = 0;
+  std::uint64_t failure_callback_ = 0;
   std::uint64_t shutdown_callback_ = 0;
   std::uint64_t outstanding_id_ = 0;
   std::unique_ptr<TaskThread> thread_;  // last: ends before what it uses

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "c10d/fault/explain_error.h"
 #include "c10d/fault/local_error.h"
 #include "core/prague/static_schedule.h"
 #include "ddp/averaging/generator_service.h"
@@ -67,7 +68,7 @@ class GeneratedSource : public GroupSource {
   static GeneratorService::ErrorFunction tellAll(ProcessGroupPrague& group) {
     return [health = group.health()](const std::exception_ptr& error) {
       if (localError(error)) {
-        health->explainToAll(error, OpInfo{.name = "the group generator"});
+        explainToAll(*health, error, OpInfo{.name = "the group generator"});
       }
     };
   }

@@ -1,7 +1,8 @@
 // Synchronizer: what torchext.attach() installs between a DistributedDataParallel model and a backend.
 //
-// Two kinds. AveragingSynchronizer: gradients stay local and parameters are averaged (prague). DearSynchronizer
-// (dear_synchronizer.h): gradients are reduced, as in plain DDP, at other moments. What both have, in a training step:
+// Two kinds. AveragingSynchronizer: gradients stay local and parameters are averaged (prague, dssync, hop).
+// DearSynchronizer (dear_synchronizer.h): gradients are reduced, as in plain DDP, at other moments. What both have, in
+// a training step:
 //
 //   forward    a module's pre-hook calls waitTensors() with the parameters that it reads
 //   backward   C++ hooks, no GIL

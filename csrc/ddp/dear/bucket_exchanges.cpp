@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
+#include "c10d/fault/explain_error.h"
 #include "c10d/transport/shard_collectives.h"
 #include "c10d/transport/shard_exchange.h"
 #include "core/base/check.h"
@@ -39,7 +40,7 @@ BucketExchanges::BucketExchanges(c10::intrusive_ptr<ProcessGroupDear> group, con
   if (make_dedicated_group) {
     dedicated_group_ = make_dedicated_group();
     transfers_ = std::make_unique<ShardCollectives>(dedicated_group_);
-    abort_callback_ =
+    failure_callback_ =
         group_->health()->onFailure().add([dedicated_group = dedicated_group_, health = group_->health()] {
           const auto [rank, reason] = health->reason().get();
           dedicated_group->abortBecauseOf(rank, reason);
@@ -186,7 +187,7 @@ bool BucketExchanges::othersTrainOn() const { return group_->furthestStep(channe
 
 void BucketExchanges::fail(std::exception_ptr error) {
   // A broken connection becomes the error that names who died; the others learn of any other.
-  arrivals_.fail(group_->health()->explainToAll(error, OpInfo{.name = "training"}));
+  arrivals_.fail(explainToAll(*group_->health(), error, OpInfo{.name = "training"}));
 }
 
 bool BucketExchanges::finishSending(std::chrono::milliseconds limit) {
@@ -206,7 +207,7 @@ bool BucketExchanges::finishSending(std::chrono::milliseconds limit) {
 
 void BucketExchanges::end() {
   if (dedicated_group_) {
-    group_->health()->onFailure().remove(abort_callback_);
+    group_->health()->onFailure().remove(failure_callback_);
   }
   exchange_->discard();
   if (!arrivals_.failed() && arrivals_.anyPosted()) {

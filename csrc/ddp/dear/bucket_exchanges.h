@@ -104,7 +104,7 @@ class BucketExchanges {
   const std::vector<at::Tensor>& parameters_;
   const int channel_;
   c10::intrusive_ptr<ProcessGroupDear> dedicated_group_;
-  std::uint64_t abort_callback_ = 0;
+  std::uint64_t failure_callback_ = 0;
   std::unique_ptr<ShardTransport> transfers_;
   std::unique_ptr<ShardBuckets> buckets_;
   std::vector<std::size_t> gather_order_;  // of buckets

@@ -1,4 +1,5 @@
-// DearPlanner: how an attached model's gradients travel, decided on rank 0 from measured steps, the same on all ranks.
+// DearPlanner chooses the size and order of a model's buckets, or plain all-reduce, from steps that rank 0 measures.
+// All ranks get the same plan; core/dear/bucket_plan.h cuts the buckets.
 //
 // Course of a training run, in steps since attach (every rank counts alike, so that all know when a decision is due):
 //   trial of all-reduce     where that may be fallen back on: plain DDP, measured for one window. Elsewhere a window

@@ -32,7 +32,7 @@ HopMailbox::HopMailbox(NotStarted, c10::intrusive_ptr<AttachableBackend> group, 
 
 HopMailbox::HopMailbox(c10::intrusive_ptr<AttachableBackend> group, HopSetup setup)
     : HopMailbox(NotStarted{}, std::move(group), std::move(setup)) {
-  abort_callback_ = state_.group->health()->onFailure().add([this] {
+  failure_callback_ = state_.group->health()->onFailure().add([this] {
     const std::lock_guard<std::mutex> lock(state_.mutex);
     state_.fail(state_.group->health()->failureOf({.name = "training"}));
   });
@@ -49,7 +49,7 @@ void HopMailbox::stop() {
     state_.stopping = true;
     state_.fail(state_.group->health()->failureOf({.name = "training"}));
   }
-  state_.group->health()->onFailure().remove(abort_callback_);
+  state_.group->health()->onFailure().remove(failure_callback_);
   for (auto& [peer, neighbour] : neighbours_) {
     neighbour.stop();
   }

@@ -81,7 +81,7 @@ class HopMailbox final {
 
   HopWorkerState state_;
   std::map<int, HopNeighbour> neighbours_;  // by rank; the map itself never changes
-  std::uint64_t abort_callback_ = 0;
+  std::uint64_t failure_callback_ = 0;
 };
 
 }  // namespace torchext

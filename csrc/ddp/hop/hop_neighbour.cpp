@@ -1,4 +1,5 @@
 #include "ddp/hop/hop_neighbour.h"
+#include "c10d/fault/explain_error.h"
 
 #include <algorithm>
 #include <limits>
@@ -276,7 +277,7 @@ void HopNeighbour::failed(std::exception_ptr error) {
   }
   // A broken connection becomes the error that names who died, and has poisoned the group.
   const auto health = state_.group->health();
-  error = health->explain(error, OpInfo{.name = "training", .peer = peer_});
+  error = explain(*health, error, OpInfo{.name = "training", .peer = peer_});
   if (!health->failed()) {
     try {
       std::rethrow_exception(error);

@@ -9,6 +9,7 @@
 #include <c10/util/Logging.h>
 #include <c10/util/ScopeExit.h>
 
+#include "c10d/fault/explain_error.h"
 #include "c10d/fault/fault_points.h"
 #include "c10d/fault/orderly_exit_scope.h"
 #include "c10d/threads/outstanding_averages.h"
@@ -76,7 +77,7 @@ void HopSynchronizer::orTellAll(Body body) {
   try {
     body();
   } catch (...) {
-    std::rethrow_exception(group_->health()->explainToAll(std::current_exception(), OpInfo{.name = "training"}));
+    std::rethrow_exception(explainToAll(*group_->health(), std::current_exception(), OpInfo{.name = "training"}));
   }
 }
 

@@ -11,7 +11,7 @@
 // changes them while their neighbours' are on the way; the average is corrected by what it added. What the user writes
 // into parameters meanwhile is kept, see TensorsInPlace.
 // Skipping happens in afterStep() (serial: before the next forward): the worker takes the tokens of the iterations it
-// skips, averages with what has come for the last of them, and goes on behind it. iteration() tells.
+// skips, averages with what has come for the last of them, and goes on behind it. steps() tells.
 // Begin: the first model of a session goes out in the first beforeStep(), so that parameters may be loaded after attach
 // or after an average.
 // synchronize() and averaged(): a worker that comes there first is not waited for by those that still train (sessions,

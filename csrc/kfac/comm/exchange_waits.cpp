@@ -15,6 +15,7 @@
 
 #include "c10d/backend/torch_compat.h"
 #include "c10d/fault/connection_error.h"
+#include "c10d/fault/explain_error.h"
 #include "c10d/threads/interruptible_wait.h"
 
 namespace torchext {
@@ -220,14 +221,14 @@ void ExchangeWaits::fail(int peer) {
   }
   cut();
   if (model_) {
-    std::rethrow_exception(model_->explain(error, {.name = kWhat, .peer = peer}));
+    std::rethrow_exception(explain(*model_, error, {.name = kWhat, .peer = peer}));
   }
   C10_THROW_ERROR(DistBackendError,
                   c10::str("torchext.optim: ", kWhat, peer >= 0 ? c10::str(" with rank ", peer) : "", " failed: ", text,
                            "; has that rank died, been interrupted, or taken fewer steps? Start the job again"));
 }
 
-// As DelegatingBackend does it: the timeout of a wait closes all connections of its group.
+// As InnerGroups::closeConnections(): the timeout of a wait closes all connections of its group.
 void ExchangeWaits::cut() noexcept {
   if (cut_.exchange(true)) {
     return;

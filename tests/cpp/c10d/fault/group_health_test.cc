@@ -1,5 +1,6 @@
 // GroupHealth ends every wait of a group that fails or closes, with the first reason and no other.
 #include "c10d/fault/group_health.h"
+#include "c10d/fault/explain_error.h"
 
 #include <gtest/gtest.h>
 
@@ -264,10 +265,10 @@ TEST_F(GroupHealthTest, ABrokenConnectionWithoutAFaultMessageNamesThisRank) {
 TEST_F(GroupHealthTest, ErrorsOfOthersKeepTheirText) {
   const OpInfo op{.name = "all_reduce", .sequence = 4};
   const auto own_error = std::make_exception_ptr(std::runtime_error("no such device"));
-  EXPECT_TRUE(has(errorOf([&] { std::rethrow_exception(health->explain(own_error, op)); }), "no such device"));
+  EXPECT_TRUE(has(errorOf([&] { std::rethrow_exception(explain(*health, own_error, op)); }), "no such device"));
   EXPECT_FALSE(health->failed()) << "it is this rank's own";
   // Where the others wait for this call they must know.
-  EXPECT_TRUE(has(errorOf([&] { std::rethrow_exception(health->explainToAll(own_error, op)); }), "no such device"));
+  EXPECT_TRUE(has(errorOf([&] { std::rethrow_exception(explainToAll(*health, own_error, op)); }), "no such device"));
   EXPECT_EQ(health->reason().get().text, "rank 0 failed in all_reduce #4: no such device");
   EXPECT_EQ(health->reason().lostRanks(), std::set<int>{0});
 }

@@ -17,6 +17,7 @@
 
 #include "c10d/backend/attachable_backend.h"
 #include "c10d/backend/process_group_prague.h"
+#include "c10d/fault/explain_error.h"
 #include "c10d/fault/fault_points.h"
 #include "kit/ranks_as_threads.h"
 
@@ -410,7 +411,8 @@ TEST_F(SubsetAllreduceTest, NamesARankThatDiesAtAnyMessage) {
       try {
         reduce.run(buffer, {0, 1, 2}, 1, 1.0);
       } catch (...) {
-        std::rethrow_exception(group->health()->explainToAll(std::current_exception(), {.name = "partial_all_reduce"}));
+        std::rethrow_exception(
+            explainToAll(*group->health(), std::current_exception(), {.name = "partial_all_reduce"}));
       }
     });
     if (rank != 1 || death == kDeaths - 1) {
