@@ -32,7 +32,7 @@ struct GroupOptions : c10d::Backend::Options {
         option(
             "call_check", &GroupOptions::call_check,
             "Which collectives of CPU tensors the ranks compare before they start: \"new\" (those that earlier calls "
-            "did not predict), \"every\", \"lines\" (every one, and its line of the script) or \"off\"."),
+            R"(did not predict), "every", "lines" (every one, and its line of the script) or "off".)"),
         option("operation_timeout", &GroupOptions::operation_timeout,
                "How long a collective of CPU tensors may take altogether; 0: no limit. 0.5 s to a day."),
         option("timeout", &GroupOptions::timeout,

@@ -47,7 +47,7 @@ class ProcessGroupDear : public AttachableBackend {
     static auto list() {
       return std::tuple{
           option("form", &Options::form,
-                 "\"replicated\": gradients are gathered, and any optimizer steps whole parameters. \"sharded\": every "
+                 R"("replicated": gradients are gathered, and any optimizer steps whole parameters. "sharded": every )"
                  "worker steps its share, with 1 / world size of the optimizer's state, and parameters are gathered.",
                  oneOf({"sharded", "replicated"})),
           // Ranks compare the size that attach() takes, and whether a group of its own carries the exchanges.
@@ -56,7 +56,7 @@ class ProcessGroupDear : public AttachableBackend {
           option("allreduce_fallback", &Options::allreduce_fallback,
                  "Train as plain DDP where that is measured to be faster."),
           option("transport", &Options::transport,
-                 "\"auto\": point-to-point on the CPU, NCCL's collectives on CUDA. \"collectives\": Gloo's on the CPU, "
+                 R"("auto": point-to-point on the CPU, NCCL's collectives on CUDA. "collectives": Gloo's on the CPU, )"
                  "too.",
                  OwnChoice{}, oneOf({"auto", "collectives"})),
       };

@@ -46,7 +46,7 @@ class ProcessGroupDSSync : public AttachableBackend {
                  "Members that a group aims for, 2 to the world size; 0: 2, and from 16 workers on 4.",
                  inRange(0, 1 << 20, "members of a group; 0 chooses by world size"), &Options::groupSizeFor),
           option("schedule", &Options::schedule,
-                 "\"grid\": along one side of a grid after another; \"random\": shuffled anew; \"topology\": mostly "
+                 R"("grid": along one side of a grid after another; "random": shuffled anew; "topology": mostly )"
                  "inside racks.",
                  oneOf({"grid", "random", "topology"})),
           option("order", &Options::order, "\"cta\" or \"atc\", as with prague.", oneOf({"atc", "cta"})),

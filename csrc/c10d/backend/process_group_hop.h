@@ -41,11 +41,10 @@ class ProcessGroupHop : public AttachableBackend {
     static auto list() {
       constexpr std::int64_t kMost = 1 << 20;
       return std::tuple{
-          option(
-              "graph", &Options::graph,
-              "\"ring-based\" (a ring, and a chord to the opposite worker), \"ring\", \"double-ring\" (even numbers of "
-              "workers), \"exponential\" or \"full\".",
-              OwnChoice{}, oneOf({"ring-based", "ring", "double-ring", "exponential", "full"})),
+          option("graph", &Options::graph,
+                 R"("ring-based" (a ring, and a chord to the opposite worker), "ring", "double-ring" (even numbers of )"
+                 R"(workers), "exponential" or "full".)",
+                 OwnChoice{}, oneOf({"ring-based", "ring", "double-ring", "exponential", "full"})),
           option<ListOrNone>("neighbours", &Options::neighbours,
                              "Instead of ``graph``: for each rank, the ranks that it sends to; strongly connected.",
                              OwnChoice{}),
@@ -54,7 +53,7 @@ class ProcessGroupHop : public AttachableBackend {
                              "stochastic.",
                              OwnChoice{}),
           option("order", &Options::order,
-                 "\"parallel\": models travel under compute. \"serial\": compute, then exchange.",
+                 R"("parallel": models travel under compute. "serial": compute, then exchange.)",
                  oneOf({"parallel", "serial"})),
           option("notify_ack", &Options::notify_ack, "The older protocol, to compare with."),
           option("max_iteration_gap", &Options::max_iteration_gap,

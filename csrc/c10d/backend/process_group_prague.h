@@ -51,8 +51,8 @@ class ProcessGroupPrague : public AttachableBackend {
                  "Members of a group, 2 to the world size; 0: 2, and from 8 workers on 4. Not with \"static\".",
                  inRange(0, 1 << 20, "members of a group; 0 chooses by world size"), &Options::groupSizeFor),
           option("generator", &Options::generator,
-                 "Who makes the groups: \"smart\" (inter-intra with several hosts, else division), \"random\", "
-                 "\"division\", \"inter-intra\", \"static\" (from rank and step, without a generator) or \"ready-set\" "
+                 R"(Who makes the groups: "smart" (inter-intra with several hosts, else division), "random", )"
+                 R"("division", "inter-intra", "static" (from rank and step, without a generator) or "ready-set" )"
                  "(whoever arrives together).",
                  oneOf({"random", "division", "inter-intra", "smart", "static", "ready-set"})),
           option("order", &Options::order,
@@ -62,7 +62,7 @@ class ProcessGroupPrague : public AttachableBackend {
           option(
               "slowdown_threshold", &Options::slowdown_threshold,
               "Averages behind the others from which a worker is left out of their groups; 0: never; -1: 4. Not with "
-              "\"random\" and \"static\".",
+              R"("random" and "static".)",
               inRange(-1, kMost, "iterations behind; 0 filters nobody, -1 is the default"),
               [](const Options& options, int) { return options.slowdownThresholdFor(); }),
           option("sync_period", &Options::sync_period, "Average after every n-th optimizer step, 1 or more.",
