@@ -109,7 +109,7 @@ def body_malformed(rank: Rank, counts: list[float], blocks: list[float]) -> Any:
     return error, torch.equal(before, flat(model))
 
 
-ROWS_TAG = 4 << 20  # kfac_tags.h
+ROWS_TAG = 3 << 20  # kfac_tags.h
 WHOLE, PACKED = [1.0] * 6, [0.0] * 6
 ALL_THERE = struct.unpack("<d", b"\xff" * 8)[0]  # a mask that says that no element is zero
 
