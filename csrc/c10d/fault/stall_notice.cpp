@@ -8,7 +8,7 @@ namespace torchext {
 
 void StallNotice::look(const GroupHealth& health) {
   const auto now = std::chrono::steady_clock::now();
-  const auto monitor = health.monitor();
+  const auto& monitor = health.monitor();
   if (patience_.count() == 0 || now < next_ || !health.usable() || !monitor) {
     return;
   }
