@@ -31,7 +31,7 @@ struct GroupOptions : c10d::Backend::Options {
                "Silence after which a rank is suspected and the group fails, naming it; 0: never. 0.2 s to a day."),
         option(
             "call_check", &GroupOptions::call_check,
-            "Which collectives of CPU tensors the ranks compare before they start: \"new\" (those that earlier calls "
+            R"(Which collectives of CPU tensors the ranks compare before they start: "new" (those that earlier calls )"
             R"(did not predict), "every", "lines" (every one, and its line of the script) or "off".)"),
         option("operation_timeout", &GroupOptions::operation_timeout,
                "How long a collective of CPU tensors may take altogether; 0: no limit. 0.5 s to a day."),

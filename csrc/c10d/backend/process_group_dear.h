@@ -24,7 +24,7 @@ struct BucketSize {
   static Number take(const std::string& name, const Given& given) {
     const auto* number = std::get_if<Number>(&given);
     TORCH_CHECK_VALUE(number ? *number >= 0.001 && *number <= 4096 : std::get<std::string>(given) == "auto", name,
-                      " must be \"auto\" or in [0.001, 4096] MiB, got ",
+                      R"( must be "auto" or in [0.001, 4096] MiB, got )",
                       number ? c10::str(*number) : c10::str('"', std::get<std::string>(given), '"'));
     return number ? *number : 0;
   }
@@ -52,7 +52,7 @@ class ProcessGroupDear : public AttachableBackend {
                  oneOf({"sharded", "replicated"})),
           // Ranks compare the size that attach() takes, and whether a group of its own carries the exchanges.
           option<BucketSize>("bucket_mb", &Options::bucket_mb,
-                             "MiB of a bucket, 0.001 to 4096; \"auto\": tuned in the first steps.", OwnChoice{}),
+                             R"(MiB of a bucket, 0.001 to 4096; "auto": tuned in the first steps.)", OwnChoice{}),
           option("allreduce_fallback", &Options::allreduce_fallback,
                  "Train as plain DDP where that is measured to be faster."),
           option("transport", &Options::transport,

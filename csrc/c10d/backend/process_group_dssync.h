@@ -49,13 +49,14 @@ class ProcessGroupDSSync : public AttachableBackend {
                  R"("grid": along one side of a grid after another; "random": shuffled anew; "topology": mostly )"
                  "inside racks.",
                  oneOf({"grid", "random", "topology"})),
-          option("order", &Options::order, "\"cta\" or \"atc\", as with prague.", oneOf({"atc", "cta"})),
+          option("order", &Options::order, R"("cta" or "atc", as with prague.)", oneOf({"atc", "cta"})),
           option("sync_period", &Options::sync_period, "Average after every n-th optimizer step, 1 or more.",
                  inRange(1, std::int64_t{1} << 40, "average after every n-th optimizer step")),
-          option("seed", &Options::seed, "Of \"random\"; the other schedules ignore it.",
+          option("seed", &Options::seed, R"(Of "random"; the other schedules ignore it.)",
                  inRange(0, INT64_MAX, "the same on all ranks")),
-          option("racks", &Options::racks,
-                 "\"topology\": the rack of each rank, any numbers; empty: measured when the first model is attached."),
+          option(
+              "racks", &Options::racks,
+              R"("topology": the rack of each rank, any numbers; empty: measured when the first model is attached.)"),
           option("host_bandwidth", &Options::host_bandwidth, "With ``racks``: of a host's link, in any unit.",
                  finite()),
           option("uplink_bandwidth", &Options::uplink_bandwidth,

@@ -48,7 +48,7 @@ class ProcessGroupPrague : public AttachableBackend {
       constexpr std::int64_t kMost = std::int64_t{1} << 40;
       return std::tuple{
           option("group_size", &Options::group_size,
-                 "Members of a group, 2 to the world size; 0: 2, and from 8 workers on 4. Not with \"static\".",
+                 R"(Members of a group, 2 to the world size; 0: 2, and from 8 workers on 4. Not with "static".)",
                  inRange(0, 1 << 20, "members of a group; 0 chooses by world size"), &Options::groupSizeFor),
           option("generator", &Options::generator,
                  R"(Who makes the groups: "smart" (inter-intra with several hosts, else division), "random", )"
@@ -56,8 +56,8 @@ class ProcessGroupPrague : public AttachableBackend {
                  "(whoever arrives together).",
                  oneOf({"random", "division", "inter-intra", "smart", "static", "ready-set"})),
           option("order", &Options::order,
-                 "\"cta\": the average is formed under the next forward and backward pass, and the step applies the "
-                 "gradient to it. \"atc\": step, then average; the next forward waits for it, module by module.",
+                 R"("cta": the average is formed under the next forward and backward pass, and the step applies the )"
+                 R"(gradient to it. "atc": step, then average; the next forward waits for it, module by module.)",
                  oneOf({"atc", "cta"})),
           option(
               "slowdown_threshold", &Options::slowdown_threshold,
@@ -69,10 +69,10 @@ class ProcessGroupPrague : public AttachableBackend {
                  inRange(1, kMost, "average after every n-th optimizer step")),
           option(
               "sync_every", &Options::sync_every,
-              "Every n-th division is one group of all workers; 0: never; -1: 16 with \"ready-set\", where the same "
-              "fast workers would keep meeting, else never. Not with \"static\".",
+              R"(Every n-th division is one group of all workers; 0: never; -1: 16 with "ready-set", where the same )"
+              R"(fast workers would keep meeting, else never. Not with "static".)",
               inRange(-1, kMost, "every n-th division is one of all workers; 0: never; -1: the generator's default")),
-          option("seed", &Options::seed, "Of the generator. \"static\" and \"ready-set\" draw nothing, and ignore it.",
+          option("seed", &Options::seed, R"(Of the generator. "static" and "ready-set" draw nothing, and ignore it.)",
                  inRange(0, INT64_MAX, "the same on all ranks")),
           option("shared_memory", &Options::shared_memory,
                  "Averages among ranks of one host go through memory. Each rank's own choice.", OwnChoice{}),

@@ -185,7 +185,7 @@ bool BucketExchanges::othersTrainOn() const { return group_->furthestStep(channe
 
 // ---- The end ----
 
-void BucketExchanges::fail(std::exception_ptr error) {
+void BucketExchanges::fail(const std::exception_ptr& error) {
   // A broken connection becomes the error that names who died; the others learn of any other.
   arrivals_.fail(explainToAll(*group_->health(), error, OpInfo{.name = "training"}));
 }

@@ -96,7 +96,7 @@ class BucketExchanges {
   void addTo(DearStats& stats) const;
 
  private:
-  void fail(std::exception_ptr error);
+  void fail(const std::exception_ptr& error);
   void waitUntil(Exposed exposed, const BucketArrivals::Ready& ready);
   std::int64_t begun() const { return stepped_ + (unstepped_ ? 1 : 0); }  // steps, by their backward passes
 
