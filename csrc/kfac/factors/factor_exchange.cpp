@@ -248,7 +248,7 @@ std::vector<double> FactorExchange::divisors() const {
 }
 
 at::Tensor FactorExchange::mean() {
-  const at::Tensor mean = accumulator_->running().clone();
+  at::Tensor mean = accumulator_->running().clone();
   if (!context_.exchange) {
     return mean;
   }
