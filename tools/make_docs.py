@@ -29,8 +29,8 @@ MODULES = (
 # Docstrings are written for help() and Sphinx's roles; the site's generator knows neither.
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`~?([^`]+)`")
 
-_OPTIONS_TEXT = re.compile(r'R"\((Options of the .*?)\)";', re.DOTALL)
-_OPTIONS_NAME = re.compile(r'bindOptions<\w+>\(module, "(\w+)"')
+_OPTIONS_TEXT = re.compile(r'R"\((Options of the "(\w+)" .*?)\)";', re.DOTALL)
+_OPTIONS_NAME = re.compile(r'kName = "(\w+)"')
 
 
 def copy_pages(target: Path) -> None:
@@ -53,12 +53,23 @@ def copy_package(target: Path) -> None:
     stub = target / "torchext" / "_C.pyi"
     text = stub.read_text()
     for source in sorted((ROOT / "csrc" / "python").glob("bind_*.cpp")):
-        for name, doc in zip(
-            _OPTIONS_NAME.findall(source.read_text()), _OPTIONS_TEXT.findall(source.read_text()), strict=True
-        ):
-            quoted = textwrap.indent(f'"""{doc.strip()}\n"""\n', "    ")
+        for about, backend in _OPTIONS_TEXT.findall(source.read_text()):
+            header = ROOT / "csrc" / "c10d" / "backend" / f"process_group_{backend}.h"
+            name = _OPTIONS_NAME.findall(header.read_text())[0]
+            arguments = "\n".join(f"    {option}: {meaning}" for option, meaning in options_of(name))
+            quoted = textwrap.indent(f'"""{about.strip()}\n{arguments}\n"""\n', "    ")
             text = text.replace(f"class {name}(GroupOptions):\n", f"class {name}(GroupOptions):\n{quoted}")
     stub.write_text(text)
+
+
+def options_of(name: str) -> list[tuple[str, str]]:
+    """The options of one backend with their meanings, as tools/write_options.py has written them."""
+    page = (ROOT / "docs" / "reference" / "options.md").read_text()
+    rows: list[tuple[str, str]] = []
+    for heading in (f"`{name}`", "all of them"):
+        table = page.partition(f"| {heading} | default | meaning |\n")[2].partition("\n\n")[0]
+        rows += re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", table, re.MULTILINE)
+    return rows
 
 
 def public_names(module: str) -> list[str]:

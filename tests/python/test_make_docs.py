@@ -33,5 +33,6 @@ def test_docstrings_of_options_come_from_cpp(tmp_path: Path) -> None:
     stub = (tmp_path / "torchext" / "_C.pyi").read_text()
     for name in ("PragueOptions", "HopOptions", "DSSyncOptions", "DeAROptions"):
         assert re.search(rf'class {name}\(GroupOptions\):\n    """Options of the ', stub), name
+        assert re.search(rf"class {name}\(.*?\n    Args:\n        \w+: .*?\n        timeout: ", stub, re.DOTALL), name
     compile(stub, "_C.pyi", "exec")
     assert not re.search(r":(class|func|meth):`", (tmp_path / "torchext" / "_attach.py").read_text())
