@@ -12,9 +12,7 @@ elseif(TORCHEXT_SANITIZE)
   message(FATAL_ERROR "TORCHEXT_SANITIZE = \"${TORCHEXT_SANITIZE}\": allowed are \"\", \"address\" and \"thread\"")
 endif()
 if(_torchext_sanitize)
-  # A quarter of the time to build. The plain build compiles each source on its own.
   list(APPEND _torchext_sanitize -O1 -g1)
-  set(CMAKE_UNITY_BUILD ON)
 endif()
 
 function(torchext_own target)
