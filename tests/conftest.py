@@ -19,6 +19,18 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.path[:] = others
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, metavar="N", help="of all cases only each N-th")
+
+
+@pytest.hookimpl(trylast=True)  # of those that markers leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    every = config.getoption("--every")
+    kept = items[::every]
+    config.hook.pytest_deselected(items=[item for place, item in enumerate(items) if place % every])
+    items[:] = kept
+
+
 @pytest.fixture(autouse=True)
 def _no_leftover_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees the rendezvous or the switches of the shell (or of another test)."""

@@ -1,7 +1,8 @@
 """Runs every test runner and adds up what they counted: ``python tools/run_tests.py [suite ...]``.
 
 Suites: cpp, asan, tsan (CMake and ctest), python, distributed, everyday, frameworks, packaging (pytest), slow (pytest,
-those marked slow). Without names, all but slow. MAX_JOBS: compilers at a time, and tests, unless TEST_JOBS says
+those marked slow). Without names, all but slow. --every N: of the suites that start processes only each N-th case.
+MAX_JOBS: compilers at a time, and tests, unless TEST_JOBS says
 otherwise for them.
 A suite that breaks before it can count is one failure; the others still run. At the end stand the slowest cases, and
 what each suite counted and took. The last line is always "N passed, N failed, N skipped", and the exit status is 0 only
@@ -30,6 +31,8 @@ CPP_SUITES = {"cpp": "", "asan": "address", "tsan": "thread"}
 PYTEST_SUITES = ["python", "distributed", "everyday", "frameworks", "packaging"]
 # Suites whose tests are divided among processes of pytest: much of their time they wait.
 PARALLEL_SUITES = {"python", "distributed", "everyday", "frameworks"}
+# Suites of which --every leaves cases out.
+SAMPLED_SUITES = {"distributed", "everyday"}
 # Suites in which all tests of a file share what its processes did.
 SHARED_SUITES = {"frameworks"}
 TEST_JOBS = os.environ.get("TEST_JOBS", JOBS)
@@ -56,7 +59,11 @@ class Counts:
 
 def run(*command: str | Path) -> int:
     """Runs a command in the source tree, its output on this terminal, without input."""
-    return subprocess.run([str(part) for part in command], cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+    # ccache: what another clone has compiled counts, too.
+    environment = {**os.environ, "CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"} if command[0] == "cmake" else None
+    return subprocess.run(
+        [str(part) for part in command], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, check=False
+    ).returncode
 
 
 def read_report(report: Path) -> tuple[Counts, list[tuple[float, str]]]:
@@ -98,7 +105,7 @@ def run_cpp(suite: str, report: Path) -> int:
     )
 
 
-def run_pytest(suite: str, report: Path) -> int:
+def run_pytest(suite: str, report: Path, every: int) -> int:
     """Runs one folder of Python tests (or, for slow, the marked ones of all)."""
     selected = ["-m", "slow", "tests"] if suite == "slow" else ["-m", "not slow", f"tests/{suite}"]
     if suite != "slow" and not any((ROOT / "tests" / suite).rglob("test_*.py")):
@@ -107,14 +114,15 @@ def run_pytest(suite: str, report: Path) -> int:
     # The files of a shared suite begin in the order of its conftest.py.
     divided = ["loadfile", "--no-loadscope-reorder"] if suite in SHARED_SUITES else ["worksteal"]
     parallel = ["-n", TEST_JOBS, "--dist", *divided] if suite in PARALLEL_SUITES and TEST_JOBS != "1" else []
-    return run(sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *selected)
+    sampled = [f"--every={every}"] if suite in SAMPLED_SUITES else []
+    return run(sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *sampled, *selected)
 
 
-def run_suite(suite: str) -> tuple[Counts, list[tuple[float, str]]]:
+def run_suite(suite: str, every: int) -> tuple[Counts, list[tuple[float, str]]]:
     """Runs one suite and returns what :func:`read_report` does; a non-zero exit is a failure even if it shows none."""
     report = REPORTS / f"{suite}.xml"
     report.unlink(missing_ok=True)
-    status = (run_cpp if suite in CPP_SUITES else run_pytest)(suite, report)
+    status = run_cpp(suite, report) if suite in CPP_SUITES else run_pytest(suite, report, every)
     counts, times = read_report(report)
     if status != 0 and counts.failed == 0:
         counts.failed = 1
@@ -126,7 +134,11 @@ def main() -> int:
     known = [*CPP_SUITES, *PYTEST_SUITES, "slow"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="*", metavar="suite", help=", ".join(known))
-    suites = parser.parse_args().suites or known[:-1]
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="see above")
+    arguments = parser.parse_args()
+    suites = arguments.suites or known[:-1]
+    if arguments.every < 1:
+        parser.error(f"--every must be 1 or more, got {arguments.every}")
     if unknown := set(suites) - set(known):
         parser.error(f"no such suite: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
 
@@ -136,7 +148,7 @@ def main() -> int:
     for suite in suites:
         print(f"\n== {suite}", flush=True)
         started = time.monotonic()
-        counts, times = run_suite(suite)
+        counts, times = run_suite(suite, arguments.every)
         cases += times
         lines.append(f"{suite:<12} {counts}, {time.monotonic() - started:.0f} s")
         total += counts

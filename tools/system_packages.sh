@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Names the Debian packages that are missing for a task (build, test, lint), or installs them.
+# Names the Debian packages that are missing for a task (build, test, lint, cache), or installs them.
 #
 #   system_packages.sh build             exits 1 and names what to install
 #   system_packages.sh --install lint    installs it (root)
+#
+# cache: ccache, which nothing needs and every build after the first is faster with.
 set -euo pipefail
 
 install=0
@@ -38,8 +40,9 @@ for task in "$@"; do
       needs_command clang-format clang-format
       needs_command clang-tidy clang-tidy
       ;;
+    cache) needs_command ccache ccache ;;
     *)
-      echo "system_packages.sh: no task '$task'; there are build, test, lint" >&2
+      echo "system_packages.sh: no task '$task'; there are build, test, lint, cache" >&2
       exit 2
       ;;
   esac

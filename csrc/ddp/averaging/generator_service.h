@@ -1,8 +1,8 @@
-// GeneratorService and GeneratorClient: Prague's group generator as a service on the control plane.
+// GeneratorService runs Prague's group generator as a service on the control plane.
 //
 // The service is two threads in rank 0's process over the control Gloo group, one that receives and one that keeps the
-// generator's deadlines; it owns a core::GroupGenerator. A worker's client sends fixed-size messages and receives
-// deliveries. Nothing here touches a tensor of the model or the GIL.
+// generator's deadlines; it owns a core::GroupGenerator. A worker's GeneratorClient sends fixed-size messages and
+// receives deliveries. Nothing here touches a tensor of the model or the GIL.
 //
 //   worker w: ASK      "I need a group"                                      -> one DELIVERY, now or later
 //             COMPLETE "I have finished group `completed`"
@@ -12,8 +12,6 @@
 //                      whoever asks first gets its delivery when the others have asked, too, or take too long
 //
 // Rank 0's own client calls the service directly: Gloo has no connection to oneself.
-// Call order of a client: ask() -> awaitGroup() -> [run it] -> ask() ...; pauseAndDrain() between two of them.
-// Threads: a client belongs to one thread at a time; ask() may come from another thread than awaitGroup().
 // Shutdown: the service ends with stop() (safe twice) or its destructor; bounded, it aborts its own pending receive.
 #pragma once
 
@@ -30,7 +28,6 @@
 #include <thread>
 #include <vector>
 
-#include "c10d/threads/outstanding_averages.h"
 #include "c10d/transport/point_to_point.h"
 #include "core/prague/generator_messages.h"
 #include "core/prague/group_generator.h"
@@ -90,42 +87,6 @@ class GeneratorService {
   std::thread timer_;
   std::thread::id server_id_;
   std::thread::id timer_id_;
-};
-
-class GeneratorClient {
- public:
-  // service: rank 0's, null elsewhere.
-  GeneratorClient(PointToPoint control, int tag_base, std::shared_ptr<GeneratorService> service,
-                  std::chrono::milliseconds timeout);
-  ~GeneratorClient();
-  GeneratorClient(const GeneratorClient&) = delete;
-  GeneratorClient& operator=(const GeneratorClient&) = delete;
-
-  // Idempotent until awaitGroup() has returned. While a group is running the question is sent by finished().
-  void ask();
-  AssignedGroup awaitGroup();
-  void finished(std::uint64_t id);
-  // Ends with nobody counting on this worker; `run` is called for each group that still names it, in order.
-  void pauseAndDrain(WaitingFor what, const std::function<void(const AssignedGroup&)>& run);
-
- private:
-  void awaitSent(std::unique_lock<std::mutex>& lock);
-  void sendMessage(GeneratorMessage::Kind kind);
-  void sendAsk();
-  void postReply();
-  AssignedGroup awaitDelivery();
-
-  PointToPoint control_;
-  const int tag_base_;
-  std::shared_ptr<GeneratorService> service_;
-  const std::chrono::milliseconds timeout_;
-  std::mutex mutex_;  // guards everything below
-  bool asked_ = false;
-  bool running_ = false;         // awaitGroup() has returned, finished() not been called
-  std::uint64_t completed_ = 0;  // not yet reported
-  at::Tensor reply_;
-  PointToPoint::WorkPtr pending_reply_;
-  PointToPoint::WorkPtr sent_;
 };
 
 }  // namespace torchext

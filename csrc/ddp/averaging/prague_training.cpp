@@ -11,6 +11,7 @@
 #include "c10d/fault/explain_error.h"
 #include "c10d/fault/local_error.h"
 #include "core/prague/static_schedule.h"
+#include "ddp/averaging/generator_client.h"
 #include "ddp/averaging/generator_service.h"
 
 namespace torchext {

@@ -52,7 +52,11 @@ def skip_without_torchext() -> None:
         pytest.skip("torchext is not installed")
 
 
-@pytest.fixture(params=list(REPEATABLE))
+# What these add to the others is tested on every backend by tests/distributed/averaging, hop and ddp.
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(params=["gloo", "prague", "dear", *(pytest.param(name, marks=SLOW) for name in ("dssync", "hop"))])
 def backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name != "gloo":
@@ -151,6 +155,7 @@ def test_resumes_under_another_backend(tmp_path: Path) -> None:
     assert_equal(*momenta)
 
 
+@pytest.mark.slow  # tests/distributed/warm restarts workers in seconds
 def test_restarts_by_itself_after_a_worker_is_killed(tmp_path: Path) -> None:
     """With ``torchrun --max-restarts``. Prague only: plain Gloo's second attempt reads the addresses that the dead one
     left in the agent's store, and mostly fails to connect."""
