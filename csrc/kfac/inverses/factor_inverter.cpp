@@ -47,7 +47,7 @@ std::array<at::Tensor, 2> FactorInverter::dampings(std::size_t first_factor, con
   const at::Tensor outputs = traces[0] / static_cast<double>(layout(first_factor).dim);
   const at::Tensor inputs = traces[1] / static_cast<double>(layout(first_factor + 1).dim);
   const at::ScalarType type = accumulator->type();
-  if (queued) {
+  if (device_path) {
     return {deviceDampingOf(outputs, inputs, damping, type), deviceDampingOf(inputs, outputs, damping, type)};
   }
   const auto damping_of = type == at::kDouble ? &dampingOf<double> : &dampingOf<float>;
