@@ -43,12 +43,16 @@ LAWS: dict[str, Law] = {
         "checks, names of enumerations, random numbers, parsing of messages, which rank is on which host"
     ),
     "csrc/core/fault": Law("messages and plans of liveness and of the call check", BASE),
-    "csrc/core/transport": Law("messages and plans of subset all-reduce and shared windows", BASE),
+    "csrc/core/transport": Law(
+        "messages and plans of subset all-reduce and shared windows; packed rows; what transfers cost", BASE
+    ),
     "csrc/core/prague": Law("Prague: who averages with whom, by a generator or a static schedule", BASE),
     "csrc/core/hop": Law("Hop: the graph, the queues and the modes of waiting", BASE),
     "csrc/core/dssync": Law("DS-Sync: rounds of groups, and racks", BASE),
     "csrc/core/dear": Law("DeAR: buckets, shards and the tuner of bucket sizes", (*BASE, "csrc/core/transport")),
-    "csrc/core/kfac": Law("K-FAC: plans, costs, placements, and packed forms of matrices", BASE),
+    "csrc/core/kfac": Law(
+        "K-FAC: plans, costs, placements, and packed forms of matrices", (*BASE, "csrc/core/transport")
+    ),
     "csrc/core/embedding": Law("FIITED: which chunks of a table are resident, and where", BASE),
     # torch.distributed
     "csrc/c10d/threads": Law("worker threads and interruptible waits; knows no tensor and no group", BASE),
@@ -57,7 +61,7 @@ LAWS: dict[str, Law] = {
         ("csrc/c10d/threads", *BASE, "csrc/core/fault"),
     ),
     "csrc/c10d/transport": Law(
-        "point-to-point, subset all-reduce, shared windows; knows no model",
+        "point-to-point, subset all-reduce, shared windows, rows of batches; knows no model",
         ("csrc/c10d/fault", "csrc/c10d/threads", *BASE, "csrc/core/transport"),
     ),
     "csrc/c10d/backend": Law(
@@ -94,7 +98,7 @@ LAWS: dict[str, Law] = {
     ),
     "csrc/kfac/comm": Law(
         "how K-FAC sends and waits in a group of its own",
-        ("csrc/kfac/base", "csrc/kfac/linalg", C10D, *BASE, "csrc/core/kfac"),
+        ("csrc/kfac/base", "csrc/kfac/linalg", C10D, *BASE, "csrc/core/kfac", "csrc/core/transport"),
     ),
     "csrc/kfac/factors": Law(
         "Kronecker factors, as a rank collects its own, and as ranks bring them together",
@@ -108,7 +112,7 @@ LAWS: dict[str, Law] = {
         "from gradients to preconditioned gradients, and how these reach other ranks",
         (
             *("csrc/kfac/factors", "csrc/kfac/comm", "csrc/kfac/base", "csrc/kfac/linalg"),
-            *(*BASE, "csrc/core/kfac", "kernels/cpu"),
+            *("csrc/c10d/transport", *BASE, "csrc/core/kfac", "kernels/cpu"),
         ),
     ),
     "csrc/kfac/engine": Law(

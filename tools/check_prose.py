@@ -43,7 +43,7 @@ RETIRED = {
     "max_run_mb": "bucket_cap_mb",
     "RowDirection": "PerSampleProduct",
     "RowDirections": "PerSamplePreconditioner",
-    "BatchRows": "PerSampleExchange",
+    "BatchRows": "RowExchange",
     "kfac_rows": "per_sample_choice",
     "EarlyInverses": "BackgroundInverses",
     "FollowedRuns": "BackgroundPipeline",

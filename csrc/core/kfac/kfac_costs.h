@@ -1,5 +1,5 @@
-// What K-FAC's tasks cost on this machine: straight lines through measured times, by which a plan is made.
-// (Shi et al., ICDCS 2021, section V: t_ar(n) = alpha + beta n; the cost of an inversion.)
+// InversionCost says what inverting a factor costs on this machine: a line through measured times, by which a plan is
+// made. (Shi et al., ICDCS 2021, section V, which has t_ar(n) = alpha + beta n for transfers, too: alpha_beta.h.)
 //
 // Pure functions of the samples; every rank must pass the same samples to come to the same plan. Times are seconds.
 #pragma once
@@ -7,17 +7,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/kfac/alpha_beta.h"
-
 namespace torchext::core {
-
-struct CommSample {
-  std::size_t bytes = 0;
-  double seconds = 0;
-};
-// The line with the least sum of squared *relative* errors (small messages count as much as large ones), with alpha and
-// beta 0 or more. Needs two different sizes and times above 0; std::invalid_argument otherwise.
-AlphaBeta fitAlphaBeta(const std::vector<CommSample>& samples);
 
 struct InversionSample {
   std::size_t dim = 0;
@@ -33,7 +23,7 @@ struct InversionCost {
     return fixed + cubic * d * d * d;
   }
 };
-// Fitted as fitAlphaBeta is, on the same conditions.
+// Fitted as fitAlphaBeta() is, on the same conditions.
 InversionCost fitInversion(const std::vector<InversionSample>& samples);
 
 }  // namespace torchext::core

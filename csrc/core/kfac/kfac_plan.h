@@ -29,8 +29,8 @@
 #include <string>
 #include <vector>
 
-#include "core/kfac/alpha_beta.h"
 #include "core/kfac/kfac_costs.h"
+#include "core/transport/alpha_beta.h"
 
 namespace torchext::core {
 

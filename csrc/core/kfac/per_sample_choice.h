@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/kfac/alpha_beta.h"
+#include "core/transport/alpha_beta.h"
 
 namespace torchext::core {
 

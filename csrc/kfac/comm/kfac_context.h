@@ -14,26 +14,31 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "c10d/fault/group_health.h"
 #include "kfac/base/kfac_counters.h"
 #include "kfac/base/kfac_layer.h"
 #include "kfac/base/kfac_options.h"
 #include "kfac/base/reentrancy_guard.h"
-#include "kfac/comm/kfac_exchange.h"
+#include "kfac/comm/communicator.h"
 
 namespace torchext {
 
 struct KfacContext {
-  // Throws std::invalid_argument for an option, c10::ValueError for layers on several devices. group, model: as the
-  // engine's.
+  // Collective: all ranks must agree on layers and options. Throws std::invalid_argument for an option, c10::ValueError
+  // for layers on several devices. group, model: as the engine's.
   KfacContext(std::vector<KfacLayerSpec> the_layers, KfacOptions the_options,
               const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<GroupHealth> model);
+
+  // The same over ranks that agree already; comm: null for one rank.
+  KfacContext(std::vector<KfacLayerSpec> the_layers, KfacOptions the_options, std::unique_ptr<Communicator> the_comm);
 
   std::vector<KfacLayerSpec> layers;
   KfacOptions options;
   at::Device device;
-  bool device_path;                        // all work is queued: an accelerator's path
-  std::unique_ptr<KfacExchange> exchange;  // null: one rank
+  bool on_device;                      // the arithmetic is that of an accelerator, and queued
+  std::unique_ptr<Communicator> comm;  // null: one rank
   int rank = 0;
   int ranks = 1;
   KfacCounters counters;
@@ -43,13 +48,13 @@ struct KfacContext {
   const KfacLayerSpec& layer(int number) const { return layers[static_cast<std::size_t>(number)]; }
   // Of a layer; the other one follows.
   std::size_t firstFactor(int number) const { return 2 * (layers.size() - 1 - static_cast<std::size_t>(number)); }
-  // Whether ranks share a host's memory, and send no messages.
-  bool throughMemory() const { return exchange && exchange->sharesMemory(); }
+  // Whether what this rank makes may leave, while it makes more.
+  bool overlaps() const { return !comm || comm->overlaps(); }
 
   // Of the step under way.
   bool updatesFactors() const { return counters.steps % options.factor_update_steps == 0; }
   bool updatesInverses() const { return counters.steps % options.inverse_update_steps == 0; }
-  bool sendsFactors() const { return exchange && updatesInverses(); }
+  bool sendsFactors() const { return comm && updatesInverses(); }
   double decay() const;
 
   // What each rank has, for all: [ranks, elements]. Blocks.

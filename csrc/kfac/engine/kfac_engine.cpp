@@ -1,7 +1,5 @@
 #include "kfac/engine/kfac_engine.h"
 
-#include <algorithm>
-#include <string>
 #include <utility>
 
 #include "kfac/base/engine_guards.h"
@@ -9,30 +7,6 @@
 
 namespace torchext {
 namespace {
-
-std::vector<std::string> describeLayers(const std::vector<KfacLayerSpec>& layers) {
-  std::vector<std::string> texts;
-  texts.reserve(layers.size());
-  for (const auto& layer : layers) {
-    texts.push_back(c10::str(layer.name.empty() ? "the model itself" : layer.name, ", weight ", layer.weight.sizes(),
-                             layer.bias ? " and bias" : "", ", groups ", layer.groups));
-  }
-  return texts;
-}
-
-at::ScalarType typeOf(const std::vector<KfacLayerSpec>& layers) {
-  const bool doubles = std::any_of(layers.begin(), layers.end(),
-                                   [](const auto& layer) { return layer.weight.scalar_type() == at::kDouble; });
-  return doubles ? at::kDouble : at::kFloat;
-}
-
-std::shared_ptr<FactorAccumulator> makeAccumulator(const KfacContext& context) {
-  const at::ScalarType type = typeOf(context.layers);
-  const FactorScaling scaling = context.options.scaling;
-  return context.device_path
-             ? makeAtenAccumulator(context.layers, at::TensorOptions(type).device(context.device), scaling)
-             : makeCpuAccumulator(context.layers, type, scaling);
-}
 
 void scale(const std::vector<at::Tensor>& gradients, double factor) {
   for (const at::Tensor& gradient : gradients) {
@@ -48,41 +22,12 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<GroupHealth> model)
     : context_(std::move(layers), std::move(options), group, std::move(model)),
       accumulator_(makeAccumulator(context_)),
-      planner_((agreeOnOptions(), context_), *accumulator_),
+      planner_(context_, *accumulator_),
       factors_(context_, accumulator_, planner_.plan()),
       inverses_(context_, accumulator_, factors_, planner_.plan()),
       gradients_(context_, planner_.plan(), planner_.input(), accumulator_->options(), planner_.usesTiles(),
                  inverses_.inverses()),
       hooks_(context_, factors_, gradients_) {}
-
-void KfacEngine::agreeOnOptions() {
-  if (!context_.exchange) {
-    return;
-  }
-  const KfacOptions& options = context_.options;
-  context_.exchange->agree({
-      {"layers", describeLayers(context_.layers)},
-      {"factor_update_steps", options.factor_update_steps},
-      {"inverse_update_steps", options.inverse_update_steps},
-      {"strategy", options.strategy},
-      {"method", core::enumName(kMethodNames, "method", options.form)},
-      {"factor_scaling", core::enumName(kScalingNames, "factor_scaling", options.scaling)},
-      {"factor_decay", options.decay},
-      {"martens_decay", options.martens_decay},
-      {"damping", options.damping},
-      {"kl_clip", options.kl_clip},
-      {"worker_fraction", options.worker_fraction},
-      {"bucket_cap_mb", options.bucket_cap_mb},
-      {"split_directions", options.split_directions},
-      {"direction_precision", core::enumName(kPrecisionNames, "direction_precision", options.precision)},
-      {"gather_rows", options.gather_rows},
-      {"shared_memory", options.shared_memory},
-      {"the type of the device", c10::DeviceTypeName(context_.device.type(), /*lower_case=*/true)},
-  });
-  if (options.shared_memory && !context_.device_path) {
-    context_.exchange->shareMemory();
-  }
-}
 
 bool KfacEngine::forward(int layer, const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
   return hooks_.forward(layer, input, outputs, std::shared_ptr<FactorHooks>(shared_from_this(), &hooks_));
@@ -147,7 +92,7 @@ void KfacEngine::sendFactors(double loss_scale) {
   if (again) {
     factors_.startRest(loss_scale);
   }
-  factors_.sumThroughMemory();
+  factors_.sumAtOnce();
 }
 
 // All ranks take a step, or none does. If they differ, what has been sent comes to its end on all of them, the step is
@@ -179,7 +124,7 @@ void KfacEngine::updateInverses() {
 // Every rank has said how many rows its layers have had, and all choose alike for the steps to come.
 void KfacEngine::planRows() {
   if (context_.updatesInverses()) {
-    gradients_.planRows(context_.exchange ? row_counts_ : gradients_.ownRowCounts().unsqueeze(0));
+    gradients_.planRows(context_.comm ? row_counts_ : gradients_.ownRowCounts().unsqueeze(0));
   }
 }
 
@@ -245,8 +190,8 @@ KfacStats KfacEngine::stats() const {
   KfacStats stats{context_.counters};
   stats.clip = gradients_.clip();
   stats.factors_left_out = accumulator_->leftOut();
-  if (context_.exchange) {
-    stats.bytes = context_.exchange->bytes();
+  if (context_.comm) {
+    stats.bytes = context_.comm->bytes();
   }
   stats.memory_bytes =
       static_cast<std::int64_t>(accumulator_->bytes() + factors_.bytes() + inverses_.bytes() + gradients_.bytes());

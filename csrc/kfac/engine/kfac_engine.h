@@ -92,7 +92,6 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void load(const std::vector<FactorState>& state, std::int64_t steps, std::int64_t factor_updates);
 
  private:
-  void agreeOnOptions();
   void mergeFactors(double loss_scale);
   void sendFactors(double loss_scale);
   FactorExchange::Votes agreeOnStep(bool takes_step);

@@ -3,40 +3,16 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <algorithm>
-#include <cmath>
+#include <functional>
 #include <set>
 #include <utility>
 
 #include "kfac/base/scoped_timer.h"
-#include "kfac/inverses/factor_batch.h"
-#include "kfac/linalg/matrix_product.h"
+#include "kfac/inverses/example_inversion.h"
 #include "kfac/precondition/per_sample_plan.h"
 #include "kfac/precondition/preconditioner.h"
-#include "kfac/precondition/tiled_direction.h"
 
 namespace torchext {
-namespace {
-
-// As directions are made (preconditioner_cpu.cpp).
-template <class T>
-void multiplySquares(const at::Tensor& square, at::Tensor& result) {
-  const std::int64_t size = square.size(0);
-  const T* data = square.const_data_ptr<T>();
-  multiply(false, true, size, size, size, data, size, data, size, T(0), result.mutable_data_ptr<T>(), size);
-}
-
-// Well conditioned. Of full rank for eigenvectors, whose search ends sooner with fewer; Cholesky takes its time
-// whatever the elements are, and the script waits for this.
-at::Tensor exampleFactor(std::int64_t dim, InverseForm form, const at::Generator& generator) {
-  if (form == InverseForm::kInverse) {
-    return at::eye(dim).mul_(2);
-  }
-  const at::Tensor noise = at::rand({dim, dim}, generator);
-  const double radius = 2 * std::sqrt(static_cast<double>(dim) / 6);  // of the symmetric part's spectrum (Wigner)
-  return (noise + noise.t()).sub_(1).div_(radius).add_(at::eye(dim), 2);
-}
-
-}  // namespace
 
 KfacPlanner::KfacPlanner(KfacContext& context, const FactorAccumulator& accumulator)
     : context_(context), accumulator_(accumulator), tiles_(allHaveTiles()) {
@@ -52,13 +28,8 @@ KfacPlanner::KfacPlanner(KfacContext& context, const FactorAccumulator& accumula
 
 // Replicas stay equal only where all ranks round alike.
 bool KfacPlanner::allHaveTiles() const {
-  const KfacOptions& options = context_.options;
-  const bool here = options.precision == DirectionPrecision::kHigh && !context_.device_path &&
-                    accumulator_.type() == at::kFloat &&
-                    std::any_of(context_.layers.begin(), context_.layers.end(),
-                                [&](const auto& spec) { return Preconditioner::usesTiles(spec, options.form); }) &&
-                    TiledDirection::available();
-  return context_.exchange ? context_.exchange->mean(here ? 1 : 0) > 1 - 0.5 / context_.ranks : here;
+  const bool here = Preconditioner::hasTiles(context_, accumulator_.type());
+  return context_.comm ? context_.comm->mean(here ? 1 : 0) > 1 - 0.5 / context_.ranks : here;
 }
 
 void KfacPlanner::describeModel() {
@@ -72,8 +43,8 @@ void KfacPlanner::describeModel() {
   for (const KfacLayerSpec& spec : context_.layers) {
     input_.gradient_bytes.push_back(static_cast<std::size_t>(spec.groups * spec.outputs() * spec.inputDim()) * width);
   }
-  // Through memory rows come in step(), where their directions are not ahead of anything.
-  for (int layer = 0; context_.exchange && !context_.throughMemory() && layer < context_.layerCount(); ++layer) {
+  // Where rows come in step(), their directions are not ahead of anything.
+  for (int layer = 0; context_.comm && context_.overlaps() && layer < context_.layerCount(); ++layer) {
     input_.of_rows.push_back(PerSamplePlan::suits(context_, layer));
   }
   input_.ranks = context_.ranks;
@@ -94,7 +65,7 @@ void KfacPlanner::measureInversions() {
   while (dims.size() > 3) {
     dims.erase(std::next(dims.begin()));  // keeps the largest ones, which weigh most
   }
-  if (!context_.exchange) {
+  if (!context_.comm) {
     dims = {16, 64};
   }
   std::vector<core::InversionSample> samples;
@@ -104,12 +75,13 @@ void KfacPlanner::measureInversions() {
     samples.push_back({static_cast<std::size_t>(dim), 0});
     seconds.push_back(secondsOfInversion(dim, generator));
   }
-  if (context_.exchange) {
+  if (context_.comm) {
     for (double& taken : seconds) {
       taken = typicalSeconds(taken);
     }
-    seconds = context_.exchange->fromRankZero(seconds);
-    measureTransfers();
+    seconds = context_.comm->fromRankZero(seconds);
+    const auto width = c10::elementSize(accumulator_.type());
+    context_.comm->measure(context_.device, static_cast<std::size_t>(accumulator_.elements()) * width, input_.costs);
   }
   for (std::size_t i = 0; i < samples.size(); ++i) {
     samples[i].seconds = std::max(seconds[i], 1e-9);
@@ -120,50 +92,20 @@ void KfacPlanner::measureInversions() {
 double KfacPlanner::secondsOfInversion(std::int64_t dim, const at::Generator& generator) const {
   constexpr int kRepeats = 3;
   constexpr double kEnough = 1e-3;  // seconds for one size: the script waits, and what takes longer varies less
-  const InverseForm form = context_.options.form;
-  const at::Tensor batch = exampleFactor(dim, form, generator).to(accumulator_.options()).unsqueeze(0);
-  const at::Tensor damping = at::full({1}, 0.1, batch.options());
-  const FactorLayout layout{.dim = dim, .size = dim * (dim + 1) / 2};
-  const at::Tensor packed = at::empty({layout.size}, batch.options());
-  accumulator_.pack(batch, layout, packed);
-  InverseFailures ignored;
+  const std::function<void()> invert = exampleInversion(context_, accumulator_, dim, generator);
   double spent = 0;
   int repeats = 0;
-  if (context_.exchange) {
-    context_.exchange->mean(0);  // all begin together, as they will: those of one processor are in each other's way
+  if (context_.comm) {
+    context_.comm->mean(0);  // all begin together, as they will: those of one processor are in each other's way
   }
   for (; repeats < kRepeats && spent < kEnough; ++repeats) {
     waitForDevice(context_.device);
     const double start = monotonicSeconds();
-    if (context_.device_path) {
-      invertFactors({FactorToInvert{batch, damping}}, form, ignored);
-    } else if (form == InverseForm::kInverse) {
-      invertFactor(packed, dim, /*divisor=*/1, damping, ignored);
-    } else {
-      decomposeFactor(batch, ignored);
-    }
+    invert();
     waitForDevice(context_.device);
     spent += monotonicSeconds() - start;
   }
   return spent / repeats;
-}
-
-void KfacPlanner::measureTransfers() {
-  if (context_.throughMemory()) {
-    // What everybody writes, everybody reads.
-    const core::AlphaBeta sharing = core::fitAlphaBeta(context_.exchange->measureSharing());
-    input_.costs.sharing = sharing;
-    input_.costs.broadcast = sharing;
-    input_.costs.all_reduce = {sharing.alpha, context_.ranks * sharing.beta};
-    return;
-  }
-  std::vector<core::CommSample> all_reduce;
-  std::vector<core::CommSample> broadcast;
-  const auto width = c10::elementSize(accumulator_.type());
-  context_.exchange->measure(context_.device, static_cast<std::size_t>(accumulator_.elements()) * width, all_reduce,
-                             broadcast);
-  input_.costs.all_reduce = core::fitAlphaBeta(all_reduce);
-  input_.costs.broadcast = core::fitAlphaBeta(broadcast);
 }
 
 // Each product only where there is a layer for it: the script waits.
@@ -188,47 +130,33 @@ void KfacPlanner::measureProducts() {
 double KfacPlanner::secondsOfProduct(bool tiles) const {
   constexpr std::int64_t kSize = 192;
   constexpr double kWindow = 0.005;  // seconds
-  const at::Tensor square = at::ones({kSize, kSize}, accumulator_.options());
-  at::Tensor result = at::empty_like(square);
-  TiledDirection direction;
-  TiledDirection::Work work;
-  if (tiles) {
-    direction.prepare(square.unsqueeze(0), square.unsqueeze(0), /*begin=*/0, kSize);
-  }
+  const std::function<int()> products_of_a_call =
+      Preconditioner::exampleProducts(context_, accumulator_.options(), kSize, tiles);
   const auto multiply_once = [&] {
-    if (tiles) {  // two products
-      direction.compute({square.const_data_ptr<float>(), nullptr, kSize},
-                        {result.mutable_data_ptr<float>(), nullptr, kSize}, work);
-    } else if (context_.device_path) {
-      at::mm_out(result, square, square);
-    } else if (accumulator_.type() == at::kDouble) {
-      multiplySquares<double>(square, result);
-    } else {
-      multiplySquares<float>(square, result);
-    }
+    const int made = products_of_a_call();
     waitForDevice(context_.device);
+    return made;
   };
   multiply_once();
-  if (context_.exchange) {
-    context_.exchange->mean(0);  // all begin together
+  if (context_.comm) {
+    context_.comm->mean(0);  // all begin together
   }
   const double start = monotonicSeconds();
   double seconds = 0;
   int products = 0;
   while (seconds < kWindow) {
-    multiply_once();
-    ++products;
+    products += multiply_once();
     seconds = monotonicSeconds() - start;
   }
-  seconds /= static_cast<double>(tiles ? 2 * products : products) * static_cast<double>(kSize * kSize * kSize);
+  seconds /= static_cast<double>(products) * static_cast<double>(kSize * kSize * kSize);
   // The mean may differ in its last bit from rank to rank, and plans may not.
-  return context_.exchange ? context_.exchange->fromRankZero({typicalSeconds(seconds)}).front() : seconds;
+  return context_.comm ? context_.comm->fromRankZero({typicalSeconds(seconds)}).front() : seconds;
 }
 
 // Of what all ranks have timed at once, by the mean of their speeds: where more ranks than processors share a host, one
 // may have slept through all of its measurement, and its seconds would be most of a mean.
 double KfacPlanner::typicalSeconds(double seconds) const {
-  return 1 / context_.exchange->mean(1 / std::max(seconds, 1e-12));
+  return 1 / context_.comm->mean(1 / std::max(seconds, 1e-12));
 }
 
 void KfacPlanner::replanBuckets(std::vector<double> ready) {

@@ -34,7 +34,6 @@ class KfacPlanner {
   bool allHaveTiles() const;
   void describeModel();
   void measureInversions();
-  void measureTransfers();
   void measureProducts();
   double secondsOfInversion(std::int64_t dim, const at::Generator& generator) const;
   double secondsOfProduct(bool tiles) const;

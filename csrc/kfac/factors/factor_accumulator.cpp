@@ -1,5 +1,7 @@
 #include "kfac/factors/factor_accumulator.h"
 
+#include <algorithm>
+
 #include "core/kfac/packed_triangle.h"
 
 namespace torchext {
@@ -94,6 +96,16 @@ void FactorAccumulator::discard() {
   for (LayerStep& step : steps_) {
     step = {};
   }
+}
+
+std::shared_ptr<FactorAccumulator> makeAccumulator(const KfacContext& context) {
+  const bool doubles = std::any_of(context.layers.begin(), context.layers.end(),
+                                   [](const auto& layer) { return layer.weight.scalar_type() == at::kDouble; });
+  const at::ScalarType type = doubles ? at::kDouble : at::kFloat;
+  const FactorScaling scaling = context.options.scaling;
+  return context.on_device
+             ? makeAtenAccumulator(context.layers, at::TensorOptions(type).device(context.device), scaling)
+             : makeCpuAccumulator(context.layers, type, scaling);
 }
 
 }  // namespace torchext

@@ -25,6 +25,7 @@
 
 #include "kfac/base/kfac_layer.h"
 #include "kfac/base/kfac_options.h"
+#include "kfac/comm/kfac_context.h"
 #include "kfac/factors/factor_layout.h"
 
 namespace torchext {
@@ -71,6 +72,10 @@ class FactorAccumulator {
   virtual void pack(const at::Tensor& full, const FactorLayout& layout, const at::Tensor& packed) const = 0;
   // [count] in float64, of a packed factor.
   virtual at::Tensor traces(const at::Tensor& packed, const FactorLayout& layout) const = 0;
+
+  // Of a factor, [count] in its type: Factored Tikhonov, balanced by its mean eigenvalues and those of the layer's
+  // other factor, each [count] in float64.
+  virtual at::Tensor damping(const at::Tensor& own_mean, const at::Tensor& other_mean, double damping) const = 0;
 
   virtual std::size_t bytes() const { return running_.nbytes() + sums_.nbytes(); }
 
@@ -121,6 +126,8 @@ class FactorAccumulator {
   at::Tensor sums_;
 };
 
+// By the context's layers, options and device. context: outlives what is made.
+std::shared_ptr<FactorAccumulator> makeAccumulator(const KfacContext& context);
 std::unique_ptr<FactorAccumulator> makeCpuAccumulator(const std::vector<KfacLayerSpec>& layers, at::ScalarType type,
                                                       FactorScaling scaling);
 std::unique_ptr<FactorAccumulator> makeAtenAccumulator(const std::vector<KfacLayerSpec>& layers,

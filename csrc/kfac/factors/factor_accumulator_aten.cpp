@@ -61,6 +61,12 @@ class AtenAccumulator final : public FactorAccumulator {
     return packed.index_select(0, diagonals_[number]).view({layout.count, layout.dim}).sum(1, false, at::kDouble);
   }
 
+  at::Tensor damping(const at::Tensor& own_mean, const at::Tensor& other_mean, double damping) const override {
+    at::Tensor pi = at::sqrt(own_mean / other_mean);
+    pi = at::where(at::isfinite(pi).logical_and(pi > 0), pi, at::ones_like(pi));
+    return (pi * std::sqrt(damping)).to(type());
+  }
+
  protected:
   CallSize addProducts(const KfacLayerSpec& spec, const FactorLayout& output_layout, const FactorLayout& input_layout,
                        const at::Tensor& input, const at::Tensor& gradient, bool first, bool at_once) override;

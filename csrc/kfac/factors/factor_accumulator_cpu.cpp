@@ -44,6 +44,18 @@ class CpuAccumulator final : public FactorAccumulator {
   at::Tensor traces(const at::Tensor& packed, const FactorLayout& layout) const override {
     return tracesOfFactor(packed, layout);
   }
+  // Loops: a dozen of ATen's operators on a number each take as long as the Cholesky decomposition of a small factor.
+  at::Tensor damping(const at::Tensor& own_mean, const at::Tensor& other_mean, double damping) const override {
+    at::Tensor result = at::empty({own_mean.numel()}, options());
+    const auto* own = own_mean.const_data_ptr<double>();
+    const auto* other = other_mean.const_data_ptr<double>();
+    for (std::int64_t group = 0; group < result.numel(); ++group) {
+      const double pi = std::sqrt(own[group] / other[group]);
+      const double balance = std::isfinite(pi) && pi > 0 ? pi : 1;
+      result.mutable_data_ptr<T>()[group] = static_cast<T>(balance * std::sqrt(damping));
+    }
+    return result;
+  }
   void settle() override {
     for (const FactorLayout& layout : layouts()) {
       settleFactor(layout);

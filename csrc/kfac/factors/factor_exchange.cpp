@@ -25,8 +25,8 @@ FactorExchange::FactorExchange(KfacContext& context, std::shared_ptr<FactorAccum
       calls_(context.layers.size()),
       prepared_(accumulator_->layouts().size(), false),
       ready_(context.device, accumulator_->layouts().size()),
-      profiling_(context.exchange && plan.strategy != core::KfacStrategy::kDkfac) {
-  if (context_.exchange) {
+      profiling_(context.comm && plan.strategy != core::KfacStrategy::kDkfac) {
+  if (context_.comm) {
     payload_ = at::empty({accumulator_->elements()}, accumulator_->options());
   }
   placeShares();
@@ -35,7 +35,7 @@ FactorExchange::FactorExchange(KfacContext& context, std::shared_ptr<FactorAccum
 void FactorExchange::placeShares() {
   const auto& layouts = accumulator_->layouts();
   share_place_.assign(layouts.size(), -1);
-  const bool added_here = context_.device.is_cpu() && !context_.throughMemory();
+  const bool added_here = context_.comm && context_.comm->addsShares();
   std::int64_t owned = 0;
   for (std::size_t i = 0; i < layouts.size(); ++i) {
     const core::FactorPlan& factor = plan_.factors[i];
@@ -57,7 +57,7 @@ void FactorExchange::add(int layer, const at::Tensor& input, const at::Tensor& g
   }
   // With several ranks products are put off in steps that send none (deferred_gram.h). Not in one process, which
   // resumes from a checkpoint to the last bit: there averages do not depend on when they are looked at.
-  accumulator_->add(layer, input, gradient, backward_pass, /*at_once=*/!context_.exchange || sends);
+  accumulator_->add(layer, input, gradient, backward_pass, /*at_once=*/!context_.comm || sends);
   const Calls& calls = calls_[core::index(layer)];
   const std::size_t first = context_.firstFactor(layer);
   for (const std::size_t factor_index : {first, first + 1}) {
@@ -65,7 +65,7 @@ void FactorExchange::add(int layer, const at::Tensor& input, const at::Tensor& g
       ready_.mark(factor_index);
     }
     stale_ = stale_ || prepared_[factor_index];
-    if (sends && !context_.throughMemory() && calls.stable && !scaled_loss_ &&
+    if (sends && !context_.comm->sumsAtOnce() && calls.stable && !scaled_loss_ &&
         accumulator_->calls(layer) == calls.expected) {
       prepare(factor_index, /*loss_scale=*/1);
     }
@@ -96,7 +96,7 @@ void FactorExchange::prepare(std::size_t factor_index, double loss_scale) {
 }
 
 void FactorExchange::startBuckets(bool overlapped) {
-  if (context_.throughMemory()) {
+  if (context_.comm->sumsAtOnce()) {
     return;
   }
   const auto& ends = plan_.fusion_ends;
@@ -107,7 +107,7 @@ void FactorExchange::startBuckets(bool overlapped) {
     if (!std::all_of(from, prepared_.begin() + static_cast<std::ptrdiff_t>(end), [](bool done) { return done; })) {
       return;
     }
-    KfacExchange::Sum sum = startBucket(begin, end);
+    Communicator::Sum sum = startBucket(begin, end);
     if (follower_ != nullptr) {
       follower_->follow(std::move(sum), end);
     } else {
@@ -120,14 +120,14 @@ void FactorExchange::startBuckets(bool overlapped) {
 }
 
 // Of factors that are their owners' own there is nothing to wait for.
-KfacExchange::Sum FactorExchange::startBucket(std::size_t begin, std::size_t end) {
+Communicator::Sum FactorExchange::startBucket(std::size_t begin, std::size_t end) {
   const FactorLayout& first = accumulator_->layouts()[begin];
   const FactorLayout& last = accumulator_->layouts()[end - 1];
   const std::int64_t elements = last.offset + last.size - first.offset;
   const at::Tensor bucket = payload_.narrow(0, first.offset, elements);
   const core::FactorPlan& factor = plan_.factors[begin];
   if (factor.exchange == core::FactorExchange::kAllReduce) {
-    return context_.exchange->allReduce(bucket);
+    return context_.comm->allReduce(bucket);
   }
   if (factor.exchange != core::FactorExchange::kReduceToOwner) {
     return {};
@@ -136,7 +136,7 @@ KfacExchange::Sum FactorExchange::startBucket(std::size_t begin, std::size_t end
   const std::int64_t place = share_place_[begin];
   const std::int64_t others = context_.ranks - 1;
   const at::Tensor shares = place < 0 ? at::Tensor() : shares_.narrow(0, place * others, elements * others);
-  return context_.exchange->reduce(bucket, factor.owner, kfac_tags::kSums + static_cast<int>(started_), shares);
+  return context_.comm->reduce(bucket, factor.owner, kfac_tags::kSums + static_cast<int>(started_), shares);
 }
 
 void FactorExchange::startRest(double loss_scale) {
@@ -165,8 +165,8 @@ FactorExchange::Votes FactorExchange::vote(bool takes_step, const at::Tensor& be
   return result;
 }
 
-void FactorExchange::sumThroughMemory() {
-  if (!context_.throughMemory()) {
+void FactorExchange::sumAtOnce() {
+  if (!context_.comm->sumsAtOnce()) {
     return;
   }
   const ScopedTimer timer(context_.counters.exchange_wait_seconds);
@@ -182,7 +182,7 @@ void FactorExchange::sumThroughMemory() {
     }
   }
   if (summed) {
-    context_.exchange->sumParts(payload_, spans);
+    context_.comm->sumAtOnce(payload_, spans);
   }
 }
 
@@ -234,14 +234,14 @@ std::optional<std::vector<double>> FactorExchange::readyTimes() {
     return std::nullopt;
   }
   profiling_ = false;
-  return context_.exchange->fromRankZero(ready_.seconds());
+  return context_.comm->fromRankZero(ready_.seconds());
 }
 
 std::vector<double> FactorExchange::divisors() const {
   std::vector<double> divisors;
   divisors.reserve(plan_.factors.size());
   for (const core::FactorPlan& factor : plan_.factors) {
-    const bool summed = context_.exchange && factor.exchange != core::FactorExchange::kOwnersOwn;
+    const bool summed = context_.comm && factor.exchange != core::FactorExchange::kOwnersOwn;
     divisors.push_back(summed ? context_.ranks : 1);
   }
   return divisors;
@@ -249,17 +249,17 @@ std::vector<double> FactorExchange::divisors() const {
 
 at::Tensor FactorExchange::mean() {
   at::Tensor mean = accumulator_->running().clone();
-  if (!context_.exchange) {
+  if (!context_.comm) {
     return mean;
   }
-  context_.exchange->allReduce(mean).wait();
+  context_.comm->allReduce(mean).wait();
   mean.div_(context_.ranks);
   const auto& layouts = accumulator_->layouts();
   for (std::size_t i = 0; i < layouts.size(); ++i) {
     if (plan_.factors[i].exchange == core::FactorExchange::kOwnersOwn) {
       const at::Tensor own =
           accumulator_->slice(mean, layouts[i]).copy_(accumulator_->slice(accumulator_->running(), layouts[i]));
-      context_.exchange->broadcast(own, plan_.factors[i].owner)->wait();
+      context_.comm->broadcast(own, plan_.factors[i].owner)->wait();
     }
   }
   return mean;

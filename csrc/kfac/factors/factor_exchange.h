@@ -8,7 +8,7 @@
 // makes its rank ask, by vote(), for all to be sent again. After the vote merge() takes the sums into the running
 // averages, and endBuckets() ends the exchange.
 //
-// Ranks that share a host's memory send nothing early: sumThroughMemory() adds all factors in one pass of step(). That
+// Ranks that share a host's memory send nothing early: sumAtOnce() adds all factors in one pass of step(). That
 // takes less time than the threads of sockets would take from the backward pass.
 //
 // Every rank owns the running averages of its own batches. The sum over ranks exists in summed() alone.
@@ -42,7 +42,7 @@ class FactorExchange {
     Follower& operator=(const Follower&) = delete;
     virtual ~Follower() = default;
     // The step's next bucket; its last factor is the one before `end`. Never blocks.
-    virtual void follow(KfacExchange::Sum sum, std::size_t end) = 0;
+    virtual void follow(Communicator::Sum sum, std::size_t end) = 0;
     // Until the first `buckets` are here.
     virtual void waitFor(std::size_t buckets) = 0;
     // Returns when what has left may be written again.
@@ -68,8 +68,8 @@ class FactorExchange {
     at::Tensor beside;
   };
   Votes vote(bool takes_step, const at::Tensor& beside);
-  // Through memory, all factors at once; of each only what this rank needs the sum of. Nothing elsewhere.
-  void sumThroughMemory();
+  // Of a Communicator that sums at once: all factors, of each only what this rank needs the sum of. Nothing elsewhere.
+  void sumAtOnce();
 
   std::size_t started() const { return started_; }
   void waitForBucket(std::size_t bucket);
@@ -78,6 +78,9 @@ class FactorExchange {
 
   // Takes a step's sums into the running averages, once all ranks are known to do so.
   void merge(double loss_scale);
+  // Whether sums may be put off to the end of the backward pass, in steps that send none: there DDP's all-reduces are
+  // waited for. Work of a device is queued at once.
+  bool maySumLater() const { return context_.comm && !context_.on_device; }
   // Drops the step's sums.
   void discard() { accumulator_->discard(); }
   // Whatever has become of the step.
@@ -86,7 +89,7 @@ class FactorExchange {
   std::optional<std::vector<double>> readyTimes();
 
   // Of the ranks, laid out as the running averages; with one rank these. What makes a mean of each factor in it.
-  at::Tensor summed() const { return context_.exchange ? payload_ : accumulator_->running(); }
+  at::Tensor summed() const { return context_.comm ? payload_ : accumulator_->running(); }
   std::vector<double> divisors() const;
   // Collective: the mean over ranks of the running averages; where a factor is its owner's own, that.
   at::Tensor mean();
@@ -100,7 +103,7 @@ class FactorExchange {
   void placeShares();
   void prepare(std::size_t factor_index, double loss_scale);
   void startBuckets(bool overlapped);
-  KfacExchange::Sum startBucket(std::size_t begin, std::size_t end);
+  Communicator::Sum startBucket(std::size_t begin, std::size_t end);
 
   KfacContext& context_;
   std::shared_ptr<FactorAccumulator> accumulator_;
@@ -112,7 +115,7 @@ class FactorExchange {
   std::vector<Calls> calls_;               // [layer]
   std::vector<bool> prepared_;             // [factor] packed for this step's exchange
   std::size_t started_ = 0;                // buckets that have left
-  std::vector<KfacExchange::Sum> sums_;    // [bucket] none where a follower has them
+  std::vector<Communicator::Sum> sums_;    // [bucket] none where a follower has them
   bool scaled_loss_ = false;
   bool stale_ = false;  // a factor was packed before all of its step was known
   ReadyClock ready_;    // by factor, in steps that send factors

@@ -1,10 +1,11 @@
 #include "kfac/inverses/background_inverses.h"
 
+#include <memory>
 #include <utility>
 
 namespace torchext {
 
-void BackgroundInverses::follow(KfacExchange::Sum run, std::vector<std::size_t> factor_indices,
+void BackgroundInverses::follow(Communicator::Sum run, std::vector<std::size_t> factor_indices,
                                 const FactorInverter& inverter, double damping) {
   const auto invert = [inverter, damping](std::size_t factor_index) {
     const std::size_t first = factor_index & ~std::size_t{1};
@@ -14,7 +15,7 @@ void BackgroundInverses::follow(KfacExchange::Sum run, std::vector<std::size_t> 
     return result;
   };
   // std::function copies: the sum, which is waited for once, is shared.
-  runs_->follow({[sum = std::make_shared<KfacExchange::Sum>(std::move(run))] { sum->wait(); },
+  runs_->follow({[sum = std::make_shared<Communicator::Sum>(std::move(run))] { sum->wait(); },
                  std::move(factor_indices), invert});
 }
 

@@ -11,23 +11,24 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "kfac/base/background_worker.h"
-#include "kfac/comm/kfac_exchange.h"
+#include "kfac/comm/communicator.h"
 #include "kfac/inverses/factor_inverter.h"
 
 namespace torchext {
 
 class BackgroundInverses {
  public:
-  explicit BackgroundInverses(const std::shared_ptr<ExchangeWaits>& waits)
-      : runs_("tx_inverses", [waits] { waits->look(); }) {}
+  // watch: as Communicator::watch().
+  explicit BackgroundInverses(std::function<void()> watch) : runs_("tx_inverses", std::move(watch)) {}
 
   // The step's next run, and the indices of factors that are, with their layer's other one, in it or in earlier ones.
   // Never blocks. All runs of a step have the same inverter and damping.
-  void follow(KfacExchange::Sum run, std::vector<std::size_t> factor_indices, const FactorInverter& inverter,
+  void follow(Communicator::Sum run, std::vector<std::size_t> factor_indices, const FactorInverter& inverter,
               double damping);
   std::size_t runs() const;
   // Until the first `runs` have come.

@@ -20,7 +20,6 @@ struct FactorInverter {
   at::Tensor factors;            // laid out as the running averages: sums over ranks, or means
   std::vector<double> divisors;  // [factor] that make a mean of it
   InverseForm form = InverseForm::kInverse;
-  bool queued = false;  // work for an accelerator is queued (kfac_engine.h), by operators of its own
 
   const FactorLayout& layout(std::size_t number) const { return accumulator->layouts()[number]; }
   at::Tensor mean(std::size_t number) const;

@@ -2,48 +2,57 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "core/base/check.h"
 #include "kfac/comm/kfac_tags.h"
 
 namespace torchext {
-namespace {
-
-int tagOf(std::size_t factor_index) { return kfac_tags::kInverses + static_cast<int>(factor_index); }
-
-}  // namespace
-
 InverseExchange::InverseExchange(const core::KfacPlan& plan, const FactorAccumulator& accumulator, InverseForm form,
-                                 KfacExchange* exchange)
+                                 Communicator* comm)
     : plan_(plan),
       accumulator_(accumulator),
       form_(form),
-      exchange_(exchange),
-      rank_(exchange != nullptr ? exchange->rank() : 0),
-      place_(accumulator.layouts().size(), -1) {
+      rank_(comm != nullptr ? comm->rank() : 0),
+      place_(accumulator.layouts().size(), 0),
+      parcel_(place_.size(), -1),
+      comes_(place_.size(), false) {
   std::int64_t elements = 0;
+  std::vector<std::size_t> travelling;
   for (int owner = 0; owner < plan.ranks; ++owner) {
     for (std::size_t i = 0; i < place_.size(); ++i) {
       if (!plan.factors[i].everyone_inverts && workers(i) > 1 && plan.factors[i].owner == owner) {
         place_[i] = elements;
         elements += inverseElements(layout(i), form);
+        parcel_[i] = static_cast<int>(travelling.size());
+        travelling.push_back(i);
       }
     }
   }
-  if (elements > 0) {
-    buffer_ = at::empty({elements}, accumulator.options());
+  if (travelling.empty()) {
+    return;
   }
+  buffer_ = at::empty({elements}, accumulator.options());
+  std::vector<Delivery::Parcel> parcels;
+  for (const std::size_t i : travelling) {
+    const int owner = plan.factors[i].owner;
+    const int layer_owner = plan.layer_owner[core::index(layout(i).layer)];
+    Delivery::Parcel parcel{packed(i), owner, {}, kfac_tags::kInverses + static_cast<int>(i)};
+    for (int distance = 1; distance < plan.ranks; ++distance) {
+      const int rank = (owner + distance) % plan.ranks;
+      if (core::KfacPlan::isWorker(rank, layer_owner, workers(i), plan.ranks)) {
+        parcel.to.push_back(rank);
+        comes_[i] = comes_[i] || rank == rank_;
+      }
+    }
+    parcels.push_back(std::move(parcel));
+  }
+  parcels_ = parcels.size();
+  delivery_ = comm->deliver(std::move(parcels));
 }
 
 at::Tensor InverseExchange::packed(std::size_t number) const {
   return buffer_.narrow(0, place_[number], inverseElements(layout(number), form_));
-}
-
-bool InverseExchange::comesHere(std::size_t number) const {
-  const int layer = layout(number).layer;
-  const int layer_owner = plan_.layer_owner[core::index(layer)];
-  return place_[number] >= 0 && plan_.factors[number].owner != rank_ &&
-         core::KfacPlan::isWorker(rank_, layer_owner, workers(number), plan_.ranks);
 }
 
 void InverseExchange::pack(std::size_t number, const FactorInverse& inverse) {
@@ -72,75 +81,44 @@ FactorInverse InverseExchange::unpacked(std::size_t number) const {
 }
 
 void InverseExchange::expect() {
-  coming_.assign(place_.size(), KfacExchange::Work());
-  for (std::size_t i = 0; i < place_.size(); ++i) {
-    if (comesHere(i) && !exchange_->sharesMemory()) {
-      coming_[i] = exchange_->receive(packed(i), plan_.factors[i].owner, tagOf(i));
-    }
+  if (delivery_) {
+    delivery_->begin(parcels_);
   }
 }
 
-// To each worker directly: what all ranks send together is no more than in a tree, and nothing waits in the order of
-// collectives.
 void InverseExchange::send(std::size_t factor_index, const FactorInverse& inverse) {
-  if (!leavesHere(factor_index)) {
-    return;
-  }
-  pack(factor_index, inverse);
-  if (exchange_->sharesMemory()) {
-    return;
-  }
-  for (int distance = 1; distance < workers(factor_index); ++distance) {
-    sent_.push_back(exchange_->send(packed(factor_index), (rank_ + distance) % plan_.ranks, tagOf(factor_index)));
+  if (leavesHere(factor_index)) {
+    pack(factor_index, inverse);
+    delivery_->ready(core::index(parcel_[factor_index]));
   }
 }
 
-void InverseExchange::gather() {
-  std::vector<at::Tensor> parts(core::index(plan_.ranks));
-  for (std::size_t i = 0; i < place_.size(); ++i) {
-    if (place_[i] < 0) {
-      continue;
-    }
-    at::Tensor& part = parts[core::index(plan_.factors[i].owner)];
-    const std::int64_t begin = part.defined() ? part.storage_offset() : place_[i];
-    part = buffer_.narrow(0, begin, place_[i] + packed(i).numel() - begin);
+void InverseExchange::flush() {
+  if (delivery_) {
+    delivery_->flush();
   }
-  exchange_->gatherParts(parts);
 }
 
 void InverseExchange::take(std::size_t factor_index, FactorInverse& inverse) {
-  if (!comesHere(factor_index)) {
+  if (!comes_[factor_index]) {
     return;
   }
-  if (!exchange_->sharesMemory()) {
-    coming_[factor_index]->wait();
-  }
+  delivery_->wait(core::index(parcel_[factor_index]));
   if (!std::isnan(packed(factor_index).select(0, 0).item<double>())) {
     inverse = unpacked(factor_index);
   }
 }
 
-void InverseExchange::exchange(std::vector<FactorInverse>& inverses) {
-  std::vector<KfacExchange::Message> messages;
+void InverseExchange::takeAll(std::vector<FactorInverse>& inverses) {
   std::vector<std::size_t> coming;
   std::vector<at::Tensor> marks;
-  for (std::size_t i = 0; i < place_.size(); ++i) {
-    if (comesHere(i)) {
-      messages.push_back({packed(i), plan_.factors[i].owner, tagOf(i), /*sends=*/false});
+  for (std::size_t i = 0; i < comes_.size(); ++i) {
+    if (comes_[i]) {
+      delivery_->wait(core::index(parcel_[i]));
       coming.push_back(i);
       marks.push_back(packed(i).select(0, 0));
-    } else if (leavesHere(i)) {
-      pack(i, inverses[i]);
-      for (int distance = 1; distance < workers(i); ++distance) {
-        messages.push_back({packed(i), (rank_ + distance) % plan_.ranks, tagOf(i), /*sends=*/true});
-      }
     }
   }
-  if (messages.empty()) {
-    return;
-  }
-  auto works = exchange_->start(messages);
-  KfacExchange::wait(works);
   if (coming.empty()) {
     return;
   }
@@ -149,6 +127,12 @@ void InverseExchange::exchange(std::vector<FactorInverse>& inverses) {
     if (!never_made.const_data_ptr<bool>()[i]) {
       inverses[coming[i]] = unpacked(coming[i]);
     }
+  }
+}
+
+void InverseExchange::finish() {
+  if (delivery_) {
+    delivery_->finish();
   }
 }
 

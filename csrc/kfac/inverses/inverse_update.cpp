@@ -4,7 +4,6 @@
 
 #include "core/base/check.h"
 #include "kfac/base/scoped_timer.h"
-#include "kfac/inverses/factor_batch.h"
 
 namespace torchext {
 namespace {
@@ -22,17 +21,14 @@ InverseUpdate::InverseUpdate(KfacContext& context, std::shared_ptr<FactorAccumul
       accumulator_(std::move(accumulator)),
       factors_(factors),
       plan_(plan),
-      inverter_{accumulator_, factors.summed(), factors.divisors(), context.options.form, context.device_path},
-      inverse_exchange_(plan, *accumulator_, context.options.form, context.exchange.get()),
-      inverses_(accumulator_->layouts().size()) {
-  if (context_.exchange && !context_.device_path && overlaps()) {
+      inverter_{accumulator_, factors.summed(), factors.divisors(), context.options.form},
+      inverse_exchange_(plan, *accumulator_, context.options.form, context.comm.get()),
+      inverses_(accumulator_->layouts().size()),
+      in_batches_(context.on_device),
+      overlaps_(plan.strategy != core::KfacStrategy::kDkfac && context.overlaps() && !in_batches_) {
+  if (context_.comm && overlaps_) {
     factors_.handOverTo(this);
   }
-}
-
-// Whether a part of the work begins when what it needs is there, whatever else is not: not in the plain algorithm.
-bool InverseUpdate::overlaps() const {
-  return plan_.strategy != core::KfacStrategy::kDkfac && !context_.throughMemory();
 }
 
 // Whether a rank that owns one factor of a layer may not have the other, of which it needs the trace.
@@ -47,9 +43,9 @@ bool InverseUpdate::tracesTravel() const {
 }
 
 // What the arrival of a bucket makes possible is inverted, as far as that needs no more than factors.
-void InverseUpdate::follow(KfacExchange::Sum sum, std::size_t end) {
+void InverseUpdate::follow(Communicator::Sum sum, std::size_t end) {
   if (!background_) {
-    background_ = std::make_unique<BackgroundInverses>(context_.exchange->waits());
+    background_ = std::make_unique<BackgroundInverses>(context_.comm->watch());
   }
   if (background_->runs() == 0) {
     followed_damping_ = context_.options.damping;
@@ -84,21 +80,17 @@ bool InverseUpdate::madeInBackground() const {
 }
 
 void InverseUpdate::run(const Ready& ready) {
-  if (context_.exchange && tracesTravel()) {
+  if (context_.comm && tracesTravel()) {
     sendTraces();
   }
-  if (context_.device_path) {
-    invertOnDevice();
-    factors_.endBuckets();
-    const ScopedTimer timer(context_.counters.distribute_seconds);
-    inverse_exchange_.exchange(inverses_);
-  } else {
-    taken_ = 0;
-    inverse_exchange_.expect();
-    invertBuckets(ready);
-    factors_.endBuckets();
-    finishInverses(ready);
-  }
+  taken_ = 0;
+  collected_.clear();  // of an update that was interrupted
+  collected_from_.clear();
+  inverse_exchange_.expect();
+  invertBuckets(ready);
+  invertCollected();
+  factors_.endBuckets();
+  finishInverses(ready);
   traces_sum_.wait();  // where this rank inverts nothing
   traces_ = at::Tensor();
   ++context_.counters.inverse_updates;
@@ -110,11 +102,7 @@ void InverseUpdate::sendTraces() {
     own.push_back(accumulator_->traces(accumulator_->slice(accumulator_->running(), layout), layout));
   }
   traces_ = at::cat(own);
-  if (context_.throughMemory()) {
-    context_.exchange->sumParts(traces_, {{0, static_cast<std::size_t>(traces_.numel())}});
-  } else {
-    traces_sum_ = context_.exchange->allReduce(traces_);
-  }
+  traces_sum_ = context_.comm->addUp(traces_);
 }
 
 // Of the mean of a factor whose bucket has come.
@@ -157,56 +145,57 @@ void InverseUpdate::invertLayer(std::size_t first_factor, const Ready& ready) {
   const auto damping = madeInBackground() ? std::array<at::Tensor, 2>() : dampingOfLayer(first_factor);
   for (const std::size_t side : {0, 1}) {
     const std::size_t factor_index = first_factor + side;
-    if (invertsHere(factor_index)) {
-      {
-        const ScopedTimer timer(context_.counters.invert_seconds);
-        invert(factor_index, damping.at(side));
-      }
-      const ScopedTimer timer(context_.counters.distribute_seconds);
-      inverse_exchange_.send(factor_index, inverses_[factor_index]);
+    if (!invertsHere(factor_index)) {
+      continue;
     }
+    {
+      const ScopedTimer timer(context_.counters.invert_seconds);
+      if (in_batches_) {
+        collect(factor_index, damping.at(side));
+        continue;
+      }
+      invert(factor_index, damping.at(side));
+    }
+    const ScopedTimer timer(context_.counters.distribute_seconds);
+    inverse_exchange_.send(factor_index, inverses_[factor_index]);
   }
   // Where nobody else needs the inverses, others wait for what is made of them.
   const int layer = accumulator_->layouts()[first_factor].layer;
-  if (overlaps() && plan_.workers[core::index(layer)] == 1) {
+  if (overlaps_ && plan_.workers[core::index(layer)] == 1) {
     ready(layer);
   }
 }
 
-// All at once, in batches.
-void InverseUpdate::invertOnDevice() {
+// Puts a factor off until all are collected; a diagonal one is inverted at once.
+void InverseUpdate::collect(std::size_t factor_index, const at::Tensor& damping) {
+  const FactorLayout& layout = accumulator_->layouts()[factor_index];
+  if (layout.diagonal) {
+    inverses_[factor_index] = inverter_.invertDiagonal(factor_index, damping);
+    return;
+  }
+  const at::Tensor factor = accumulator_->unpacked(inverter_.mean(factor_index), layout);
+  collected_.push_back({factor, damping, plan_.factors[factor_index].everyone_inverts});
+  collected_from_.push_back(factor_index);
+}
+
+void InverseUpdate::invertCollected() {
+  if (!in_batches_) {
+    return;
+  }
   {
-    const ScopedTimer timer(context_.counters.exchange_wait_seconds);
-    factors_.waitForBuckets();
-  }
-  const ScopedTimer timer(context_.counters.invert_seconds);
-  const auto& layouts = accumulator_->layouts();
-  std::vector<FactorToInvert> factors;
-  std::vector<std::size_t> index_of;
-  for (std::size_t first = 0; first < layouts.size(); first += 2) {
-    if (!invertsHere(first) && !invertsHere(first + 1)) {
-      continue;
-    }
-    const auto damping = dampingOfLayer(first);
-    for (const std::size_t side : {0, 1}) {
-      const std::size_t factor_index = first + side;
-      if (!invertsHere(factor_index)) {
-        continue;
-      }
-      if (layouts[factor_index].diagonal) {
-        inverses_[factor_index] = inverter_.invertDiagonal(factor_index, damping.at(side));
-      } else {
-        const at::Tensor factor = accumulator_->unpacked(inverter_.mean(factor_index), layouts[factor_index]);
-        factors.push_back({factor, damping.at(side), plan_.factors[factor_index].everyone_inverts});
-        index_of.push_back(factor_index);
+    const ScopedTimer timer(context_.counters.invert_seconds);
+    const std::vector<FactorToInvert> factors = std::exchange(collected_, {});
+    const std::vector<std::size_t> indices = std::exchange(collected_from_, {});
+    std::vector<FactorInverse> made = invertFactors(factors, context_.options.form, context_.counters.failures);
+    for (std::size_t i = 0; i < made.size(); ++i) {
+      if (made[i].defined()) {
+        inverses_[indices[i]] = std::move(made[i]);
       }
     }
   }
-  std::vector<FactorInverse> made = invertFactors(factors, context_.options.form, context_.counters.failures);
-  for (std::size_t i = 0; i < made.size(); ++i) {
-    if (made[i].defined()) {
-      inverses_[index_of[i]] = std::move(made[i]);
-    }
+  const ScopedTimer timer(context_.counters.distribute_seconds);
+  for (std::size_t factor_index = 0; factor_index < inverses_.size(); ++factor_index) {
+    inverse_exchange_.send(factor_index, inverses_[factor_index]);
   }
 }
 
@@ -225,10 +214,10 @@ void InverseUpdate::invertBuckets(const Ready& ready) {
       const ScopedTimer timer(context_.counters.exchange_wait_seconds);
       factors_.waitForBucket(bucket);
     }
-    for (; overlaps() && next + 1 < end; next += 2) {
+    for (; overlaps_ && next + 1 < end; next += 2) {
       invertLayer(next, ready);
     }
-    if (overlaps() && next > kOnTheirWay) {  // instead of idling until the next bucket has come
+    if (overlaps_ && next > kOnTheirWay) {  // instead of idling until the next bucket has come
       takeInverses(next - kOnTheirWay, ready);
     }
     begin = end;
@@ -247,33 +236,35 @@ void InverseUpdate::takeInverses(std::size_t end, const Ready& ready) {
       const ScopedTimer timer(context_.counters.distribute_seconds);
       inverse_exchange_.take(taken_, inverses_[taken_]);
     }
-    if (overlaps() && taken_ % 2 == 1) {
+    if (overlaps_ && taken_ % 2 == 1) {
       ready(accumulator_->layouts()[taken_].layer);
     }
   }
 }
 
-// The rest of them.
+// The rest of them. Where all come together, they are taken with one question to the device.
 void InverseUpdate::finishInverses(const Ready& ready) {
-  if (context_.throughMemory()) {
-    const ScopedTimer timer(context_.counters.distribute_seconds);
-    inverse_exchange_.gather();
+  if (overlaps_) {
+    takeInverses(inverses_.size(), ready);
   }
-  takeInverses(inverses_.size(), ready);
   const ScopedTimer timer(context_.counters.distribute_seconds);
+  inverse_exchange_.flush();
+  if (!overlaps_) {
+    inverse_exchange_.takeAll(inverses_);
+  }
   inverse_exchange_.finish();
 }
 
 FactorInverse InverseUpdate::ofOwner(std::size_t factor_index) {
   FactorInverse inverse = inverses_[factor_index];
-  if (!context_.exchange) {
+  if (!context_.comm) {
     return inverse;
   }
   const FactorLayout& layout = accumulator_->layouts()[factor_index];
   const core::FactorPlan& factor = plan_.factors[factor_index];
   const int owner = factor.everyone_inverts ? 0 : factor.owner;
   const at::Tensor has = at::full({1}, inverse.defined() ? 1 : 0, at::kLong);
-  context_.exchange->broadcast(has, owner)->wait();
+  context_.comm->broadcast(has, owner)->wait();
   if (has.item<std::int64_t>() == 0) {
     return {};
   }
@@ -285,9 +276,9 @@ FactorInverse InverseUpdate::ofOwner(std::size_t factor_index) {
                          ? at::Tensor()
                          : at::empty({layout.count, layout.dim}, options);
   }
-  context_.exchange->broadcast(inverse.matrix, owner)->wait();
+  context_.comm->broadcast(inverse.matrix, owner)->wait();
   if (inverse.values.defined()) {
-    context_.exchange->broadcast(inverse.values, owner)->wait();
+    context_.comm->broadcast(inverse.values, owner)->wait();
   }
   return inverse;
 }

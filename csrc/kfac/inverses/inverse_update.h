@@ -8,8 +8,8 @@
 // algorithm, waits for all each time, and has no such thread. Ranks that share a host's memory exchange inverses
 // together, once all are made.
 //
-// On an accelerator all of a rank's inversions are queued together, those of equal size in one call (factor_batch.h).
-// All inverses then travel in one group of messages.
+// On an accelerator a rank collects its inversions and queues them together, those of equal size in one call
+// (factor_batch.h). All inverses then travel together, too.
 //
 // Inverses belong to the ranks that precondition with them. Threads: the engine's lock; that of background inverses
 // reads factors that have left, and never takes it. Errors of the group as they come.
@@ -28,6 +28,7 @@
 #include "kfac/factors/factor_accumulator.h"
 #include "kfac/factors/factor_exchange.h"
 #include "kfac/inverses/background_inverses.h"
+#include "kfac/inverses/factor_batch.h"
 #include "kfac/inverses/factor_inverter.h"
 #include "kfac/inverses/inverse_exchange.h"
 
@@ -50,14 +51,13 @@ class InverseUpdate final : public FactorExchange::Follower {
   void load(std::size_t factor_index, const FactorInverse& inverse);
   std::size_t bytes() const;
 
-  void follow(KfacExchange::Sum sum, std::size_t end) override;
+  void follow(Communicator::Sum sum, std::size_t end) override;
   void waitFor(std::size_t buckets) override;
   void end() override;
 
  private:
   using Ready = std::function<void(int)>;
   bool invertsHere(std::size_t factor_index) const { return plan_.factors[factor_index].invertedBy(context_.rank); }
-  bool overlaps() const;
   bool tracesTravel() const;
   bool madeInBackground() const;
   void sendTraces();
@@ -65,7 +65,8 @@ class InverseUpdate final : public FactorExchange::Follower {
   std::array<at::Tensor, 2> dampingOfLayer(std::size_t first_factor);
   void invert(std::size_t factor_index, const at::Tensor& damping);
   void invertLayer(std::size_t first_factor, const Ready& ready);
-  void invertOnDevice();
+  void collect(std::size_t factor_index, const at::Tensor& damping);
+  void invertCollected();
   void invertBuckets(const Ready& ready);
   void takeInverses(std::size_t end, const Ready& ready);
   void finishInverses(const Ready& ready);
@@ -78,8 +79,12 @@ class InverseUpdate final : public FactorExchange::Follower {
   InverseExchange inverse_exchange_;
   std::vector<FactorInverse> inverses_;  // [factor]
   std::size_t taken_ = 0;                // factors whose inverses are here, in this update
-  at::Tensor traces_;                    // of all factors, summed over ranks, where tracesTravel()
-  KfacExchange::Sum traces_sum_;
+  const bool in_batches_;                // all of an update at once
+  const bool overlaps_;                  // what is there goes on, whatever else is not: not in the plain algorithm
+  std::vector<FactorToInvert> collected_;
+  std::vector<std::size_t> collected_from_;  // [collected] factor
+  at::Tensor traces_;                        // of all factors, summed over ranks, where tracesTravel()
+  Communicator::Sum traces_sum_;
   std::unique_ptr<BackgroundInverses> background_;  // made when first needed
   std::size_t followed_ = 0;                        // factors whose inversion has been asked for
   double followed_damping_ = 0;                     // with which they are inverted

@@ -1,5 +1,4 @@
-// GradientExchange: how directions reach the ranks that have not computed them: by messages, or through memory where
-// all ranks share a host's.
+// GradientExchange brings directions to the ranks that have not computed them.
 //
 // What travels is cut into instalments. Each leaves when its last direction is made; in steps that make inverses that
 // is while others are still made: a layer's direction follows as soon as both of its inverses are there. A step is
@@ -9,10 +8,11 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "core/kfac/kfac_plan.h"
-#include "kfac/comm/kfac_exchange.h"
+#include "kfac/comm/communicator.h"
 #include "kfac/precondition/preconditioner.h"
 
 namespace torchext {
@@ -21,9 +21,9 @@ class GradientExchange {
  public:
   // at_home: [layer] those whose directions travel in some steps only, because in others they are made in another way
   // (per_sample_preconditioner.h); they lie behind the others.
-  // on_device: all goes together, once all is made. plan, directions and exchange (null: one rank) outlive this.
+  // plan, directions and comm (null: one rank) outlive this.
   GradientExchange(const core::KfacPlan& plan, const Preconditioner& directions, const std::vector<bool>& at_home,
-                   KfacExchange* exchange, bool on_device);
+                   Communicator* comm);
 
   // A step's.
   void begin(bool with_those_at_home);
@@ -38,29 +38,26 @@ class GradientExchange {
   // Directions that leave together, when all of them are made.
   struct Instalment {
     std::vector<int> layers;
-    int owner = 0;            // kSplit: of each layer every rank makes its part
-    int workers = 0;          // that make them; see KfacPlan
-    std::size_t missing = 0;  // in this step so far
+    int owner = 0;                 // kSplit: of each layer every rank makes its part
+    int workers = 0;               // that make them; see KfacPlan
+    std::size_t missing = 0;       // in this step so far
+    std::size_t parcels_end = 0;   // of the parcels that bring it
+    std::vector<std::size_t> own;  // of those, this rank's
   };
   static constexpr int kSplit = -1;
 
-  bool leavesEarly() const;
-  void add(int layer, int owner, int workers, const std::vector<bool>& at_home);
+  void add(int layer, int owner, int workers, bool at_home, bool joins_all);
   at::Tensor sliceOf(const Instalment& instalment, int part) const;
-  std::vector<KfacExchange::Message> messagesOf(std::size_t number, bool sends) const;
-  void start(const std::vector<KfacExchange::Message>& messages);
-  void gather();
+  std::vector<Delivery::Parcel> parcelsOf(const Instalment& instalment, int tag) const;
 
   const Preconditioner& directions_;
-  KfacExchange* exchange_;
   int ranks_;
-  int rank_;
-  bool on_device_;
   std::vector<Instalment> instalments_;
-  std::size_t always_ = 0;          // those that travel in all steps, which come first
-  std::vector<int> instalment_of_;  // [layer] -1: all ranks make all of it
-  std::size_t in_play_ = 0;         // of the instalments, in this step
-  std::vector<KfacExchange::Work> works_;
+  std::size_t always_ = 0;              // those that travel in all steps, which come first
+  bool last_at_home_ = false;           // whether the last of them does not
+  std::vector<int> instalment_of_;      // [layer] -1: all ranks make all of it
+  std::size_t in_play_ = 0;             // of the instalments, in this step
+  std::unique_ptr<Delivery> delivery_;  // null: one rank
 };
 
 }  // namespace torchext

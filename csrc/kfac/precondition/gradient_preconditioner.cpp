@@ -13,8 +13,7 @@ namespace torchext {
 namespace {
 
 // Whether what is there has enough places for `layers`, and not many more. Alike on all ranks.
-bool hasPlaces(const std::vector<PerSampleExchange::Layer>& there,
-               const std::vector<PerSampleExchange::Layer>& layers) {
+bool hasPlaces(const std::vector<RowExchange::Matrix>& there, const std::vector<RowExchange::Matrix>& layers) {
   return std::equal(there.begin(), there.end(), layers.begin(), layers.end(), [](const auto& old, const auto& now) {
     return old.number == now.number && old.places >= now.places && old.places <= 2 * now.places;
   });
@@ -59,11 +58,10 @@ GradientPreconditioner::GradientPreconditioner(KfacContext& context, const core:
   }
   Preconditioner::Layout layout = layoutOf(context_, plan_, at_home, tiles);
   preconditioner_ =
-      context_.device_path
+      context_.on_device
           ? makeAtenPreconditioner(context_.layers, options, std::move(layout))
           : makeCpuPreconditioner(context_.layers, c10::typeMetaToScalarType(options.dtype()), std::move(layout));
-  gradient_exchange_ = std::make_unique<GradientExchange>(plan_, *preconditioner_, at_home, context_.exchange.get(),
-                                                          context_.device_path);
+  gradient_exchange_ = std::make_unique<GradientExchange>(plan_, *preconditioner_, at_home, context_.comm.get());
 }
 
 bool GradientPreconditioner::keep(int layer, const at::Tensor& input, const at::Tensor& gradient) {
@@ -206,7 +204,7 @@ bool GradientPreconditioner::makeOfRows(int layer) {
 
 void GradientPreconditioner::takeWritten() {
   const ScopedTimer timer(context_.counters.precondition_seconds);
-  for (const PerSampleExchange::Layer& layer : per_sample_->layers()) {
+  for (const RowExchange::Matrix& layer : per_sample_->layers()) {
     preconditioner_->takeWritten(layer.number, per_sample_->written(layer.number));
   }
 }
@@ -233,17 +231,17 @@ void GradientPreconditioner::foreseeScaling(const std::vector<double>& rates) {
 
 void GradientPreconditioner::planRows(const at::Tensor& counts) {
   per_sample_plan_.forget();
-  std::vector<PerSampleExchange::Layer> layers = per_sample_plan_.choose(counts, *preconditioner_);
+  std::vector<RowExchange::Matrix> layers = per_sample_plan_.choose(counts, *preconditioner_);
   if (layers.empty()) {
     per_sample_.reset();
     return;
   }
   if (!per_sample_ || !hasPlaces(per_sample_->layers(), layers)) {
     per_sample_ = std::make_unique<PerSamplePreconditioner>(std::move(layers), preconditioner_->options(),
-                                                            context_.exchange.get(), kfac_tags::kRows);
+                                                            context_.comm.get(), kfac_tags::kRows);
     row_scaling_.reset();
   }
-  for (const PerSampleExchange::Layer& layer : per_sample_->layers()) {
+  for (const RowExchange::Matrix& layer : per_sample_->layers()) {
     per_sample_->expect(layer.number, counts[context_.rank][layer.number].item<std::int64_t>());
   }
   prepareRows();

@@ -20,7 +20,7 @@ PerSamplePlan::PerSamplePlan(const KfacContext& context, const core::KfacPlan& p
 
 bool PerSamplePlan::suits(const KfacContext& context, int layer) {
   const KfacOptions& options = context.options;
-  return options.gather_rows.value_or(true) && !context.device_path && options.form == InverseForm::kInverse &&
+  return options.gather_rows.value_or(true) && !context.on_device && options.form == InverseForm::kInverse &&
          options.inverse_update_steps > 1 && context.layer(layer).kind == KfacLayerSpec::Kind::kLinear;
 }
 
@@ -51,8 +51,8 @@ at::Tensor PerSamplePlan::ownCounts() const {
   return at::tensor(counts, at::kLong);
 }
 
-std::vector<PerSampleExchange::Layer> PerSamplePlan::choose(const at::Tensor& counts,
-                                                            const Preconditioner& preconditioner) const {
+std::vector<RowExchange::Matrix> PerSamplePlan::choose(const at::Tensor& counts,
+                                                       const Preconditioner& preconditioner) const {
   const auto width = c10::elementSize(preconditioner.type());
   const auto count_of = counts.accessor<std::int64_t, 2>();
   std::vector<core::RowLayer> candidates;
@@ -79,12 +79,11 @@ std::vector<PerSampleExchange::Layer> PerSamplePlan::choose(const at::Tensor& co
                           can ? static_cast<std::size_t>(sum) : 0, of_rank, input_.precondition[core::index(layer)],
                           secondsWithoutRows(core::index(layer), parts), parts > 1 && allows(layer)});
   }
-  const std::vector<bool> pays =
-      core::chooseRows(candidates, costOfRows(), context_.exchange && !context_.throughMemory());
+  const std::vector<bool> pays = core::chooseRows(candidates, costOfRows(), context_.comm && context_.overlaps());
   const bool asked = context_.options.gather_rows == true;
   const bool all_together = std::none_of(candidates.begin(), candidates.end(),
                                          [](const core::RowLayer& layer) { return layer.together && layer.rows == 0; });
-  std::vector<PerSampleExchange::Layer> chosen;
+  std::vector<RowExchange::Matrix> chosen;
   for (std::size_t layer = candidates.size(); layer-- > 0;) {
     if (asked ? candidates[layer].rows > 0 && (!candidates[layer].together || all_together) : pays[layer]) {
       const KfacLayerSpec& spec = context_.layers[layer];
@@ -104,7 +103,7 @@ double PerSamplePlan::secondsWithoutRows(std::size_t layer, int parts) const {
 // Of the bytes of one rank until all ranks have those of all.
 core::AlphaBeta PerSamplePlan::costOfRows() const {
   const core::KfacCosts& costs = input_.costs;
-  if (!context_.exchange) {
+  if (!context_.comm) {
     return {};
   }
   if (costs.sharing) {

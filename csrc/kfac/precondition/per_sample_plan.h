@@ -14,9 +14,9 @@
 
 #include <ATen/ATen.h>
 
+#include "c10d/transport/row_exchange.h"
 #include "core/kfac/kfac_plan.h"
 #include "kfac/comm/kfac_context.h"
-#include "kfac/comm/per_sample_exchange.h"
 #include "kfac/precondition/preconditioner.h"
 
 namespace torchext {
@@ -38,7 +38,7 @@ class PerSamplePlan {
   // [layers]
   at::Tensor ownCounts() const;
   // counts: [ranks, layers], of all ranks' ownCounts(). Those that are to take rows, in the order of the backward pass.
-  std::vector<PerSampleExchange::Layer> choose(const at::Tensor& counts, const Preconditioner& preconditioner) const;
+  std::vector<RowExchange::Matrix> choose(const at::Tensor& counts, const Preconditioner& preconditioner) const;
 
  private:
   // Stands for the rows where a rank says that a layer cannot.

@@ -8,22 +8,22 @@
 
 namespace torchext {
 
-PerSamplePreconditioner::PerSamplePreconditioner(std::vector<PerSampleExchange::Layer> layers,
-                                                 const at::TensorOptions& options, KfacExchange* exchange, int tag)
-    : rows_(std::move(layers), options, exchange, tag,
-            [this](const std::shared_ptr<PerSampleExchange::Message>& message) {
-              for (const int layer : message->layers()) {
+PerSamplePreconditioner::PerSamplePreconditioner(std::vector<RowExchange::Matrix> layers,
+                                                 const at::TensorOptions& options, Communicator* comm, int tag)
+    : rows_(std::move(layers), options, comm != nullptr ? std::optional(comm->rowLinks()) : std::nullopt, tag,
+            "torchext.optim", [this](const std::shared_ptr<RowExchange::Message>& message) {
+              for (const int layer : message->matrices()) {
                 left_[layer] = message;
               }
             }) {
   if (rows_.travels()) {
-    thread_.emplace("tx_rows", [waits = exchange->waits()] { waits->look(); });
+    thread_.emplace("tx_rows", comm->watch());
   }
 }
 
-PerSampleProduct PerSamplePreconditioner::make(int layer, const PerSampleExchange::Message& message,
-                                               const Inverses& inverses, TiledDirection::Work& work) {
-  const PerSampleExchange::Rows rows = message.rows(layer);
+PerSampleProduct PerSamplePreconditioner::make(int layer, const RowExchange::Message& message, const Inverses& inverses,
+                                               TiledDirection::Work& work) {
+  const RowExchange::Rows rows = message.rows(layer);
   if (!rows.inputs.defined() || !inverses.of_inputs.defined() || !inverses.of_outputs.defined()) {
     return {};
   }
@@ -77,10 +77,10 @@ void PerSamplePreconditioner::begin() {
     ahead_->scaling = *foreseen_;
     ahead_->made.resize(foreseen_->factors.size());
   }
-  std::vector<std::shared_ptr<PerSampleExchange::Message>> messages;
+  std::vector<std::shared_ptr<RowExchange::Message>> messages;
   std::vector<std::size_t> keys;
   std::map<int, Source> sources;
-  for (const PerSampleExchange::Layer& layer : layers()) {
+  for (const RowExchange::Matrix& layer : layers()) {
     const auto& message = left_.at(layer.number);
     if (messages.empty() || messages.back() != message) {
       messages.push_back(message);
@@ -113,7 +113,7 @@ void PerSamplePreconditioner::begin() {
   (*thread_)->follow({wait, std::move(keys), make_any});
 }
 
-const WrittenDirection& PerSamplePreconditioner::placeFor(const PerSampleExchange::Layer& layer) {
+const WrittenDirection& PerSamplePreconditioner::placeFor(const RowExchange::Matrix& layer) {
   WrittenDirection& to = written_[layer.number];
   if (!to.weight.defined()) {
     to.weight = at::empty({layer.outputs, layer.inputs}, rows_.options());

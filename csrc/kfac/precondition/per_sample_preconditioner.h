@@ -1,7 +1,7 @@
 // PerSamplePreconditioner: directions of Linear layers that are made of the rows of all ranks' batches, while the
 // gradients themselves are on their way.
 //
-// The path of the data. keep() takes the rows of a call, and they travel (per_sample_exchange.h). A thread makes
+// The path of the data. keep() takes the rows of a call, and they travel (row_exchange.h). A thread makes
 // directions of them (per_sample_product.h) from begin() on, which is when the backward pass has nothing left to
 // compute but waits for DDP, and once those of all layers are here, for then that is so on all ranks: before, it would
 // take a processor's time from what others wait for. made() is asked for them in step(), when the gradients are there
@@ -26,8 +26,9 @@
 
 #include <ATen/ATen.h>
 
+#include "c10d/transport/row_exchange.h"
 #include "kfac/base/background_worker.h"
-#include "kfac/comm/per_sample_exchange.h"
+#include "kfac/comm/communicator.h"
 #include "kfac/linalg/factor_inverse.h"
 #include "kfac/precondition/per_sample_product.h"
 #include "kfac/precondition/tiled_direction.h"
@@ -36,11 +37,11 @@ namespace torchext {
 
 class PerSamplePreconditioner {
  public:
-  // As PerSampleExchange.
-  PerSamplePreconditioner(std::vector<PerSampleExchange::Layer> layers, const at::TensorOptions& options,
-                          KfacExchange* exchange, int tag);
+  // As RowExchange. comm: null for one rank; outlives this.
+  PerSamplePreconditioner(std::vector<RowExchange::Matrix> layers, const at::TensorOptions& options, Communicator* comm,
+                          int tag);
 
-  const std::vector<PerSampleExchange::Layer>& layers() const { return rows_.layers(); }
+  const std::vector<RowExchange::Matrix>& layers() const { return rows_.matrices(); }
   bool has(int layer) const { return rows_.has(layer); }
   bool travels() const { return rows_.travels(); }
   // What directions are made with from the next step on.
@@ -90,7 +91,7 @@ class PerSamplePreconditioner {
   static int layerOf(std::size_t key) { return static_cast<int>(key / 2); }
   // Of a layer, what the thread makes directions of, and where it writes one ahead.
   struct Source {
-    std::shared_ptr<PerSampleExchange::Message> message;
+    std::shared_ptr<RowExchange::Message> message;
     Inverses inverses;
     WrittenDirection to;
   };
@@ -100,22 +101,22 @@ class PerSamplePreconditioner {
     std::vector<PerSampleProduct> made;  // [layer]
     std::optional<double> clip;
   };
-  static PerSampleProduct make(int layer, const PerSampleExchange::Message& message, const Inverses& inverses,
+  static PerSampleProduct make(int layer, const RowExchange::Message& message, const Inverses& inverses,
                                TiledDirection::Work& work);
   static WrittenDirection write(int layer, Ahead& ahead, const WrittenDirection& to, bool tiles,
                                 TiledDirection::Work& work);
-  const WrittenDirection& placeFor(const PerSampleExchange::Layer& layer);
+  const WrittenDirection& placeFor(const RowExchange::Matrix& layer);
 
   std::map<int, Inverses> inverses_;
   std::optional<Scaling> foreseen_;
-  std::map<int, WrittenDirection> written_;                          // where directions ahead are written
-  std::shared_ptr<Ahead> ahead_;                                     // null: not in this step
-  std::map<int, std::shared_ptr<PerSampleExchange::Message>> left_;  // in this step
-  bool following_ = false;                                           // the thread has this step's
+  std::map<int, WrittenDirection> written_;                    // where directions ahead are written
+  std::shared_ptr<Ahead> ahead_;                               // null: not in this step
+  std::map<int, std::shared_ptr<RowExchange::Message>> left_;  // in this step
+  bool following_ = false;                                     // the thread has this step's
   bool ending_ = false;  // next() has begun: if it was interrupted, the thread has nothing of this step any more
   std::shared_ptr<TiledDirection::Work> work_ = std::make_shared<TiledDirection::Work>();
   std::optional<BackgroundWorker<Result>> thread_;
-  PerSampleExchange rows_;
+  RowExchange rows_;
 };
 
 }  // namespace torchext

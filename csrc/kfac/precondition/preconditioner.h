@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -20,6 +21,7 @@
 #include <ATen/ATen.h>
 
 #include "kfac/base/kfac_layer.h"
+#include "kfac/comm/kfac_context.h"
 #include "kfac/linalg/factor_inverse.h"
 #include "kfac/precondition/per_sample_product.h"
 #include "kfac/precondition/tiled_direction.h"
@@ -40,6 +42,12 @@ class Preconditioner {
   static bool splits(const KfacLayerSpec& spec, InverseForm form);
   // Whether a layer is one for the tiles, where the processor has them.
   static bool usesTiles(const KfacLayerSpec& spec, InverseForm form);
+
+  // Whether they are to be used here, for any layer of a model with directions of that type.
+  static bool hasTiles(const KfacContext& context, at::ScalarType type);
+  // Products of two square matrices, as directions are made of, for a clock; each call says how many it makes.
+  static std::function<int()> exampleProducts(const KfacContext& context, const at::TensorOptions& options,
+                                              std::int64_t size, bool tiles);
 
   // Copies the parameters' gradients, times `scale`. Layers whose weight has none take no part. False: one of them, or
   // of `others`, is not finite. of_rows: layers, in one part, for which takeRows() may be called; empty: none.

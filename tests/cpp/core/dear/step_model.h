@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/dear/bucket_plan.h"
-#include "core/kfac/alpha_beta.h"
+#include "core/transport/alpha_beta.h"
 
 namespace torchext::core::testing {
 

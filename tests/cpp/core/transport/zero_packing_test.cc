@@ -1,4 +1,4 @@
-#include "core/kfac/zero_packing.h"
+#include "core/transport/zero_packing.h"
 
 #include <gtest/gtest.h>
 

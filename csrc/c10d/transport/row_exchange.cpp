@@ -1,4 +1,4 @@
-#include "kfac/comm/per_sample_exchange.h"
+#include "c10d/transport/row_exchange.h"
 
 #include <algorithm>
 #include <optional>
@@ -6,7 +6,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "core/kfac/zero_packing.h"
+#include "core/transport/zero_packing.h"
 
 namespace torchext {
 namespace {
@@ -19,21 +19,21 @@ constexpr double kTooMany = -1;  // rows for their place
 
 }  // namespace
 
-std::size_t PerSampleExchange::Message::placeOf(int layer) const {
-  return static_cast<std::size_t>(std::find(numbers_.begin(), numbers_.end(), layer) - numbers_.begin());
+std::size_t RowExchange::Message::placeOf(int matrix) const {
+  return static_cast<std::size_t>(std::find(numbers_.begin(), numbers_.end(), matrix) - numbers_.begin());
 }
 
-at::Tensor PerSampleExchange::Message::rowsOf(int rank, const Place& place, bool inputs) const {
-  const Layer& layer = place.layer;
-  const std::int64_t width = inputs ? layer.inputs : layer.outputs;
+at::Tensor RowExchange::Message::rowsOf(int rank, const Place& place, bool inputs) const {
+  const Matrix& matrix = place.matrix;
+  const std::int64_t width = inputs ? matrix.inputs : matrix.outputs;
   return all_.select(0, rank)
-      .narrow(0, inputs ? place.inputs : place.outputs, layer.places * width)
-      .view({layer.places, width});
+      .narrow(0, inputs ? place.inputs : place.outputs, matrix.places * width)
+      .view({matrix.places, width});
 }
 
 // The step, counts, blocks: of a rank's rows into what travels, whose length it returns.
 template <class T>
-std::int64_t PerSampleExchange::Message::packAs(int rank) {
+std::int64_t RowExchange::Message::packAs(int rank) {
   const T* own = all_.select(0, rank).const_data_ptr<T>();
   T* const to = packed_.select(0, rank).mutable_data_ptr<T>();
   const auto header = static_cast<std::int64_t>(1 + places_.size());
@@ -43,7 +43,7 @@ std::int64_t PerSampleExchange::Message::packAs(int rank) {
   for (const Place& place : places_) {
     const auto rows = std::max<std::int64_t>(static_cast<std::int64_t>(own[place.count]), 0);
     for (const auto& [from, width] :
-         {std::pair(place.inputs, place.layer.inputs), {place.outputs, place.layer.outputs}}) {
+         {std::pair(place.inputs, place.matrix.inputs), {place.outputs, place.matrix.outputs}}) {
       const auto count = static_cast<std::size_t>(rows * width);
       const auto packed = core::packZeros(own + from, count, end, count);
       *whole++ = packed ? T(0) : T(1);
@@ -54,7 +54,7 @@ std::int64_t PerSampleExchange::Message::packAs(int rank) {
 }
 
 template <class T>
-void PerSampleExchange::Message::unpackAs(int rank) {
+void RowExchange::Message::unpackAs(int rank) {
   const at::Tensor packed = packed_.select(0, rank);
   const T* from = packed.const_data_ptr<T>();
   const T* const end = from + packed.numel();
@@ -66,10 +66,10 @@ void PerSampleExchange::Message::unpackAs(int rank) {
   bool sound = true;
   for (const Place& place : places_) {
     const T said = to[place.count];
-    sound = sound && (said == T(kTooMany) || (said >= T(0) && said <= static_cast<T>(place.layer.places)));
+    sound = sound && (said == T(kTooMany) || (said >= T(0) && said <= static_cast<T>(place.matrix.places)));
     const std::int64_t rows = sound ? std::max<std::int64_t>(static_cast<std::int64_t>(said), 0) : 0;
     for (const auto& [begin, width] :
-         {std::pair(place.inputs, place.layer.inputs), {place.outputs, place.layer.outputs}}) {
+         {std::pair(place.inputs, place.matrix.inputs), {place.outputs, place.matrix.outputs}}) {
       const auto count = static_cast<std::size_t>(rows * width);
       const auto room = static_cast<std::size_t>(end - from);
       std::optional<std::size_t> taken;
@@ -84,15 +84,15 @@ void PerSampleExchange::Message::unpackAs(int rank) {
     }
   }
   if (!sound) {
-    C10_THROW_ERROR(DistBackendError, c10::str("torchext.optim: what rank ", rank, " has sent is no rows of batches"));
+    C10_THROW_ERROR(DistBackendError, c10::str(what_, ": what rank ", rank, " has sent is no rows of batches"));
   }
 }
 
-std::int64_t PerSampleExchange::Message::pack(int rank) {
+std::int64_t RowExchange::Message::pack(int rank) {
   return all_.scalar_type() == at::kDouble ? packAs<double>(rank) : packAs<float>(rank);
 }
 
-void PerSampleExchange::Message::unpack(int rank) {
+void RowExchange::Message::unpack(int rank) {
   if (all_.scalar_type() == at::kDouble) {
     unpackAs<double>(rank);
   } else {
@@ -100,7 +100,7 @@ void PerSampleExchange::Message::unpack(int rank) {
   }
 }
 
-void PerSampleExchange::Message::restart() {
+void RowExchange::Message::restart() {
   come_ = false;
   missing_ = 0;
   for (Place& place : places_) {
@@ -109,7 +109,7 @@ void PerSampleExchange::Message::restart() {
   }
 }
 
-void PerSampleExchange::Message::wait() {
+void RowExchange::Message::wait() {
   while (!coming_.empty()) {  // one after the other: a wait that was interrupted goes on where it was
     coming_.back()->wait();
     coming_.pop_back();
@@ -121,7 +121,7 @@ void PerSampleExchange::Message::wait() {
   for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
     const auto step = received.select(0, rank).select(0, 0).item<double>();
     if (step != static_cast<double>(step_)) {
-      C10_THROW_ERROR(DistBackendError, c10::str("torchext.optim: rank ", rank, " has taken ", step,
+      C10_THROW_ERROR(DistBackendError, c10::str(what_, ": rank ", rank, " has taken ", step,
                                                  " steps in which the rows of all ranks are gathered, this rank ",
                                                  step_, "; step() is collective: take or leave it on all ranks alike"));
     }
@@ -132,8 +132,8 @@ void PerSampleExchange::Message::wait() {
   come_ = true;
 }
 
-PerSampleExchange::Rows PerSampleExchange::Message::rows(int layer) const {
-  const Place& place = places_[placeOf(layer)];
+RowExchange::Rows RowExchange::Message::rows(int matrix) const {
+  const Place& place = places_[placeOf(matrix)];
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> gradients;
   for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
@@ -153,23 +153,28 @@ PerSampleExchange::Rows PerSampleExchange::Message::rows(int layer) const {
           gradients.size() == 1 ? gradients.front() : at::cat(gradients)};
 }
 
-PerSampleExchange::PerSampleExchange(std::vector<Layer> layers, const at::TensorOptions& options,
-                                     KfacExchange* exchange, int tag, Left left)
-    : layers_(std::move(layers)), options_(options), exchange_(exchange), tag_(tag), when_left_(std::move(left)) {
-  if (exchange_ != nullptr) {
-    rank_ = exchange_->rank();
-    ranks_ = exchange_->size();
+RowExchange::RowExchange(std::vector<Matrix> matrices, const at::TensorOptions& options, std::optional<RowLinks> links,
+                         int tag, const char* what, Left left)
+    : matrices_(std::move(matrices)),
+      options_(options),
+      links_(std::move(links)),
+      tag_(tag),
+      what_(what),
+      when_left_(std::move(left)) {
+  if (links_) {
+    rank_ = links_->rank;
+    ranks_ = links_->ranks;
   }
   const auto width = static_cast<std::int64_t>(options.dtype().itemsize());
   std::int64_t elements = 0;
-  for (const Layer& layer : layers_) {
+  for (const Matrix& matrix : matrices_) {
     if (messages_.empty() || elements * width >= kEnoughBytes) {
       messages_.push_back(std::make_shared<Message>());
       elements = 0;
     }
-    messages_.back()->numbers_.push_back(layer.number);
-    messages_.back()->places_.push_back({.layer = layer});
-    elements += layer.places * (layer.inputs + layer.outputs);
+    messages_.back()->numbers_.push_back(matrix.number);
+    messages_.back()->places_.push_back({.matrix = matrix});
+    elements += matrix.places * (matrix.inputs + matrix.outputs);
   }
   for (const auto& message : messages_) {
     std::int64_t end = 1;
@@ -178,11 +183,12 @@ PerSampleExchange::PerSampleExchange(std::vector<Layer> layers, const at::Tensor
     }
     for (Message::Place& place : message->places_) {
       place.inputs = end;
-      place.outputs = end + place.layer.places * place.layer.inputs;
-      end = place.outputs + place.layer.places * place.layer.outputs;
+      place.outputs = end + place.matrix.places * place.matrix.inputs;
+      end = place.outputs + place.matrix.places * place.matrix.outputs;
     }
     message->all_ = at::zeros({ranks_, end}, options);
     message->rank_ = rank_;
+    message->what_ = what_;
     if (travels()) {
       end += 2 * static_cast<std::int64_t>(message->places_.size());
       message->packed_ = at::zeros({ranks_, end}, options);
@@ -190,36 +196,36 @@ PerSampleExchange::PerSampleExchange(std::vector<Layer> layers, const at::Tensor
   }
 }
 
-PerSampleExchange::Message* PerSampleExchange::find(int layer) const {
+RowExchange::Message* RowExchange::find(int matrix) const {
   for (const auto& message : messages_) {
-    if (std::find(message->numbers_.begin(), message->numbers_.end(), layer) != message->numbers_.end()) {
+    if (std::find(message->numbers_.begin(), message->numbers_.end(), matrix) != message->numbers_.end()) {
       return message.get();
     }
   }
   return nullptr;
 }
 
-void PerSampleExchange::expect(int layer, std::int64_t rows) {
-  Message& message = *find(layer);
-  message.places_[message.placeOf(layer)].usual = rows;
+void RowExchange::expect(int matrix, std::int64_t rows) {
+  Message& message = *find(matrix);
+  message.places_[message.placeOf(matrix)].usual = rows;
   message.restart();
 }
 
-void PerSampleExchange::keep(int layer, const at::Tensor& input, const at::Tensor& gradient) {
-  Message& message = *find(layer);
+void RowExchange::keep(int matrix, const at::Tensor& input, const at::Tensor& gradient) {
+  Message& message = *find(matrix);
   receive();
   if (message.left_) {
     return;
   }
-  Message::Place& place = message.places_[message.placeOf(layer)];
-  const std::int64_t rows = input.numel() / place.layer.inputs;
+  Message::Place& place = message.places_[message.placeOf(matrix)];
+  const std::int64_t rows = input.numel() / place.matrix.inputs;
   const std::int64_t before = place.kept;
   place.kept += rows;
-  if (place.kept <= place.layer.places) {
-    message.rowsOf(rank_, place, true).narrow(0, before, rows).copy_(input.reshape({rows, place.layer.inputs}));
-    message.rowsOf(rank_, place, false).narrow(0, before, rows).copy_(gradient.reshape({rows, place.layer.outputs}));
+  if (place.kept <= place.matrix.places) {
+    message.rowsOf(rank_, place, true).narrow(0, before, rows).copy_(input.reshape({rows, place.matrix.inputs}));
+    message.rowsOf(rank_, place, false).narrow(0, before, rows).copy_(gradient.reshape({rows, place.matrix.outputs}));
   }
-  // Once: a layer may have more rows than usual before the message's other layers have theirs.
+  // Once: a matrix may have more rows than usual before the message's other matrices have theirs.
   if (before < place.usual && place.kept >= place.usual && --message.missing_ == 0 && travels()) {
     for (std::size_t number = 0; number < messages_.size(); ++number) {
       if (messages_[number].get() == &message) {
@@ -229,7 +235,7 @@ void PerSampleExchange::keep(int layer, const at::Tensor& input, const at::Tenso
   }
 }
 
-void PerSampleExchange::forget() {
+void RowExchange::forget() {
   for (const auto& message : messages_) {
     if (!message->left_) {
       message->restart();
@@ -237,7 +243,7 @@ void PerSampleExchange::forget() {
   }
 }
 
-void PerSampleExchange::receive() {
+void RowExchange::receive() {
   if (receiving_ || !travels()) {
     return;
   }
@@ -247,34 +253,34 @@ void PerSampleExchange::receive() {
     for (int distance = 1; distance < ranks_; ++distance) {
       const int from = (rank_ + ranks_ - distance) % ranks_;
       message.coming_.push_back(
-          exchange_->receive(message.packed_.narrow(0, from, 1), from, tag_ + static_cast<int>(number)));
+          links_->receive(message.packed_.narrow(0, from, 1), from, tag_ + static_cast<int>(number)));
     }
   }
 }
 
-void PerSampleExchange::send(std::size_t number) {
+void RowExchange::send(std::size_t number) {
   Message& message = *messages_[number];
   message.left_ = true;
   message.step_ = step_ % kSteps;
   const at::Tensor own = message.all_.select(0, rank_);
   own.select(0, 0).fill_(static_cast<double>(message.step_));
   for (const Message::Place& place : message.places_) {
-    const bool fits = place.kept <= place.layer.places;
+    const bool fits = place.kept <= place.matrix.places;
     own.select(0, place.count).fill_(fits ? static_cast<double>(place.kept) : kTooMany);
   }
   if (travels()) {
     const at::Tensor packed = message.packed_.select(0, rank_).narrow(0, 0, message.pack(rank_));
     for (int distance = 1; distance < ranks_; ++distance) {
-      message.going_.push_back(exchange_->send(packed, (rank_ + distance) % ranks_, tag_ + static_cast<int>(number)));
+      message.going_.push_back(links_->send(packed, (rank_ + distance) % ranks_, tag_ + static_cast<int>(number)));
     }
   }
-  if (exchange_ != nullptr && !travels()) {
-    exchange_->gatherParts(message.all_.unbind());
+  if (links_ && links_->gather) {
+    links_->gather(message.all_.unbind());
   }
   when_left_(messages_[number]);
 }
 
-void PerSampleExchange::leave() {
+void RowExchange::leave() {
   receive();
   for (std::size_t number = 0; number < messages_.size(); ++number) {
     if (!messages_[number]->left_) {
@@ -283,10 +289,13 @@ void PerSampleExchange::leave() {
   }
 }
 
-void PerSampleExchange::next() {
+void RowExchange::next() {
   for (const auto& message : messages_) {
     message->wait();
-    KfacExchange::wait(message->going_);
+    for (const Work& work : message->going_) {
+      work->wait();
+    }
+    message->going_.clear();
   }
   for (const auto& message : messages_) {
     message->left_ = false;
@@ -296,7 +305,7 @@ void PerSampleExchange::next() {
   ++step_;
 }
 
-std::size_t PerSampleExchange::bytes() const {
+std::size_t RowExchange::bytes() const {
   std::size_t bytes = 0;
   for (const auto& message : messages_) {
     bytes += message->all_.nbytes() + (message->packed_.defined() ? message->packed_.nbytes() : 0);
