@@ -7,6 +7,7 @@ namespace torchext {
 
 void registerLineFinder();  // callSite()
 void bindC10d(py::module_& module);
+void bindCalibration(py::module_& module);
 void bindSynchronizer(py::module_& module);  // before the systems
 void bindPrague(py::module_& module);
 void bindDear(py::module_& module);
