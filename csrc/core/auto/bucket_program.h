@@ -30,8 +30,7 @@ BucketProgram optimalBuckets(const std::vector<double>& ready, const std::vector
                              const BucketCost& cost);
 
 // The same for gradients of several kinds: a program for each kind as though it had the link to itself, which is exact
-// for one kind and a heuristic for several. Ends for by_kind (gradient_buckets.h).
-std::vector<std::vector<int>> optimalEnds(const std::vector<Gradient>& gradients,
-                                          const std::vector<std::vector<int>>& by_kind, const BucketCost& cost);
+// for one kind and a heuristic for several.
+EndsByKind optimalEnds(const std::vector<Gradient>& gradients, const PositionsByKind& by_kind, const BucketCost& cost);
 
 }  // namespace torchext::core

@@ -29,6 +29,8 @@ struct Network {
   Link inside = {};        // between ranks of a host; unused where ranks_per_host is 1
 };
 
+void checkNetwork(const Network& network);
+
 enum class Algorithm { kRing, kDirect, kHalving, kHierarchical };
 // "ring", "direct", "halving", "hierarchical"; std::invalid_argument naming the choices.
 Algorithm parseAlgorithm(const std::string& name);

@@ -11,15 +11,18 @@ namespace torchext::core {
 // [bucket] positions of gradients, ascending; buckets in the order in which they leave: that of their last gradients.
 using Buckets = std::vector<std::vector<int>>;
 
-// [kind] the given gradients of that kind, ascending; kinds without any are empty.
-std::vector<std::vector<int>> gradientsByKind(const std::vector<Gradient>& gradients, const std::vector<int>& chosen);
+// [kind] positions of gradients of that kind, ascending; kinds without any are left out.
+using PositionsByKind = std::vector<std::vector<int>>;
+// [kind] one past the last of each bucket, counted in the positions of that kind.
+using EndsByKind = std::vector<std::vector<int>>;
 
-// From one partition a kind: ends[kind][i] is one past the last of bucket i, counted in by_kind[kind].
-Buckets bucketsOfEnds(const std::vector<std::vector<int>>& by_kind, const std::vector<std::vector<int>>& ends);
+// All but those of the given layers, which are ascending.
+PositionsByKind gradientsByKind(const std::vector<Gradient>& gradients, const std::vector<int>& factor_layers = {});
 
-// A bucket closes before it would exceed the limit, as dear's do. Ends for by_kind.
-std::vector<std::vector<int>> uniformEnds(const std::vector<Gradient>& gradients,
-                                          const std::vector<std::vector<int>>& by_kind, std::size_t limit_bytes);
+Buckets bucketsOfEnds(const PositionsByKind& by_kind, const EndsByKind& ends);
+
+// A bucket closes before it would exceed the limit, as dear's do.
+EndsByKind uniformEnds(const std::vector<Gradient>& gradients, const PositionsByKind& by_kind, std::size_t limit_bytes);
 
 // DistributedDataParallel's own: a bucket closes when it has reached its limit, 1 MiB for the first of a kind.
 inline constexpr std::size_t kDdpFirstBucketBytes = std::size_t{1} << 20U;

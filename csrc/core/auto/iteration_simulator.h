@@ -29,6 +29,7 @@ struct BucketMessage {
   double gather_seconds = 0;  // before the next forward pass
   int first_use = -1;         // the forward span that waits for the gather
   bool gathers = false;
+  int item = 0;  // its name in the timeline
 };
 
 enum class Activity { kForward, kBackward, kUnpack, kOptimizer, kReduce, kGather };
@@ -36,7 +37,7 @@ const char* toString(Activity activity);
 
 struct TimelineSpan {
   Activity activity = Activity::kForward;
-  int item = 0;  // forward span, or position of the message; 0 for the others
+  int item = 0;  // the forward span, or the message's; 0 for the others
   double begin_seconds = 0;
   double end_seconds = 0;
 };

@@ -16,15 +16,14 @@ namespace torchext::core {
 inline constexpr int kMostSimulations = 2000;
 
 struct PartitionSearch {
-  std::vector<std::vector<int>> ends;  // for by_kind
+  EndsByKind ends;
   double step_seconds = 0;
   int simulations = 0;
 };
 
-// seconds: of a step with those ends. reduce: the link's seconds of a bucket's reduce-scatter, for the program.
-PartitionSearch searchPartition(const std::vector<Gradient>& gradients, const std::vector<std::vector<int>>& by_kind,
-                                const BucketCost& reduce,
-                                const std::function<double(const std::vector<std::vector<int>>&)>& seconds,
+// reduce: the link's seconds of a bucket's reduce-scatter, for the program. step: seconds of a step with those ends.
+PartitionSearch searchPartition(const std::vector<Gradient>& gradients, const PositionsByKind& by_kind,
+                                const BucketCost& reduce, const std::function<double(const EndsByKind&)>& step,
                                 int most_simulations = kMostSimulations);
 
 }  // namespace torchext::core

@@ -1,9 +1,10 @@
 // step_samples says how long the slowest rank of a group takes, from the measured steps of all ranks.
 //
-// Exact ways wait for the slowest of n ranks, groups for that of g. Samples of all ranks are pooled; those of a rank
-// whose median is off by more than 10 % from the pool's are kept apart, for they are no noise. Seconds.
+// Exact ways wait for the slowest of n ranks, groups for that of g. Samples of all ranks are pooled. Those of a rank
+// whose median is off by more than 10 % from that of all are kept apart, for they are no noise. Seconds.
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 namespace torchext::core {
@@ -20,14 +21,15 @@ class StepSamples {
 
   // Ranks that are slower or faster than the others, ascending.
   const std::vector<int>& apartRanks() const { return apart_ranks_; }
-  // E[max] over a group of `group` out of `ranks`, drawn without replacement. Ranks that were measured apart are among
-  // them once each; all others are like the pool. A world smaller than that of the samples keeps the slowest ones.
+  // E[max] over a random group of so many of so many ranks. Each rank apart is one of them, the slowest first where the
+  // world is smaller than that of the samples; all others are like the pool.
   double slowest(int group, int ranks) const;
-  double typical() const { return slowest(1, 1 + static_cast<int>(apart_.size())); }
 
  private:
+  double shareOfGroups(double x, int group, int ranks, std::size_t apart) const;
+
   std::vector<double> pool_;                // ascending
-  std::vector<std::vector<double>> apart_;  // ascending each
+  std::vector<std::vector<double>> apart_;  // ascending each, slowest first
   std::vector<int> apart_ranks_;
 };
 
