@@ -48,6 +48,10 @@ LAWS: dict[str, Law] = {
     "csrc/core/hop": Law("Hop: the graph, the queues and the modes of waiting", BASE),
     "csrc/core/dssync": Law("DS-Sync: rounds of groups, and racks", BASE),
     "csrc/core/dear": Law("DeAR: buckets, shards and the tuner of bucket sizes", (*BASE, "csrc/core/transport")),
+    "csrc/core/auto": Law(
+        "what each way of synchronising gradients takes, and which to choose: costs, a simulator, a search",
+        (*BASE, "csrc/core/transport", "csrc/core/dear"),
+    ),
     "csrc/core/kfac": Law("K-FAC: plans, costs, placements, and packed forms of matrices", BASE),
     "csrc/core/embedding": Law("FIITED: which chunks of a table are resident, and where", BASE),
     # torch.distributed

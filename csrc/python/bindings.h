@@ -14,5 +14,6 @@ void bindDear(py::module_& module);
 void bindDSSync(py::module_& module);
 void bindHop(py::module_& module);
 void bindKfac(py::module_& module);
+void bindAuto(py::module_& module);
 
 }  // namespace torchext

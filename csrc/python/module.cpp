@@ -11,4 +11,5 @@ PYBIND11_MODULE(_C, module) {
   torchext::bindDSSync(module);
   torchext::bindHop(module);
   torchext::bindKfac(module);
+  torchext::bindAuto(module);
 }
