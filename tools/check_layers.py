@@ -161,6 +161,10 @@ LAWS: dict[str, Law] = {
             *("torchext/errors.py", "torchext/_build.py", "torchext/base"),
         ),
     ),
+    "torchext/auto": Law(
+        "network and model are measured, and ways of synchronising gradients predicted and chosen",
+        ("torchext/ddp", "torchext/backends", "torchext/errors.py", "torchext/_version.py", "torchext/base"),
+    ),
     "torchext/_attach.py": Law(
         "attach: from a backend's name to its synchronizer",
         (
@@ -187,7 +191,13 @@ LAWS: dict[str, Law] = {
         "the public face",
         (
             *("torchext/_attach.py", "torchext/diagnosis.py", "torchext/optim", "torchext/nn", "torchext/dear"),
-            *("torchext/decentralized", "torchext/elastic", "torchext/synchronizer.py", "torchext/ddp"),
+            *(
+                "torchext/auto",
+                "torchext/decentralized",
+                "torchext/elastic",
+                "torchext/synchronizer.py",
+                "torchext/ddp",
+            ),
             *("torchext/backends", "torchext/options.py", "torchext/ops.py", "torchext/_build.py"),
             "torchext/_version.py",
         ),

@@ -119,5 +119,5 @@ def check_same(caller: str, group: dist.ProcessGroup, values: dict[str, Any]) ->
         for rank, other in enumerate(texts):
             if other[name] != first:
                 raise ValueError(
-                    f"{caller}: {name} is {first} on rank 0 and {other[name]} on rank {rank}; pass the same on all ranks"
+                    f"{caller}: {name} is {first} on rank 0 and {other[name]} on rank {rank}; pass the same everywhere"
                 )

@@ -76,7 +76,8 @@ def _read(kind: Any, data: Any, key: str, source: str) -> Any:
         _check(isinstance(data, list), key, source, "a list", data)
         kinds = [arguments[0]] * len(data) if arguments[-1] is Ellipsis else list(arguments)
         _check(len(kinds) == len(data), key, source, f"a list of {len(kinds)}", data)
-        return tuple(_read(part, value, f"{key}[{i}]", source) for i, (part, value) in enumerate(zip(kinds, data)))
+        parts = enumerate(zip(kinds, data, strict=True))
+        return tuple(_read(part, value, f"{key}[{i}]", source) for i, (part, value) in parts)
     return _read_plain(kind, data, key, source)
 
 

@@ -204,8 +204,8 @@ class LinkModel:
             alpha, beta = table.line
             rate = f"{1e-6 / beta:.4g} MB/s" if beta > 0 else "-"
             lines.append(
-                f"\n{name}{'' if table.measured else ' (derived)'}: line {alpha * 1e3:.3g} ms + bytes / {rate}, at most "
-                f"{100 * table.line_error:.0f} % from the table; repeats within {100 * table.spread:.0f} %"
+                f"\n{name}{'' if table.measured else ' (derived)'}: line {alpha * 1e3:.3g} ms + bytes / {rate}, "
+                f"at most {100 * table.line_error:.0f} % from the table; repeats within {100 * table.spread:.0f} %"
             )
             lines += [f"  {shown_bytes(nbytes):>9}  {seconds * 1e3:10.3f} ms" for nbytes, seconds in table.points]
         return "\n".join(lines)
@@ -307,9 +307,7 @@ def search_tables(link: LinkModel) -> _C.LinkTables:
     transports = []
     if "reduce_scatter" in tables and "all_gather" in tables:
         transports.append(
-            _C.Transport(
-                algorithm="ring", reduce_scatter=tables["reduce_scatter"], all_gather=tables["all_gather"]
-            )
+            _C.Transport(algorithm="ring", reduce_scatter=tables["reduce_scatter"], all_gather=tables["all_gather"])
         )
     return _C.LinkTables(
         network=_C.Network(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import statistics
 import time
@@ -290,7 +292,7 @@ class _Measurement:
         tensors = [*self._named, *self._model.named_buffers()]
         before = [(name, tensor, tensor._version, tensor.detach().clone()) for name, tensor in tensors]
         gradients = [(parameter, parameter.grad) for _, parameter in self._named]
-        training = [(module, module.training) for module in self._model.modules()]
+        modules = [(module, module.training, dict(module._buffers)) for module in self._model.modules()]
         handles = self._hooks()
         devices = [] if self._device.type == "cpu" else [self._device]
         try:
@@ -299,11 +301,12 @@ class _Measurement:
         finally:
             for handle in handles:
                 handle.remove()
+            for module, training, buffers in modules:
+                module.training = training
+                module._buffers.update(buffers)
             written = _put_back(before)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for module, mode in training:
-                module.training = mode
         parameters = {name for name, _ in self._named}
         changed = [name for name in written if name in parameters]
         if changed:
@@ -320,7 +323,7 @@ class _Measurement:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             if next(module.parameters(recurse=False), None) is not None:
-                hook = Hook(lambda entered=id(module): self._enter(entered))  # type: ignore[misc]
+                hook = Hook(functools.partial(self._enter, id(module)))
                 handles.append(module.register_forward_pre_hook(hook, prepend=True))
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 handles.append(module.register_forward_pre_hook(self._count_rows))
@@ -358,31 +361,23 @@ class _Measurement:
             if marks.backward_begin is None:  # outputs that torch does not see
                 marks.backward_begin = marks.forward_end if marks.forward_end is not None else first_ready
 
-        def after(begin: Callable[[_Marks], Any], end: Callable[[_Marks], Any]) -> float:
-            found = [(begin(marks), end(marks)) for marks in all_marks]
-            return statistics.median(self._watch.seconds(b, e) for b, e in found if b is not None and e is not None)
-
-        starts = {
-            module: after(lambda m: m.begin, lambda m, module=module: m.entered.get(module))  # type: ignore[misc]
-            for module in dict.fromkeys(module for marks in all_marks for module in marks.entered)
-        }
-        ordered = sorted(starts, key=lambda module: starts[module])
-        forward = after(lambda m: m.begin, lambda m: m.backward_begin)
-        limits = [0.0, *(min(starts[module], forward) for module in ordered), forward]
-        backward = after(lambda m: m.backward_begin, lambda m: m.end)
+        entered = self._medians([(marks.begin, marks.entered) for marks in all_marks])
+        ready = self._medians([(marks.backward_begin, marks.ready) for marks in all_marks])
+        passes = [(marks.begin, {0: marks.backward_begin}) for marks in all_marks]
+        passes_back = [(marks.backward_begin, {0: marks.end}) for marks in all_marks]
+        forward, backward = self._medians(passes)[0], self._medians(passes_back)[0]
+        ordered = sorted(entered, key=lambda module: entered[module])
+        limits = [0.0, *(min(entered[module], forward) for module in ordered), forward]
         first_use = self._first_uses({module: place + 1 for place, module in enumerate(ordered)})
-        parameters = []
-        for name, parameter in self._trained:
-            if any(id(parameter) in marks.ready for marks in all_marks):
-                ready = after(
-                    lambda m: m.backward_begin,
-                    lambda m, key=id(parameter): m.ready.get(key),  # type: ignore[misc]
-                )
-                parameters.append(self._parameter(name, parameter, min(ready, backward), first_use))
+        parameters = [
+            self._parameter(name, parameter, min(ready[id(parameter)], backward), first_use)
+            for name, parameter in self._trained
+            if id(parameter) in ready
+        ]
         got = {parameter.name for parameter in parameters}
         return Profile(
             parameters=tuple(sorted(parameters, key=lambda parameter: parameter.ready_seconds)),
-            forward_seconds=tuple(end - begin for begin, end in zip(limits, limits[1:], strict=False)),
+            forward_seconds=tuple(end - begin for begin, end in itertools.pairwise(limits)),
             backward_seconds=backward,
             step_seconds=(tuple(self._watch.seconds(marks.begin, marks.end) for marks in all_marks),),
             parameter_bytes=sum(parameter.nbytes for _, parameter in self._named),
@@ -390,8 +385,16 @@ class _Measurement:
             device=self._device.type,
         )
 
+    def _medians(self, steps: list[tuple[Any, dict[int, Any]]]) -> dict[int, float]:
+        """Of each key the median of the seconds from a step's first mark to the key's, over the steps that have it."""
+        found: dict[int, list[float]] = {}
+        for begin, marks in steps:
+            for key, mark in marks.items():
+                found.setdefault(key, []).append(self._watch.seconds(begin, mark))
+        return {key: statistics.median(seconds) for key, seconds in found.items()}
+
     def _first_uses(self, span_of: dict[int, int]) -> dict[int, int]:
-        """id of a parameter -> the first span whose layer owns it; the very first where no layer was entered."""
+        """The id of a parameter -> the first span whose layer owns it; the very first where no layer was entered."""
         uses: dict[int, int] = {}
         for module in self._model.modules():
             span = span_of.get(id(module))
