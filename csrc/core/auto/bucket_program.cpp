@@ -36,9 +36,10 @@ class Program {
     return finish.back();
   }
 
-  // [k][end] the earliest finish of a prefix in k buckets or less, up to the least k that meets the deadline. Only
-  // prefixes that one more bucket made faster are extended.
+  // [k][end] the earliest finish of a prefix in k buckets or less, up to the least k that meets the deadline. Extended
+  // are only prefixes that one more bucket made faster, and that are early enough for what follows them.
   std::vector<std::vector<double>> finishByCount(double deadline) const {
+    const std::vector<double> latest = latestFinish(deadline);
     std::vector<std::vector<double>> finish{std::vector<double>(count_ + 1, kNever)};
     finish[0][0] = 0;
     std::vector<std::size_t> faster{0};
@@ -47,7 +48,8 @@ class Program {
       std::vector<double> now = before;
       for (const std::size_t first : faster) {
         for (std::size_t end = first + 1; end <= count_; ++end) {
-          now[end] = std::min(now[end], finishAfter(before[first], first, end));
+          const double extended = finishAfter(before[first], first, end);
+          now[end] = extended <= latest[end] ? std::min(now[end], extended) : now[end];
         }
       }
       faster.clear();
@@ -72,7 +74,7 @@ class Program {
       while (finishAfter(finish[buckets - 1][first], first, end) > limit) {
         ++first;
       }
-      deadline = limit - cost_(bytes_before_[end] - bytes_before_[first]);
+      deadline = limit - costOf(first, end);
       end = first;
     }
     std::reverse(ends.begin(), ends.end());
@@ -90,9 +92,26 @@ class Program {
   }
 
  private:
-  // Of the bucket first + 1 .. end, where the link is free from `before`.
+  // [first] the latest finish of a prefix from which the others can meet the deadline.
+  std::vector<double> latestFinish(double deadline) const {
+    std::vector<double> latest(count_ + 1, -kNever);
+    latest.back() = deadline;
+    for (std::size_t first = count_; first-- > 0;) {
+      for (std::size_t end = first + 1; end <= count_; ++end) {
+        const double seconds = costOf(first, end);
+        if (ready_[end] + seconds <= latest[end]) {
+          latest[first] = std::max(latest[first], latest[end] - seconds);
+        }
+      }
+    }
+    return latest;
+  }
+
+  // Of the bucket first + 1 .. end.
+  double costOf(std::size_t first, std::size_t end) const { return cost_(bytes_before_[end] - bytes_before_[first]); }
+  // The same, where the link is free from `before`.
   double finishAfter(double before, std::size_t first, std::size_t end) const {
-    return std::max(ready_[end], before) + cost_(bytes_before_[end] - bytes_before_[first]);
+    return std::max(ready_[end], before) + costOf(first, end);
   }
 
   std::size_t count_;
