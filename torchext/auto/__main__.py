@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
+import torch
 import torch.distributed as dist
 
 from torchext.auto.candidates import INEXACT, simulate
@@ -40,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group(arguments.backend)
     try:
         link = calibrate(max_seconds=arguments.max_seconds, device=arguments.device)

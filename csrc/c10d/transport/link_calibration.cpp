@@ -143,23 +143,24 @@ void LinkCalibration::grow() {
     timeOf(operation, kFirstBytes);  // connections open, and memory is touched
   }
   for (std::int64_t bytes = kFirstBytes;; bytes *= kGrowth) {
-    std::vector<double> own{elapsed()};
+    std::vector<double> own;
     for (const Operation& operation : operations_) {
       own.push_back(operation.growing ? timeOf(operation, bytes) : 0.0);
     }
-    own.front() = elapsed();
+    own.push_back(elapsed());
     const std::vector<double> agreed = largest(own);
     double next_size = 0.0;  // seconds of its calls, no more than linear in bytes
     for (std::size_t i = 0; i < operations_.size(); ++i) {
       Operation& operation = operations_[i];
-      const double seconds = agreed[i + 1];
+      const double seconds = agreed[i];
       if (operation.growing) {
         operation.sizes.push_back({bytes, seconds});
-        operation.growing = bytes < kMostBytes && seconds < std::chrono::duration<double>(kLongCall).count();
+        const bool is_short = bytes == kFirstBytes || seconds < std::chrono::duration<double>(kLongCall).count();
+        operation.growing = bytes < kMostBytes && is_short;
         next_size += operation.growing ? kGrowth * seconds : 0.0;
       }
     }
-    const double planned = agreed.front() + kRepeats * estimateOfRound() + (1 + kRepeats) * next_size;
+    const double planned = agreed.back() + kRepeats * estimateOfRound() + (1 + kRepeats) * next_size;
     if (next_size == 0.0 || (bytes > kFirstBytes && planned > max_seconds_)) {
       return;
     }
