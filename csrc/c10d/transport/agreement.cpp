@@ -7,8 +7,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include "core/base/host_identity.h"
-
 namespace torchext {
 namespace {
 
@@ -70,24 +68,6 @@ std::int64_t agreementHash(const std::string& text) {
     hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
   }
   return static_cast<std::int64_t>(hash);
-}
-
-std::vector<int> hostsOf(const AgreementGroup& group, c10::Device device) {
-  const at::TensorOptions options = at::TensorOptions().dtype(at::kLong).device(device);
-  at::Tensor all = at::empty({group.size, 1}, options);
-  group.gather(at::full({1}, agreementHash(core::hostIdentity()), options), all);
-  all = all.cpu();
-  std::vector<int> host_of;
-  std::vector<std::int64_t> hosts;
-  for (std::int64_t rank = 0; rank < group.size; ++rank) {
-    const auto host = all.const_data_ptr<std::int64_t>()[rank];
-    const auto known = std::find(hosts.begin(), hosts.end(), host);
-    host_of.push_back(static_cast<int>(known - hosts.begin()));
-    if (known == hosts.end()) {
-      hosts.push_back(host);
-    }
-  }
-  return host_of;
 }
 
 void agree(const AgreementGroup& group, const std::string& who, const AgreementFields& fields,

@@ -81,10 +81,6 @@ AgreementGroup agreementGroup(Group& group) {
           }};
 }
 
-// Collective. A dense host index for each rank, from what the ranks themselves report (machine and network namespace),
-// not from a user's variable. device: of the tensors that the group's collectives take.
-std::vector<int> hostsOf(const AgreementGroup& group, c10::Device device = c10::kCPU);
-
 // Collective; the same names on all ranks. Throws c10::DistBackendError on every rank unless all values are the same
 // everywhere: "who: name is A on rank 0 and B on rank 2; way_out".
 void agree(const AgreementGroup& group, const std::string& who, const AgreementFields& fields,

@@ -9,7 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include "c10d/threads/outstanding_averages.h"
-#include "c10d/transport/agreement.h"
+#include "c10d/transport/hosts_of.h"
 
 namespace torchext {
 namespace {

@@ -46,7 +46,7 @@ GroupSynchronizer::GroupSynchronizer(GroupTraining training, const std::vector<a
   TORCH_CHECK_VALUE(buckets_.size() <= GroupReducer::kMaxBuckets, group_->getBackendName(), ": buckets of ",
                     bucket_bytes, " bytes make ", buckets_.size(), " of them, where ", GroupReducer::kMaxBuckets,
                     " is the most; raise bucket_mb");
-  const std::vector<int> host_of = hostsOf(agreementGroup(*group_));
+  const std::vector<int> host_of = hostsOf(*group_);
   reducer_.connect(std::make_unique<SubsetAllreduce>(group_->dataTransport(), channel_,
                                                      group_->shareMemory(channel_, training.shared_memory)));
   source_ = training.make_source(host_of, channel_);

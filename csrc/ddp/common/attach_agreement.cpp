@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "c10d/transport/hosts_of.h"
+
 namespace torchext {
 namespace {
 
@@ -38,5 +40,7 @@ AgreementField agreementOf(std::string what, const std::vector<at::Tensor>& tens
 void agreeOnAttach(AttachableBackend& group, const AgreementFields& fields) {
   agree(agreementGroup(group), "torchext.attach", fields, "all ranks must attach the same model with the same options");
 }
+
+std::vector<int> hostsOf(AttachableBackend& group) { return hostsOf(agreementGroup(group)); }
 
 }  // namespace torchext

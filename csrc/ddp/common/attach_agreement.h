@@ -1,4 +1,4 @@
-// What all ranks must agree on before a model is attached.
+// What all ranks must agree on before a model is attached, and what they learn of each other there.
 #pragma once
 
 #include <string>
@@ -18,5 +18,9 @@ AgreementField agreementOf(std::string what, const std::vector<at::Tensor>& tens
 
 // Collective: agree() for torchext.attach.
 void agreeOnAttach(AttachableBackend& group, const AgreementFields& fields);
+
+// Collective. A dense host index for each rank, from what the ranks themselves report (machine and network namespace),
+// not from a user's variable.
+std::vector<int> hostsOf(AttachableBackend& group);
 
 }  // namespace torchext
