@@ -105,7 +105,7 @@ def _read_plain(kind: Any, data: Any, key: str, source: str) -> Any:
         return float(data)
     if kind is int:  # -1 is a position that is none
         whole = isinstance(data, int) and not isinstance(data, bool)
-        _check(whole and data >= -1, key, source, "a whole number", data)
+        _check(whole and data >= -1, key, source, "a whole number from -1 on", data)
         return data
     _check(isinstance(data, kind), key, source, "a text" if kind is str else "true or false", data)
     return data
