@@ -27,8 +27,9 @@ def body_plan(rank: Rank, backend: str) -> Any:
     rank.init(backend)
     model = network()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    link = auto.calibrate(max_seconds=0.1)
+    link = auto.calibrate(max_seconds=0.1) if backend != "gloo" else None
     plan = auto.plan(model, step, link=link, allow=["prague"])
+    link = plan.link
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     again = auto.plan(model, step, link=link, profile=plan.profile)
@@ -97,10 +98,8 @@ def test_errors_are_raised_on_all_ranks() -> None:
     assert first[0] == "RuntimeError: torchext.auto.profile: rank 1 raised LookupError: no data"
     assert second[0] == "LookupError: no data"
     assert first[1] == second[1]
-    assert (
-        "step reaches other parameters on different ranks: '4.weight' has a gradient of shape (1, 64) on rank 0 and"
-        in (first[1])
-    )
+    assert "step reaches other parameters on different ranks: '4." in first[1]
+    assert "on rank 0 and none on rank 1" in first[1]
     assert "rank 1 raised ValueError" in first[2]
     assert "step makes a collective (barrier)" in first[2]
     assert "step makes a collective (barrier)" in second[2]
