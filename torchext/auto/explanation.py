@@ -16,7 +16,8 @@ _HEAD = ("predicted", "exposed", "way", "exact", "why not")
 def explanation(profile: Profile, link: LinkModel, candidates: Sequence[Candidate]) -> str:
     """What was measured, and a line for each candidate."""
     derived = "" if all(entry.measured for entry in link.tables.values()) else ", derived from another network"
-    compute = max((candidate.compute_seconds for candidate in candidates if candidate.exact), default=0.0)
+    # Without the copies of gradients that DDP makes.
+    compute = min(candidate.compute_seconds for candidate in candidates if candidate.exact and candidate.possible)
     head = (
         f"{link.world_size} ranks on {link.hosts} host{'s' * (link.hosts > 1)}, links of "
         f"{link.bytes_per_second / 1e6:.4g} MB/s ({link.backend}{derived}), {link.latency_seconds * 1e3:.2g} ms a hop; "

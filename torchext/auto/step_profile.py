@@ -289,8 +289,8 @@ class _Measurement:
     @contextlib.contextmanager
     def _without_trace(self) -> Iterator[None]:
         """Runs what is inside, with hooks, and puts everything back."""
-        tensors = [*self._named, *self._model.named_buffers()]
-        before = [(name, tensor, tensor._version, tensor.detach().clone()) for name, tensor in tensors]
+        parameters = [(name, p, p._version, p.detach().clone()) for name, p in self._named]
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         gradients = [(parameter, parameter.grad) for _, parameter in self._named]
         modules = [(module, module.training, dict(module._buffers)) for module in self._model.modules()]
         handles = self._hooks()
@@ -301,17 +301,17 @@ class _Measurement:
         finally:
             for handle in handles:
                 handle.remove()
-            for module, training, buffers in modules:
+            for module, training, own_buffers in modules:
                 module.training = training
-                module._buffers.update(buffers)
-            written = _put_back(before)
+                module._buffers.update(own_buffers)
+            changed = [(name, p, value) for name, p, version, value in parameters if p._version != version]
+            # Kernels of batch normalization write buffers without a new version.
+            _put_back([*buffers, *((p, value) for _, p, value in changed)])
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-        parameters = {name for name, _ in self._named}
-        changed = [name for name in written if name in parameters]
         if changed:
             raise ValueError(
-                f"{_CALLER}: step writes the parameter {changed[0]!r}; leave the optimizer out of it. All parameters "
+                f"{_CALLER}: step writes the parameter {changed[0][0]!r}; leave the optimizer out of it. All parameters "
                 "are as they were"
             )
 
@@ -425,9 +425,6 @@ class _Measurement:
 
 
 @torch.no_grad()
-def _put_back(before: list[tuple[str, torch.Tensor, int, torch.Tensor]]) -> list[str]:
-    """Gives tensors that were written their values of before; returns their names."""
-    written = [(name, tensor, value) for name, tensor, version, value in before if tensor._version != version]
-    for _, tensor, value in written:
+def _put_back(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, value in values:
         tensor.copy_(value)
-    return [name for name, _, _ in written]

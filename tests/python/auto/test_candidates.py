@@ -52,7 +52,7 @@ def test_noise_widens_the_gate() -> None:
 def test_inexact_ways_stand_beside_and_are_never_chosen_by_time() -> None:
     found = by_name(simulate(growing_profile(), ring_link(), allow=["prague", "hop"]))
     assert found["prague cta"].rho == pytest.approx(1 / 3)
-    assert found["hop parallel"].rho == pytest.approx(1 / 9)
+    assert found["hop parallel"].rho == pytest.approx(0.0, abs=1e-9)  # of 4 ranks each has all others for neighbours
     assert not found["prague cta"].chosen
     assert "dssync cta" not in found
 
