@@ -311,8 +311,8 @@ class _Measurement:
                 parameter.grad = gradient
         if changed:
             raise ValueError(
-                f"{_CALLER}: step writes the parameter {changed[0][0]!r}; leave the optimizer out of it. All parameters "
-                "are as they were"
+                f"{_CALLER}: step writes the parameter {changed[0][0]!r}; leave the optimizer out of it. It is as it "
+                "was before"
             )
 
     def _hooks(self) -> list[RemovableHandle]:
