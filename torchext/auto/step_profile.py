@@ -189,7 +189,7 @@ def _merged(profiles: list[Profile]) -> Profile:
     )
 
 
-class _NoCollectives(TorchDispatchMode):
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises where a collective is about to run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,7 +221,8 @@ class _Stopwatch:
 
     def seconds(self, begin: Any, end: Any) -> float:
         """After :meth:`wait`."""
-        return max(0.0, end - begin if self._on_cpu else begin.elapsed_time(end) / 1e3)
+        seconds: float = end - begin if self._on_cpu else begin.elapsed_time(end) / 1e3
+        return max(0.0, seconds)
 
 
 class _Marks:
@@ -262,7 +263,7 @@ class _Measurement:
 
     def warm_up(self) -> None:
         """One step, of which only what it does counts."""
-        with self._without_trace(), _NoCollectives():
+        with self._without_trace(), _NoCollectives():  # type: ignore[no-untyped-call]
             self._run()
 
     def measured(self) -> Profile:
@@ -318,7 +319,7 @@ class _Measurement:
     def _hooks(self) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
         for _, parameter in self._trained:
-            handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_ready))
+            handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_ready))  # type: ignore[no-untyped-call]
         for module in self._model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -345,7 +346,7 @@ class _Measurement:
         marks.forward_end = self._watch.mark()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._begin_backward(marks))
+                tensor.register_hook(lambda _: self._begin_backward(marks))  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, marks: _Marks) -> None:
         if marks.backward_begin is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def test_dear_wins_where_the_link_is_the_bottleneck() -> None:
 
 
 def test_plain_ddp_stays_where_nothing_gains() -> None:
-    fast = ring_link(latency=1e-6, rate=1e12)
+    fast = dataclasses.replace(ring_link(latency=1e-6, rate=1e12), copy_bytes_per_second=1e12)
     found = simulate(growing_profile(), fast)
     assert by_name(found)["ddp default"].chosen
 
