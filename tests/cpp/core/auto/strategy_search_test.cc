@@ -75,7 +75,9 @@ TEST(PartitionSearch, IsNeverWorseThanItsSeeds) {
     const LinkModel link = straightLink(random.uniform(), random.uniform() / 500);
     const CandidateSimulator simulator(profile, link);
     const PositionsByKind by_kind = gradientsByKind(profile.gradients);
-    Candidate candidate = withEnds(profile, "dear", "sharded", {});
+    Candidate candidate;
+    candidate.way = "dear";
+    candidate.form = "sharded";
     std::set<EndsByKind> asked;
     const auto step = [&](const EndsByKind& ends) {
       candidate.buckets = bucketsOfEnds(by_kind, ends);
