@@ -203,7 +203,7 @@ void bindSearch(py::module_& module) {
            py::arg("refused") = std::map<std::string, std::string>());
 
   module.def("search_strategies", &core::searchStrategies, py::arg("profile"), py::arg("link"),
-             py::arg("options") = core::SearchOptions(), NoGil());
+             py::arg_v("options", core::SearchOptions(), "SearchOptions()"), NoGil());
   module.def("simulate_candidate", &core::simulateCandidate, py::arg("profile"), py::arg("link"), py::arg("candidate"),
              py::arg("gradient_as_bucket_view") = false, NoGil());
 }

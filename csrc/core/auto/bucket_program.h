@@ -3,7 +3,8 @@
 // Gradients 1..L in ready order share one FIFO link:
 //   finish(e) = min over s < e of max(ready_e, finish(s)) + cost(bytes of s+1..e)
 // An earlier finish of a prefix never hurts, so this holds for any cost that depends on bytes alone (MG-WFBP, Shi et
-// al., INFOCOM 2019, for straight lines). O(L^2) time.
+// al., INFOCOM 2019, for straight lines). O(L^2) time, and as much again for ties, more only where costs ask for many
+// buckets.
 //
 // Ties: fewer buckets, then the larger last one, then the larger one before it. Finishes that differ by less than one
 // part in 10^9 are ties, for sums are rounded.

@@ -52,10 +52,9 @@ class ExactCandidates {
       return;
     }
     cutBuckets(candidate);
-    candidate = timed(std::move(candidate));
-    found_.push_back(candidate);
+    found_.push_back(timed(candidate));
     candidate.factor_layers = factorLayers(candidate);
-    if (candidate.possible && !candidate.factor_layers.empty()) {
+    if (!candidate.factor_layers.empty()) {
       cutBuckets(candidate);
       found_.push_back(timed(std::move(candidate)));
     }
@@ -134,7 +133,6 @@ class ExactCandidates {
                                                      options_.spare_bytes / 1e6, " MB are spare"));
     }
     if (candidate.way == "dear") {
-      candidate.algorithms.clear();
       for (const auto& bucket : candidate.buckets) {
         candidate.algorithms.emplace_back(toString(link_.transport(bucketBytes(gradients(), bucket)).algorithm));
       }

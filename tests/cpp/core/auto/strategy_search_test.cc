@@ -75,7 +75,9 @@ TEST(PartitionSearch, IsNeverWorseThanItsSeeds) {
     const LinkModel link = straightLink(random.uniform(), random.uniform() / 500);
     const CandidateSimulator simulator(profile, link);
     const PositionsByKind by_kind = gradientsByKind(profile.gradients);
-    Candidate candidate = withEnds(profile, "dear", "sharded", {});
+    Candidate candidate;
+    candidate.way = "dear";
+    candidate.form = "sharded";
     std::set<EndsByKind> asked;
     const auto step = [&](const EndsByKind& ends) {
       candidate.buckets = bucketsOfEnds(by_kind, ends);
@@ -302,17 +304,17 @@ TEST(StrategySearch, A1024RankNetworkThatIsNotThere) {
 
 TEST(StrategySearch, BadOptionsAreNamed) {
   const StepProfile profile = growingLayers(1000);
-  const auto error = [&](auto change, const char* message) {
+  const auto refuses = [&](auto change, const char* message) {
     SearchOptions options;
     change(options);
     EXPECT_THROW_MESSAGE(searchStrategies(profile, gigabit(4), options), std::invalid_argument, message);
   };
-  error([](SearchOptions& o) { o.spread = -1; }, "spread = -1");
-  error([](SearchOptions& o) { o.spare_bytes = -1; }, "spare_bytes = -1");
-  error([](SearchOptions& o) { o.inexact = {{"local", "cta", 2, 0}}; }, "inexact way = local");
-  error([](SearchOptions& o) { o.inexact = {{"prague", "serial", 2, 0}}; }, "order = serial: allowed cta, atc");
-  error([](SearchOptions& o) { o.inexact = {{"prague", "cta", 5, 0}}; }, "partners = 5: allowed 2..4");
-  error([](SearchOptions& o) { o.inexact = {{"hop", "serial", 4, 0}}; }, "partners = 4: allowed 1..3");
+  refuses([](SearchOptions& o) { o.spread = -1; }, "spread = -1");
+  refuses([](SearchOptions& o) { o.spare_bytes = -1; }, "spare_bytes = -1");
+  refuses([](SearchOptions& o) { o.inexact = {{"local", "cta", 2, 0}}; }, "inexact way = local");
+  refuses([](SearchOptions& o) { o.inexact = {{"prague", "serial", 2, 0}}; }, "order = serial: allowed cta, atc");
+  refuses([](SearchOptions& o) { o.inexact = {{"prague", "cta", 5, 0}}; }, "partners = 5: allowed 2..4");
+  refuses([](SearchOptions& o) { o.inexact = {{"hop", "serial", 4, 0}}; }, "partners = 4: allowed 1..3");
   EXPECT_THROW_MESSAGE(searchStrategies(profile, straightLink(1, 1, 1)), std::invalid_argument, "ranks = 1");
 }
 
