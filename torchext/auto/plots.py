@@ -48,8 +48,7 @@ def draw_link(path: str | os.PathLike[str], link: LinkModel) -> None:
         axes.plot(sizes, [1e3 * (alpha + beta * nbytes) for nbytes in sizes], ":", color=color)
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="ms")
     axes.set_title(
-        f"{link.world_size} ranks on {link.hosts} hosts, {link.backend}: points measured, lines as predicted by, "
-        "dotted the straight line",
+        f"{link.world_size} ranks, {link.backend}: points as measured, lines as predicted with, dotted a straight line",
         fontsize=9,
     )
     axes.legend()
