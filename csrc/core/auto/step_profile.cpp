@@ -8,6 +8,8 @@
 namespace torchext::core {
 namespace {
 
+constexpr double kRounding = 1e-9;  // of sums of spans
+
 void checkSeconds(const char* name, double seconds) {
   if (!std::isfinite(seconds) || seconds < 0) {
     throwInvalid(name, seconds, "finite, 0 or more");
@@ -47,7 +49,7 @@ void checkProfile(const StepProfile& profile) {
   for (std::size_t i = 0; i < profile.gradients.size(); ++i) {
     const Gradient& gradient = profile.gradients[i];
     checkSeconds("ready_seconds", gradient.ready_seconds);
-    if (gradient.ready_seconds > profile.backward_seconds) {
+    if (gradient.ready_seconds > profile.backward_seconds * (1 + kRounding)) {
       throwInvalid("ready_seconds", gradient.ready_seconds,
                    concat("at most backward_seconds, ", profile.backward_seconds, "; it is of gradient ", i));
     }
