@@ -17,7 +17,7 @@ namespace {
 using kit::FakeNetwork;
 using std::chrono::seconds;
 
-constexpr int kTag = 100;
+constexpr int kCalibrationTag = 100;
 
 class LinkCalibrationTest : public kit::RanksTest {
  protected:
@@ -28,8 +28,8 @@ class LinkCalibrationTest : public kit::RanksTest {
     onRanks(ranks, [&](int rank) {
       const auto backend = network.connect(rank);
       const PointToPoint transport = transportOf(backend);
-      LinkCalibration calibration(backend, c10::kCPU, transport, kTag + 2,
-                                  std::make_unique<ShardExchange>(transport, kTag), max_seconds);
+      LinkCalibration calibration(backend, c10::kCPU, transport, kCalibrationTag + 2,
+                                  std::make_unique<ShardExchange>(transport, kCalibrationTag), max_seconds);
       const auto place = static_cast<std::size_t>(rank);
       const std::string error = kit::errorOf([&] { results[place] = calibration.run(); });
       if (errors != nullptr) {
