@@ -50,6 +50,10 @@ LAWS: dict[str, Law] = {
     "csrc/core/hop": Law("Hop: the graph, the queues and the modes of waiting", BASE),
     "csrc/core/dssync": Law("DS-Sync: rounds of groups, and racks", BASE),
     "csrc/core/dear": Law("DeAR: buckets, shards and the tuner of bucket sizes", (*BASE, "csrc/core/transport")),
+    "csrc/core/auto": Law(
+        "what each way of synchronising gradients takes, and which to choose: costs, a simulator, a search",
+        (*BASE, "csrc/core/transport", "csrc/core/dear"),
+    ),
     "csrc/core/kfac": Law(
         "K-FAC: plans, costs, placements, and packed forms of matrices", (*BASE, "csrc/core/transport")
     ),
@@ -161,6 +165,10 @@ LAWS: dict[str, Law] = {
             *("torchext/errors.py", "torchext/_build.py", "torchext/base"),
         ),
     ),
+    "torchext/auto": Law(
+        "network and model are measured, and ways of synchronising gradients predicted and chosen",
+        ("torchext/ddp", "torchext/backends", "torchext/errors.py", "torchext/_version.py", "torchext/base"),
+    ),
     "torchext/_attach.py": Law(
         "attach: from a backend's name to its synchronizer",
         (
@@ -187,7 +195,13 @@ LAWS: dict[str, Law] = {
         "the public face",
         (
             *("torchext/_attach.py", "torchext/diagnosis.py", "torchext/optim", "torchext/nn", "torchext/dear"),
-            *("torchext/decentralized", "torchext/elastic", "torchext/synchronizer.py", "torchext/ddp"),
+            *(
+                "torchext/auto",
+                "torchext/decentralized",
+                "torchext/elastic",
+                "torchext/synchronizer.py",
+                "torchext/ddp",
+            ),
             *("torchext/backends", "torchext/options.py", "torchext/ops.py", "torchext/_build.py"),
             "torchext/_version.py",
         ),

@@ -23,7 +23,7 @@ BUILD = ROOT / "build" / "docs"
 # Pages for readers of the site. What lies deeper in the tree speaks to who has the tree open.
 PAGES = ("*.md", "docs/**/*.md", "benchmarks/*.md", "benchmarks/results/*.md")
 MODULES = (
-    *("torchext", "torchext.optim", "torchext.nn", "torchext.ops", "torchext.errors"),
+    *("torchext", "torchext.auto", "torchext.optim", "torchext.nn", "torchext.ops", "torchext.errors"),
     *("torchext.integrations.transformers", "torchext.integrations.accelerate", "torchext.integrations.ray"),
 )
 # Docstrings are written for help() and Sphinx's roles; the site's generator knows neither.

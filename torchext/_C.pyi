@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, device
 from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, Store, Work
 
 class ConnectingStore(PrefixStore):
@@ -218,6 +218,33 @@ class ProcessGroupHop(AttachableBackend):
     @property
     def options(self) -> HopOptions: ...
 
+class LinkTable:
+    @property
+    def operation(self) -> str: ...
+    @property
+    def bytes(self) -> list[int]: ...
+    @property
+    def seconds(self) -> list[float]: ...
+    @property
+    def spread(self) -> float: ...
+
+class LinkMeasurement:
+    @property
+    def tables(self) -> list[LinkTable]: ...
+    @property
+    def host_of(self) -> list[int]: ...
+    @property
+    def copy_bytes_per_second(self) -> float: ...
+    @property
+    def operations_per_second(self) -> float: ...
+    @property
+    def elapsed_seconds(self) -> float: ...
+
+def calibrate_links(
+    group: ProcessGroup, own: AttachableBackend | None, device: device, max_seconds: float
+) -> LinkMeasurement: ...
+def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]: ...
+
 class Synchronizer:
     def before_step(self) -> None: ...
     def after_step(self) -> None: ...
@@ -377,3 +404,296 @@ class KfacEngine:
         steps: int,
         factor_updates: int,
     ) -> None: ...
+
+# torchext.auto: the costs, the simulator and the search (csrc/core/auto). Pure: equal arguments give equal results.
+
+class CostTable:
+    """What a message of any size takes: piecewise linear between measured sizes, made monotone."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        """points: (nbytes, seconds), sizes strictly ascending; a bad one is a ValueError with its value."""
+    def __eq__(self, other: object) -> bool: ...
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """Monotone: each time is the least of its size and of all larger ones."""
+    def seconds(self, nbytes: int) -> float: ...
+
+class Network:
+    """How many ranks there are, and the links between them."""
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        latency_seconds: float,
+        bytes_per_second: float,
+        ranks_per_host: int = 1,
+        inside_latency_seconds: float = 0.0,
+        inside_bytes_per_second: float = 0.0,
+    ) -> None:
+        """inside: between ranks of a host, needed where ranks_per_host is above 1 and a transport is hierarchical."""
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def latency_seconds(self) -> float: ...
+    @property
+    def bytes_per_second(self) -> float: ...
+    @property
+    def ranks_per_host(self) -> int: ...
+    @property
+    def inside_latency_seconds(self) -> float: ...
+    @property
+    def inside_bytes_per_second(self) -> float: ...
+
+class Transport:
+    """One way of moving a bucket's two halves: "ring", "direct", "halving" or "hierarchical"."""
+
+    def __init__(self, *, algorithm: str, reduce_scatter: CostTable, all_gather: CostTable) -> None:
+        """The tables are of the whole buffer's bytes."""
+    @property
+    def algorithm(self) -> str: ...
+    @property
+    def reduce_scatter(self) -> CostTable: ...
+    @property
+    def all_gather(self) -> CostTable: ...
+
+class LinkTables:
+    """What calibration knows of a network."""
+
+    def __init__(
+        self,
+        *,
+        network: Network,
+        all_reduce: CostTable,
+        transports: Sequence[Transport] = ...,
+        rows: CostTable | None = None,
+        copy_bytes_per_second: float = 0.0,
+        operations_per_second: float = 0.0,
+    ) -> None:
+        """network: its link is that of point-to-point. transports: none, then dear is no candidate. rows: by the bytes
+        of one rank's rows; None, then there are no factor layers. Rates that are 0 were not measured: free."""
+    @property
+    def network(self) -> Network: ...
+    @property
+    def all_reduce(self) -> CostTable: ...
+    @property
+    def transports(self) -> list[Transport]: ...
+    @property
+    def rows(self) -> CostTable | None: ...
+    @property
+    def copy_bytes_per_second(self) -> float: ...
+    @property
+    def operations_per_second(self) -> float: ...
+    def on(self, network: Network) -> LinkTables:
+        """The same with other ranks or links, by formula: each time keeps its ratio to the formula's. Transports that
+        do not fit the network are left out."""
+
+class LayerRows:
+    """A layer whose gradient can be rebuilt on every rank from the batch rows of all ranks."""
+
+    def __init__(self, *, kind: str, rows: int, height: int, width: int, element_bytes: int = 4) -> None:
+        """kind: "linear" (height outputs, width inputs) or "embedding" (height places). rows: the most of one rank and
+        step; 0: unknown, and never sent."""
+    @property
+    def kind(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def element_bytes(self) -> int: ...
+    @property
+    def row_nbytes(self) -> float:
+        """What one rank sends to each other."""
+    def fewest_rows_to_reduce(self, ranks: int) -> float:
+        """K*: with fewer rows a rank, rows are fewer bytes than an all-reduce."""
+
+class Gradient:
+    """One gradient of the model, in the order in which the backward pass finishes them."""
+
+    def __init__(
+        self, *, nbytes: int, ready_seconds: float, first_use: int = -1, kind: int = 0, layer: int = -1
+    ) -> None:
+        """ready_seconds: from the start of the backward pass. first_use: the forward span that reads the parameter
+        first. kind: element type and device, dense numbers from 0. layer: of the profile's layers, whose rows give this
+        gradient too (weight and bias name the same). -1: none."""
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def ready_seconds(self) -> float: ...
+    @property
+    def first_use(self) -> int: ...
+    @property
+    def kind(self) -> int: ...
+    @property
+    def layer(self) -> int: ...
+
+class StepProfile:
+    """When a model's gradients are finished, and when its parameters are needed."""
+
+    def __init__(
+        self,
+        *,
+        forward_seconds: Sequence[float],
+        backward_seconds: float,
+        gradients: Sequence[Gradient],
+        optimizer_seconds: float = 0.0,
+        layers: Sequence[LayerRows] = ...,
+        step_samples: Sequence[Sequence[float]] = ...,
+    ) -> None:
+        """forward_seconds: spans in order of execution. gradients: in ready order. step_samples: by rank, forward and
+        backward of its steps together; empty: all ranks are as fast."""
+    @property
+    def forward_seconds(self) -> list[float]: ...
+    @property
+    def backward_seconds(self) -> float: ...
+    @property
+    def optimizer_seconds(self) -> float: ...
+    @property
+    def gradients(self) -> list[Gradient]: ...
+    @property
+    def layers(self) -> list[LayerRows]: ...
+    @property
+    def step_samples(self) -> list[list[float]]: ...
+
+class InexactWay:
+    """An inexact way to list beside the exact ones."""
+
+    def __init__(self, *, way: str, order: str, partners: int, rho: float = 0.0) -> None:
+        """way: "prague", "dssync" or "hop". order: "cta", "atc", hop's own. partners: members of a group; for hop, the
+        neighbours that a rank sends to. rho: of hop's graph (mixing_rho); that of groups is computed."""
+
+class SearchOptions:
+    def __init__(
+        self,
+        *,
+        inexact: Sequence[InexactWay] = ...,
+        choose: str = "exact",
+        spread: float = 0.0,
+        spare_nbytes: float = 0.0,
+        gradient_as_bucket_view: bool = False,
+        refused: dict[str, str] = ...,
+    ) -> None:
+        """choose: "exact" or the way of an inexact candidate. spread: of calibration's repeats; plain DDP stays unless
+        the predicted gain is above it and above 3 %. spare_nbytes: of memory beside parameters, gradients and optimizer
+        state; 0: no limit. refused: "dear", "dear sharded", "dear replicated", "ddp program", "factors" or an inexact
+        way -> why it cannot be."""
+
+class Candidate:
+    """One way of synchronising gradients. Plain data: the constructor takes what the properties give."""
+
+    def __init__(
+        self,
+        *,
+        way: str,
+        form: str,
+        partners: int = 0,
+        buckets: Sequence[Sequence[int]] = ...,
+        algorithms: Sequence[str] = ...,
+        direct_chunk_nbytes: int = 0,
+        factor_layers: Sequence[int] = ...,
+        step_seconds: float = 0.0,
+        compute_seconds: float = 0.0,
+        exposed_reduce_seconds: float = 0.0,
+        exposed_gather_seconds: float = 0.0,
+        extra_nbytes: float = 0.0,
+        exact: bool = True,
+        rho: float = 0.0,
+        possible: bool = True,
+        chosen: bool = False,
+        reason: str = "",
+    ) -> None: ...
+    @property
+    def way(self) -> str:
+        """ "ddp", "dear", "prague", "dssync" or "hop"."""
+    @property
+    def form(self) -> str:
+        """Of ddp "default" or "program" (its buckets), of dear "sharded" or "replicated", else the order."""
+    @property
+    def partners(self) -> int: ...
+    @property
+    def buckets(self) -> list[list[int]]:
+        """Positions of the profile's gradients, buckets in the order in which they leave, without the gradients of
+        factor layers. Where all are of one kind, the ends are the running sums of the lengths."""
+    @property
+    def algorithms(self) -> list[str]:
+        """Of each bucket: dear's transport."""
+    @property
+    def direct_chunk_nbytes(self) -> int:
+        """Dear's: the largest chunk of a rank that goes directly."""
+    @property
+    def factor_layers(self) -> list[int]:
+        """Positions in the profile's layers."""
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def compute_seconds(self) -> float:
+        """Of the slowest rank, with the optimizer."""
+    @property
+    def exposed_reduce_seconds(self) -> float: ...
+    @property
+    def exposed_gather_seconds(self) -> float: ...
+    @property
+    def extra_nbytes(self) -> float: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def rho(self) -> float: ...
+    @property
+    def possible(self) -> bool:
+        """Where it is false there are no times."""
+    @property
+    def chosen(self) -> bool: ...
+    @property
+    def reason(self) -> str:
+        """ "chosen", or why not."""
+
+class TimelineSpan:
+    @property
+    def activity(self) -> str:
+        """ "forward", "backward", "unpack", "optimizer" (compute); "reduce", "gather" (the link)."""
+    @property
+    def item(self) -> int:
+        """The forward span, or the bucket; factor layers count on from the last bucket."""
+    @property
+    def begin_seconds(self) -> float: ...
+    @property
+    def end_seconds(self) -> float: ...
+
+class Iteration:
+    """One step in the steady state, from the end of one optimizer step to the end of the next."""
+
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def exposed_reduce_seconds(self) -> float: ...
+    @property
+    def exposed_gather_seconds(self) -> float: ...
+    @property
+    def timeline(self) -> list[TimelineSpan]: ...
+
+def search_strategies(profile: StepProfile, link: LinkTables, options: SearchOptions = ...) -> list[Candidate]:
+    """All candidates: exact and possible by step time, then the impossible, then the inexact by step time. One is
+    chosen. Less than a second for 1,000 gradients, without the GIL. A bad value is a ValueError naming it."""
+
+def simulate_candidate(
+    profile: StepProfile, link: LinkTables, candidate: Candidate, gradient_as_bucket_view: bool = False
+) -> Iteration:
+    """The step of an exact candidate with its timeline."""
+
+def collective_seconds(algorithm: str, network: Network, nbytes: float) -> float:
+    """An all-reduce by formula: twice a reduce-scatter."""
+
+def group_rho(ranks: int, group: int) -> float:
+    """The share of the variance between models that averaging in random groups leaves."""
+
+def mixing_rho(weights: Sequence[Sequence[float]]) -> float:
+    """The same of a doubly stochastic matrix: the square of its second largest singular value."""
+
+def hop_weights(graph: str, ranks: int) -> list[list[float]]:
+    """The mixing matrix of one of hop's built-in graphs, [from][to]."""
+
+def apart_ranks(step_samples: Sequence[Sequence[float]]) -> list[int]:
+    """Ranks whose median is off by more than 10 % from that of all samples."""

@@ -27,7 +27,7 @@ from torchext.elastic.join import join_running_job
 from torchext.options import DeAROptions, DSSyncOptions, HopOptions, PragueOptions
 
 if TYPE_CHECKING:
-    from torchext import optim
+    from torchext import auto, optim
 
 __all__ = [
     "DSSyncOptions",
@@ -43,6 +43,7 @@ __all__ = [
     "Synchronizer",
     "__version__",
     "attach",
+    "auto",
     "backend_of",
     "join_running_job",
     "nn",
@@ -57,9 +58,9 @@ register()
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: what needs no K-FAC need not wait for it.
-    if name == "optim":
-        return importlib.import_module("torchext.optim")
+    # Imported when they are asked for: what needs no K-FAC need not wait for it.
+    if name in ("auto", "optim"):
+        return importlib.import_module(f"torchext.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -7,11 +7,13 @@ namespace torchext {
 
 void registerLineFinder();  // callSite()
 void bindC10d(py::module_& module);
+void bindCalibration(py::module_& module);
 void bindSynchronizer(py::module_& module);  // before the systems
 void bindPrague(py::module_& module);
 void bindDear(py::module_& module);
 void bindDSSync(py::module_& module);
 void bindHop(py::module_& module);
 void bindKfac(py::module_& module);
+void bindAuto(py::module_& module);
 
 }  // namespace torchext

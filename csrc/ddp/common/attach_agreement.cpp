@@ -1,11 +1,10 @@
 #include "ddp/common/attach_agreement.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
 
-#include "core/base/host_identity.h"
+#include "c10d/transport/hosts_of.h"
 
 namespace torchext {
 namespace {
@@ -42,20 +41,6 @@ void agreeOnAttach(AttachableBackend& group, const AgreementFields& fields) {
   agree(agreementGroup(group), "torchext.attach", fields, "all ranks must attach the same model with the same options");
 }
 
-std::vector<int> hostsOf(AttachableBackend& group) {
-  const at::Tensor all = at::empty({group.getSize(), 1}, at::kLong);
-  agreementGroup(group).gather(at::full({1}, agreementHash(core::hostIdentity()), at::kLong), all);
-  std::vector<int> host_of;
-  std::vector<std::int64_t> hosts;
-  for (std::int64_t rank = 0; rank < group.getSize(); ++rank) {
-    const auto host = all.const_data_ptr<std::int64_t>()[rank];
-    const auto known = std::find(hosts.begin(), hosts.end(), host);
-    host_of.push_back(static_cast<int>(known - hosts.begin()));
-    if (known == hosts.end()) {
-      hosts.push_back(host);
-    }
-  }
-  return host_of;
-}
+std::vector<int> hostsOf(AttachableBackend& group) { return hostsOf(agreementGroup(group)); }
 
 }  // namespace torchext

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 import torchext
+import torchext.auto
 import torchext.errors
 import torchext.nn
 import torchext.ops
@@ -25,7 +26,7 @@ def names() -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    [torchext, torchext.errors, torchext.nn, torchext.ops, torchext.optim, torchext.options],
+    [torchext, torchext.auto, torchext.errors, torchext.nn, torchext.ops, torchext.optim, torchext.options],
     ids=lambda module: module.__name__,
 )
 def test_every_public_name_has_a_row(module: ModuleType) -> None:
@@ -40,6 +41,7 @@ def test_every_public_name_has_a_row(module: ModuleType) -> None:
         *(torchext.ProcessGroupPrague, torchext.ProcessGroupHop),
         *(torchext.ProcessGroupDSSync, torchext.ProcessGroupDear),
         *(torchext.optim.KFACPreconditioner, torchext.nn.ChunkPruner),
+        *(torchext.auto.LinkModel, torchext.auto.OperationTable, torchext.auto.Profile, torchext.auto.SyncPlan),
     ],
     ids=lambda owner: owner.__name__,
 )

@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "core/auto/bucket_program.h"
 #include "core/base/check.h"
 #include "core/base/random.h"
 #include "core/dear/bayesian_tuner.h"
-#include "core/dear/bucket_plan.h"
 #include "fusion_settings.h"
 
 namespace torchext::core::testing {
@@ -40,7 +40,7 @@ struct Grid {
   double worst;
 };
 Grid gridOf(const FusionSetting& setting) {
-  const auto options = BayesianTunerOptions::forModel(setting.totalBytes());
+  const auto options = BayesianTunerOptions::forModel(setting.profile.gradientBytes());
   std::vector<double> seconds;
   for (int i = 0; i < kGridPoints; ++i) {
     const double share = static_cast<double>(i) / (kGridPoints - 1);
@@ -141,7 +141,7 @@ TEST(BayesianTunerOracle, WithinThreePercentOfTheGridAndBetterThanRandomSearch) 
   double tuner = 0;
   double random = 0;
   for (const FusionSetting& setting : fusionSettings()) {
-    const Summary summary = summarize(setting, BayesianTunerOptions::forModel(setting.totalBytes()));
+    const Summary summary = summarize(setting, BayesianTunerOptions::forModel(setting.profile.gradientBytes()));
     record(setting.name, gridOf(setting), summary);
     EXPECT_LE(summary.missed, summary.allowed) << setting.name;
     EXPECT_LE(summary.mean, 1.02) << setting.name;
@@ -157,7 +157,7 @@ TEST(BayesianTunerOracle, BetterThanRandomSearchWithAllTrials) {
   double tuner = 0;
   double random = 0;
   for (const FusionSetting& setting : fusionSettings()) {
-    BayesianTunerOptions options = BayesianTunerOptions::forModel(setting.totalBytes());
+    BayesianTunerOptions options = BayesianTunerOptions::forModel(setting.profile.gradientBytes());
     options.stop_improvement = 0;
     const Summary summary = summarize(setting, options);
     record(setting.name, gridOf(setting), summary);
@@ -176,7 +176,7 @@ TEST(BayesianTunerOracle, NoisyStepsAreMeasuredMoreOften) {
   int missed = 0;
   int runs = 0;
   for (const FusionSetting& setting : fusionSettings()) {
-    const auto options = BayesianTunerOptions::forModel(setting.totalBytes());
+    const auto options = BayesianTunerOptions::forModel(setting.profile.gradientBytes());
     for (int seed = 0; seed < kSeeds; ++seed) {
       const Outcome outcome = tune(setting, options, 0.1, static_cast<std::uint64_t>(++runs));
       sum += outcome.seconds / gridOf(setting).best;
@@ -191,9 +191,14 @@ TEST(BayesianTunerOracle, NoisyStepsAreMeasuredMoreOften) {
 // From the exact optimum of the reduce-scatter half, the other way to start.
 TEST(BayesianTunerOracle, StartsFromTheExactOptimum) {
   for (const FusionSetting& setting : fusionSettings()) {
-    BayesianTunerOptions options = BayesianTunerOptions::forModel(setting.totalBytes());
-    const OptimalFusion optimum = optimalFusion(setting.bytes, setting.model.ready, setting.model.reduce_scatter);
-    options.start_mb = static_cast<double>(optimum.plan.totalBytes()) / optimum.plan.bucketCount() / kMb;
+    BayesianTunerOptions options = BayesianTunerOptions::forModel(setting.profile.gradientBytes());
+    const auto& gradients = setting.profile.gradients;
+    const BucketCost reduce = [&](std::size_t bytes) {
+      return setting.link.transport(bytes).reduce_scatter.seconds(bytes);
+    };
+    const EndsByKind optimum = optimalEnds(gradients, gradientsByKind(gradients), reduce);
+    options.start_mb =
+        static_cast<double>(setting.profile.gradientBytes()) / static_cast<double>(optimum.front().size()) / kMb;
     const Summary summary = summarize(setting, options);
     record(setting.name, gridOf(setting), summary);
     EXPECT_LE(summary.missed, summary.allowed) << setting.name;

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "core/auto/candidate_simulator.h"
+
 namespace torchext::core::testing {
 namespace {
 
@@ -85,61 +87,55 @@ Model transformer(int layers, std::size_t hidden, std::size_t vocabulary) {
   return model;
 }
 
-struct Network {
-  int ranks;
-  double latency;    // seconds a message
-  double bandwidth;  // bytes a second
-};
 constexpr double kTenGigabit = 1.1e9;
 
-// One reduce-scatter or all-gather as a ring.
-AlphaBeta ring(const Network& network) {
-  const double others = network.ranks - 1;
-  return {others * network.latency, others / network.ranks / network.bandwidth};
-}
-
 FusionSetting makeSetting(std::string name, const Model& model, double forward_seconds, const Network& network) {
-  FusionSetting setting{std::move(name), {}, {}};
+  const double alpha = (network.ranks - 1) * network.link.latency_seconds;
+  const double beta = (network.ranks - 1.0) / network.ranks / network.link.bytes_per_second;
+  const CostTable half = CostTable::line(alpha, beta);
+  const CostTable all_reduce = CostTable::line(2 * alpha, 2 * beta);
+  FusionSetting setting{std::move(name), {}, {network, all_reduce, {{Algorithm::kRing, half, half}}, std::nullopt}};
+  StepProfile& profile = setting.profile;
   double compute = 0;
   for (const Module& module : model) {
     compute += module.compute;
   }
   double now = 0;
-  setting.model.forward_tensors.resize(model.size());
   for (std::size_t i = model.size(); i-- > 0;) {
     now += 2 * forward_seconds * model[i].compute / compute;  // a backward pass takes two forward passes
     for (const std::size_t elements : model[i].elements) {
-      setting.model.forward_tensors[i].push_back(static_cast<int>(setting.bytes.size()));
-      setting.bytes.push_back(4 * elements);
-      setting.model.ready.push_back(now);
+      profile.gradients.push_back({4 * elements, now, static_cast<int>(i), 0, -1});
     }
   }
-  setting.model.backward_seconds = now;
+  profile.backward_seconds = now;
   for (const Module& module : model) {
-    setting.model.forward_seconds.push_back(forward_seconds * module.compute / compute);
+    profile.forward_seconds.push_back(forward_seconds * module.compute / compute);
   }
-  setting.model.reduce_scatter = ring(network);
-  setting.model.all_gather = ring(network);
   return setting;
 }
 
 }  // namespace
 
-std::size_t FusionSetting::totalBytes() const { return BucketPlan(bytes, 1).totalBytes(); }
-
 double FusionSetting::seconds(double limit_mb) const {
-  return predictStep(BucketPlan(bytes, static_cast<std::size_t>(limit_mb * kMb)), model).forward_end;
+  const PositionsByKind by_kind = gradientsByKind(profile.gradients);
+  Candidate dear;
+  dear.way = "dear";
+  dear.form = "sharded";
+  dear.buckets =
+      bucketsOfEnds(by_kind, uniformEnds(profile.gradients, by_kind, static_cast<std::size_t>(limit_mb * kMb)));
+  return CandidateSimulator(profile, link).run(dear).step_seconds;
 }
 
 const std::vector<FusionSetting>& fusionSettings() {
   static const std::vector<FusionSetting> all{
-      makeSetting("ResNet-50, 16 ranks, 10 GbE", resnet50(), 0.040, {16, 40e-6, kTenGigabit}),
-      makeSetting("DenseNet-201, 64 ranks, 10 GbE", densenet201(), 0.060, {64, 25e-6, kTenGigabit}),
-      makeSetting("VGG-16, 128 ranks, 25 GbE", vgg16(), 0.080, {128, 25e-6, 2.5 * kTenGigabit}),
-      makeSetting("BERT-base, 16 ranks, 10 GbE", transformer(12, 768, 30522), 0.150, {16, 40e-6, kTenGigabit}),
-      makeSetting("BERT-large, 64 ranks, 100 Gb/s", transformer(24, 1024, 30522), 0.070, {64, 5e-6, 10 * kTenGigabit}),
+      makeSetting("ResNet-50, 16 ranks, 10 GbE", resnet50(), 0.040, {16, {40e-6, kTenGigabit}}),
+      makeSetting("DenseNet-201, 64 ranks, 10 GbE", densenet201(), 0.060, {64, {25e-6, kTenGigabit}}),
+      makeSetting("VGG-16, 128 ranks, 25 GbE", vgg16(), 0.080, {128, {25e-6, 2.5 * kTenGigabit}}),
+      makeSetting("BERT-base, 16 ranks, 10 GbE", transformer(12, 768, 30522), 0.150, {16, {40e-6, kTenGigabit}}),
+      makeSetting("BERT-large, 64 ranks, 100 Gb/s", transformer(24, 1024, 30522), 0.070,
+                  {64, {5e-6, 10 * kTenGigabit}}),
       makeSetting("GPT of 1.3 B, 512 ranks, 200 Gb/s", transformer(24, 2048, 50257), 0.250,
-                  {512, 5e-6, 20 * kTenGigabit}),
+                  {512, {5e-6, 20 * kTenGigabit}}),
   };
   return all;
 }

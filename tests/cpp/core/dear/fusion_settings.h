@@ -1,11 +1,12 @@
-// Models on networks as inputs of the alpha-beta cost model: what tests of tensor fusion are tried on.
+// Models on networks as inputs of the simulator of core/auto: what tests of tensor fusion are tried on.
 #pragma once
 
 #include <cstddef>
 #include <string>
 #include <vector>
 
-#include "step_model.h"
+#include "core/auto/link_model.h"
+#include "core/auto/step_profile.h"
 
 namespace torchext::core::testing {
 
@@ -14,11 +15,10 @@ constexpr double kMb = 1 << 20;  // bytes
 // A model in float32, trained with data parallelism.
 struct FusionSetting {
   std::string name;
-  std::vector<std::size_t> bytes;  // [tensor] in backward order
-  StepModel model;
+  StepProfile profile;
+  LinkModel link;
 
-  std::size_t totalBytes() const;
-  // Iteration time of the greedy plan with that bucket limit.
+  // Iteration time of dear with that bucket limit.
   double seconds(double limit_mb) const;
 };
 

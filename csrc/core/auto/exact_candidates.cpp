@@ -1,0 +1,178 @@
+#include "core/auto/exact_candidates.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "core/auto/factor_choice.h"
+#include "core/auto/partition_search.h"
+#include "core/base/check.h"
+
+namespace torchext::core {
+namespace {
+
+Candidate named(const char* way, const char* form) {
+  Candidate candidate;
+  candidate.way = way;
+  candidate.form = form;
+  return candidate;
+}
+
+Candidate impossible(Candidate candidate, std::string reason) {
+  candidate.possible = false;
+  candidate.reason = std::move(reason);
+  return candidate;
+}
+
+class ExactCandidates {
+ public:
+  ExactCandidates(const StepProfile& profile, const LinkModel& link, const SearchOptions& options)
+      : link_(link), options_(options), simulator_(profile, link, options.gradient_as_bucket_view) {}
+
+  std::vector<Candidate> candidates() {
+    Candidate reference = named("ddp", "default");
+    reference.buckets = ddpBuckets(gradients());
+    found_.push_back(timed(std::move(reference)));
+    addWay(named("ddp", "program"));
+    addWay(named("dear", "replicated"));
+    addWay(named("dear", "sharded"));
+    if (const std::string why = whyNoFactors(); !why.empty()) {
+      found_.push_back(impossible(named("factors", ""), why));
+    }
+    return std::move(found_);
+  }
+
+ private:
+  const std::vector<Gradient>& gradients() const { return simulator_.profile().gradients; }
+
+  // The way by itself, and with layers as rows.
+  void addWay(Candidate candidate) {
+    if (const std::string why = refusal(candidate); !why.empty()) {
+      found_.push_back(impossible(std::move(candidate), why));
+      return;
+    }
+    cutBuckets(candidate);
+    found_.push_back(timed(candidate));
+    candidate.factor_layers = factorLayers(candidate);
+    if (!candidate.factor_layers.empty()) {
+      cutBuckets(candidate);
+      found_.push_back(timed(std::move(candidate)));
+    }
+  }
+
+  std::string refusal(const Candidate& candidate) const {
+    for (const std::string& key : {candidate.way, candidate.way + " " + candidate.form}) {
+      if (const auto refused = options_.refused.find(key); refused != options_.refused.end()) {
+        return refused->second;
+      }
+    }
+    const bool unmeasured = candidate.way == "dear" && link_.transports.empty();
+    return unmeasured ? "no reduce-scatter was measured" : "";
+  }
+
+  // The best buckets for all gradients but those that go as rows.
+  void cutBuckets(Candidate& candidate) const {
+    const std::vector<Gradient> ready = simulator_.gradientsOf(candidate);
+    const PositionsByKind by_kind = gradientsByKind(ready, candidate.factor_layers);
+    const BucketCost reduce = [&](std::size_t bytes) { return simulator_.reduceSeconds(candidate, bytes); };
+    if (candidate.way == "ddp") {
+      candidate.buckets = bucketsOfEnds(by_kind, optimalEnds(ready, by_kind, reduce));
+      return;
+    }
+    Candidate trial = candidate;
+    const auto step = [&](const EndsByKind& ends) {
+      trial.buckets = bucketsOfEnds(by_kind, ends);
+      return simulator_.run(trial).step_seconds;
+    };
+    candidate.buckets = bucketsOfEnds(by_kind, searchPartition(ready, by_kind, reduce, step).ends);
+  }
+
+  // Tried with the buckets that there are, less what goes as rows.
+  std::vector<int> factorLayers(const Candidate& candidate) {
+    if (options_.refused.contains("factors")) {
+      return {};
+    }
+    const bool sharded = candidate.form == "sharded";
+    const BucketCost saved = [&](std::size_t bytes) {
+      return simulator_.reduceSeconds(candidate, bytes) + (sharded ? 0 : simulator_.gatherSeconds(candidate, bytes));
+    };
+    const auto eligible = eligibleFactors(simulator_.profile(), link_, sharded, saved);
+    std::vector<int> chosen = chooseFactors(eligible, [&](const std::vector<int>& layers) {
+      Candidate trial = candidate;
+      trial.factor_layers = layers;
+      for (auto& bucket : trial.buckets) {
+        std::erase_if(bucket, [&](int position) {
+          return std::binary_search(layers.begin(), layers.end(), gradients()[index(position)].layer);
+        });
+      }
+      std::erase_if(trial.buckets, [](const auto& bucket) { return bucket.empty(); });
+      return simulator_.run(trial).step_seconds;
+    });
+    factors_pay_ = factors_pay_ || !chosen.empty();
+    return chosen;
+  }
+
+  std::string whyNoFactors() const {
+    if (factors_pay_) {
+      return "";
+    }
+    if (const auto refused = options_.refused.find("factors"); refused != options_.refused.end()) {
+      return refused->second;
+    }
+    if (!link_.rows) {
+      return "no exchange of rows was measured";
+    }
+    return simulator_.profile().layers.empty() ? "no layer whose rows could be sent" : "no layer has few enough rows";
+  }
+
+  // With times, where there is memory for it. The reference is always there.
+  Candidate timed(Candidate candidate) const {
+    candidate.extra_bytes = extraBytes(candidate);
+    if (options_.spare_bytes > 0 && candidate.extra_bytes > options_.spare_bytes && candidate.form != "default") {
+      return impossible(std::move(candidate), concat("takes ", candidate.extra_bytes / 1e6, " MB of memory where ",
+                                                     options_.spare_bytes / 1e6, " MB are spare"));
+    }
+    if (candidate.way == "dear") {
+      for (const auto& bucket : candidate.buckets) {
+        candidate.algorithms.emplace_back(toString(link_.transport(bucketBytes(gradients(), bucket)).algorithm));
+      }
+      candidate.direct_chunk_bytes = link_.directChunkBytes();
+    }
+    const ComputeSpans compute = simulator_.computeOf(candidate);
+    candidate.compute_seconds = std::accumulate(compute.forward_seconds.begin(), compute.forward_seconds.end(),
+                                                compute.backward_seconds + compute.optimizer_seconds);
+    const Iteration iteration = simulator_.run(candidate);
+    candidate.step_seconds = iteration.step_seconds;
+    candidate.exposed_reduce_seconds = iteration.exposed_reduce_seconds;
+    candidate.exposed_gather_seconds = iteration.exposed_gather_seconds;
+    return candidate;
+  }
+
+  // Buckets beside the gradients, and the rows of all ranks until the step.
+  double extraBytes(const Candidate& candidate) const {
+    double bytes = 0;
+    for (const auto& bucket : candidate.buckets) {
+      const bool in_place = candidate.way == "ddp" && options_.gradient_as_bucket_view;
+      bytes += in_place ? 0 : static_cast<double>(bucketBytes(gradients(), bucket));
+    }
+    for (const int layer : candidate.factor_layers) {
+      bytes += link_.network.ranks * rowBytes(simulator_.profile().layers[index(layer)]);
+    }
+    return bytes;
+  }
+
+  const LinkModel& link_;
+  const SearchOptions& options_;
+  CandidateSimulator simulator_;
+  std::vector<Candidate> found_;
+  bool factors_pay_ = false;
+};
+
+}  // namespace
+
+std::vector<Candidate> exactCandidates(const StepProfile& profile, const LinkModel& link,
+                                       const SearchOptions& options) {
+  return ExactCandidates(profile, link, options).candidates();
+}
+
+}  // namespace torchext::core

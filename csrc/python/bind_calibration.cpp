@@ -1,0 +1,78 @@
+// Bindings of the calibration of a group's links. No logic but which transport a group has; the interpreter lock is
+// released.
+#include "python/bind_group.h"
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "c10d/threads/interruptible_task.h"
+#include "c10d/transport/link_calibration.h"
+#include "c10d/transport/shard_collectives.h"
+#include "c10d/transport/shard_exchange.h"
+#include "core/transport/alpha_beta.h"
+
+namespace torchext {
+namespace {
+
+// As dear sends: messages on the CPU, collectives elsewhere.
+std::shared_ptr<LinkCalibration> calibrationOf(const c10::intrusive_ptr<c10d::Backend>& backend, AttachableBackend* own,
+                                               c10::Device device, double max_seconds) {
+  if (!device.is_cpu()) {
+    return std::make_shared<LinkCalibration>(backend, device, std::nullopt, 0,
+                                             std::make_unique<ShardCollectives>(backend), max_seconds);
+  }
+  const PointToPoint transport = own != nullptr ? own->dataTransport() : transportOf(backend);
+  const int tag = own != nullptr ? own->nextChannel() : AttachableBackend::kGroupTags;
+  constexpr int kMessages = 2;  // the exchange has the first two tags
+  return std::make_shared<LinkCalibration>(backend, device, transport, tag + kMessages,
+                                           std::make_unique<ShardExchange>(transport, tag), max_seconds);
+}
+
+// own: of the group, where its backend is one of ours.
+LinkMeasurement calibrateLinks(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                               const c10::intrusive_ptr<AttachableBackend>& own, c10::Device device,
+                               double max_seconds) {
+  const auto calibration = calibrationOf(group->getBackend(device.type()), own.get(), device, max_seconds);
+  const auto result = std::make_shared<LinkMeasurement>();
+  runInterruptibly(
+      "tx_calibrate", [group, own, calibration, result] { *result = calibration->run(); }, [&] { group->abort(); });
+  return *result;
+}
+
+// (latency in seconds, seconds a byte) of the straight line through (bytes, seconds).
+std::pair<double, double> fitLine(const std::vector<std::pair<std::size_t, double>>& points) {
+  std::vector<core::CommSample> samples;
+  samples.reserve(points.size());
+  for (const auto& [bytes, seconds] : points) {
+    samples.push_back({bytes, seconds});
+  }
+  const core::AlphaBeta line = core::fitAlphaBeta(samples);
+  return {line.alpha, line.beta};
+}
+
+}  // namespace
+
+void bindCalibration(py::module_& module) {
+  py::class_<LinkTable>(module, "LinkTable")
+      .def_readonly("operation", &LinkTable::operation)
+      .def_readonly("bytes", &LinkTable::bytes)
+      .def_readonly("seconds", &LinkTable::seconds)
+      .def_readonly("spread", &LinkTable::spread);
+
+  py::class_<LinkMeasurement>(module, "LinkMeasurement")
+      .def_readonly("tables", &LinkMeasurement::tables)
+      .def_readonly("host_of", &LinkMeasurement::host_of)
+      .def_readonly("copy_bytes_per_second", &LinkMeasurement::copy_bytes_per_second)
+      .def_readonly("operations_per_second", &LinkMeasurement::operations_per_second)
+      .def_readonly("elapsed_seconds", &LinkMeasurement::elapsed_seconds);
+
+  module.def("calibrate_links", &calibrateLinks, py::arg("group"), py::arg("own").none(true), py::arg("device"),
+             py::arg("max_seconds"), NoGil());
+  module.def("fit_line", &fitLine, py::arg("points"));
+}
+
+}  // namespace torchext

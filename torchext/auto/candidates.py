@@ -1,0 +1,200 @@
+"""Ways of synchronising gradients with their predicted steps: the search over a profile and a link model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchext import _C
+from torchext.auto.link_model import LinkModel, search_tables
+from torchext.auto.step_profile import Profile
+from torchext.base.plain import plain
+
+__all__ = ["INEXACT", "Candidate", "checked_allow", "core_of", "search", "search_profile", "simulate"]
+
+INEXACT = ("prague", "dssync", "hop")
+_ALLOWED = ("exact", *INEXACT)
+_HOP_GRAPH = "ring-based"  # HopOptions' default
+_MOST_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of synchronising gradients, and what a training step takes with it by prediction.
+
+    Args:
+        way: ``"ddp"``, ``"dear"``, ``"prague"``, ``"dssync"`` or ``"hop"``.
+        form: Of ``ddp``: ``"default"`` or ``"program"``, the buckets that are best by prediction. Of ``dear``:
+            ``"sharded"`` or ``"replicated"``. Else the order of compute and average.
+        partners: Of an inexact way: members of a group; of ``hop`` the neighbours that a rank sends to.
+        buckets: Of an exact way: positions in ``Profile.parameters``, buckets in the order in which they leave.
+        step_seconds: Of one training step, without the optimizer's own work.
+        compute_seconds: Of forward and backward pass on the slowest rank.
+        exposed_seconds: Of the step, what compute waits for communication.
+        extra_bytes: Memory for buckets, beside gradients.
+        exact: Whether every rank gets the averaged gradients of plain DDP, up to rounding.
+        rho: Of an inexact way: the share of the variance between the ranks' models that one average leaves.
+        possible: Where it is False there are no times.
+        chosen: Of the candidates of one search one is.
+        reason: ``"chosen"``, or why not.
+    """
+
+    way: str
+    form: str
+    partners: int
+    buckets: tuple[tuple[int, ...], ...]
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    extra_bytes: float
+    exact: bool
+    rho: float
+    possible: bool
+    chosen: bool
+    reason: str
+
+
+def simulate(
+    profile: Profile, link: LinkModel, *, world_size: int | None = None, allow: Sequence[str] = ("exact",)
+) -> list[Candidate]:
+    """Predicts the step of every way of synchronising gradients, also for networks that are not there. Offline.
+
+    Args:
+        profile: Of the model: :func:`profile`, or :meth:`Profile.load`.
+        link: Of the network: :func:`calibrate`, :meth:`LinkModel.load`, :meth:`LinkModel.scaled`.
+        world_size: Ranks, 2 to 4096, each with a link of its own; None: as many as were measured.
+        allow: ``"exact"``, and inexact ways to list beside: ``"prague"``, ``"dssync"``, ``"hop"``.
+
+    Returns:
+        The candidates: exact ones by step time, then those that are not possible, then inexact ones. The chosen one
+        is exact.
+
+    Raises:
+        TypeError: ``profile`` or ``link`` is something else.
+        ValueError: A world size or a name in ``allow`` that cannot be.
+    """
+    _check_inputs("torchext.auto.simulate", profile, link)
+    allow = checked_allow("torchext.auto.simulate", allow)
+    world_size = plain(world_size)
+    if world_size is not None:
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or not 2 <= world_size <= _MOST_RANKS:
+            raise ValueError(
+                f"torchext.auto.simulate: world_size must be a whole number from 2 to {_MOST_RANKS}, got {world_size!r}"
+            )
+        if world_size != link.world_size:
+            link = link.with_ranks(world_size)
+    return search(profile, link, listed=[way for way in INEXACT if way in allow], allow=allow)
+
+
+def search(
+    profile: Profile,
+    link: LinkModel,
+    *,
+    listed: Sequence[str],
+    allow: Sequence[str],
+    choose: str = "auto",
+    spare_bytes: float = 0.0,
+    refused: dict[str, str] | None = None,
+) -> list[Candidate]:
+    """The candidates of a profile on a network.
+
+    Args:
+        profile: Of the model.
+        link: Of the network, with as many ranks as are meant.
+        listed: Inexact ways that are listed.
+        allow: Of these, which may be chosen.
+        choose: ``"auto"``, or one of these.
+        spare_bytes: Memory for what a way takes beside parameters, gradients and optimizer; 0: no limit.
+        refused: What cannot be -> why; ``"dear"``, ``"dear sharded"`` and so on.
+    """
+    options = _C.SearchOptions(
+        inexact=[_inexact_way(way, link.world_size) for way in listed],
+        choose="exact" if choose == "auto" else choose,
+        spread=link.spread,
+        spare_nbytes=spare_bytes,
+        refused=refused or {},
+    )
+    found = _C.search_strategies(search_profile(profile), search_tables(link), options)
+    # Exchanging rows of layers is a part of the search that has no way to run.
+    return [_candidate(core, allow) for core in found if core.way != "factors"]
+
+
+def checked_allow(caller: str, allow: Sequence[str]) -> tuple[str, ...]:
+    """What is allowed, ``"exact"`` always among it.
+
+    Raises:
+        ValueError: A name that is none; with the nearest.
+    """
+    names = (allow,) if isinstance(allow, str) else tuple(allow)
+    for name in names:
+        if name not in _ALLOWED:
+            near = difflib.get_close_matches(str(name), _ALLOWED, n=1)
+            raise ValueError(
+                f"{caller}: allow must be of {', '.join(map(repr, _ALLOWED))}, got {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+    return tuple(name for name in _ALLOWED if name in {"exact", *names})
+
+
+def search_profile(profile: Profile) -> _C.StepProfile:
+    """The profile as the search takes it."""
+    kinds: dict[str, int] = {}
+    return _C.StepProfile(
+        forward_seconds=profile.forward_seconds,
+        backward_seconds=profile.backward_seconds,
+        gradients=[
+            _C.Gradient(
+                nbytes=parameter.nbytes,
+                ready_seconds=parameter.ready_seconds,
+                first_use=parameter.first_use,
+                kind=kinds.setdefault(parameter.dtype, len(kinds)),
+            )
+            for parameter in profile.parameters
+        ],
+        step_samples=profile.step_seconds,
+    )
+
+
+def core_of(candidate: Candidate) -> _C.Candidate:
+    """An exact candidate as the simulator takes it."""
+    return _C.Candidate(way=candidate.way, form=candidate.form, buckets=candidate.buckets)
+
+
+def _candidate(core: _C.Candidate, allow: Sequence[str]) -> Candidate:
+    reason = core.reason
+    if not core.exact and not core.chosen and core.possible:
+        reason = f"choose={core.way!r} takes it" if core.way in allow else "not allowed (allow=...)"
+    return Candidate(
+        way=core.way,
+        form=core.form,
+        partners=core.partners,
+        buckets=tuple(map(tuple, core.buckets)),
+        step_seconds=core.step_seconds,
+        compute_seconds=core.compute_seconds,
+        exposed_seconds=core.exposed_reduce_seconds + core.exposed_gather_seconds,
+        extra_bytes=core.extra_nbytes,
+        exact=core.exact,
+        rho=core.rho,
+        possible=core.possible,
+        chosen=core.chosen,
+        reason=reason,
+    )
+
+
+def _inexact_way(way: str, world_size: int) -> _C.InexactWay:
+    """With the options that the way has by default."""
+    if way == "hop":
+        weights = _C.hop_weights(_HOP_GRAPH, world_size)
+        neighbours = max(
+            sum(weight > 0 for to, weight in enumerate(row) if to != own) for own, row in enumerate(weights)
+        )
+        return _C.InexactWay(way=way, order="parallel", partners=neighbours, rho=_C.mixing_rho(weights))
+    # As ProcessGroupPrague and ProcessGroupDSSync choose the size of groups.
+    return _C.InexactWay(way=way, order="cta", partners=4 if world_size >= (8 if way == "prague" else 16) else 2)
+
+
+def _check_inputs(caller: str, profile: object, link: object) -> None:
+    for value, kind in ((profile, Profile), (link, LinkModel)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{caller} takes a torchext.auto.{kind.__name__}, got {type(value).__name__}")
