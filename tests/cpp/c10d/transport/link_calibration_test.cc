@@ -71,7 +71,8 @@ TEST_F(LinkCalibrationTest, AllRanksHaveTheSameTables) {
 
 TEST_F(LinkCalibrationTest, TwoSizesAreMeasuredWhereThereIsNoTime) {
   const auto network = std::make_shared<FakeNetwork>(2);
-  for (const LinkTable& table : measure(*network, 2, 0.0).front().tables) {
+  const auto results = measure(*network, 2, 0.0);
+  for (const LinkTable& table : results.front().tables) {
     EXPECT_EQ(table.bytes.size(), 2U) << table.operation;
   }
 }
