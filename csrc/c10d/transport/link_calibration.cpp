@@ -211,7 +211,7 @@ std::vector<LinkTable> LinkCalibration::tables() {
     double even = 0.0;
     double odd = 0.0;
     for (const Size& size : operation.sizes) {
-      const std::int64_t bytes = bufferOf(size.bytes).nbytes();
+      const auto bytes = static_cast<std::int64_t>(bufferOf(size.bytes).nbytes());
       table.bytes.push_back(operation.name == "rows" ? bytes / group_->getSize() : bytes);
       table.seconds.push_back(*median++);
       even += *median++;
