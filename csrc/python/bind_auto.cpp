@@ -27,7 +27,7 @@ core::CostTable tableOf(const Pairs& pairs) {
   for (const auto& [nbytes, seconds] : pairs) {
     points.push_back({nbytes, seconds});
   }
-  return core::CostTable(points);
+  return core::CostTable(std::move(points));
 }
 
 Pairs pairsOf(const core::CostTable& table) {

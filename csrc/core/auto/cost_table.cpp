@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "core/base/check.h"
 
@@ -39,7 +40,7 @@ double slopeBeyond(const std::vector<CostPoint>& points) {
 
 }  // namespace
 
-CostTable::CostTable(const std::vector<CostPoint>& measured) : points_(measured) {
+CostTable::CostTable(std::vector<CostPoint> measured) : points_(std::move(measured)) {
   checkMeasured(points_);
   for (std::size_t i = points_.size() - 1; i > 0; --i) {
     points_[i - 1].seconds = std::min(points_[i - 1].seconds, points_[i].seconds);

@@ -19,7 +19,7 @@ struct CostPoint {
 class CostTable {
  public:
   // Sizes strictly ascending, times finite and 0 or more, one point at least; std::invalid_argument otherwise.
-  explicit CostTable(const std::vector<CostPoint>& measured);
+  explicit CostTable(std::vector<CostPoint> measured);
   // alpha + beta * bytes, exactly so at every size.
   static CostTable line(double alpha_seconds, double beta_seconds_per_byte);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string>
 #include <utility>
 
 #include "core/auto/factor_choice.h"
@@ -129,8 +130,9 @@ class ExactCandidates {
   Candidate timed(Candidate candidate) const {
     candidate.extra_bytes = extraBytes(candidate);
     if (options_.spare_bytes > 0 && candidate.extra_bytes > options_.spare_bytes && candidate.form != "default") {
-      return impossible(std::move(candidate), concat("takes ", candidate.extra_bytes / 1e6, " MB of memory where ",
-                                                     options_.spare_bytes / 1e6, " MB are spare"));
+      std::string reason = concat("takes ", candidate.extra_bytes / 1e6, " MB of memory where ",
+                                  options_.spare_bytes / 1e6, " MB are spare");
+      return impossible(std::move(candidate), std::move(reason));
     }
     if (candidate.way == "dear") {
       for (const auto& bucket : candidate.buckets) {

@@ -49,6 +49,7 @@ EndsByKind uniformEnds(const std::vector<Gradient>& gradients, const PositionsBy
   EndsByKind ends;
   for (const auto& positions : by_kind) {
     std::vector<std::size_t> bytes;
+    bytes.reserve(positions.size());
     for (const int position : positions) {
       bytes.push_back(gradients[index(position)].bytes);
     }
