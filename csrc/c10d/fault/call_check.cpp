@@ -72,6 +72,7 @@ std::optional<CallCheck::Ticket> CallCheck::record(core::CallHeader header) {
     }
     if (!predicted || waiting_ > 0) {
       ++waiting_;
+      turns_.try_emplace(number);
       ticket = Ticket{number, header, !predicted};
     }
   }
@@ -88,7 +89,7 @@ void CallCheck::startLater(const Ticket& ticket, const OpInfo& op,
   if (failed_) {
     return;
   }
-  thread_->post([self = shared_from_this(), ticket, op, start = std::move(start)] {
+  turns_[ticket.number] = [self = shared_from_this(), ticket, op, start = std::move(start)] {
     std::exception_ptr error;
     try {
       if (ticket.agree) {
@@ -102,7 +103,12 @@ void CallCheck::startLater(const Ticket& ticket, const OpInfo& op,
     std::lock_guard started(self->mutex_);
     --self->waiting_;
     self->changed_.notify_all();
-  });
+  };
+  // Two threads may come here in another order than they have got their numbers, which the ranks compare.
+  while (!turns_.empty() && turns_.begin()->second) {
+    thread_->post(std::move(turns_.begin()->second));
+    turns_.erase(turns_.begin());
+  }
 }
 
 // Round i tells the rank 2^i ahead, and hears from the one 2^i behind, that the sender and those it has heard of agree.

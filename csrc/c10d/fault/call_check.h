@@ -29,6 +29,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -62,7 +63,8 @@ class CallCheck : public std::enable_shared_from_this<CallCheck> {
   // Before record(): until fewer calls wait to start than the ledger can keep apart. What a signal's handler raises
   // leaves it, and no call has been made.
   void awaitRoom();
-  // Notes the next call. Nothing: start it now. Otherwise hand the ticket to startLater().
+  // Notes the next call. Nothing: start it now. Otherwise hand the ticket to startLater(), whatever other threads do
+  // meanwhile: calls behind it wait for that.
   std::optional<Ticket> record(core::CallHeader header);
   // Runs `start` on this object's thread, in the order of the calls, once the ranks agree; with the error if they do
   // not. It may be destroyed without having run.
@@ -93,6 +95,8 @@ class CallCheck : public std::enable_shared_from_this<CallCheck> {
   core::CallLedger ledger_;
   std::optional<core::CallMessage> early_;  // of a call that is not made here yet
   std::uint64_t waiting_ = 0;               // calls that have not started
+  // By number, those of which the thread does not know yet; empty between record() and startLater().
+  std::map<std::uint64_t, std::function<void()>> turns_;
   bool failed_ = false;
   std::unique_ptr<TaskThread> thread_;  // null after stop()
 };

@@ -160,7 +160,13 @@ def power_sgd(rank: Rank, backend: str) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def with_gloo() -> list[torch.Tensor]:
-    parameters: list[torch.Tensor] = run_ranks(power_sgd, 2, "gloo")[0]
+    # With plain Gloo a process ends now and then where callbacks make collectives.
+    for _ in range(5):
+        with launch(power_sgd, 2, "gloo") as ranks:
+            outcomes = ranks.outcomes()
+        if all(outcome.ok for outcome in outcomes):
+            break
+    parameters: list[torch.Tensor] = outcomes[0].value
     return parameters
 
 

@@ -262,7 +262,7 @@ def test_bad_arguments_end_it_before_it_starts(
 
 def test_demo_says_when_the_accuracy_was_reached(tmp_path: Path) -> None:
     skip_without_torchext()
-    settings = ["--workers=2", "--samples=800", "--step-ms=4", "--target=0.2", f"--output={tmp_path / 'demo'}"]
+    settings = ["--workers=3", "--samples=800", "--step-ms=4", "--target=0.2", f"--output={tmp_path / 'demo'}"]
     output = tmp_path / "output.txt"
     with output.open("w") as file:
         command = [sys.executable, str(EXAMPLES / "demo.py"), "--backends", "gloo", "hop", *settings]
@@ -273,4 +273,4 @@ def test_demo_says_when_the_accuracy_was_reached(tmp_path: Path) -> None:
     assert [line.split()[0] for line in text.splitlines() if line.endswith("%")] == ["gloo", "hop"]
     assert (tmp_path / "demo" / "demo.png").is_file()
     figures = json.loads((tmp_path / "demo" / "hop.json").read_text())
-    assert figures["steps"][0] > figures["steps"][1]  # the slow worker makes fewer
+    assert figures["steps"][0] > figures["steps"][2]  # the slow worker makes fewer

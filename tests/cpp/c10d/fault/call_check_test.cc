@@ -514,6 +514,31 @@ TEST_F(CallCheckTest, CallsStartInTheirOrder) {
 }
 
 // What the inner backend refuses is an error of the call, and the group goes on.
+// Callbacks of futures call from threads of their own, whose order among each other no rank knows.
+TEST_F(CallCheckTest, EqualCallsOfSeveralThreadsAgree) {
+  constexpr int kThreads = 4;
+  constexpr int kCalls = 100;
+  const World world(2);
+  onPlainGroups(world, checkedOptions("every"), [&](DelegatingBackend& group, int rank) {
+    std::vector<std::thread> threads;
+    threads.reserve(kThreads);
+    for (int i = 0; i < kThreads; ++i) {
+      threads.emplace_back([&] {
+        const std::string error = errorOf([&] {
+          for (int call = 0; call < kCalls; ++call) {
+            Buffers buffers(rank);
+            allReduce({50})(group, buffers)->wait();
+          }
+        });
+        EXPECT_EQ(error, "");
+      });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  });
+}
+
 TEST_F(CallCheckTest, AnInvalidCallFailsByItself) {
   const World world(kCheckedRanks);
   onPlainGroups(world, checkedOptions("new"), [&](DelegatingBackend& group, int rank) {
