@@ -32,23 +32,25 @@ at::Tensor emptyMessage() { return at::zeros({static_cast<int64_t>(core::kFaultM
 // Shared with the thread, which may outlive the monitor when a handler is stuck.
 struct FailureMonitor::State {
   State(c10::intrusive_ptr<c10d::Backend> group, int rank_in, int size_in)
-      : control(std::move(group)), rank(rank_in), size(size_in) {}
-
-  int successor() const { return (rank + 1) % size; }
-  int predecessor() const { return (rank + size - 1) % size; }
+      : control(std::move(group)), rank(rank_in), size(size_in), successor((rank_in + 1) % size_in) {}
 
   c10::intrusive_ptr<c10d::Work> send(const FaultMessage& fault) noexcept;
+  c10::intrusive_ptr<c10d::Work> sendTo(int peer, const FaultMessage& fault);
   void sendLeave() noexcept;
+  void resend() noexcept;
   void run();
   std::optional<at::Tensor> receive();
   std::optional<FaultMessage> read(const at::Tensor& message);
   void deliver(const FaultMessage& fault);
+  bool follow();
 
   std::mutex mutex;
   c10::intrusive_ptr<c10d::Backend> control;
   const int rank;
   const int size;
+  int successor;  // the thread's: whom it listens to
   Events events;
+  std::optional<FaultMessage> sent;          // the one that this rank has sent
   std::shared_ptr<HeartbeatRing> heartbeat;  // set once, by start(); null in a group of one
   bool stopping = false;
   bool announced = false;
@@ -61,26 +63,47 @@ struct FailureMonitor::State {
   std::shared_ptr<State> itself;  // of abandon()
 };
 
-// The message under way; null when the predecessor is gone.
+// The message under way; null when nobody before this rank takes it, up to the one that has detected the fault.
 c10::intrusive_ptr<c10d::Work> FailureMonitor::State::send(const FaultMessage& fault) noexcept {
-  try {
-    c10::intrusive_ptr<c10d::Backend> group;
-    {
-      std::lock_guard lock(mutex);
-      group = control;
+  int peer = heartbeat->predecessor();
+  while (peer != rank && peer != fault.detected_by) {
+    try {
+      return sendTo(peer, fault);
+    } catch (const std::exception&) {
+      peer = heartbeat->pass(peer);
     }
-    if (!group) {
-      return nullptr;  // stopped, and the connections are closed
-    }
-    const auto message = core::encodeFaultMessage(fault);
-    std::vector<at::Tensor> tensors{emptyMessage()};
-    std::memcpy(tensors[0].mutable_data_ptr(), message.data(), message.size());
-    auto work = group->send(tensors, predecessor(), kRingTag);
+  }
+  return nullptr;
+}
+
+// Null when the connections are closed. Throws when the peer is gone.
+c10::intrusive_ptr<c10d::Work> FailureMonitor::State::sendTo(int peer, const FaultMessage& fault) {
+  c10::intrusive_ptr<c10d::Backend> group;
+  {
     std::lock_guard lock(mutex);
-    kept.push_back(work);
-    return work;
-  } catch (const std::exception&) {
-    return nullptr;  // the predecessor is gone; it needs no news, and those behind it are told by another rank
+    group = control;
+  }
+  if (!group) {
+    return nullptr;
+  }
+  const auto message = core::encodeFaultMessage(fault);
+  std::vector<at::Tensor> tensors{emptyMessage()};
+  std::memcpy(tensors[0].mutable_data_ptr(), message.data(), message.size());
+  auto work = group->send(tensors, peer, kRingTag);
+  std::lock_guard lock(mutex);
+  kept.push_back(work);
+  return work;
+}
+
+// The predecessor was gone, and may have been when the fault message went to it.
+void FailureMonitor::State::resend() noexcept {
+  std::optional<FaultMessage> fault;
+  {
+    std::lock_guard lock(mutex);
+    fault = sent;
+  }
+  if (fault) {
+    send(*fault);
   }
 }
 
@@ -98,7 +121,7 @@ void FailureMonitor::State::sendLeave() noexcept {
 // The successor's next message; nothing when stop() ended the wait. Throws when the connection is closed.
 std::optional<at::Tensor> FailureMonitor::State::receive() {
   std::vector<at::Tensor> tensors{emptyMessage()};
-  auto work = control->recv(tensors, successor(), kRingTag);
+  auto work = control->recv(tensors, successor, kRingTag);
   {
     std::lock_guard lock(mutex);
     if (stopping) {
@@ -115,13 +138,13 @@ std::optional<at::Tensor> FailureMonitor::State::receive() {
 // A fault message, or nothing when the message was of another kind and has been dealt with.
 std::optional<FaultMessage> FailureMonitor::State::read(const at::Tensor& message) {
   const std::span bytes(static_cast<const std::byte*>(message.const_data_ptr()), core::kFaultMessageBytes);
-  if (heartbeat->take(bytes)) {
+  if (heartbeat->take(bytes, successor)) {
     return std::nullopt;
   }
   if (core::magicOf(bytes) != core::CallMessage::kMagic) {
     return core::parseFaultMessage(bytes, size);
   }
-  const auto header = core::parseCallMessage(bytes, successor());
+  const auto header = core::parseCallMessage(bytes, successor);
   std::function<void(const core::CallMessage&)> call;
   {
     std::lock_guard lock(mutex);
@@ -140,9 +163,12 @@ void FailureMonitor::State::deliver(const FaultMessage& fault) {
     std::lock_guard lock(mutex);
     first = !std::exchange(announced, true);
     call = events.fault;
+    if (first) {
+      sent = fault;
+    }
   }
   // The news goes out before anything here is torn down: a peer that sees our connections close must know why.
-  if (first && predecessor() != fault.detected_by) {
+  if (first) {
     send(fault);
   }
   if (call) {
@@ -150,11 +176,17 @@ void FailureMonitor::State::deliver(const FaultMessage& fault) {
   }
 }
 
+// Listens to the next rank. Whether there is one.
+bool FailureMonitor::State::follow() {
+  successor = (successor + 1) % size;
+  return successor != rank;
+}
+
 void FailureMonitor::State::run() {
   bool over = false;  // by a fault message. What still comes is received all the same: Gloo's loop would spin on it
-  bool closed = false;
-  while (!closed) {
+  while (true) {
     std::optional<FaultMessage> fault;
+    bool closed = false;
     try {
       const auto message = receive();
       if (!message) {
@@ -162,34 +194,41 @@ void FailureMonitor::State::run() {
       }
       fault = read(*message);
     } catch (const core::MalformedMessage& error) {
-      fault = FaultMessage{FaultMessage::Kind::kFailure, successor(), rank,
-                           c10::str("rank ", successor(), " sent a malformed message: ", error.what())};
+      fault = FaultMessage{FaultMessage::Kind::kFailure, successor, rank,
+                           c10::str("rank ", successor, " sent a malformed message: ", error.what())};
     } catch (const std::exception&) {
       closed = true;
-      fault = FaultMessage{FaultMessage::Kind::kPeerDied, successor(), rank, "connection closed"};
+      fault = FaultMessage{FaultMessage::Kind::kPeerDied, successor, rank, "connection closed"};
     }
     std::unique_lock lock(mutex);
     if (closed) {
       pending.reset();
     }
-    if (!fault || stopping) {
-      continue;
+    if (stopping) {
+      return;
     }
-    if (closed && !successor_left && events.lost) {
-      const auto call = events.lost;
+    const bool left = fault && fault->kind == FaultMessage::Kind::kLeave;
+    if (left || (closed && successor_left)) {
+      successor_left = true;
       lock.unlock();
-      call(successor());
-      lock.lock();
-    }
-    if (std::exchange(over, true)) {
+      heartbeat->unwatch();
+      if (!follow()) {
+        return;
+      }
       continue;
     }
-    successor_left = fault->kind == FaultMessage::Kind::kLeave;
+    const auto lost = closed ? events.lost : nullptr;
     lock.unlock();
-    heartbeat->unwatch();
-    if (fault->kind != FaultMessage::Kind::kLeave) {
+    if (lost) {
+      lost(successor);
+    }
+    if (fault && !std::exchange(over, true)) {
+      heartbeat->unwatch();
       faultPoint(FaultPoint::kFaultMessageHeard);
       deliver(*fault);
+    }
+    if (closed) {
+      return;
     }
   }
 }
@@ -207,6 +246,11 @@ void FailureMonitor::start(std::chrono::milliseconds heartbeat_timeout, Events e
   if (!state_->control) {
     return;
   }
+  events.heartbeat.moved = [state = std::weak_ptr(state_)] {
+    if (const auto alive = state.lock()) {
+      alive->resend();
+    }
+  };
   std::lock_guard lock(state_->mutex);
   state_->heartbeat =
       std::make_shared<HeartbeatRing>(state_->control, kRingTag, heartbeat_timeout, std::move(events.heartbeat));
@@ -246,6 +290,10 @@ void FailureMonitor::announce(FaultMessage fault) noexcept {
     }
   }
   fault.detected_by = state_->rank;
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->sent = fault;
+  }
   state_->send(fault);
 }
 

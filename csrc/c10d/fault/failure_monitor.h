@@ -9,6 +9,9 @@
 //   closing connection that follows is no alarm, and watching ends). Each rank passes on the first fault message only,
 //   so every rank has one reason. A connection that closes afterwards is told to this rank alone: a rank that was
 //   silent may be dead by then.
+//   The ring stays whole without those that have left. Who hears a Leave listens to the next rank instead, and who
+//   finds its predecessor gone sends to the one before it. That a rank behind one that left closes its connection is no
+//   alarm: as a rule it leaves, too, and has said so to the one that is gone.
 //   Heartbeats and queries go the same way (heartbeat_ring.h), and so do headers of collectives, from a rank to its
 //   predecessor (call_check.h).
 //   Nothing here uses the store: when its server dies, groups that exist go on.

@@ -35,6 +35,7 @@ struct HeartbeatRing::State {
         tag(tag_in),
         rank(control->getRank()),
         size(control->getSize()),
+        predecessor((rank + size - 1) % size),
         beats(timeout.count() > 0),
         interval(intervalOf(timeout)),
         events(std::move(events_in)),
@@ -43,6 +44,8 @@ struct HeartbeatRing::State {
   void sendLoop();
   void clockLoop();
   bool sendOne(const std::vector<std::byte>& message);
+  bool sendTo(int peer, const std::vector<std::byte>& message);
+  int pass(int gone);
   bool note(const core::StepNotice& notice);
 
   std::mutex mutex;  // guards what is not const
@@ -51,6 +54,7 @@ struct HeartbeatRing::State {
   const int tag;
   const int rank;
   const int size;
+  int predecessor;
   const bool beats;
   const milliseconds interval;
   const Events events;
@@ -72,27 +76,52 @@ struct HeartbeatRing::State {
   std::shared_ptr<State> itself;  // of abandon()
 };
 
+// Who comes before this rank, and is not `gone`; this rank itself when nobody is left.
+int HeartbeatRing::State::pass(int gone) {
+  const std::lock_guard lock(mutex);
+  if (predecessor == gone) {
+    predecessor = (gone + size - 1) % size;
+  }
+  return predecessor;
+}
+
+// Whether the sender goes on: it ends with the ring, or when nobody is left.
 bool HeartbeatRing::State::sendOne(const std::vector<std::byte>& message) {
+  int peer = pass(-1);
+  while (peer != rank) {
+    try {
+      return sendTo(peer, message);
+    } catch (const std::exception&) {
+      peer = pass(peer);
+      if (events.moved) {
+        events.moved();
+      }
+    }
+  }
+  return false;
+}
+
+// False when the ring is to end. Throws when the peer is gone.
+bool HeartbeatRing::State::sendTo(int peer, const std::vector<std::byte>& message) {
   c10::intrusive_ptr<c10d::Backend> group;
   {
     std::lock_guard lock(mutex);
     group = control;
-  }
-  try {
-    std::vector<at::Tensor> tensors{at::empty({static_cast<std::int64_t>(message.size())}, at::kByte)};
-    std::memcpy(tensors[0].mutable_data_ptr(), message.data(), message.size());
-    auto work = group->send(tensors, (rank + size - 1) % size, tag);
-    {
-      std::lock_guard lock(mutex);
-      sending = work;
-      if (stopping) {
-        return false;
-      }
+    if (stopping || !group) {
+      return false;
     }
-    work->wait(FailureMonitor::kForever);
-  } catch (const std::exception&) {
-    return false;  // the predecessor is gone, and needs no news
   }
+  std::vector<at::Tensor> tensors{at::empty({static_cast<std::int64_t>(message.size())}, at::kByte)};
+  std::memcpy(tensors[0].mutable_data_ptr(), message.data(), message.size());
+  auto work = group->send(tensors, peer, tag);
+  {
+    std::lock_guard lock(mutex);
+    sending = work;
+    if (stopping) {
+      return false;
+    }
+  }
+  work->wait(FailureMonitor::kForever);
   std::lock_guard lock(mutex);
   if (stopping) {
     return false;
@@ -172,15 +201,18 @@ void HeartbeatRing::start() {
   state_->clock = BoundedThread("torchext_clock", [state = state_] { state->clockLoop(); });
 }
 
-bool HeartbeatRing::take(std::span<const std::byte> bytes) {
-  const int successor = (state_->rank + 1) % state_->size;
+int HeartbeatRing::predecessor() const noexcept { return state_->pass(-1); }
+
+int HeartbeatRing::pass(int gone) noexcept { return state_->pass(gone); }
+
+bool HeartbeatRing::take(std::span<const std::byte> bytes, int successor) {
   const auto magic = core::magicOf(bytes);
   if (magic == core::StepNotice::kMagic) {
     const auto notice = core::parseStepNotice(bytes, state_->size);
     std::unique_lock lock(state_->mutex);
     const bool news = state_->note(notice);
     lock.unlock();
-    if (news && notice.origin != (state_->rank + state_->size - 1) % state_->size) {
+    if (news && notice.origin != predecessor()) {
       post(notice);
     }
     return true;

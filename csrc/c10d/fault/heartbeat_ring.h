@@ -9,6 +9,7 @@
 //   for as long as a silent rank is given, or times out, ask() sends a query once round the ring, which brings back who
 //   has not called it: for the log, or for the error. tell() lets every rank know how far the training of a model has
 //   come where it waits for others; who has heard of a further one passes on nothing.
+//   A predecessor that is gone takes nothing any more. Then what it did not take goes to the one before it.
 //
 // Threads
 //   One sends, and may block for as long as the predecessor takes nothing. One is the clock, and blocks on nothing but
@@ -43,6 +44,8 @@ class HeartbeatRing {
     std::function<void(std::chrono::duration<double> silence, const core::Progress& last)> silent;
     // A few times a second, on the clock.
     std::function<void()> tick;
+    // The predecessor was found gone, on the thread that sends: from now on it is predecessor().
+    std::function<void()> moved;
   };
 
   // control: as FailureMonitor's. tag: of all messages. timeout: silence that is suspect; 0: no heartbeats are sent,
@@ -54,7 +57,11 @@ class HeartbeatRing {
 
   void start();
   // What the successor sent. True if it was a message of this class; core::MalformedMessage for what breaks a rule.
-  bool take(std::span<const std::byte> bytes);
+  bool take(std::span<const std::byte> bytes, int successor);
+  // Where messages go; this rank itself when nobody is left.
+  int predecessor() const noexcept;
+  // That rank takes nothing any more. Returns the predecessor from now on.
+  int pass(int gone) noexcept;
   // The successor left, or its end is known: it is not watched any more.
   void unwatch() noexcept;
   // Sends a message to the predecessor, after those before. Never blocks.

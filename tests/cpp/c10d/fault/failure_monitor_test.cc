@@ -184,6 +184,52 @@ TEST_F(FailureMonitorTest, ALeaveIsNoDeath) {
   EXPECT_EQ(at(3).first().rank, 1);
 }
 
+TEST_F(FailureMonitorTest, AFaultPassesByThoseThatHaveLeft) {
+  for (const auto& leavers : {std::vector{1}, std::vector{1, 2}, std::vector{2, 1}}) {
+    SCOPED_TRACE(leavers.back());
+    watch(5);
+    for (const int rank : leavers) {
+      at(rank).end(true);
+    }
+    EXPECT_TRUE(soon([this] { return at(0).monitor->successorLeft(); }));
+    at(3).monitor->announce({FaultMessage::Kind::kFailure, 3, -1, "gave up"});
+    EXPECT_TRUE(allTold({0, 4}));
+    EXPECT_EQ(at(0).first().rank, 3);
+    for (const int rank : {0, 4}) {
+      EXPECT_EQ(at(rank).told(), 1U);
+    }
+    for (const auto& watcher : watchers) {
+      watcher->monitor->stop(false);
+    }
+    watchers.clear();
+  }
+}
+
+// Whoever is behind one that has left may have told that one that it leaves, too.
+TEST_F(FailureMonitorTest, BehindOneThatHasLeftAClosedConnectionIsNoDeath) {
+  watch(4);
+  at(1).end(true);
+  EXPECT_TRUE(soon([this] { return at(0).monitor->successorLeft(); }));
+  network->close(2);
+  std::this_thread::sleep_for(milliseconds(100));
+  EXPECT_EQ(at(0).told(), 0U);
+  EXPECT_EQ(at(3).told(), 0U);
+  at(3).monitor->announce({FaultMessage::Kind::kFailure, 3, -1, "gave up"});
+  EXPECT_TRUE(allTold({0})) << "it listens to the next one";
+}
+
+// The message was on its way to a predecessor that was about to leave.
+TEST_F(FailureMonitorTest, AFaultMessageIsSentAgainWhenItsReceiverWasGone) {
+  watch(4, milliseconds(500));
+  EXPECT_TRUE(soon([this] { return network->sends(2) >= 2; }));
+  at(1).monitor->stop(true);  // takes no more messages, and its connections are still open
+  at(2).monitor->announce({FaultMessage::Kind::kFailure, 2, -1, "gave up"});
+  std::this_thread::sleep_for(milliseconds(100));
+  EXPECT_EQ(at(0).told(), 0U);
+  at(1).end(false);
+  EXPECT_TRUE(allTold({0, 3}));
+}
+
 TEST_F(FailureMonitorTest, AnEndWithoutLeaveIsADeath) {
   watch(3);
   at(2).end(false);
