@@ -44,11 +44,11 @@ LAWS: dict[str, Law] = {
     ),
     "csrc/core/fault": Law("messages and plans of liveness and of the call check", BASE),
     "csrc/core/transport": Law(
-        "messages and plans of subset all-reduce and shared windows; packed rows; what transfers cost", BASE
+        "messages and plans of subset all-reduce and shared windows; packed rows; racks; what transfers cost", BASE
     ),
     "csrc/core/prague": Law("Prague: who averages with whom, by a generator or a static schedule", BASE),
     "csrc/core/hop": Law("Hop: the graph, the queues and the modes of waiting", BASE),
-    "csrc/core/dssync": Law("DS-Sync: rounds of groups, and racks", BASE),
+    "csrc/core/dssync": Law("DS-Sync: rounds of groups", BASE),
     "csrc/core/dear": Law("DeAR: buckets, shards and the tuner of bucket sizes", (*BASE, "csrc/core/transport")),
     "csrc/core/auto": Law(
         "what each way of synchronising gradients takes, and which to choose: costs, a simulator, a search",

@@ -93,6 +93,8 @@ class ProcessGroupPrague(AttachableBackend):
     def partial_all_reduce(self, tensor: Tensor, members: Sequence[int]) -> Work: ...
     @property
     def shared_memory_ranks(self) -> list[int]: ...
+    @property
+    def topology(self) -> dict[str, Any] | None: ...
 
 class DeAROptions(GroupOptions):
     def __init__(
@@ -128,7 +130,7 @@ class DSSyncOptions(GroupOptions):
         self,
         *,
         group_size: int = 0,
-        schedule: str = "grid",
+        schedule: str = "auto",
         order: str = "cta",
         sync_period: int = 1,
         seed: int = 0,

@@ -46,7 +46,7 @@ QUIET_S = 0.6  # around a round whose bytes are counted: three samples
 
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
-    default = "ddp,dssync:topology/atc,dssync:topology/cta,dssync:grid/cta"
+    default = "ddp,dssync,dssync:topology/atc,dssync:topology/cta,dssync:grid/cta,prague"
     parser = cli.parser(__doc__ or "", contenders=default, repeats=3)
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--rate", default="1gbit", help="of each host's link, both ways")

@@ -30,29 +30,13 @@ c10::intrusive_ptr<DSSyncOptions> fittedWithRacks(const DSSyncOptions& options,
   return own;
 }
 
-// None before a model is attached, and with schedules that do not ask.
-py::object topology(const ProcessGroupDSSync& group) {
-  const auto map = group.knownRacks();
-  if (!map) {
-    return py::none();
-  }
-  std::vector<int> racks;
-  for (const int host : map->host_of) {
-    racks.push_back(map->rack_of[static_cast<std::size_t>(host)]);
-  }
-  py::dict result;
-  result["racks"] = racks;
-  result["host_bandwidth"] = map->host_bandwidth;
-  result["uplink_bandwidth"] = map->uplink_bandwidth;
-  return result;
-}
-
 }  // namespace
 
 void bindDSSync(py::module_& module) {
   bindOptions<DSSyncOptions>(module, kDSSyncDoc).def("_fitted", &fittedWithRacks, py::arg("members"));
 
-  bindBackend<ProcessGroupDSSync>(module, "ProcessGroupDSSync").def_property_readonly("topology", &topology);
+  bindBackend<ProcessGroupDSSync>(module, "ProcessGroupDSSync")
+      .def_property_readonly("topology", &topologyOf<ProcessGroupDSSync>);
 
   bindAttach(module, "attach_dssync", &dssyncTraining);
 }

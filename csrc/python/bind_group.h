@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -16,6 +17,7 @@
 #include "c10d/backend/attachable_backend.h"
 #include "c10d/backend/group_options.h"
 #include "c10d/backend/living_backends.h"
+#include "core/transport/rack_map.h"
 #include "python/bindings.h"
 
 namespace torchext {
@@ -77,6 +79,20 @@ c10::intrusive_ptr<Options> fitted(const Options& options, const std::vector<std
   auto own = c10::make_intrusive<Options>(options);
   own->fit(static_cast<int>(members.size()));
   return own;
+}
+
+// The racks that a backend knows; None before a model is attached, and where they are not asked for.
+template <class Group>
+py::object topologyOf(const Group& group) {
+  const std::optional<core::RackMap> map = group.knownRacks();
+  if (!map) {
+    return py::none();
+  }
+  py::dict result;
+  result["racks"] = map->rackOfRanks();
+  result["host_bandwidth"] = map->host_bandwidth;
+  result["uplink_bandwidth"] = map->uplink_bandwidth;
+  return result;
 }
 
 template <class Group>

@@ -25,6 +25,7 @@ void bindPrague(py::module_& module) {
 
   bindBackend<ProcessGroupPrague>(module, "ProcessGroupPrague")
       .def("partial_all_reduce", &ProcessGroupPrague::partialAllReduce, py::arg("tensor"), py::arg("members"), NoGil())
+      .def_property_readonly("topology", &topologyOf<ProcessGroupPrague>)
       .def_property_readonly("shared_memory_ranks", &ProcessGroupPrague::sharedMemoryRanks);
 
   bindAttach(module, "attach_prague", &pragueTraining);

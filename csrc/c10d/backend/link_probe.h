@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "c10d/backend/attachable_backend.h"
-#include "core/dssync/rack_map.h"
+#include "core/transport/rack_map.h"
 
 namespace torchext {
 

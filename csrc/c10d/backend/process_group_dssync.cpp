@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "c10d/backend/link_probe.h"
 #include "c10d/backend/living_backends.h"
 
 namespace torchext {
@@ -28,8 +27,9 @@ void ProcessGroupDSSync::Options::validate() const {
   checkEach(*this);
   TORCH_CHECK_VALUE(group_size != 1,
                     "DSSyncOptions.group_size must be 0 or at least 2, got 1 (a group of one averages nothing)");
-  TORCH_CHECK_VALUE(racks.empty() || schedule == "topology", "DSSyncOptions.racks is for schedule \"topology\", got \"",
-                    schedule, "\"; leave it out, or change the schedule");
+  TORCH_CHECK_VALUE(racks.empty() || schedule == "topology" || schedule == "auto",
+                    "DSSyncOptions.racks is for schedule \"topology\", got \"", schedule,
+                    "\"; leave it out, or change the schedule");
   TORCH_CHECK_VALUE((host_bandwidth > 0) == (uplink_bandwidth > 0),
                     "DSSyncOptions: host_bandwidth and uplink_bandwidth are given together, in one unit; got ",
                     host_bandwidth, " and ", uplink_bandwidth);
@@ -65,29 +65,23 @@ ProcessGroupDSSync::ProcessGroupDSSync(int rank, int size, InnerBackends inner, 
 
 ProcessGroupDSSync::~ProcessGroupDSSync() { ProcessGroupDSSync::shutdown(); }
 
-core::RackMap ProcessGroupDSSync::racks(const std::vector<int>& host_of) {
-  if (const auto known = knownRacks()) {
-    return *known;
-  }
+std::optional<core::RackMap> ProcessGroupDSSync::racks(const std::vector<int>& host_of) {
   const Options& given = *dssync_options_;
-  core::RackMap map;
+  const bool is_auto = given.schedule == "auto";
   if (!given.racks.empty()) {
-    map = core::rackMapOf(host_of, given.racks);
+    core::RackMap map = core::rackMapOf(host_of, given.racks);
     if (given.host_bandwidth > 0) {
       map.host_bandwidth = given.host_bandwidth;
       map.uplink_bandwidth.assign(map.uplink_bandwidth.size(), given.uplink_bandwidth);
     }
-  } else {
-    map = measureRacks(*this, host_of);
+    racks_.set(map);
+    return map;
   }
-  const std::lock_guard<std::mutex> lock(racks_mutex_);
-  racks_ = map;
-  return map;
-}
-
-std::optional<core::RackMap> ProcessGroupDSSync::knownRacks() const {
-  const std::lock_guard<std::mutex> lock(racks_mutex_);
-  return racks_;
+  if (given.schedule != "topology" && !(is_auto && KnownRacks::worthMeasuring(host_of))) {
+    return std::nullopt;
+  }
+  core::RackMap map = racks_.measure(*this, host_of);
+  return is_auto && !map.dividesHosts() ? std::nullopt : std::optional(std::move(map));
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupDSSync::createChild(int rank, int size, InnerBackends inner,

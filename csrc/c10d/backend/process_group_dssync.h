@@ -10,15 +10,15 @@
 
 #include <chrono>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "c10d/backend/attachable_backend.h"
+#include "c10d/backend/known_racks.h"
 #include "c10d/backend/option_list.h"
-#include "core/dssync/rack_map.h"
+#include "core/transport/rack_map.h"
 
 namespace torchext {
 
@@ -31,7 +31,7 @@ class ProcessGroupDSSync : public AttachableBackend {
     static constexpr const char* kName = "DSSyncOptions";
 
     std::int64_t group_size = 0;
-    std::string schedule = "grid";  // core/dssync/shuffle_schedule.h
+    std::string schedule = "auto";  // core/dssync/shuffle_schedule.h
     std::string order = "cta";
     std::int64_t sync_period = 1;
     std::int64_t seed = 0;
@@ -47,8 +47,9 @@ class ProcessGroupDSSync : public AttachableBackend {
                  inRange(0, 1 << 20, "members of a group; 0 chooses by world size"), &Options::groupSizeFor),
           option("schedule", &Options::schedule,
                  R"("grid": along one side of a grid after another; "random": shuffled anew; "topology": mostly )"
-                 "inside racks.",
-                 oneOf({"grid", "random", "topology"})),
+                 R"(inside racks; "auto": "topology" where racks are given or, between 3 to 64 hosts, found, else )"
+                 R"("grid".)",
+                 oneOf({"auto", "grid", "random", "topology"})),
           option("order", &Options::order, R"("cta" or "atc", as with prague.)", oneOf({"atc", "cta"})),
           option("sync_period", &Options::sync_period, "Average after every n-th optimizer step, 1 or more.",
                  inRange(1, std::int64_t{1} << 40, "average after every n-th optimizer step")),
@@ -83,11 +84,11 @@ class ProcessGroupDSSync : public AttachableBackend {
 
   const Options& dssyncOptions() const { return *dssync_options_; }
 
-  // Which rank is in which rack, from the options or, in the first call, measured (link_probe.h) and kept.
-  // Collective. host_of[rank]: dense host index.
-  core::RackMap racks(const std::vector<int>& host_of);
-  // What racks() found; empty before, and with other schedules.
-  std::optional<core::RackMap> knownRacks() const;
+  // Which rank is in which rack, from the options or, in the first call, measured (link_probe.h) and kept. Nothing
+  // where the schedule does not ask, or "auto" finds none. Collective. host_of[rank]: dense host index.
+  std::optional<core::RackMap> racks(const std::vector<int>& host_of);
+  // What racks() has found; empty before, and with schedules that do not ask.
+  std::optional<core::RackMap> knownRacks() const { return racks_.get(); }
 
  protected:
   c10::intrusive_ptr<c10d::Backend> createChild(int rank, int size, InnerBackends inner,
@@ -95,8 +96,7 @@ class ProcessGroupDSSync : public AttachableBackend {
 
  private:
   c10::intrusive_ptr<Options> dssync_options_;
-  mutable std::mutex racks_mutex_;  // guards what follows
-  std::optional<core::RackMap> racks_;
+  KnownRacks racks_;
 };
 
 }  // namespace torchext

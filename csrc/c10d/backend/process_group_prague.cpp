@@ -253,6 +253,14 @@ void ProcessGroupPrague::onShutdown() {
   partial = std::move(partial_);
 }
 
+std::optional<core::RackMap> ProcessGroupPrague::racks(const std::vector<int>& host_of) {
+  if (prague_options_->generator != "smart" || !KnownRacks::worthMeasuring(host_of)) {
+    return std::nullopt;
+  }
+  core::RackMap map = racks_.measure(*this, host_of);
+  return map.dividesHosts() ? std::optional(std::move(map)) : std::nullopt;
+}
+
 c10::intrusive_ptr<c10d::Backend> ProcessGroupPrague::createChild(int rank, int size, InnerBackends inner,
                                                                   c10::intrusive_ptr<c10d::Backend::Options> options) {
   auto own = childOptions(*prague_options_, *options);

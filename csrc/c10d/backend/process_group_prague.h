@@ -16,11 +16,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "c10d/backend/attachable_backend.h"
+#include "c10d/backend/known_racks.h"
 #include "c10d/backend/option_list.h"
 #include "c10d/threads/task_thread.h"
 #include "c10d/transport/subset_allreduce.h"
@@ -51,9 +53,9 @@ class ProcessGroupPrague : public AttachableBackend {
                  R"(Members of a group, 2 to the world size; 0: 2, and from 8 workers on 4. Not with "static".)",
                  inRange(0, 1 << 20, "members of a group; 0 chooses by world size"), &Options::groupSizeFor),
           option("generator", &Options::generator,
-                 R"(Who makes the groups: "smart" (inter-intra with several hosts, else division), "random", )"
-                 R"("division", "inter-intra", "static" (from rank and step, without a generator) or "ready-set" )"
-                 "(whoever arrives together).",
+                 R"(Who makes the groups: "smart" (inter-intra with several hosts, else division; mostly inside racks )"
+                 R"(where 3 to 64 hosts are found to be in several), "random", "division", "inter-intra", "static" )"
+                 R"((from rank and step, without a generator) or "ready-set" (whoever arrives together).)",
                  oneOf({"random", "division", "inter-intra", "smart", "static", "ready-set"})),
           option("order", &Options::order,
                  R"("cta": the average is formed under the next forward and backward pass, and the step applies the )"
@@ -102,6 +104,12 @@ class ProcessGroupPrague : public AttachableBackend {
 
   const Options& pragueOptions() const { return *prague_options_; }
 
+  // Which rank is in which rack, as far as "smart" needs to know: measured in the first call. Nothing with other
+  // generators, or where no racks are found. Collective. host_of[rank]: dense host index.
+  std::optional<core::RackMap> racks(const std::vector<int>& host_of);
+  // What racks() has found; empty before, and with generators that do not ask.
+  std::optional<core::RackMap> knownRacks() const { return racks_.get(); }
+
   // The ranks, this one among them, whose averages with it go through shared memory; of calls on the group itself.
   const std::vector<int>& sharedMemoryRanks() const { return shared_memory_ranks_; }
 
@@ -116,6 +124,7 @@ class ProcessGroupPrague : public AttachableBackend {
   void startPartialThread();
 
   c10::intrusive_ptr<Options> prague_options_;
+  KnownRacks racks_;
   std::vector<int> shared_memory_ranks_;
   std::mutex mutex_;  // guards the fields below
   std::unique_ptr<SubsetAllreduce> partial_;

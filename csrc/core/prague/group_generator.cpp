@@ -38,6 +38,7 @@ void validate(const GeneratorOptions& options) {
     throwInvalid("size of host_of", 0, concat("world_size = ", options.world_size, " for generator inter-intra"));
   }
   HostMap::fromHostOf(options.host_of, options.world_size);
+  HostMap::fromHostOf(options.rack_of, options.world_size);
 }
 
 }  // namespace

@@ -32,6 +32,8 @@
 //                is one group whatever group_size says: what it costs stays inside the host. Where idle workers are on
 //                one host only, a plain division.
 //   smart        inter-intra where host_of has more than one host, division elsewhere. Give it a slowdown_threshold.
+//                With rack_of the two rounds are across racks and inside them: the heads of racks, and the rest of each
+//                rack in groups of about group_size.
 //   ready-set    the first arrival opens a slot; when group_size have arrived, or at the deadline, those who are there
 //                are the group. The deadline is (group_size - 1) * (median + deadline_factor * MAD) of the recent gaps
 //                between arrivals after the opening; there is none before world_size gaps are known. A worker that is
@@ -86,6 +88,7 @@ struct GeneratorOptions {
   int group_size = 2;                          // members a group aims for, 1..world_size
   GeneratorKind kind = GeneratorKind::kSmart;  // see Kinds above
   std::vector<int> host_of = {};               // host_of[rank] = dense host index; empty: all ranks on one host
+  std::vector<int> rack_of = {};               // smart: rack_of[rank], dense; empty: the racks are not known
   std::int64_t slowdown_threshold = 0;         // requests behind the initiator that filter a worker out; 0: no filter
   std::uint64_t sync_every = 0;  // every sync_every-th division (random: draw, ready-set: slot) is one group of all
                                  // active workers that are not filtered; 0: never

@@ -23,10 +23,11 @@ class DivisionGenerator final : public GroupGeneratorBase {
  public:
   explicit DivisionGenerator(const GeneratorOptions& options)
       : GroupGeneratorBase(options),
-        host_map_(HostMap::fromHostOf(options.host_of, options.world_size)),
-        two_rounds_(options.kind != GeneratorKind::kDivision && host_map_.hostCount() > 1 &&
-                    host_map_.hostCount() < options.world_size),
-        next_head_(index(host_map_.hostCount()), 0) {}
+        by_rack_(options.kind == GeneratorKind::kSmart && !options.rack_of.empty()),
+        areas_(HostMap::fromHostOf(by_rack_ ? options.rack_of : options.host_of, options.world_size)),
+        two_rounds_(options.kind != GeneratorKind::kDivision && areas_.hostCount() > 1 &&
+                    areas_.hostCount() < options.world_size),
+        next_head_(index(areas_.hostCount()), 0) {}
 
  private:
   void onRequest(int worker, double /*now*/, Deliveries& out) override {
@@ -122,53 +123,63 @@ class DivisionGenerator final : public GroupGeneratorBase {
     }
   }
 
-  void divideInTwoRounds(const std::vector<int>& candidates, const SlowdownFilter::Reference& limit, Deliveries& out) {
-    std::vector<std::vector<int>> hosts(next_head_.size());
-    for (const int worker : candidates) {
-      hosts[index(host_map_.hostOf(worker))].push_back(worker);
+  // Of workers of one host or rack. What a group of a whole host costs stays inside the host; a rack is larger.
+  void formInside(std::vector<int> workers, Deliveries& out) {
+    if (by_rack_) {
+      divide(std::move(workers), out);
+    } else {
+      formGroup(std::move(workers), out);
     }
-    const auto used = std::count_if(hosts.begin(), hosts.end(), [](const auto& host) { return !host.empty(); });
+  }
+
+  void divideInTwoRounds(const std::vector<int>& candidates, const SlowdownFilter::Reference& limit, Deliveries& out) {
+    std::vector<std::vector<int>> areas(next_head_.size());
+    for (const int worker : candidates) {
+      areas[index(areas_.hostOf(worker))].push_back(worker);
+    }
+    const auto used = std::count_if(areas.begin(), areas.end(), [](const auto& area) { return !area.empty(); });
     if (used == 1) {
       divide(candidates, out);
       return;
     }
     std::vector<int> heads;
-    for (std::size_t host = 0; host < hosts.size(); ++host) {
-      if (hosts[host].empty()) {
+    for (std::size_t area = 0; area < areas.size(); ++area) {
+      if (areas[area].empty()) {
         continue;
       }
-      const int head = takeHead(host, hosts[host]);
+      const int head = takeHead(area, areas[area]);
       heads.push_back(head);
       std::vector<int> others;
-      std::copy_if(hosts[host].begin(), hosts[host].end(), std::back_inserter(others),
+      std::copy_if(areas[area].begin(), areas[area].end(), std::back_inserter(others),
                    [head](int worker) { return worker != head; });
       if (!others.empty()) {
-        formGroup(std::move(others), out);
+        formInside(std::move(others), out);
       }
     }
     divide(std::move(heads), out);
-    for (auto& host : hosts) {
+    for (auto& area : areas) {
       // A slow worker that asked is in the first round, where it waits for others; in the second they would for it.
-      host.erase(std::remove_if(host.begin(), host.end(), [&](int worker) { return filter().late(limit, worker); }),
-                 host.end());
-      if (host.size() > 1) {
-        formGroup(std::move(host), out);
+      area.erase(std::remove_if(area.begin(), area.end(), [&](int worker) { return filter().late(limit, worker); }),
+                 area.end());
+      if (area.size() > 1) {
+        formInside(std::move(area), out);
       }
     }
   }
 
-  // The first idle worker of host from the turn on, by local rank; the turn passes to the one after it.
-  int takeHead(std::size_t host, const std::vector<int>& workers) {
+  // The first idle worker of the area from the turn on, by local rank; the turn passes to the one after it.
+  int takeHead(std::size_t area, const std::vector<int>& workers) {
     const auto found = std::find_if(workers.begin(), workers.end(),
-                                    [&](int worker) { return host_map_.localRank(worker) >= next_head_[host]; });
+                                    [&](int worker) { return areas_.localRank(worker) >= next_head_[area]; });
     const int head = found == workers.end() ? workers.front() : *found;
-    next_head_[host] = host_map_.localRank(head) + 1;
+    next_head_[area] = areas_.localRank(head) + 1;
     return head;
   }
 
-  HostMap host_map_;
+  bool by_rack_;
+  HostMap areas_;  // the racks where they are known, else the hosts
   bool two_rounds_;
-  std::vector<int> next_head_;  // a host: the local rank whose turn it is
+  std::vector<int> next_head_;  // of an area: the local rank whose turn it is
 };
 
 }  // namespace

@@ -13,15 +13,16 @@ std::unique_ptr<GroupSource> makeSource(ProcessGroupDSSync& group, const std::ve
   core::ShuffleOptions shuffle;
   shuffle.world_size = group.getSize();
   shuffle.group_size = static_cast<int>(options.groupSizeFor(group.getSize()));
-  shuffle.kind = core::parseShuffleKind(options.schedule);
   shuffle.seed = static_cast<std::uint64_t>(options.seed);
   shuffle.host_of = host_of;
-  if (shuffle.kind == core::ShuffleKind::kTopology) {
-    core::RackMap map = group.racks(host_of);
-    shuffle.host_of = std::move(map.host_of);
-    shuffle.rack_of = std::move(map.rack_of);
-    shuffle.host_bandwidth = map.host_bandwidth;
-    shuffle.uplink_bandwidth = std::move(map.uplink_bandwidth);
+  auto racks = group.racks(host_of);
+  const char* const chosen = racks ? "topology" : "grid";
+  shuffle.kind = core::parseShuffleKind(options.schedule == "auto" ? chosen : options.schedule);
+  if (racks) {
+    shuffle.host_of = std::move(racks->host_of);
+    shuffle.rack_of = std::move(racks->rack_of);
+    shuffle.host_bandwidth = racks->host_bandwidth;
+    shuffle.uplink_bandwidth = std::move(racks->uplink_bandwidth);
   }
   return makeScheduledSource([rank = group.getRank(), schedule = core::ShuffleSchedule(std::move(shuffle))](
                                  std::int64_t round) { return schedule.groupOf(rank, round); });

@@ -94,6 +94,9 @@ std::unique_ptr<GroupSource> makeSource(ProcessGroupPrague& group, const std::ve
   generator.group_size = static_cast<int>(options.groupSizeFor(group.getSize()));
   generator.kind = core::parseGeneratorKind(options.generator);
   generator.host_of = host_of;
+  if (const auto racks = group.racks(host_of)) {
+    generator.rack_of = racks->rackOfRanks();
+  }
   generator.slowdown_threshold = options.slowdownThresholdFor();
   generator.sync_every = static_cast<std::uint64_t>(options.syncEveryFor());
   generator.seed = static_cast<std::uint64_t>(options.seed);

@@ -352,7 +352,7 @@ def test_stochastic_weight_averaging() -> None:
 
 
 def body_split(rank: Rank) -> list[int]:
-    rank.init("dssync", pg_options=torchext.DSSyncOptions(schedule="topology", racks=[3, 3, 5, 5]))
+    rank.init("dssync", pg_options=torchext.DSSyncOptions(racks=[3, 3, 5, 5]))
     members = [0, 2, 3]
     child = dist.new_group(members, backend="dssync")
     if rank.rank not in members:
@@ -374,11 +374,11 @@ def test_groups_beside_the_world() -> None:
     [
         ({"group_size": 1}, r"group_size must be 0 or at least 2, got 1"),
         ({"group_size": -2}, r"group_size must be in \[0, \d+\], got -2"),
-        ({"schedule": "rack"}, r'schedule must be one of grid, random, topology; got "rack"'),
+        ({"schedule": "rack"}, r'schedule must be one of auto, grid, random, topology; got "rack"'),
         ({"order": "both"}, r'order must be one of atc, cta; got "both"'),
         ({"sync_period": 0}, r"sync_period must be in \[1, \d+\], got 0"),
         ({"seed": -1}, r"seed must be in \[0, \d+\], got -1"),
-        ({"racks": [0, 1]}, r'racks is for schedule "topology", got "grid"'),
+        ({"schedule": "grid", "racks": [0, 1]}, r'racks is for schedule "topology", got "grid"'),
         ({"schedule": "topology", "racks": [0, 1], "host_bandwidth": -1.0}, r"must be 0 or more and finite, got -1"),
         ({"schedule": "topology", "racks": [0, 1], "host_bandwidth": 1.0}, r"given together.*got 1 and 0"),
         ({"schedule": "topology", "host_bandwidth": 1.0, "uplink_bandwidth": 1.0}, r"need racks"),

@@ -360,6 +360,48 @@ TEST(InterIntra, TwoRoundsWithOneHeadAHost) {
   EXPECT_EQ(heads, (std::vector<Members>{{0, 4}, {1, 5}, {2, 6}, {3, 7}, {0, 4}}));
 }
 
+// The groups of a round in which each worker asks once and finishes.
+std::set<Members> roundOf(GroupGenerator& generator, int workers) {
+  std::set<Members> members;
+  std::vector<Group> distinct;
+  for (int worker = 0; worker < workers; ++worker) {
+    const Group group = ask(generator, worker);
+    if (members.insert(group.members).second) {
+      distinct.push_back(group);
+    }
+  }
+  for (const auto& group : distinct) {
+    finish(generator, group);
+  }
+  return members;
+}
+
+TEST(Smart, OfRacksOnlyTheHeadsMeetAcross) {
+  auto options = world(12, 3, GeneratorKind::kSmart);
+  for (int worker = 0; worker < 12; ++worker) {
+    options.host_of.push_back(worker);
+    options.rack_of.push_back(worker / 6);
+  }
+  const auto generator = makeGroupGenerator(options);
+  for (int division = 0; division < 6; ++division) {
+    const auto across = roundOf(*generator, 12);
+    ASSERT_TRUE(across.contains({division, 6 + division}));
+    EXPECT_EQ(across.size(), 5U) << "five others of each rack make a group of two and one of three";
+    const auto inside = roundOf(*generator, 12);
+    EXPECT_EQ(inside.size(), 4U) << "groups of three";
+    for (const auto& members : inside) {
+      EXPECT_EQ(members.size(), 3U);
+      EXPECT_EQ(members.front() / 6, members.back() / 6);
+    }
+  }
+}
+
+TEST(Smart, RacksOfOtherSizesAreRefused) {
+  auto options = world(4, 2, GeneratorKind::kSmart);
+  options.rack_of = {0, 1};
+  EXPECT_THROW_MESSAGE(makeGroupGenerator(options), std::invalid_argument, "size of host_of = 2");
+}
+
 TEST(InterIntra, OneHostIsAPlainDivision) {
   auto options = world(4, 2, GeneratorKind::kInterIntra);
   options.host_of = {0, 0, 0, 0};

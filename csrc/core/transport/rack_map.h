@@ -1,5 +1,5 @@
 // Which hosts share a rack, told by a user or found from the bandwidth of their pairs: what DS-Sync's topology-aware
-// schedule (shuffle_schedule.h) needs to know of the network.
+// schedule (shuffle_schedule.h) and Prague's divisions (group_generator.h) need to know of the network.
 //
 // A rack is a set of hosts that reach each other at the full speed of their links; between racks they share an uplink.
 // Pure functions of values that are the same on all ranks, so every rank finds the same racks.
@@ -18,6 +18,10 @@ struct RackMap {
   std::vector<double> uplink_bandwidth = {};  // of each rack's uplink, the same unit
 
   int racks() const { return static_cast<int>(uplink_bandwidth.size()); }
+  // Whether the racks tell links apart: there are several, and one of several hosts at least.
+  bool dividesHosts() const { return racks() > 1 && racks() < static_cast<int>(rack_of.size()); }
+  // rack_of_rank[rank].
+  std::vector<int> rackOfRanks() const;
 };
 
 // From a user's numbers, one for each rank: equal numbers, one rack. Racks are counted in the order of their first

@@ -1,4 +1,4 @@
-"""dssync finds the racks of a network by itself: hosts (namespaces) behind two switches and a slow link."""
+"""dssync and prague find the racks of a network: hosts (namespaces) behind two switches and a slow link."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import torchext
 
-dist.init_process_group("dssync", pg_options=torchext.DSSyncOptions(schedule="topology"))
+dist.init_process_group("BACKEND")
 for _ in range(2):  # the second time nothing is measured
     ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
     with torch.profiler.profile() as profile:
@@ -28,10 +28,10 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(netlab.missing() is not None, reason=f"network namespaces: {netlab.missing()}")
-@pytest.mark.parametrize("racks", [1, 2])
-def test_the_racks_are_found(tmp_path: Path, racks: int) -> None:
+@pytest.mark.parametrize(("backend", "racks"), [("dssync", 1), ("dssync", 2), ("prague", 2)])
+def test_the_racks_are_found(tmp_path: Path, backend: str, racks: int) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("BACKEND", backend))
     with netlab.NetLab(4, rate="400mbit", racks=racks, uplink="50mbit") as lab:
         results = run_on(lab, script)
         expected = [lab.rack(host) for host in range(4)]

@@ -1,4 +1,4 @@
-#include "core/dssync/rack_map.h"
+#include "core/transport/rack_map.h"
 
 #include <algorithm>
 #include <cmath>
@@ -66,6 +66,15 @@ RackMap rackMapOf(const std::vector<int>& host_of, const std::vector<std::int64_
   }
   map.uplink_bandwidth.assign(index(*std::max_element(rack_of_rank.begin(), rack_of_rank.end())) + 1, 1.0);
   return map;
+}
+
+std::vector<int> RackMap::rackOfRanks() const {
+  std::vector<int> ranks;
+  ranks.reserve(host_of.size());
+  for (const int host : host_of) {
+    ranks.push_back(rack_of[index(host)]);
+  }
+  return ranks;
 }
 
 std::vector<int> findRacks(const std::vector<std::vector<double>>& bandwidth) {

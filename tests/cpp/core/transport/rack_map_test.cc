@@ -1,4 +1,4 @@
-#include "core/dssync/rack_map.h"
+#include "core/transport/rack_map.h"
 
 #include <gtest/gtest.h>
 
