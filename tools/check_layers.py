@@ -43,9 +43,7 @@ LAWS: dict[str, Law] = {
         "checks, names of enumerations, random numbers, parsing of messages, which rank is on which host"
     ),
     "csrc/core/fault": Law("messages and plans of liveness and of the call check", BASE),
-    "csrc/core/transport": Law(
-        "messages and plans of subset all-reduce and shared windows; packed rows; what transfers cost", BASE
-    ),
+    "csrc/core/transport": Law("messages and plans of subset all-reduce and shared windows; what transfers cost", BASE),
     "csrc/core/prague": Law("Prague: who averages with whom, by a generator or a static schedule", BASE),
     "csrc/core/hop": Law("Hop: the graph, the queues and the modes of waiting", BASE),
     "csrc/core/dssync": Law("DS-Sync: rounds of groups, and racks", BASE),
