@@ -45,7 +45,7 @@ void KfacPlanner::describeModel() {
                             static_cast<std::size_t>(layout.inverseElements(options.form)) * width, layout.diagonal});
   }
   for (const KfacLayerSpec& spec : context_.layers) {
-    input_.gradient_bytes.push_back(static_cast<std::size_t>(spec.groups * spec.outputs() * spec.inputDim()) * width);
+    input_.gradient_bytes.push_back(static_cast<std::size_t>(spec.elements()) * width);
   }
   // Where rows come in step(), their directions are not ahead of anything.
   for (int layer = 0; context_.comm && context_.overlaps() && layer < context_.layerCount(); ++layer) {

@@ -20,14 +20,14 @@ Preconditioner::Preconditioner(const std::vector<KfacLayerSpec>& layers, const a
   places_.resize(layers.size());
   for (std::size_t layer = 0; layer < layers.size(); ++layer) {
     offsets_[layer] = total;
-    total += size(static_cast<int>(layer));
+    total += layers[layer].elements();
     places_[layer].resize(static_cast<std::size_t>(parts_[layer]));
     most = std::max(most, parts_[layer]);
   }
   std::int64_t end = 0;
   const auto append = [&](int layer, int part) {
     places_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(part)] = end;
-    end += rows(layer) * (column(layer, part + 1) - column(layer, part));
+    end += spec(layer).rows() * (column(layer, part + 1) - column(layer, part));
   };
   for (const int layer : layout.order) {
     if (parts(layer) > 1) {
@@ -54,28 +54,16 @@ bool Preconditioner::usesTiles(const KfacLayerSpec& spec, InverseForm form) {
          TiledDirection::pays(spec.outputs(), spec.inputDim());
 }
 
-std::int64_t Preconditioner::size(int layer) const {
-  const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  return spec.groups * spec.outputs() * spec.inputDim();
-}
-
-std::int64_t Preconditioner::rows(int layer) const {
-  const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  return spec.kind == Kind::kEmbedding ? spec.weight.size(0) : spec.groups * spec.outputs();
-}
-
-std::int64_t Preconditioner::column(int layer, int part) const {
-  return size(layer) / rows(layer) * part / parts(layer);
-}
+std::int64_t Preconditioner::column(int layer, int part) const { return spec(layer).width() * part / parts(layer); }
 
 at::Tensor Preconditioner::slice(int layer) const {
-  return preconditioned_.narrow(0, places_[static_cast<std::size_t>(layer)][0], size(layer));
+  return preconditioned_.narrow(0, places_[static_cast<std::size_t>(layer)][0], spec(layer).elements());
 }
 
 at::Tensor Preconditioner::splitSlice(int part, int first, int last) const {
   const std::int64_t from = place(first, part);
   const std::int64_t columns = column(last, part + 1) - column(last, part);
-  return preconditioned_.narrow(0, from, place(last, part) + rows(last) * columns - from);
+  return preconditioned_.narrow(0, from, place(last, part) + spec(last).rows() * columns - from);
 }
 
 void Preconditioner::findActive() {

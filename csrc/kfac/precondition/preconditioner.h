@@ -75,14 +75,12 @@ class Preconditioner {
   // layers outlive this. options: kFloat or kDouble, and the device.
   Preconditioner(const std::vector<KfacLayerSpec>& layers, const at::TensorOptions& options, Layout layout);
 
-  const std::vector<KfacLayerSpec>& layers() const { return layers_; }
+  int count() const { return static_cast<int>(layers_.size()); }
+  const KfacLayerSpec& spec(int layer) const { return layers_[static_cast<std::size_t>(layer)]; }
   // Finds out which layers are active: those whose weight has a gradient.
   void findActive();
   // Undefined without a bias, and where it was frozen in training: its column is zero then, and goes nowhere.
   at::Tensor biasGradient(int layer) const;
-  std::int64_t size(int layer) const;
-  std::int64_t rows(int layer) const;
-  std::int64_t width(int layer) const { return size(layer) / rows(layer); }
   // Columns of a part begin here; those of part + 1 are the end.
   std::int64_t column(int layer, int part) const;
   std::int64_t offset(int layer) const { return offsets_[static_cast<std::size_t>(layer)]; }

@@ -187,12 +187,12 @@ def body_penalty(rank: Rank, count: int, options: dict[str, Any]) -> tuple[int, 
     return stats["row_directions"], stats["row_directions_refused"]
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_penalty_on_one_rank(split: bool) -> None:
     assert run_ranks(body_penalty, 3, STEPS, {"split_directions": split}) == [(10, 5)] * 3
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_make_shares_again_where_rows_were_in_vain(shared: bool) -> None:
     """Linear layers whose directions are split take rows together; after eight tries or more in vain none does."""
     options = {"split_directions": True, "shared_memory": shared}
