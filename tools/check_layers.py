@@ -44,7 +44,7 @@ LAWS: dict[str, Law] = {
     ),
     "csrc/core/fault": Law("messages and plans of liveness and of the call check", BASE),
     "csrc/core/transport": Law(
-        "messages and plans of subset all-reduce and shared windows; packed rows; racks; what transfers cost", BASE
+        "messages and plans of subset all-reduce and shared windows; racks; what transfers cost", BASE
     ),
     "csrc/core/prague": Law("Prague: who averages with whom, by a generator or a static schedule", BASE),
     "csrc/core/hop": Law("Hop: the graph, the queues and the modes of waiting", BASE),

@@ -153,6 +153,17 @@ def everyday_scripts(result: dict[str, Any], _: dict[str, str]) -> list[str]:
     return table(["backend", "equal to DDP", "replicas agree", "refused", *others], rows)
 
 
+def kfac_ablation(result: dict[str, Any], _: dict[str, str]) -> list[str]:
+    """What a step takes without a mechanism, over that of the full engine; a case a column."""
+    cases, full = result["cases"], result["reference"]
+    every = list(dict.fromkeys(name for case in cases for name in case["figures"] if name != full))
+    rows = [[f"{full}, {result['unit']}", *(number(case["figures"][full]["median"]) for case in cases)]]
+    for name in every:
+        found = [case["figures"].get(name) for case in cases]
+        rows.append([name, *(f"{of['ratio']:.2f}" if of else "" for of in found)])
+    return table(["contender", *(case["case"] for case in cases)], rows)
+
+
 def chaos(result: dict[str, Any], _: dict[str, str]) -> list[str]:
     """Training among faults."""
     run, calm, kinds = result["runs"]["chaos"], result["runs"]["undisturbed"], result["by_kind"]
@@ -180,6 +191,7 @@ _OWN: dict[str, Callable[[dict[str, Any], dict[str, str]], list[str]]] = {
     "prague_time_to_accuracy": prague_time_to_accuracy,
     "embedding_quality": embedding_quality,
     "everyday_scripts": everyday_scripts,
+    "kfac_ablation": kfac_ablation,
     "chaos": chaos,
     "chaos_hop": chaos,
     "chaos_dssync": chaos,

@@ -6,8 +6,6 @@
 
 #include <c10/util/Exception.h>
 
-#include "core/transport/zero_packing.h"
-
 namespace torchext {
 namespace {
 
@@ -31,72 +29,24 @@ at::Tensor RowExchange::Message::rowsOf(int rank, const Place& place, bool input
       .view({matrix.places, width});
 }
 
-// The step, counts, blocks: of a rank's rows into what travels, whose length it returns.
-template <class T>
-std::int64_t RowExchange::Message::packAs(int rank) {
-  const T* own = all_.select(0, rank).const_data_ptr<T>();
-  T* const to = packed_.select(0, rank).mutable_data_ptr<T>();
-  const auto header = static_cast<std::int64_t>(1 + places_.size());
-  std::copy_n(own, header, to);
-  T* whole = to + header;
-  T* end = whole + 2 * places_.size();
+double RowExchange::Message::number(int rank, std::int64_t place) const {
+  return all_.select(0, rank).select(0, place).item<double>();
+}
+
+void RowExchange::Message::checkSent(int rank) const {
+  const double step = number(rank, 0);
+  if (step != static_cast<double>(step_)) {
+    C10_THROW_ERROR(DistBackendError, c10::str(what_, ": rank ", rank, " has taken ", step,
+                                               " steps in which the rows of all ranks are gathered, this rank ", step_,
+                                               "; step() is collective: take or leave it on all ranks alike"));
+  }
   for (const Place& place : places_) {
-    const auto rows = std::max<std::int64_t>(static_cast<std::int64_t>(own[place.count]), 0);
-    for (const auto& [from, width] :
-         {std::pair(place.inputs, place.matrix.inputs), {place.outputs, place.matrix.outputs}}) {
-      const auto count = static_cast<std::size_t>(rows * width);
-      const auto packed = core::packZeros(own + from, count, end, count);
-      *whole++ = packed ? T(0) : T(1);
-      end = packed ? end + *packed : std::copy_n(own + from, count, end);
+    const double rows = number(rank, place.count);
+    // Written so that what is not a number is none.
+    const bool fits = rows >= 0 && rows <= static_cast<double>(place.matrix.places);
+    if (rows != kTooMany && !fits) {
+      C10_THROW_ERROR(DistBackendError, c10::str(what_, ": what rank ", rank, " has sent is no rows of batches"));
     }
-  }
-  return end - to;
-}
-
-template <class T>
-void RowExchange::Message::unpackAs(int rank) {
-  const at::Tensor packed = packed_.select(0, rank);
-  const T* from = packed.const_data_ptr<T>();
-  const T* const end = from + packed.numel();
-  T* to = all_.select(0, rank).mutable_data_ptr<T>();
-  const auto header = static_cast<std::int64_t>(1 + places_.size());
-  std::copy_n(from, header, to);
-  const T* whole = from + header;
-  from = whole + 2 * places_.size();
-  bool sound = true;
-  for (const Place& place : places_) {
-    const T said = to[place.count];
-    sound = sound && (said == T(kTooMany) || (said >= T(0) && said <= static_cast<T>(place.matrix.places)));
-    const std::int64_t rows = sound ? std::max<std::int64_t>(static_cast<std::int64_t>(said), 0) : 0;
-    for (const auto& [begin, width] :
-         {std::pair(place.inputs, place.matrix.inputs), {place.outputs, place.matrix.outputs}}) {
-      const auto count = static_cast<std::size_t>(rows * width);
-      const auto room = static_cast<std::size_t>(end - from);
-      std::optional<std::size_t> taken;
-      if (sound && *whole++ == T(0)) {
-        taken = core::unpackZeros(from, room, count, to + begin);
-      } else if (sound && count <= room) {
-        std::copy_n(from, count, to + begin);
-        taken = count;
-      }
-      sound = taken.has_value();
-      from += taken.value_or(0);
-    }
-  }
-  if (!sound) {
-    C10_THROW_ERROR(DistBackendError, c10::str(what_, ": what rank ", rank, " has sent is no rows of batches"));
-  }
-}
-
-std::int64_t RowExchange::Message::pack(int rank) {
-  return all_.scalar_type() == at::kDouble ? packAs<double>(rank) : packAs<float>(rank);
-}
-
-void RowExchange::Message::unpack(int rank) {
-  if (all_.scalar_type() == at::kDouble) {
-    unpackAs<double>(rank);
-  } else {
-    unpackAs<float>(rank);
   }
 }
 
@@ -114,20 +64,8 @@ void RowExchange::Message::wait() {
     coming_.back()->wait();
     coming_.pop_back();
   }
-  if (come_) {
-    return;
-  }
-  const at::Tensor& received = packed_.defined() ? packed_ : all_;
-  for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
-    const auto step = received.select(0, rank).select(0, 0).item<double>();
-    if (step != static_cast<double>(step_)) {
-      C10_THROW_ERROR(DistBackendError, c10::str(what_, ": rank ", rank, " has taken ", step,
-                                                 " steps in which the rows of all ranks are gathered, this rank ",
-                                                 step_, "; step() is collective: take or leave it on all ranks alike"));
-    }
-    if (packed_.defined() && rank != rank_) {
-      unpack(rank);
-    }
+  for (int rank = 0; !come_ && rank < static_cast<int>(all_.size(0)); ++rank) {
+    checkSent(rank);
   }
   come_ = true;
 }
@@ -137,7 +75,7 @@ RowExchange::Rows RowExchange::Message::rows(int matrix) const {
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> gradients;
   for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
-    const auto rows = static_cast<std::int64_t>(all_.select(0, rank).select(0, place.count).item<double>());
+    const auto rows = static_cast<std::int64_t>(number(rank, place.count));
     if (rows < 0) {
       return {};
     }
@@ -187,12 +125,7 @@ RowExchange::RowExchange(std::vector<Matrix> matrices, const at::TensorOptions& 
       end = place.outputs + place.matrix.places * place.matrix.outputs;
     }
     message->all_ = at::zeros({ranks_, end}, options);
-    message->rank_ = rank_;
     message->what_ = what_;
-    if (travels()) {
-      end += 2 * static_cast<std::int64_t>(message->places_.size());
-      message->packed_ = at::zeros({ranks_, end}, options);
-    }
   }
 }
 
@@ -253,7 +186,7 @@ void RowExchange::receive() {
     for (int distance = 1; distance < ranks_; ++distance) {
       const int from = (rank_ + ranks_ - distance) % ranks_;
       message.coming_.push_back(
-          links_->receive(message.packed_.narrow(0, from, 1), from, tag_ + static_cast<int>(number)));
+          links_->receive(message.all_.narrow(0, from, 1), from, tag_ + static_cast<int>(number)));
     }
   }
 }
@@ -269,9 +202,8 @@ void RowExchange::send(std::size_t number) {
     own.select(0, place.count).fill_(fits ? static_cast<double>(place.kept) : kTooMany);
   }
   if (travels()) {
-    const at::Tensor packed = message.packed_.select(0, rank_).narrow(0, 0, message.pack(rank_));
     for (int distance = 1; distance < ranks_; ++distance) {
-      message.going_.push_back(links_->send(packed, (rank_ + distance) % ranks_, tag_ + static_cast<int>(number)));
+      message.going_.push_back(links_->send(own, (rank_ + distance) % ranks_, tag_ + static_cast<int>(number)));
     }
   }
   if (links_ && links_->gather) {
@@ -308,7 +240,7 @@ void RowExchange::next() {
 std::size_t RowExchange::bytes() const {
   std::size_t bytes = 0;
   for (const auto& message : messages_) {
-    bytes += message->all_.nbytes() + (message->packed_.defined() ? message->packed_.nbytes() : 0);
+    bytes += message->all_.nbytes();
   }
   return bytes;
 }

@@ -9,9 +9,6 @@
 // reads those of all ranks in it; next() ends the step. Where links have one call for all ranks' parts, all goes in
 // leave(). One rank alone sends nothing.
 //
-// What travels is as short as it can be: rows that are there, without their zeros where that is less (zero_packing.h).
-// They are packed as a message leaves, and unpacked by whoever waits for it.
-//
 // Who decides what. Which matrices, and how many rows each rank has a place for, is the same on all ranks. Every rank
 // sends every message once a step, whatever has happened in it. That a matrix had more rows than places, or none,
 // stands in the message. Rows that come too late to be in it belong to the gradient all the same: who uses a message
@@ -79,20 +76,13 @@ class RowExchange {
     };
     std::size_t placeOf(int matrix) const;  // in places_
     at::Tensor rowsOf(int rank, const Place& place, bool inputs) const;
+    double number(int rank, std::int64_t place) const;
+    void checkSent(int rank) const;
     void restart();
-    std::int64_t pack(int rank);
-    void unpack(int rank);
-    template <class T>
-    std::int64_t packAs(int rank);
-    template <class T>
-    void unpackAs(int rank);
 
     std::vector<int> numbers_;
     std::vector<Place> places_;
-    at::Tensor all_;     // [ranks, elements], each: the step, counts, rows
-    at::Tensor packed_;  // [ranks, elements], each: the step, counts, for each block of rows whether it has its zeros
-                         // still, blocks. Undefined where nothing travels
-    int rank_ = 0;       // this one
+    at::Tensor all_;  // [ranks, elements], each: the step, counts, rows
     const char* what_ = nullptr;
     std::int64_t step_ = 0;
     std::size_t missing_ = 0;  // matrices that have not had their usual rows

@@ -6,7 +6,6 @@
 
 #include "core/base/check.h"
 #include "core/base/enum_names.h"
-#include "core/kfac/factor_fusion.h"
 #include "core/kfac/kfac_placement.h"
 
 namespace torchext::core {
@@ -32,9 +31,6 @@ void checkInput(const KfacPlanInput& input) {
   }
   if (!(input.worker_fraction > 0 && input.worker_fraction <= 1)) {
     throwInvalid("worker_fraction", input.worker_fraction, "above 0, up to 1");
-  }
-  if (!input.ready.empty() && input.ready.size() != input.tasks.size()) {
-    throwInvalid("ready times", input.ready.size(), concat(input.tasks.size(), ", one a factor"));
   }
   if (!input.precondition.empty() && input.precondition.size() != input.gradient_bytes.size()) {
     throwInvalid("precondition times", input.precondition.size(), concat(input.gradient_bytes.size(), ", one a layer"));
@@ -125,32 +121,6 @@ bool splittingPays(const KfacPlan& plan, const KfacPlanInput& input) {
   return shared.seconds * (1 - 1.0 / plan.ranks) > (waiting - 1) * start_up + gatherSeconds(shared, input);
 }
 
-std::vector<FusionTask> fusionTasks(const KfacPlan& plan, const KfacPlanInput& input) {
-  std::vector<FusionTask> tasks;
-  tasks.reserve(input.tasks.size());
-  for (std::size_t i = 0; i < input.tasks.size(); ++i) {
-    tasks.push_back({input.tasks[i].factor_bytes, input.ready.empty() ? 0.0 : input.ready[i], rootOf(plan.factors[i])});
-  }
-  return tasks;
-}
-
-std::vector<int> cutLongBuckets(const std::vector<FusionTask>& tasks, const std::vector<int>& ends, std::size_t limit) {
-  std::vector<int> cut;
-  std::size_t next = 0;
-  for (const int end : ends) {
-    std::size_t bytes = 0;
-    for (const std::size_t begin = next; next < index(end); ++next) {
-      if (limit > 0 && next > begin && bytes > 0 && bytes + tasks[next].bytes > limit) {
-        cut.push_back(static_cast<int>(next));
-        bytes = 0;
-      }
-      bytes += tasks[next].bytes;
-    }
-    cut.push_back(end);
-  }
-  return cut;
-}
-
 // A bucket's factors are inverted once all of it has come, while later ones travel: it is as long as makes its start-up
 // count little, not longer.
 std::size_t largestBucket(const KfacPlanInput& input) {
@@ -165,6 +135,28 @@ std::size_t largestBucket(const KfacPlanInput& input) {
              : input.bucket_cap_bytes;
 }
 
+// Neighbours with the same root travel together, as far as that makes no bucket too long; in the plain algorithm each
+// by itself.
+std::vector<int> bucketEnds(const KfacPlan& plan, const KfacPlanInput& input) {
+  const bool fused = plan.strategy != KfacStrategy::kDkfac;
+  const std::size_t limit = largestBucket(input);
+  std::vector<int> ends;
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < input.tasks.size(); ++i) {
+    const std::size_t own = input.tasks[i].factor_bytes;
+    const bool too_long = limit > 0 && bytes > 0 && bytes + own > limit;
+    if (i > 0 && (!fused || too_long || rootOf(plan.factors[i]) != rootOf(plan.factors[i - 1]))) {
+      ends.push_back(static_cast<int>(i));
+      bytes = 0;
+    }
+    bytes += own;
+  }
+  if (!input.tasks.empty()) {
+    ends.push_back(static_cast<int>(input.tasks.size()));
+  }
+  return ends;
+}
+
 KfacPlan makePreset(KfacStrategy strategy, const KfacPlanInput& input) {
   KfacPlan plan;
   plan.strategy = strategy;
@@ -176,14 +168,7 @@ KfacPlan makePreset(KfacStrategy strategy, const KfacPlanInput& input) {
     placeFactors(plan, input);
     plan.split_directions = strategy != KfacStrategy::kDkfac && splittingPays(plan, input);
   }
-  const auto tasks = fusionTasks(plan, input);
-  if (strategy == KfacStrategy::kDkfac) {
-    for (std::size_t i = 0; i < tasks.size(); ++i) {
-      plan.fusion_ends.push_back(static_cast<int>(i) + 1);
-    }
-  } else {
-    plan.fusion_ends = cutLongBuckets(tasks, fuseFactors(tasks, input.costs.all_reduce), largestBucket(input));
-  }
+  plan.fusion_ends = bucketEnds(plan, input);
   return plan;
 }
 

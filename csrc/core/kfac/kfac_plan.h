@@ -96,7 +96,6 @@ struct KfacPlan {
 struct KfacPlanInput {
   std::vector<FactorTask> tasks;
   std::vector<std::size_t> gradient_bytes;  // [layer]
-  std::vector<double> ready;                // [task] seconds; empty: all at once
   std::vector<double> precondition;         // [layer] seconds on one rank; empty: as if it cost nothing
   // [layer] may be made of the rows of all ranks' batches, in steps without an update, where all ranks have the
   // inverses of all such layers. Whether that will be is not known yet: pad pays a little for it. Empty: none.

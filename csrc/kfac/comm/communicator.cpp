@@ -1,5 +1,7 @@
 #include "kfac/comm/communicator.h"
 
+#include <set>
+
 #include <c10/util/Exception.h>
 
 namespace torchext {
@@ -30,8 +32,50 @@ void Communicator::sumAtOnce(const at::Tensor& /*data*/, const std::vector<core:
   TORCH_INTERNAL_ASSERT(sumsAtOnce(), "sums travel one by one here");
 }
 
-std::unique_ptr<Delivery> Communicator::deliver(std::vector<Delivery::Parcel> parcels) {
-  return std::make_unique<MessageDelivery>(*this, std::move(parcels));
+void Communicator::bring(Parcels parcels) {
+  for (const Work& work : start(parcels)) {
+    work->wait();
+  }
+}
+
+std::vector<Communicator::Work> Communicator::start(Parcels parcels) {
+  std::vector<Work> works;
+  for (const Parcel& parcel : parcels) {
+    if (parcel.comesTo(rank())) {
+      works.push_back(receive(parcel.slice, parcel.from, parcel.tag));
+    }
+    for (const int to : parcel.to) {
+      if (parcel.from == rank()) {
+        works.push_back(send(parcel.slice, to, parcel.tag));
+      }
+    }
+  }
+  return works;
+}
+
+// Parcels of a rank that lie next to each other are one part. What several ranks have alike comes from the first one.
+std::vector<std::vector<at::Tensor>> Communicator::copiesOf(Parcels parcels) const {
+  std::vector<std::vector<at::Tensor>> copies;
+  std::vector<std::size_t> parts(static_cast<std::size_t>(size()), 0);  // [rank] so far
+  std::set<std::int64_t> listed;
+  for (const Parcel& parcel : parcels) {
+    if (!listed.insert(parcel.slice.storage_offset()).second) {
+      continue;
+    }
+    const auto from = static_cast<std::size_t>(parcel.from);
+    if (parts[from] > 0) {
+      at::Tensor& before = copies[parts[from] - 1][from];
+      if (before.storage_offset() + before.numel() == parcel.slice.storage_offset()) {
+        before = before.as_strided({before.numel() + parcel.slice.numel()}, {1}, before.storage_offset());
+        continue;
+      }
+    }
+    if (parts[from] == copies.size()) {
+      copies.emplace_back(parts.size());
+    }
+    copies[parts[from]++][from] = parcel.slice;
+  }
+  return copies;
 }
 
 RowLinks Communicator::rowLinks() {

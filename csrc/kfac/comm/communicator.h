@@ -10,21 +10,21 @@
 //   sumsAtOnce()     no: factors in buckets       yes: by sumAtOnce()           no
 //   addsShares()     a root adds what others      no                            only of tensors on the CPU
 //                    have sent
-//   deliver()        a message for each parcel    one copy for all parcels      one group of messages
+//   bring()          a message for each parcel    a copy for all parcels        one group of messages
 //   gather(), addUp()  messages, all-reduce       copies                        messages, all-reduce
 //
 // The group's collectives never come between those of DDP. Every rank starts them in the same order. What the host
 // decides by travels as CPU tensors, past what a device has queued. A group of one rank needs no object of this class.
 //
-// Threads: the caller's lock; the calls come without the GIL. What start a transfer, or only ask, never block;
+// Threads: the caller's lock; the calls come without the GIL. What start a transfer, or only ask, never block; bring(),
 // gather(), sumAtOnce(), agree(), mean(), fromRankZero() and measure() do. Errors: c10::DistBackendError, and those of
 // the group as they come.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -35,7 +35,6 @@
 #include "c10d/transport/row_exchange.h"
 #include "core/kfac/kfac_plan.h"
 #include "core/transport/subset_plan.h"
-#include "kfac/comm/delivery.h"
 
 namespace torchext {
 
@@ -57,6 +56,17 @@ class Communicator {
     bool sums_at_once = false;
     bool adds_shares = true;
   };
+
+  // A slice of a buffer that lies at the same place on all ranks, from one of them to others.
+  struct Parcel {
+    at::Tensor slice;
+    int from = 0;
+    std::vector<int> to;
+    int tag = 0;
+
+    bool comesTo(int rank) const { return std::find(to.begin(), to.end(), rank) != to.end(); }
+  };
+  using Parcels = at::ArrayRef<Parcel>;
 
   // A sum on its way.
   class Sum {
@@ -99,8 +109,8 @@ class Communicator {
   // Of a Communicator that sumsAtOnce(). data: contiguous, of one size everywhere. Afterwards its `spans` (elements,
   // ascending; each rank's own choice) hold the sums, bit for bit the same on all ranks.
   virtual void sumAtOnce(const at::Tensor& data, const std::vector<core::Span>& spans);
-  // What brings these parcels, again and again. The same list on all ranks; outlived by this object.
-  virtual std::unique_ptr<Delivery> deliver(std::vector<Delivery::Parcel> parcels);
+  // Collective: the same list on all ranks. Afterwards what comes here is here, and the own parcels have left.
+  virtual void bring(Parcels parcels);
   // How the rows of batches travel; outlived by this object.
   virtual RowLinks rowLinks();
 
@@ -121,6 +131,12 @@ class Communicator {
  protected:
   Communicator(int rank, int size, Manner manner) : manner_(manner), rank_(rank), size_(size) {}
   Communicator(Communicator&&) = default;
+  // A message to each receiver directly: what all ranks send together is no more than in a tree, and nothing waits in
+  // the order of collectives. Gloo hands its collectives to threads of its own, which on a machine without spare cores
+  // takes longer than the transfer.
+  std::vector<Work> start(Parcels parcels);
+  // What to copy from each rank to all others, copy by copy: [copies][ranks], undefined where a rank has less.
+  std::vector<std::vector<at::Tensor>> copiesOf(Parcels parcels) const;
 
   Manner manner_;
   ExchangeBytes bytes_;

@@ -9,32 +9,23 @@ DeviceCommunicator::DeviceCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> gr
     : MessageCommunicator(std::move(group), std::move(model),
                           {.overlaps = false, .sums_at_once = false, .adds_shares = device.is_cpu()}) {}
 
-std::unique_ptr<Delivery> DeviceCommunicator::deliver(std::vector<Delivery::Parcel> parcels) {
-  return std::make_unique<GroupedDelivery>(
-      rank(), [this](const std::vector<GroupedDelivery::Message>& messages) { return start(messages); },
-      std::move(parcels));
-}
-
-std::vector<Communicator::Work> DeviceCommunicator::start(const std::vector<GroupedDelivery::Message>& messages) {
-  std::vector<Work> works;
-  const at::Device device = messages.front().slice.device();
-  const bool together = !device.is_cpu();
-  if (together) {
-    group()->startCoalescing(device.type());
+void DeviceCommunicator::bring(Parcels parcels) {
+  const bool concerned = std::any_of(parcels.begin(), parcels.end(), [this](const Parcel& parcel) {
+    return parcel.from == rank() || parcel.comesTo(rank());
+  });
+  if (!concerned) {
+    return;
   }
-  for (const auto& message : messages) {
-    const Work work = message.sends ? send(message.slice, message.peer, message.tag)
-                                    : receive(message.slice, message.peer, message.tag);
-    if (!together) {
-      works.push_back(work);
-    }
+  const at::Device device = parcels.front().slice.device();
+  if (device.is_cpu()) {
+    MessageCommunicator::bring(parcels);
+    return;
   }
-  if (together) {
-    if (const Work work = group()->endCoalescing(device.type())) {
-      works.push_back(work);
-    }
+  group()->startCoalescing(device.type());
+  start(parcels);
+  if (const Work work = group()->endCoalescing(device.type())) {
+    work->wait();
   }
-  return works;
 }
 
 }  // namespace torchext

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
 #include "kfac/comm/message_communicator.h"
 
@@ -18,10 +17,7 @@ class DeviceCommunicator final : public MessageCommunicator {
   DeviceCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<GroupHealth> model,
                      at::Device device);
 
-  std::unique_ptr<Delivery> deliver(std::vector<Delivery::Parcel> parcels) override;
-
- private:
-  std::vector<Work> start(const std::vector<GroupedDelivery::Message>& messages);
+  void bring(Parcels parcels) override;
 };
 
 }  // namespace torchext

@@ -101,14 +101,4 @@ double KfacContext::decay() const {
   return std::min(1.0 - 1.0 / static_cast<double>(counters.factor_updates + 1), options.decay);
 }
 
-at::Tensor KfacContext::ofAllRanks(const at::Tensor& own, int tag) {
-  if (!comm) {
-    return own.unsqueeze(0);
-  }
-  at::Tensor all = at::empty({ranks, own.numel()}, own.options());
-  all.select(0, rank).copy_(own);
-  comm->gather(all, tag);
-  return all;
-}
-
 }  // namespace torchext

@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -56,9 +55,6 @@ struct KfacContext {
   bool updatesInverses() const { return counters.steps % options.inverse_update_steps == 0; }
   bool sendsFactors() const { return comm && updatesInverses(); }
   double decay() const;
-
-  // What each rank has, for all: [ranks, elements]. Blocks.
-  at::Tensor ofAllRanks(const at::Tensor& own, int tag);
 };
 
 }  // namespace torchext

@@ -1,9 +1,6 @@
 #include "kfac/comm/memory_communicator.h"
 
-#include <algorithm>
 #include <utility>
-
-#include "core/transport/alpha_beta.h"
 
 namespace torchext {
 
@@ -39,9 +36,10 @@ Communicator::Sum MemoryCommunicator::addUp(const at::Tensor& numbers) {
   return {};
 }
 
-std::unique_ptr<Delivery> MemoryCommunicator::deliver(std::vector<Delivery::Parcel> parcels) {
-  return std::make_unique<CopyDelivery>(
-      size(), [this](const std::vector<at::Tensor>& parts) { copyParts(parts); }, std::move(parcels));
+void MemoryCommunicator::bring(Parcels parcels) {
+  for (const std::vector<at::Tensor>& parts : copiesOf(parcels)) {
+    copyParts(parts);
+  }
 }
 
 RowLinks MemoryCommunicator::rowLinks() {
@@ -56,21 +54,17 @@ RowLinks MemoryCommunicator::rowLinks() {
 void MemoryCommunicator::measure(at::Device device, std::size_t /*most*/, core::KfacCosts& costs) {
   constexpr int kRepeats = 5;
   const ExchangeBytes counted = bytes_;
-  std::vector<core::CommSample> samples;
+  std::vector<std::size_t> bytes;
   std::vector<double> seconds;
   for (const std::int64_t elements : {1LL << 8, 1LL << 12, 1LL << 16}) {
     const at::Tensor data = at::zeros({size(), elements}, at::kFloat);
     const auto parts = data.unbind();
     mean(0);  // all begin together
     seconds.push_back(fastestSeconds(device, kRepeats, [&] { copyParts(parts); }));
-    samples.push_back({data.nbytes(), 0});
+    bytes.push_back(data.nbytes());
   }
-  seconds = fromRankZero(seconds);
-  for (std::size_t i = 0; i < samples.size(); ++i) {
-    samples[i].seconds = std::max(seconds[i], 1e-9);
-  }
+  const core::AlphaBeta sharing = fitted(bytes, std::move(seconds));
   bytes_ = counted;
-  const core::AlphaBeta sharing = core::fitAlphaBeta(samples);
   costs.sharing = sharing;
   costs.broadcast = sharing;
   costs.all_reduce = {sharing.alpha, size() * sharing.beta};

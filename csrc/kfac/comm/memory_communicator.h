@@ -21,7 +21,7 @@ class MemoryCommunicator final : public MessageCommunicator {
   void gather(const at::Tensor& all, int tag) override;
   Sum addUp(const at::Tensor& numbers) override;
   void sumAtOnce(const at::Tensor& data, const std::vector<core::Span>& spans) override;
-  std::unique_ptr<Delivery> deliver(std::vector<Delivery::Parcel> parcels) override;
+  void bring(Parcels parcels) override;
   RowLinks rowLinks() override;
   void measure(at::Device device, std::size_t most, core::KfacCosts& costs) override;
 

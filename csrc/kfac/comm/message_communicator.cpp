@@ -163,9 +163,9 @@ void MessageCommunicator::agree(const AgreementFields& fields) {
 void MessageCommunicator::measure(at::Device device, std::size_t most, core::KfacCosts& costs) {
   constexpr int kRepeats = 3;
   const ExchangeBytes counted = bytes_;
-  std::vector<core::CommSample> all_reduces;
-  std::vector<core::CommSample> broadcasts;
-  std::vector<double> seconds;
+  std::vector<std::size_t> bytes;
+  std::vector<double> all_reduces;  // seconds
+  std::vector<double> broadcasts;
   constexpr std::size_t kAlways = 64 << 10;  // with the smallest, enough for the fit
   for (const std::int64_t elements : {1LL << 10, 1LL << 14, 1LL << 17, 1LL << 20}) {
     if (static_cast<std::size_t>(elements) * sizeof(float) > std::max(most, kAlways)) {
@@ -173,24 +173,28 @@ void MessageCommunicator::measure(at::Device device, std::size_t most, core::Kfa
     }
     const at::Tensor data = at::zeros({elements}, at::TensorOptions(at::kFloat).device(device));
     allReduce(data).wait();  // connects
-    seconds.push_back(fastestSeconds(device, kRepeats, [&] { allReduce(data).wait(); }));
+    all_reduces.push_back(fastestSeconds(device, kRepeats, [&] { allReduce(data).wait(); }));
     // A broadcast's root is done when it has sent; there and back again takes twice its time everywhere.
     const auto there_and_back = [&] {
       broadcast(data, 0)->wait();
       broadcast(data, size() - 1)->wait();
     };
-    seconds.push_back(fastestSeconds(device, kRepeats, there_and_back) / 2);
-    all_reduces.push_back({data.nbytes(), 0});
-    broadcasts.push_back({data.nbytes(), 0});
+    broadcasts.push_back(fastestSeconds(device, kRepeats, there_and_back) / 2);
+    bytes.push_back(data.nbytes());
   }
-  seconds = fromRankZero(seconds);
-  for (std::size_t i = 0; i < all_reduces.size(); ++i) {
-    all_reduces[i].seconds = std::max(seconds[2 * i], 1e-9);
-    broadcasts[i].seconds = std::max(seconds[2 * i + 1], 1e-9);
-  }
+  costs.all_reduce = fitted(bytes, all_reduces);
+  costs.broadcast = fitted(bytes, broadcasts);
   bytes_ = counted;
-  costs.all_reduce = core::fitAlphaBeta(all_reduces);
-  costs.broadcast = core::fitAlphaBeta(broadcasts);
+}
+
+core::AlphaBeta MessageCommunicator::fitted(const std::vector<std::size_t>& bytes, std::vector<double> seconds) {
+  seconds = fromRankZero(seconds);
+  std::vector<core::CommSample> samples;
+  samples.reserve(bytes.size());
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    samples.push_back({bytes[i], std::max(seconds[i], 1e-9)});
+  }
+  return core::fitAlphaBeta(samples);
 }
 
 double MessageCommunicator::mean(double value) {

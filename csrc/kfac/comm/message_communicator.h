@@ -44,6 +44,8 @@ class MessageCommunicator : public Communicator {
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
   void checkUsable() const { waits_->checkUsable(); }
+  // Collective: what transfers of these sizes cost, by the seconds of rank 0.
+  core::AlphaBeta fitted(const std::vector<std::size_t>& bytes, std::vector<double> seconds);
 
  private:
   AgreementGroup agreement();

@@ -133,7 +133,7 @@ bool FactorHooks::onFirstStream() {
 
 bool FactorHooks::defer(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass) {
   const std::size_t bytes = input.nbytes() + gradient.nbytes();
-  if (!factors_.maySumLater() || context_.sendsFactors() || deferred_bytes_ + bytes > kLargestDeferred) {
+  if (!context_.comm || context_.on_device || context_.sendsFactors() || deferred_bytes_ + bytes > kLargestDeferred) {
     return false;
   }
   deferred_.push_back({layer, input, gradient, backward_pass});

@@ -8,8 +8,8 @@
 //
 // When the sums are made. With a group, and in steps that send no factors, backward() only keeps its two tensors, up to
 // 16 MiB; what is beyond is summed at once. The sums are made when the backward pass has ended. DDP's all-reduces are
-// on their way then, and waited for afterwards. Products of Linear layers are made for several steps together
-// (deferred_gram.h). On an accelerator all is summed at once, on the streams where the hooks run.
+// on their way then, and waited for afterwards. On an accelerator all is summed at once, on the streams where the hooks
+// run.
 //
 // Threads: forward() where the module runs; backward() in autograd's thread, under the engine's lock, which it takes.
 #pragma once

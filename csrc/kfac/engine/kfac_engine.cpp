@@ -23,8 +23,8 @@ KfacEngine::KfacEngine(std::vector<KfacLayerSpec> layers, KfacOptions options,
     : context_(std::move(layers), std::move(options), group, std::move(model)),
       accumulator_(makeAccumulator(context_)),
       planner_(context_, *accumulator_),
-      factors_(context_, accumulator_, planner_.plan()),
-      inverses_(context_, accumulator_, factors_, planner_.plan()),
+      factors_(context_, *accumulator_, planner_.plan()),
+      inverses_(context_, *accumulator_, factors_, planner_.plan()),
       gradients_(context_, planner_.plan(), planner_.input(), accumulator_->options(), planner_.usesTiles(),
                  inverses_.inverses()),
       hooks_(context_, factors_, gradients_) {}
@@ -44,13 +44,14 @@ bool KfacEngine::step(const std::vector<double>& rates, const std::vector<at::Te
     return skipStep();
   }
   mergeFactors(loss_scale);
-  gradients_.start();
   updateInverses();
-  scale(others, gradient_scale);
-  gradients_.finish();
+  gradients_.makeRest();
+  gradients_.exchange();
   planRows();
-  gradients_.write(rates);  // nothing waits for a peer after it
-  endStep();
+  scale(others, gradient_scale);
+  gradients_.write(rates);  // nothing waits for a peer from here on
+  hooks_.endStep();
+  ++context_.counters.steps;
   return true;
 }
 
@@ -85,7 +86,6 @@ void KfacEngine::sendFactors(double loss_scale) {
     row_counts_ = std::move(votes.beside);
     again = votes.again;
     if (again) {
-      factors_.waitForBuckets();
       factors_.endBuckets();
     }
   }
@@ -102,7 +102,6 @@ FactorExchange::Votes KfacEngine::agreeOnStep(bool takes_step) {
   if (votes.differing < 0) {
     return votes;
   }
-  factors_.waitForBuckets();
   factors_.endBuckets();
   forgetStep();
   const int leaves = takes_step ? votes.differing : context_.rank;
@@ -128,21 +127,11 @@ void KfacEngine::planRows() {
   }
 }
 
-void KfacEngine::endStep() {
-  hooks_.endStep();
-  factors_.endStep();
-  ++context_.counters.steps;
-  if (auto ready = factors_.readyTimes()) {
-    planner_.replanBuckets(std::move(*ready));
-  }
-}
-
 void KfacEngine::forgetStep() {
-  factors_.discard();
+  accumulator_->discard();
   hooks_.forgetDeferred();
   gradients_.forget();
   hooks_.endStep();
-  factors_.endStep();
 }
 
 // Ends a step without its sums. `sent`: a backward pass may have sent some of them. Every rank then sends all, for
@@ -154,7 +143,6 @@ void KfacEngine::drop(bool sent) {
   }
   factors_.startRest(/*loss_scale=*/1);
   agreeOnStep(/*takes_step=*/false);
-  factors_.waitForBuckets();
   factors_.endBuckets();
 }
 
@@ -167,14 +155,16 @@ void KfacEngine::discard() {
 void KfacEngine::setDamping(double damping) {
   KfacOptions changed = context_.options;
   changed.damping = damping;
-  changed.validate();
-  const EngineLock lock(context_.turn);
-  context_.options = changed;
+  changeOptions(changed);
 }
 
 void KfacEngine::setKlClip(std::optional<double> kl_clip) {
   KfacOptions changed = context_.options;
   changed.kl_clip = kl_clip;
+  changeOptions(changed);
+}
+
+void KfacEngine::changeOptions(const KfacOptions& changed) {
   changed.validate();
   const EngineLock lock(context_.turn);
   context_.options = changed;

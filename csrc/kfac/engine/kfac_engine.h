@@ -98,12 +98,12 @@ class KfacEngine : public std::enable_shared_from_this<KfacEngine> {
   void updateInverses();
   void planRows();
   bool skipStep();
-  void endStep();
   void forgetStep();
   void drop(bool sent);
+  void changeOptions(const KfacOptions& changed);
 
   KfacContext context_;
-  std::shared_ptr<FactorAccumulator> accumulator_;
+  std::unique_ptr<FactorAccumulator> accumulator_;
   KfacPlanner planner_;
   FactorExchange factors_;
   InverseUpdate inverses_;

@@ -3,12 +3,12 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <algorithm>
-#include <functional>
+#include <limits>
 #include <set>
 #include <utility>
 
 #include "kfac/base/scoped_timer.h"
-#include "kfac/inverses/example_inversion.h"
+#include "kfac/engine/timed_examples.h"
 #include "kfac/precondition/per_sample_plan.h"
 #include "kfac/precondition/preconditioner.h"
 
@@ -28,7 +28,11 @@ KfacPlanner::KfacPlanner(KfacContext& context, const FactorAccumulator& accumula
 
 // Replicas stay equal only where all ranks round alike.
 bool KfacPlanner::allHaveTiles() const {
-  const bool here = Preconditioner::hasTiles(context_, accumulator_.type());
+  const KfacOptions& options = context_.options;
+  const bool used = std::any_of(context_.layers.begin(), context_.layers.end(),
+                                [&](const auto& spec) { return Preconditioner::usesTiles(spec, options.form); });
+  const bool here = used && options.precision == DirectionPrecision::kHigh && !context_.on_device &&
+                    accumulator_.type() == at::kFloat && TiledDirection::available();
   return context_.comm ? context_.comm->mean(here ? 1 : 0) > 1 - 0.5 / context_.ranks : here;
 }
 
@@ -38,10 +42,10 @@ void KfacPlanner::describeModel() {
   for (const FactorLayout& layout : accumulator_.layouts()) {
     input_.tasks.push_back({layout.layer, static_cast<std::size_t>(layout.dim), static_cast<std::size_t>(layout.count),
                             static_cast<std::size_t>(layout.size) * width,
-                            static_cast<std::size_t>(inverseElements(layout, options.form)) * width, layout.diagonal});
+                            static_cast<std::size_t>(layout.inverseElements(options.form)) * width, layout.diagonal});
   }
   for (const KfacLayerSpec& spec : context_.layers) {
-    input_.gradient_bytes.push_back(static_cast<std::size_t>(spec.groups * spec.outputs() * spec.inputDim()) * width);
+    input_.gradient_bytes.push_back(static_cast<std::size_t>(spec.elements()) * width);
   }
   // Where rows come in step(), their directions are not ahead of anything.
   for (int layer = 0; context_.comm && context_.overlaps() && layer < context_.layerCount(); ++layer) {
@@ -73,7 +77,9 @@ void KfacPlanner::measureInversions() {
   at::Generator generator = at::detail::createCPUGenerator(/*seed_val=*/1);  // the script's numbers stay its own
   for (const std::int64_t dim : dims) {
     samples.push_back({static_cast<std::size_t>(dim), 0});
-    seconds.push_back(secondsOfInversion(dim, generator));
+    // The script waits, and what takes longer varies less.
+    constexpr double kEnough = 1e-3;  // seconds for one size
+    seconds.push_back(secondsOf(exampleInversion(context_, accumulator_, dim, generator), kEnough, /*most=*/3));
   }
   if (context_.comm) {
     for (double& taken : seconds) {
@@ -89,23 +95,22 @@ void KfacPlanner::measureInversions() {
   input_.costs.inversion = core::fitInversion(samples);
 }
 
-double KfacPlanner::secondsOfInversion(std::int64_t dim, const at::Generator& generator) const {
-  constexpr int kRepeats = 3;
-  constexpr double kEnough = 1e-3;  // seconds for one size: the script waits, and what takes longer varies less
-  const std::function<void()> invert = exampleInversion(context_, accumulator_, dim, generator);
-  double spent = 0;
-  int repeats = 0;
+// Of one of the things that calls of `work` do: so many calls as `window` seconds hold, at most `most`. All ranks
+// compute at once, as they will: for a turn or two of those which share a processor, and are in each other's way.
+double KfacPlanner::secondsOf(const std::function<int()>& work, double window, int most) const {
   if (context_.comm) {
-    context_.comm->mean(0);  // all begin together, as they will: those of one processor are in each other's way
+    context_.comm->mean(0);  // all begin together
   }
-  for (; repeats < kRepeats && spent < kEnough; ++repeats) {
+  double spent = 0;
+  int done = 0;
+  for (int call = 0; call < most && spent < window; ++call) {
     waitForDevice(context_.device);
     const double start = monotonicSeconds();
-    invert();
+    done += work();
     waitForDevice(context_.device);
     spent += monotonicSeconds() - start;
   }
-  return spent / repeats;
+  return spent / done;
 }
 
 // Each product only where there is a layer for it: the script waits.
@@ -125,30 +130,15 @@ void KfacPlanner::measureProducts() {
   }
 }
 
-// Of a multiplication and an addition in a product of a common size. All ranks compute at once, as they will: for a
-// turn or two of those which share a processor. (Four ranks on two cores spread by as much, 10 to 25 %, with 20 ms.)
+// Of a multiplication and an addition in a product of a common size. (Four ranks on two cores spread by 10 to 25 %, and
+// by as much with a window of 20 ms.)
 double KfacPlanner::secondsOfProduct(bool tiles) const {
   constexpr std::int64_t kSize = 192;
   constexpr double kWindow = 0.005;  // seconds
-  const std::function<int()> products_of_a_call =
-      Preconditioner::exampleProducts(context_, accumulator_.options(), kSize, tiles);
-  const auto multiply_once = [&] {
-    const int made = products_of_a_call();
-    waitForDevice(context_.device);
-    return made;
-  };
-  multiply_once();
-  if (context_.comm) {
-    context_.comm->mean(0);  // all begin together
-  }
-  const double start = monotonicSeconds();
-  double seconds = 0;
-  int products = 0;
-  while (seconds < kWindow) {
-    products += multiply_once();
-    seconds = monotonicSeconds() - start;
-  }
-  seconds /= static_cast<double>(products) * static_cast<double>(kSize * kSize * kSize);
+  const std::function<int()> products = exampleProducts(context_, accumulator_.options(), kSize, tiles);
+  products();
+  const double product = secondsOf(products, kWindow, std::numeric_limits<int>::max());
+  const double seconds = product / static_cast<double>(kSize * kSize * kSize);
   // The mean may differ in its last bit from rank to rank, and plans may not.
   return context_.comm ? context_.comm->fromRankZero({typicalSeconds(seconds)}).front() : seconds;
 }
@@ -157,11 +147,6 @@ double KfacPlanner::secondsOfProduct(bool tiles) const {
 // may have slept through all of its measurement, and its seconds would be most of a mean.
 double KfacPlanner::typicalSeconds(double seconds) const {
   return 1 / context_.comm->mean(1 / std::max(seconds, 1e-12));
-}
-
-void KfacPlanner::replanBuckets(std::vector<double> ready) {
-  input_.ready = std::move(ready);
-  plan_.fusion_ends = core::makeKfacPlan(plan_.strategy, input_).fusion_ends;
 }
 
 }  // namespace torchext

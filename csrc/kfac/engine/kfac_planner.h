@@ -2,13 +2,12 @@
 //
 // The path of the data. The constructor times inversions, the group's transfers and products of matrices, all of them
 // on all ranks at once. Every rank must come to the same plan (core/kfac/kfac_plan.h), so times that differ from rank
-// to rank are brought to one number. Later replanBuckets() cuts buckets anew, by the times at which factors were ready.
+// to rank are brought to one number.
 //
 // Threads: the engine's lock. Errors of the group as they come.
 #pragma once
 
-#include <cstdint>
-#include <vector>
+#include <functional>
 
 #include "core/kfac/kfac_plan.h"
 #include "kfac/comm/kfac_context.h"
@@ -27,15 +26,13 @@ class KfacPlanner {
   core::KfacPrediction prediction() const { return core::predictKfac(plan_, input_); }
   // Whether directions of larger layers are made on the processor's matrix tiles; alike on all ranks.
   bool usesTiles() const { return tiles_; }
-  // Once, by the seconds at which each factor was ready, the same on all ranks.
-  void replanBuckets(std::vector<double> ready);
 
  private:
   bool allHaveTiles() const;
   void describeModel();
   void measureInversions();
   void measureProducts();
-  double secondsOfInversion(std::int64_t dim, const at::Generator& generator) const;
+  double secondsOf(const std::function<int()>& work, double window, int most) const;
   double secondsOfProduct(bool tiles) const;
   double typicalSeconds(double seconds) const;
 

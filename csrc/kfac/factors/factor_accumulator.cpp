@@ -44,14 +44,12 @@ at::Tensor FactorAccumulator::diagonalPlaces(const FactorLayout& layout) {
   return places;
 }
 
-void FactorAccumulator::add(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass,
-                            bool at_once) {
+void FactorAccumulator::add(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass) {
   const auto number = static_cast<std::size_t>(layer);
   LayerStep& step = steps_[number];
   const FactorLayout& output_layout = layouts_[first_factor_[number]];
   const FactorLayout& input_layout = layouts_[first_factor_[number] + 1];
-  const CallSize call =
-      addProducts(layers_[number], output_layout, input_layout, input, gradient, step.calls == 0, at_once);
+  const CallSize call = addProducts(layers_[number], output_layout, input_layout, input, gradient, step.calls == 0);
   if (call.rows == 0) {
     return;  // an empty batch says nothing
   }
@@ -98,7 +96,7 @@ void FactorAccumulator::discard() {
   }
 }
 
-std::shared_ptr<FactorAccumulator> makeAccumulator(const KfacContext& context) {
+std::unique_ptr<FactorAccumulator> makeAccumulator(const KfacContext& context) {
   const bool doubles = std::any_of(context.layers.begin(), context.layers.end(),
                                    [](const auto& layer) { return layer.weight.scalar_type() == at::kDouble; });
   const at::ScalarType type = doubles ? at::kDouble : at::kFloat;

@@ -43,17 +43,10 @@ class FactorAccumulator {
   at::Tensor slice(const at::Tensor& buffer, const FactorLayout& layout) const {
     return buffer.narrow(0, layout.offset, layout.size);
   }
-  // Settled.
-  const at::Tensor& running() {
-    settle();
-    return running_;
-  }
-  // Brings running averages up to date whose products were put off (deferred_gram.h): what holds running() reads them.
-  virtual void settle() {}
+  const at::Tensor& running() const { return running_; }
 
   // A module's input and the gradient at its output. backward_pass tells calls of one backward pass from others.
-  // at_once: the averages are asked for in this step, so that nothing is gained by putting products off.
-  void add(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass, bool at_once);
+  void add(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass);
   int calls(int layer) const { return steps_[static_cast<std::size_t>(layer)].calls; }
 
   // What merge() will make of a factor, into `out`, laid out as the running averages; nothing changed.
@@ -63,7 +56,7 @@ class FactorAccumulator {
   // How many were, ever.
   virtual std::int64_t leftOut() const = 0;
   // Ends the step without it.
-  virtual void discard();
+  void discard();
 
   // In these three layout is one of layouts().
   // [count, dim, dim] from a factor's packed triangles; a copy of a diagonal.
@@ -88,11 +81,10 @@ class FactorAccumulator {
     std::int64_t rows = 0;
     std::int64_t samples = 0;
   };
-  // Adds a call's products to the sums of its two factors, or begins them, or puts them off. Nothing where there are no
-  // rows.
+  // Adds a call's products to the sums of its two factors, or begins them. Nothing where there are no rows.
   virtual CallSize addProducts(const KfacLayerSpec& spec, const FactorLayout& output_layout,
                                const FactorLayout& input_layout, const at::Tensor& input, const at::Tensor& gradient,
-                               bool first, bool at_once) = 0;
+                               bool first) = 0;
   // out = decay * running + weight * sums of each factor; where the sums are not finite, out = running.
   struct Share {
     const FactorLayout* layout;
@@ -103,8 +95,6 @@ class FactorAccumulator {
   virtual void averageInPlace(const std::vector<Share>& shares, double decay) = 0;
 
   const at::Tensor& sums() const { return sums_; }
-  // As they are, without what is put off.
-  const at::Tensor& unsettled() const { return running_; }
   // Where the diagonal of all groups lies in the factor, as indices on the CPU.
   static at::Tensor diagonalPlaces(const FactorLayout& layout);
 
@@ -127,7 +117,7 @@ class FactorAccumulator {
 };
 
 // By the context's layers, options and device. context: outlives what is made.
-std::shared_ptr<FactorAccumulator> makeAccumulator(const KfacContext& context);
+std::unique_ptr<FactorAccumulator> makeAccumulator(const KfacContext& context);
 std::unique_ptr<FactorAccumulator> makeCpuAccumulator(const std::vector<KfacLayerSpec>& layers, at::ScalarType type,
                                                       FactorScaling scaling);
 std::unique_ptr<FactorAccumulator> makeAtenAccumulator(const std::vector<KfacLayerSpec>& layers,

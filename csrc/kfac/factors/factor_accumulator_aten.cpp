@@ -69,7 +69,7 @@ class AtenAccumulator final : public FactorAccumulator {
 
  protected:
   CallSize addProducts(const KfacLayerSpec& spec, const FactorLayout& output_layout, const FactorLayout& input_layout,
-                       const at::Tensor& input, const at::Tensor& gradient, bool first, bool at_once) override;
+                       const at::Tensor& input, const at::Tensor& gradient, bool first) override;
   void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) override {
     averageInto(shares, decay, out);
   }
@@ -77,7 +77,7 @@ class AtenAccumulator final : public FactorAccumulator {
     for (const Share& share : shares) {
       left_out_ += std::isfinite(share.weight) ? 0 : 1;
     }
-    const at::Tensor bad = averageInto(shares, decay, unsettled());
+    const at::Tensor bad = averageInto(shares, decay, running());
     if (bad.defined()) {
       left_out_there_ = left_out_there_.defined() ? left_out_there_ + bad : bad;
     }
@@ -131,7 +131,7 @@ void AtenAccumulator::addPatches(const KfacLayerSpec& spec, const at::Tensor& in
 
 FactorAccumulator::CallSize AtenAccumulator::addProducts(const KfacLayerSpec& spec, const FactorLayout& output_layout,
                                                          const FactorLayout& input_layout, const at::Tensor& input,
-                                                         const at::Tensor& gradient, bool first, bool /*at_once*/) {
+                                                         const at::Tensor& gradient, bool first) {
   const at::Tensor of_outputs = trianglesOf(slice(sums(), output_layout), output_layout);
   const CallSize size = addGradients(spec, gradient, of_outputs, first);
   if (size.rows == 0) {
@@ -163,11 +163,11 @@ at::Tensor AtenAccumulator::averageInto(const std::vector<Share>& shares, double
   for (const Share& share : shares) {
     if (std::isfinite(share.weight)) {
       sum.push_back(slice(sums(), *share.layout));
-      old.push_back(slice(unsettled(), *share.layout));
+      old.push_back(slice(running(), *share.layout));
       to.push_back(slice(out, *share.layout));
       weights.emplace_back(share.weight);
-    } else if (!out.is_same(unsettled())) {
-      slice(out, *share.layout).copy_(slice(unsettled(), *share.layout));
+    } else if (!out.is_same(running())) {
+      slice(out, *share.layout).copy_(slice(running(), *share.layout));
     }
   }
   if (sum.empty()) {

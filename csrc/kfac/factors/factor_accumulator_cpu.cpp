@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <numeric>
 
 #include "core/kfac/packed_triangle.h"
 #include "kernels/cpu/weighted_sum.h"
-#include "kfac/factors/deferred_gram.h"
 #include "kfac/factors/factor_accumulator.h"
 #include "kfac/factors/patch_correlation.h"
 #include "kfac/linalg/matrix_product.h"
@@ -28,22 +28,12 @@ template <class T>
 class CpuAccumulator final : public FactorAccumulator {
  public:
   CpuAccumulator(const std::vector<KfacLayerSpec>& layers, FactorScaling scaling)
-      : FactorAccumulator(layers, at::TensorOptions(c10::CppTypeToScalarType<T>::value), scaling) {
-    for (const FactorLayout& layout : layouts()) {
-      deferred_.emplace_back(layout.dim);
-    }
-  }
+      : FactorAccumulator(layers, at::TensorOptions(c10::CppTypeToScalarType<T>::value), scaling) {}
 
   std::int64_t leftOut() const override { return left_out_; }
-  at::Tensor unpacked(const at::Tensor& packed, const FactorLayout& layout) const override {
-    return unpackedFactor(packed, layout);
-  }
-  void pack(const at::Tensor& full, const FactorLayout& layout, const at::Tensor& packed) const override {
-    packFactor(full, layout, packed);
-  }
-  at::Tensor traces(const at::Tensor& packed, const FactorLayout& layout) const override {
-    return tracesOfFactor(packed, layout);
-  }
+  at::Tensor unpacked(const at::Tensor& packed, const FactorLayout& layout) const override;
+  void pack(const at::Tensor& full, const FactorLayout& layout, const at::Tensor& packed) const override;
+  at::Tensor traces(const at::Tensor& packed, const FactorLayout& layout) const override;
   // Loops: a dozen of ATen's operators on a number each take as long as the Cholesky decomposition of a small factor.
   at::Tensor damping(const at::Tensor& own_mean, const at::Tensor& other_mean, double damping) const override {
     at::Tensor result = at::empty({own_mean.numel()}, options());
@@ -56,130 +46,76 @@ class CpuAccumulator final : public FactorAccumulator {
     }
     return result;
   }
-  void settle() override {
-    for (const FactorLayout& layout : layouts()) {
-      settleFactor(layout);
-    }
-  }
-  void discard() override {
-    FactorAccumulator::discard();
-    for (auto& deferred : deferred_) {
-      deferred.discard();
-    }
-  }
-  std::size_t bytes() const override;
+  std::size_t bytes() const override { return FactorAccumulator::bytes() + samples_.bytes() + product_.bytes(); }
 
  protected:
   CallSize addProducts(const KfacLayerSpec& spec, const FactorLayout& output_layout, const FactorLayout& input_layout,
-                       const at::Tensor& input, const at::Tensor& gradient, bool first, bool at_once) override;
-  void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) override;
-  void averageInPlace(const std::vector<Share>& shares, double decay) override;
+                       const at::Tensor& input, const at::Tensor& gradient, bool first) override;
+  void average(const std::vector<Share>& shares, double decay, const at::Tensor& out) override {
+    for (const Share& share : shares) {
+      averageFactor(share, decay, out.mutable_data_ptr<T>());
+    }
+  }
+  void averageInPlace(const std::vector<Share>& shares, double decay) override {
+    for (const Share& share : shares) {
+      left_out_ += averageFactor(share, decay, running().template mutable_data_ptr<T>()) ? 0 : 1;
+    }
+  }
 
  private:
-  DeferredGram<T>& deferredOf(const FactorLayout& layout) {
-    return deferred_[static_cast<std::size_t>(&layout - layouts().data())];
-  }
-  T* averageOf(const FactorLayout& layout) { return unsettled().template mutable_data_ptr<T>() + layout.offset; }
-  T* sumsOf(const FactorLayout& layout) { return sums().template mutable_data_ptr<T>() + layout.offset; }
-  void settleFactor(const FactorLayout& layout) { deferredOf(layout).settle(product_, averageOf(layout)); }
-  bool sumDeferred(const FactorLayout& layout);
-  bool keep(const FactorLayout& layout, const SampleMatrix<T>& matrix);
-  void addSamples(const FactorLayout& layout, const SampleMatrix<T>& matrix, bool first, bool at_once);
   void addProduct(const FactorLayout& layout, const SampleMatrix<T>& matrix, bool first);
-  bool averageFactor(const Share& share, double decay, T* out) const;
+  bool averageFactor(const Share& share, double decay, T* averages) const;
 
-  std::vector<DeferredGram<T>> deferred_;  // [factor]
   Scratch samples_;
   Scratch product_;
   std::int64_t left_out_ = 0;
 };
 
 template <class T>
-std::size_t CpuAccumulator<T>::bytes() const {
-  std::size_t bytes = FactorAccumulator::bytes() + samples_.bytes() + product_.bytes();
-  for (const auto& deferred : deferred_) {
-    bytes += deferred.bytes();
+at::Tensor CpuAccumulator<T>::unpacked(const at::Tensor& packed, const FactorLayout& layout) const {
+  if (layout.diagonal) {
+    return packed.clone();
   }
-  return bytes;
+  at::Tensor full = at::empty({layout.count, layout.dim, layout.dim}, packed.options());
+  const std::size_t dim = unsignedOf(layout.dim);
+  for (std::int64_t group = 0; group < layout.count; ++group) {
+    core::unpackTriangle(packed.const_data_ptr<T>() + group * layout.triangle(), dim,
+                         full.mutable_data_ptr<T>() + group * layout.dim * layout.dim, dim);
+  }
+  return full;
 }
 
 template <class T>
-void CpuAccumulator<T>::average(const std::vector<Share>& shares, double decay, const at::Tensor& out) {
-  for (const Share& share : shares) {
-    settleFactor(*share.layout);
-    sumDeferred(*share.layout);
-    averageFactor(share, decay, out.mutable_data_ptr<T>() + share.layout->offset);
+void CpuAccumulator<T>::pack(const at::Tensor& full, const FactorLayout& layout, const at::Tensor& packed) const {
+  const std::size_t dim = unsignedOf(layout.dim);
+  for (std::int64_t group = 0; group < layout.count; ++group) {
+    core::packTriangle(full.const_data_ptr<T>() + group * layout.dim * layout.dim, dim, dim,
+                       packed.mutable_data_ptr<T>() + group * layout.triangle());
   }
 }
 
 template <class T>
-void CpuAccumulator<T>::averageInPlace(const std::vector<Share>& shares, double decay) {
-  for (const Share& share : shares) {
-    DeferredGram<T>& deferred = deferredOf(*share.layout);
-    bool finite = false;
-    if (deferred.open() > 0) {
-      finite = std::isfinite(deferred.trace()) && std::isfinite(share.weight);
-      if (finite) {
-        deferred.merge(decay, share.weight);
-      } else {
-        deferred.discard();
-      }
-    } else {
-      settleFactor(*share.layout);
-      finite = averageFactor(share, decay, averageOf(*share.layout));
-    }
-    left_out_ += finite ? 0 : 1;
+at::Tensor CpuAccumulator<T>::traces(const at::Tensor& packed, const FactorLayout& layout) const {
+  at::Tensor traces = at::empty({layout.count}, at::kDouble);
+  for (std::int64_t group = 0; group < layout.count; ++group) {
+    const T* triangle = packed.const_data_ptr<T>() + group * layout.triangle();
+    traces.mutable_data_ptr<double>()[group] =
+        static_cast<double>(layout.diagonal ? std::accumulate(triangle, triangle + layout.dim, T(0))
+                                            : core::packedTrace(triangle, unsignedOf(layout.dim)));
   }
-}
-
-// Makes this step's sums of what was kept of it; whether there was anything.
-template <class T>
-bool CpuAccumulator<T>::sumDeferred(const FactorLayout& layout) {
-  DeferredGram<T>& deferred = deferredOf(layout);
-  if (deferred.open() == 0) {
-    return false;
-  }
-  deferred.product(product_, sumsOf(layout));
-  deferred.discard();
-  return true;
-}
-
-template <class T>
-bool CpuAccumulator<T>::keep(const FactorLayout& layout, const SampleMatrix<T>& matrix) {
-  DeferredGram<T>& deferred = deferredOf(layout);
-  const bool fits = layout.count == 1 && (matrix.dim == layout.dim || matrix.dim + 1 == layout.dim) &&
-                    deferred.open() + matrix.count <= DeferredGram<T>::kMostOfAStep;
-  if (!fits) {
-    return false;
-  }
-  if (deferred.add(matrix.data, matrix.count, matrix.dim)) {
-    return true;
-  }
-  settleFactor(layout);
-  return deferred.add(matrix.data, matrix.count, matrix.dim);
-}
-
-// first: of the step. A step's samples are all kept, or all summed.
-template <class T>
-void CpuAccumulator<T>::addSamples(const FactorLayout& layout, const SampleMatrix<T>& matrix, bool first,
-                                   bool at_once) {
-  if (!at_once && (first || deferredOf(layout).open() > 0) && keep(layout, matrix)) {
-    return;
-  }
-  const bool deferred = sumDeferred(layout);
-  addProduct(layout, matrix, first && !deferred);
+  return traces;
 }
 
 template <class T>
 FactorAccumulator::CallSize CpuAccumulator<T>::addProducts(const KfacLayerSpec& spec, const FactorLayout& output_layout,
                                                            const FactorLayout& input_layout, const at::Tensor& input,
-                                                           const at::Tensor& gradient, bool first, bool at_once) {
+                                                           const at::Tensor& gradient, bool first) {
   const auto gradients = gradientMatrix<T>(spec, gradient, samples_);
   if (gradients.count == 0) {
     return {};
   }
   const CallSize size{gradients.count, gradients.samples};
-  addSamples(output_layout, gradients, first, at_once);
+  addProduct(output_layout, gradients, first);
   if (spec.kind == KfacLayerSpec::Kind::kEmbedding) {
     T* counts = sums().template mutable_data_ptr<T>() + input_layout.offset;
     if (first) {
@@ -199,7 +135,7 @@ FactorAccumulator::CallSize CpuAccumulator<T>::addProducts(const KfacLayerSpec& 
     correlatePatches<T>(spec, input, samples_, full);
     addTriangleOf(full, input_layout.dim, first, sums().template mutable_data_ptr<T>() + input_layout.offset);
   } else {
-    addSamples(input_layout, inputMatrix<T>(spec, input, samples_), first, at_once);
+    addProduct(input_layout, inputMatrix<T>(spec, input, samples_), first);
   }
   return size;
 }
@@ -231,10 +167,12 @@ void CpuAccumulator<T>::addProduct(const FactorLayout& layout, const SampleMatri
   }
 }
 
+// Of all averages, this factor's. False: its sums are not finite, and the average stays.
 template <class T>
-bool CpuAccumulator<T>::averageFactor(const Share& share, double decay, T* out) const {
+bool CpuAccumulator<T>::averageFactor(const Share& share, double decay, T* averages) const {
   const FactorLayout& layout = *share.layout;
-  const T* old = unsettled().template const_data_ptr<T>() + layout.offset;
+  T* out = averages + layout.offset;
+  const T* old = running().template const_data_ptr<T>() + layout.offset;
   const T* sum = sums().template const_data_ptr<T>() + layout.offset;
   T trace = 0;
   for (std::int64_t group = 0; group < layout.count && !layout.diagonal; ++group) {

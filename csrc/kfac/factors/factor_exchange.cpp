@@ -12,28 +12,22 @@ namespace {
 
 enum StepVote : std::int64_t { kLeavesStep, kTakesStep, kTakesStepAgain };
 
-// Ready times are taken from the last of so many steps that send factors, then buckets are planned for good.
-constexpr int kProfiledSteps = 3;
-
 }  // namespace
 
-FactorExchange::FactorExchange(KfacContext& context, std::shared_ptr<FactorAccumulator> accumulator,
-                               const core::KfacPlan& plan)
+FactorExchange::FactorExchange(KfacContext& context, FactorAccumulator& accumulator, const core::KfacPlan& plan)
     : context_(context),
-      accumulator_(std::move(accumulator)),
+      accumulator_(accumulator),
       plan_(plan),
       calls_(context.layers.size()),
-      prepared_(accumulator_->layouts().size(), false),
-      ready_(context.device, accumulator_->layouts().size()),
-      profiling_(context.comm && plan.strategy != core::KfacStrategy::kDkfac) {
+      prepared_(accumulator.layouts().size(), false) {
   if (context_.comm) {
-    payload_ = at::empty({accumulator_->elements()}, accumulator_->options());
+    payload_ = at::empty({accumulator_.elements()}, accumulator_.options());
   }
   placeShares();
 }
 
 void FactorExchange::placeShares() {
-  const auto& layouts = accumulator_->layouts();
+  const auto& layouts = accumulator_.layouts();
   share_place_.assign(layouts.size(), -1);
   const bool added_here = context_.comm && context_.comm->addsShares();
   std::int64_t owned = 0;
@@ -45,32 +39,24 @@ void FactorExchange::placeShares() {
     }
   }
   if (owned > 0) {
-    shares_ = at::empty({owned * (context_.ranks - 1)}, accumulator_->options());
+    shares_ = at::empty({owned * (context_.ranks - 1)}, accumulator_.options());
   }
 }
 
 void FactorExchange::add(int layer, const at::Tensor& input, const at::Tensor& gradient, int backward_pass,
                          bool may_leave) {
-  const bool sends = context_.sendsFactors();
-  if (sends && profiling_) {
-    ready_.start();
-  }
-  // With several ranks products are put off in steps that send none (deferred_gram.h). Not in one process, which
-  // resumes from a checkpoint to the last bit: there averages do not depend on when they are looked at.
-  accumulator_->add(layer, input, gradient, backward_pass, /*at_once=*/!context_.comm || sends);
+  accumulator_.add(layer, input, gradient, backward_pass);
   const Calls& calls = calls_[core::index(layer)];
+  const bool complete = context_.sendsFactors() && !context_.comm->sumsAtOnce() && calls.stable && !scaled_loss_ &&
+                        accumulator_.calls(layer) == calls.expected;
   const std::size_t first = context_.firstFactor(layer);
   for (const std::size_t factor_index : {first, first + 1}) {
-    if (sends && profiling_) {
-      ready_.mark(factor_index);
-    }
     stale_ = stale_ || prepared_[factor_index];
-    if (sends && !context_.comm->sumsAtOnce() && calls.stable && !scaled_loss_ &&
-        accumulator_->calls(layer) == calls.expected) {
+    if (complete) {
       prepare(factor_index, /*loss_scale=*/1);
     }
   }
-  if (sends && may_leave) {
+  if (context_.sendsFactors() && may_leave) {
     startBuckets(/*overlapped=*/true);
   }
 }
@@ -87,11 +73,11 @@ void FactorExchange::prepare(std::size_t factor_index, double loss_scale) {
     return;
   }
   prepared_[factor_index] = true;
-  const FactorLayout& place = accumulator_->layouts()[factor_index];
-  if (accumulator_->calls(place.layer) == 0) {
-    accumulator_->slice(payload_, place).copy_(accumulator_->slice(accumulator_->running(), place));
+  const FactorLayout& place = accumulator_.layouts()[factor_index];
+  if (accumulator_.calls(place.layer) == 0) {
+    accumulator_.slice(payload_, place).copy_(accumulator_.slice(accumulator_.running(), place));
   } else {
-    accumulator_->preview(place, context_.decay(), loss_scale, payload_);
+    accumulator_.preview(place, context_.decay(), loss_scale, payload_);
   }
 }
 
@@ -100,20 +86,14 @@ void FactorExchange::startBuckets(bool overlapped) {
     return;
   }
   const auto& ends = plan_.fusion_ends;
-  while (started_ < ends.size()) {
-    const std::size_t begin = started_ == 0 ? 0 : core::index(ends[started_ - 1]);
-    const std::size_t end = core::index(ends[started_]);
+  while (started() < ends.size()) {
+    const std::size_t begin = started() == 0 ? 0 : core::index(ends[started() - 1]);
+    const std::size_t end = core::index(ends[started()]);
     const auto from = prepared_.begin() + static_cast<std::ptrdiff_t>(begin);
     if (!std::all_of(from, prepared_.begin() + static_cast<std::ptrdiff_t>(end), [](bool done) { return done; })) {
       return;
     }
-    Communicator::Sum sum = startBucket(begin, end);
-    if (follower_ != nullptr) {
-      follower_->follow(std::move(sum), end);
-    } else {
-      sums_.push_back(std::move(sum));
-    }
-    ++started_;
+    sums_.push_back(startBucket(begin, end));
     ++context_.counters.runs;
     context_.counters.runs_overlapped += overlapped ? 1 : 0;
   }
@@ -121,8 +101,8 @@ void FactorExchange::startBuckets(bool overlapped) {
 
 // Of factors that are their owners' own there is nothing to wait for.
 Communicator::Sum FactorExchange::startBucket(std::size_t begin, std::size_t end) {
-  const FactorLayout& first = accumulator_->layouts()[begin];
-  const FactorLayout& last = accumulator_->layouts()[end - 1];
+  const FactorLayout& first = accumulator_.layouts()[begin];
+  const FactorLayout& last = accumulator_.layouts()[end - 1];
   const std::int64_t elements = last.offset + last.size - first.offset;
   const at::Tensor bucket = payload_.narrow(0, first.offset, elements);
   const core::FactorPlan& factor = plan_.factors[begin];
@@ -136,7 +116,7 @@ Communicator::Sum FactorExchange::startBucket(std::size_t begin, std::size_t end
   const std::int64_t place = share_place_[begin];
   const std::int64_t others = context_.ranks - 1;
   const at::Tensor shares = place < 0 ? at::Tensor() : shares_.narrow(0, place * others, elements * others);
-  return context_.comm->reduce(bucket, factor.owner, kfac_tags::kSums + static_cast<int>(started_), shares);
+  return context_.comm->reduce(bucket, factor.owner, kfac_tags::kSums + static_cast<int>(started()), shares);
 }
 
 void FactorExchange::startRest(double loss_scale) {
@@ -152,8 +132,11 @@ void FactorExchange::startRest(double loss_scale) {
 
 FactorExchange::Votes FactorExchange::vote(bool takes_step, const at::Tensor& beside) {
   const StepVote own = !takes_step ? kLeavesStep : stale_ ? kTakesStepAgain : kTakesStep;
-  const at::Tensor said = at::cat({at::full({1}, static_cast<std::int64_t>(own), at::kLong), beside});
-  const at::Tensor all = context_.ofAllRanks(said, kfac_tags::kStepVote);
+  const at::Tensor all = at::empty({context_.ranks, 1 + beside.numel()}, at::kLong);
+  const at::Tensor said = all.select(0, context_.rank);
+  said[0].fill_(static_cast<std::int64_t>(own));
+  said.narrow(0, 1, beside.numel()).copy_(beside);
+  context_.comm->gather(all, kfac_tags::kStepVote);
   const at::Tensor votes_of_all = all.select(1, 0).contiguous();
   const auto* votes = votes_of_all.const_data_ptr<std::int64_t>();
   const auto* end = votes + context_.ranks;
@@ -170,7 +153,7 @@ void FactorExchange::sumAtOnce() {
     return;
   }
   const ScopedTimer timer(context_.counters.exchange_wait_seconds);
-  const auto& layouts = accumulator_->layouts();
+  const auto& layouts = accumulator_.layouts();
   bool summed = false;
   std::vector<core::Span> spans;
   for (std::size_t i = 0; i < layouts.size(); ++i) {
@@ -186,79 +169,42 @@ void FactorExchange::sumAtOnce() {
   }
 }
 
-void FactorExchange::waitForBucket(std::size_t bucket) {
-  if (follower_ != nullptr) {
-    follower_->waitFor(bucket + 1);
-  } else {
-    sums_[bucket].wait();
-  }
-}
-
-void FactorExchange::waitForBuckets() {
-  if (follower_ != nullptr) {
-    follower_->waitFor(started_);
-  }
+void FactorExchange::endBuckets() {
   for (auto& sum : sums_) {
     sum.wait();
   }
-}
-
-void FactorExchange::endBuckets() {
-  if (follower_ != nullptr) {
-    follower_->end();
-  }
   sums_.clear();
-  started_ = 0;
   std::fill(prepared_.begin(), prepared_.end(), false);
+  stale_ = false;
 }
 
 void FactorExchange::merge(double loss_scale) {
   const ScopedTimer timer(context_.counters.factor_seconds);
   for (std::size_t layer = 0; layer < calls_.size(); ++layer) {
-    const int calls = accumulator_->calls(static_cast<int>(layer));
+    const int calls = accumulator_.calls(static_cast<int>(layer));
     calls_[layer].stable = calls > 0 && calls == calls_[layer].expected;
     calls_[layer].expected = calls;
   }
-  accumulator_->merge(context_.decay(), loss_scale);
+  accumulator_.merge(context_.decay(), loss_scale);
   ++context_.counters.factor_updates;
-  profiled_ += context_.sendsFactors() ? 1 : 0;
 }
 
-void FactorExchange::endStep() {
-  ready_.restart();
-  stale_ = false;
-}
-
-std::optional<std::vector<double>> FactorExchange::readyTimes() {
-  if (!profiling_ || profiled_ < kProfiledSteps) {
-    return std::nullopt;
-  }
-  profiling_ = false;
-  return context_.comm->fromRankZero(ready_.seconds());
-}
-
-std::vector<double> FactorExchange::divisors() const {
-  std::vector<double> divisors;
-  divisors.reserve(plan_.factors.size());
-  for (const core::FactorPlan& factor : plan_.factors) {
-    const bool summed = context_.comm && factor.exchange != core::FactorExchange::kOwnersOwn;
-    divisors.push_back(summed ? context_.ranks : 1);
-  }
-  return divisors;
+double FactorExchange::divisor(std::size_t factor_index) const {
+  return plan_.factors[factor_index].exchange == core::FactorExchange::kOwnersOwn ? 1 : context_.ranks;
 }
 
 at::Tensor FactorExchange::mean() {
-  at::Tensor mean = accumulator_->running().clone();
+  at::Tensor mean = accumulator_.running().clone();
   if (!context_.comm) {
     return mean;
   }
   context_.comm->allReduce(mean).wait();
   mean.div_(context_.ranks);
-  const auto& layouts = accumulator_->layouts();
+  const auto& layouts = accumulator_.layouts();
   for (std::size_t i = 0; i < layouts.size(); ++i) {
     if (plan_.factors[i].exchange == core::FactorExchange::kOwnersOwn) {
       const at::Tensor own =
-          accumulator_->slice(mean, layouts[i]).copy_(accumulator_->slice(accumulator_->running(), layouts[i]));
+          accumulator_.slice(mean, layouts[i]).copy_(accumulator_.slice(accumulator_.running(), layouts[i]));
       context_.comm->broadcast(own, plan_.factors[i].owner)->wait();
     }
   }

@@ -13,17 +13,16 @@ InverseExchange::InverseExchange(const core::KfacPlan& plan, const FactorAccumul
     : plan_(plan),
       accumulator_(accumulator),
       form_(form),
-      rank_(comm != nullptr ? comm->rank() : 0),
+      comm_(comm),
       place_(accumulator.layouts().size(), 0),
-      parcel_(place_.size(), -1),
-      comes_(place_.size(), false) {
+      parcel_(place_.size(), -1) {
   std::int64_t elements = 0;
   std::vector<std::size_t> travelling;
   for (int owner = 0; owner < plan.ranks; ++owner) {
     for (std::size_t i = 0; i < place_.size(); ++i) {
       if (!plan.factors[i].everyone_inverts && workers(i) > 1 && plan.factors[i].owner == owner) {
         place_[i] = elements;
-        elements += inverseElements(layout(i), form);
+        elements += layout(i).inverseElements(form);
         parcel_[i] = static_cast<int>(travelling.size());
         travelling.push_back(i);
       }
@@ -33,26 +32,22 @@ InverseExchange::InverseExchange(const core::KfacPlan& plan, const FactorAccumul
     return;
   }
   buffer_ = at::empty({elements}, accumulator.options());
-  std::vector<Delivery::Parcel> parcels;
   for (const std::size_t i : travelling) {
     const int owner = plan.factors[i].owner;
     const int layer_owner = plan.layer_owner[core::index(layout(i).layer)];
-    Delivery::Parcel parcel{packed(i), owner, {}, kfac_tags::kInverses + static_cast<int>(i)};
+    Communicator::Parcel parcel{packed(i), owner, {}, kfac_tags::kInverses + static_cast<int>(i)};
     for (int distance = 1; distance < plan.ranks; ++distance) {
       const int rank = (owner + distance) % plan.ranks;
       if (core::KfacPlan::isWorker(rank, layer_owner, workers(i), plan.ranks)) {
         parcel.to.push_back(rank);
-        comes_[i] = comes_[i] || rank == rank_;
       }
     }
-    parcels.push_back(std::move(parcel));
+    parcels_.push_back(std::move(parcel));
   }
-  parcels_ = parcels.size();
-  delivery_ = comm->deliver(std::move(parcels));
 }
 
 at::Tensor InverseExchange::packed(std::size_t number) const {
-  return buffer_.narrow(0, place_[number], inverseElements(layout(number), form_));
+  return buffer_.narrow(0, place_[number], layout(number).inverseElements(form_));
 }
 
 void InverseExchange::pack(std::size_t number, const FactorInverse& inverse) {
@@ -81,40 +76,63 @@ FactorInverse InverseExchange::unpacked(std::size_t number) const {
 }
 
 void InverseExchange::expect() {
-  if (delivery_) {
-    delivery_->begin(parcels_);
+  going_.clear();
+  coming_.assign(parcels_.size(), Communicator::Work());
+  for (std::size_t i = 0; i < parcels_.size() && comm_->overlaps(); ++i) {
+    if (parcels_[i].comesTo(comm_->rank())) {
+      coming_[i] = comm_->receive(parcels_[i].slice, parcels_[i].from, parcels_[i].tag);
+    }
   }
 }
 
 void InverseExchange::send(std::size_t factor_index, const FactorInverse& inverse) {
-  if (leavesHere(factor_index)) {
-    pack(factor_index, inverse);
-    delivery_->ready(core::index(parcel_[factor_index]));
+  if (!leavesHere(factor_index)) {
+    return;
+  }
+  pack(factor_index, inverse);
+  const Communicator::Parcel& parcel = parcels_[core::index(parcel_[factor_index])];
+  for (std::size_t i = 0; i < parcel.to.size() && comm_->overlaps(); ++i) {
+    going_.push_back(comm_->send(parcel.slice, parcel.to[i], parcel.tag));
   }
 }
 
-void InverseExchange::flush() {
-  if (delivery_) {
-    delivery_->flush();
+void InverseExchange::waitFor(std::size_t parcel) {
+  if (coming_[parcel]) {
+    coming_[parcel]->wait();
+    coming_[parcel].reset();
   }
 }
 
 void InverseExchange::take(std::size_t factor_index, FactorInverse& inverse) {
-  if (!comes_[factor_index]) {
+  if (!comes(factor_index)) {
     return;
   }
-  delivery_->wait(core::index(parcel_[factor_index]));
+  waitFor(core::index(parcel_[factor_index]));
   if (!std::isnan(packed(factor_index).select(0, 0).item<double>())) {
     inverse = unpacked(factor_index);
   }
 }
 
-void InverseExchange::takeAll(std::vector<FactorInverse>& inverses) {
+void InverseExchange::finish(std::vector<FactorInverse>& inverses) {
+  for (std::size_t i = 0; i < coming_.size(); ++i) {
+    waitFor(i);
+  }
+  for (const Communicator::Work& work : going_) {
+    work->wait();
+  }
+  going_.clear();
+  if (!parcels_.empty() && !comm_->overlaps()) {
+    comm_->bring(parcels_);
+    takeAll(inverses);
+  }
+}
+
+// With one question whether each was ever made.
+void InverseExchange::takeAll(std::vector<FactorInverse>& inverses) const {
   std::vector<std::size_t> coming;
   std::vector<at::Tensor> marks;
-  for (std::size_t i = 0; i < comes_.size(); ++i) {
-    if (comes_[i]) {
-      delivery_->wait(core::index(parcel_[i]));
+  for (std::size_t i = 0; i < inverses.size(); ++i) {
+    if (comes(i)) {
       coming.push_back(i);
       marks.push_back(packed(i).select(0, 0));
     }
@@ -127,12 +145,6 @@ void InverseExchange::takeAll(std::vector<FactorInverse>& inverses) {
     if (!never_made.const_data_ptr<bool>()[i]) {
       inverses[coming[i]] = unpacked(coming[i]);
     }
-  }
-}
-
-void InverseExchange::finish() {
-  if (delivery_) {
-    delivery_->finish();
   }
 }
 

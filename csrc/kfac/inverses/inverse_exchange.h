@@ -1,15 +1,14 @@
 // InverseExchange brings inverses to the ranks that precondition with them.
 //
 // An owner packs what it has made into a buffer in which inverses lie by owner, symmetric ones as triangles. Receivers
-// unpack from the same places. An update is expect(), then send() of each own inverse, flush(), take() of each other,
-// finish(). An inverse that travels as a message may be taken before flush().
+// unpack from the same places. An update is expect(), then send() of each own inverse, finish(). Where messages overlap
+// with what ranks compute (communicator.h), an inverse leaves in send(), and take() brings one before finish().
 //
 // Threads: the engine's lock. Errors of the group as they come.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -32,22 +31,25 @@ class InverseExchange {
   void expect();
   // One that this rank owns. Nothing where it stays.
   void send(std::size_t factor_index, const FactorInverse& inverse);
-  // What travels together is here afterwards.
-  void flush();
   // Another rank's, once it is here, in place of `inverse`; which stays where its owner has never made one, and where
   // none comes.
   void take(std::size_t factor_index, FactorInverse& inverse);
-  // All of them, with one question whether each was ever made. After flush(). inverses: [factor].
-  void takeAll(std::vector<FactorInverse>& inverses);
-  // Until what was sent has left.
-  void finish();
+  // Until what was sent has left. Takes those that travel together. inverses: [factor].
+  void finish(std::vector<FactorInverse>& inverses);
 
   std::size_t bytes() const { return buffer_.defined() ? buffer_.nbytes() : 0; }
 
  private:
   const FactorLayout& layout(std::size_t number) const { return accumulator_.layouts()[number]; }
   int workers(std::size_t number) const { return plan_.workers[static_cast<std::size_t>(layout(number).layer)]; }
-  bool leavesHere(std::size_t number) const { return parcel_[number] >= 0 && plan_.factors[number].owner == rank_; }
+  bool leavesHere(std::size_t number) const {
+    return parcel_[number] >= 0 && plan_.factors[number].owner == comm_->rank();
+  }
+  bool comes(std::size_t number) const {
+    return parcel_[number] >= 0 && parcels_[static_cast<std::size_t>(parcel_[number])].comesTo(comm_->rank());
+  }
+  void waitFor(std::size_t parcel);
+  void takeAll(std::vector<FactorInverse>& inverses) const;
   at::Tensor packed(std::size_t number) const;
   void pack(std::size_t number, const FactorInverse& inverse);
   FactorInverse unpacked(std::size_t number) const;
@@ -55,13 +57,13 @@ class InverseExchange {
   const core::KfacPlan& plan_;
   const FactorAccumulator& accumulator_;
   InverseForm form_;
-  int rank_;
+  Communicator* comm_;
   at::Tensor buffer_;                // what travels, by owner
   std::vector<std::int64_t> place_;  // [factor] in it
-  std::vector<int> parcel_;          // [factor] -1: does not travel
-  std::vector<bool> comes_;          // [factor] to this rank
-  std::size_t parcels_ = 0;
-  std::unique_ptr<Delivery> delivery_;  // null: nothing travels
+  std::vector<Communicator::Parcel> parcels_;
+  std::vector<int> parcel_;                 // [factor] -1: does not travel
+  std::vector<Communicator::Work> coming_;  // [parcel] of this update; null: not to this rank, or here
+  std::vector<Communicator::Work> going_;
 };
 
 }  // namespace torchext

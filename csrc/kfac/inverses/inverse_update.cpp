@@ -15,21 +15,16 @@ constexpr std::size_t kOnTheirWay = 8;
 
 }  // namespace
 
-InverseUpdate::InverseUpdate(KfacContext& context, std::shared_ptr<FactorAccumulator> accumulator,
-                             FactorExchange& factors, const core::KfacPlan& plan)
+InverseUpdate::InverseUpdate(KfacContext& context, const FactorAccumulator& accumulator, FactorExchange& factors,
+                             const core::KfacPlan& plan)
     : context_(context),
-      accumulator_(std::move(accumulator)),
+      accumulator_(accumulator),
       factors_(factors),
       plan_(plan),
-      inverter_{accumulator_, factors.summed(), factors.divisors(), context.options.form},
-      inverse_exchange_(plan, *accumulator_, context.options.form, context.comm.get()),
-      inverses_(accumulator_->layouts().size()),
+      inverse_exchange_(plan, accumulator, context.options.form, context.comm.get()),
+      inverses_(accumulator.layouts().size()),
       in_batches_(context.on_device),
-      overlaps_(plan.strategy != core::KfacStrategy::kDkfac && context.overlaps() && !in_batches_) {
-  if (context_.comm && overlaps_) {
-    factors_.handOverTo(this);
-  }
-}
+      overlaps_(plan.strategy != core::KfacStrategy::kDkfac && context.overlaps() && !in_batches_) {}
 
 // Whether a rank that owns one factor of a layer may not have the other, of which it needs the trace.
 bool InverseUpdate::tracesTravel() const {
@@ -42,45 +37,8 @@ bool InverseUpdate::tracesTravel() const {
   return false;
 }
 
-// What the arrival of a bucket makes possible is inverted, as far as that needs no more than factors.
-void InverseUpdate::follow(Communicator::Sum sum, std::size_t end) {
-  if (!background_) {
-    background_ = std::make_unique<BackgroundInverses>(context_.comm->watch());
-  }
-  if (background_->runs() == 0) {
-    followed_damping_ = context_.options.damping;
-  }
-  std::vector<std::size_t> factor_indices;
-  for (; followed_ + 1 < end; followed_ += 2) {
-    for (const std::size_t factor_index : {followed_, followed_ + 1}) {
-      if (!tracesTravel() && invertsHere(factor_index)) {
-        factor_indices.push_back(factor_index);
-      }
-    }
-  }
-  background_->follow(std::move(sum), std::move(factor_indices), inverter_, followed_damping_);
-}
-
-void InverseUpdate::waitFor(std::size_t buckets) {
-  if (background_) {
-    background_->waitForRuns(buckets);
-  }
-}
-
-void InverseUpdate::end() {
-  if (background_) {
-    background_->end();
-  }
-  followed_ = 0;
-}
-
-// Whether the thread was asked for inverses, and with the damping that is in force now.
-bool InverseUpdate::madeInBackground() const {
-  return background_ && !tracesTravel() && followed_damping_ == context_.options.damping;
-}
-
 void InverseUpdate::run(const Ready& ready) {
-  if (context_.comm && tracesTravel()) {
+  if (tracesTravel()) {
     sendTraces();
   }
   taken_ = 0;
@@ -89,7 +47,6 @@ void InverseUpdate::run(const Ready& ready) {
   inverse_exchange_.expect();
   invertBuckets(ready);
   invertCollected();
-  factors_.endBuckets();
   finishInverses(ready);
   traces_sum_.wait();  // where this rank inverts nothing
   traces_ = at::Tensor();
@@ -98,51 +55,75 @@ void InverseUpdate::run(const Ready& ready) {
 
 void InverseUpdate::sendTraces() {
   std::vector<at::Tensor> own;
-  for (const FactorLayout& layout : accumulator_->layouts()) {
-    own.push_back(accumulator_->traces(accumulator_->slice(accumulator_->running(), layout), layout));
+  for (const FactorLayout& of : accumulator_.layouts()) {
+    own.push_back(accumulator_.traces(accumulator_.slice(accumulator_.running(), of), of));
   }
   traces_ = at::cat(own);
   traces_sum_ = context_.comm->addUp(traces_);
 }
 
-// Of the mean of a factor whose bucket has come.
+// Of the mean of a factor whose bucket has come, [count] in float64.
 at::Tensor InverseUpdate::tracesOf(std::size_t factor_index) const {
   if (!traces_.defined()) {
-    return inverter_.traces(factor_index);
+    const at::Tensor sum = accumulator_.slice(factors_.summed(), layout(factor_index));
+    return accumulator_.traces(sum, layout(factor_index)) / factors_.divisor(factor_index);
   }
-  const auto& layouts = accumulator_->layouts();
   std::int64_t offset = 0;
   for (std::size_t i = 0; i < factor_index; ++i) {
-    offset += layouts[i].count;
+    offset += layout(i).count;
   }
-  return traces_.narrow(0, offset, layouts[factor_index].count) / context_.ranks;
+  return traces_.narrow(0, offset, layout(factor_index).count) / context_.ranks;
 }
 
-// Of the two factors of a layer, each [count]; undefined where it belongs to the product (kEigen).
+// Factored Tikhonov, of a layer's two factors by their traces: pi balances the damping by their mean eigenvalues. Each
+// [count]; undefined where damping belongs to the product (kEigen).
 std::array<at::Tensor, 2> InverseUpdate::dampingOfLayer(std::size_t first_factor) {
   if (context_.options.form == InverseForm::kEigen) {
     return {};
   }
   traces_sum_.wait();
-  return inverter_.dampings(first_factor, {tracesOf(first_factor), tracesOf(first_factor + 1)},
-                            context_.options.damping);
+  const at::Tensor outputs = tracesOf(first_factor) / static_cast<double>(layout(first_factor).dim);
+  const at::Tensor inputs = tracesOf(first_factor + 1) / static_cast<double>(layout(first_factor + 1).dim);
+  const double damping = context_.options.damping;
+  return {accumulator_.damping(outputs, inputs, damping), accumulator_.damping(inputs, outputs, damping)};
 }
 
+// The mean, [count, dim, dim]; of a diagonal factor [dim].
+at::Tensor InverseUpdate::factorOf(std::size_t factor_index) const {
+  const at::Tensor sum = accumulator_.slice(factors_.summed(), layout(factor_index));
+  const double divisor = factors_.divisor(factor_index);
+  return accumulator_.unpacked(divisor == 1 ? sum : sum / divisor, layout(factor_index));
+}
+
+// Or puts it off until all are collected. Where LAPACK gives up, the last good inverse is used on.
 void InverseUpdate::invert(std::size_t factor_index, const at::Tensor& damping) {
+  const bool eigen = context_.options.form == InverseForm::kEigen;
   InverseFailures& failures = context_.counters.failures;
-  FactorInverse inverse = madeInBackground() ? background_->collect(factor_index, failures)
-                                             : inverter_.invert(factor_index, damping, failures);
+  const FactorLayout& of = layout(factor_index);
+  FactorInverse inverse;
+  if (of.diagonal) {
+    const at::Tensor factor = factorOf(factor_index);
+    inverse.matrix = eigen ? factor.clamp_min(0) : (factor + damping).reciprocal();
+  } else if (in_batches_) {
+    collected_.push_back({factorOf(factor_index), damping, plan_.factors[factor_index].everyone_inverts});
+    collected_from_.push_back(factor_index);
+  } else if (eigen) {
+    inverse = decomposeFactor(factorOf(factor_index), failures);
+  } else {
+    const at::Tensor sum = accumulator_.slice(factors_.summed(), of);
+    inverse = invertFactor(sum, of.dim, factors_.divisor(factor_index), damping, failures);
+  }
   if (inverse.defined()) {
     inverses_[factor_index] = std::move(inverse);
   }
 }
 
 // The two factors of a layer, as far as this rank inverts them.
-void InverseUpdate::invertLayer(std::size_t first_factor, const Ready& ready) {
+void InverseUpdate::invertLayer(std::size_t first_factor) {
   if (!invertsHere(first_factor) && !invertsHere(first_factor + 1)) {
     return;
   }
-  const auto damping = madeInBackground() ? std::array<at::Tensor, 2>() : dampingOfLayer(first_factor);
+  const auto damping = dampingOfLayer(first_factor);
   for (const std::size_t side : {0, 1}) {
     const std::size_t factor_index = first_factor + side;
     if (!invertsHere(factor_index)) {
@@ -150,32 +131,13 @@ void InverseUpdate::invertLayer(std::size_t first_factor, const Ready& ready) {
     }
     {
       const ScopedTimer timer(context_.counters.invert_seconds);
-      if (in_batches_) {
-        collect(factor_index, damping.at(side));
-        continue;
-      }
       invert(factor_index, damping.at(side));
     }
-    const ScopedTimer timer(context_.counters.distribute_seconds);
-    inverse_exchange_.send(factor_index, inverses_[factor_index]);
+    if (!in_batches_) {
+      const ScopedTimer timer(context_.counters.distribute_seconds);
+      inverse_exchange_.send(factor_index, inverses_[factor_index]);
+    }
   }
-  // Where nobody else needs the inverses, others wait for what is made of them.
-  const int layer = accumulator_->layouts()[first_factor].layer;
-  if (overlaps_ && plan_.workers[core::index(layer)] == 1) {
-    ready(layer);
-  }
-}
-
-// Puts a factor off until all are collected; a diagonal one is inverted at once.
-void InverseUpdate::collect(std::size_t factor_index, const at::Tensor& damping) {
-  const FactorLayout& layout = accumulator_->layouts()[factor_index];
-  if (layout.diagonal) {
-    inverses_[factor_index] = inverter_.invertDiagonal(factor_index, damping);
-    return;
-  }
-  const at::Tensor factor = accumulator_->unpacked(inverter_.mean(factor_index), layout);
-  collected_.push_back({factor, damping, plan_.factors[factor_index].everyone_inverts});
-  collected_from_.push_back(factor_index);
 }
 
 void InverseUpdate::invertCollected() {
@@ -201,7 +163,7 @@ void InverseUpdate::invertCollected() {
 
 // Waits for buckets and inverts what has come: first those that have a factor of a layer that this rank inverts.
 void InverseUpdate::invertBuckets(const Ready& ready) {
-  const std::size_t factor_count = accumulator_->layouts().size();
+  const std::size_t factor_count = accumulator_.layouts().size();
   std::size_t next = 0;
   std::size_t begin = 0;
   for (std::size_t bucket = 0; bucket < factors_.started(); ++bucket) {
@@ -215,7 +177,7 @@ void InverseUpdate::invertBuckets(const Ready& ready) {
       factors_.waitForBucket(bucket);
     }
     for (; overlaps_ && next + 1 < end; next += 2) {
-      invertLayer(next, ready);
+      invertLayer(next);
     }
     if (overlaps_ && next > kOnTheirWay) {  // instead of idling until the next bucket has come
       takeInverses(next - kOnTheirWay, ready);
@@ -223,10 +185,10 @@ void InverseUpdate::invertBuckets(const Ready& ready) {
     begin = end;
   }
   for (; next < factor_count; next += 2) {
-    invertLayer(next, ready);
+    invertLayer(next);
   }
   const ScopedTimer timer(context_.counters.exchange_wait_seconds);
-  factors_.waitForBuckets();
+  factors_.endBuckets();
 }
 
 // Waits for other ranks' inverses up to factor `end`; the layers for which they come are ready.
@@ -237,22 +199,18 @@ void InverseUpdate::takeInverses(std::size_t end, const Ready& ready) {
       inverse_exchange_.take(taken_, inverses_[taken_]);
     }
     if (overlaps_ && taken_ % 2 == 1) {
-      ready(accumulator_->layouts()[taken_].layer);
+      ready(layout(taken_).layer);
     }
   }
 }
 
-// The rest of them. Where all come together, they are taken with one question to the device.
+// The rest of them.
 void InverseUpdate::finishInverses(const Ready& ready) {
   if (overlaps_) {
     takeInverses(inverses_.size(), ready);
   }
   const ScopedTimer timer(context_.counters.distribute_seconds);
-  inverse_exchange_.flush();
-  if (!overlaps_) {
-    inverse_exchange_.takeAll(inverses_);
-  }
-  inverse_exchange_.finish();
+  inverse_exchange_.finish(inverses_);
 }
 
 FactorInverse InverseUpdate::ofOwner(std::size_t factor_index) {
@@ -260,7 +218,7 @@ FactorInverse InverseUpdate::ofOwner(std::size_t factor_index) {
   if (!context_.comm) {
     return inverse;
   }
-  const FactorLayout& layout = accumulator_->layouts()[factor_index];
+  const FactorLayout& of = layout(factor_index);
   const core::FactorPlan& factor = plan_.factors[factor_index];
   const int owner = factor.everyone_inverts ? 0 : factor.owner;
   const at::Tensor has = at::full({1}, inverse.defined() ? 1 : 0, at::kLong);
@@ -269,12 +227,11 @@ FactorInverse InverseUpdate::ofOwner(std::size_t factor_index) {
     return {};
   }
   if (owner != context_.rank) {
-    const at::TensorOptions options = accumulator_->options();
-    inverse.matrix =
-        layout.diagonal ? at::empty({layout.dim}, options) : at::empty({layout.count, layout.dim, layout.dim}, options);
-    inverse.values = layout.diagonal || context_.options.form == InverseForm::kInverse
+    const at::TensorOptions options = accumulator_.options();
+    inverse.matrix = of.diagonal ? at::empty({of.dim}, options) : at::empty({of.count, of.dim, of.dim}, options);
+    inverse.values = of.diagonal || context_.options.form == InverseForm::kInverse
                          ? at::Tensor()
-                         : at::empty({layout.count, layout.dim}, options);
+                         : at::empty({of.count, of.dim}, options);
   }
   context_.comm->broadcast(inverse.matrix, owner)->wait();
   if (inverse.values.defined()) {
@@ -284,10 +241,10 @@ FactorInverse InverseUpdate::ofOwner(std::size_t factor_index) {
 }
 
 void InverseUpdate::load(std::size_t factor_index, const FactorInverse& inverse) {
-  const int layer = accumulator_->layouts()[factor_index].layer;
+  const int layer = layout(factor_index).layer;
   const bool used = plan_.preconditions(context_.rank, layer) || invertsHere(factor_index);
   const auto copy = [&](const at::Tensor& from) {
-    return from.defined() ? from.to(accumulator_->options(), false, true).contiguous() : at::Tensor();
+    return from.defined() ? from.to(accumulator_.options(), false, true).contiguous() : at::Tensor();
   };
   inverses_[factor_index] =
       used && inverse.defined() ? FactorInverse{copy(inverse.matrix), copy(inverse.values)} : FactorInverse{};

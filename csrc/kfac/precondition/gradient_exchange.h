@@ -1,14 +1,12 @@
-// GradientExchange brings directions to the ranks that have not computed them.
+// GradientExchange brings directions to the ranks that have not computed them, all at once.
 //
-// What travels is cut into instalments. Each leaves when its last direction is made; in steps that make inverses that
-// is while others are still made: a layer's direction follows as soon as both of its inverses are there. A step is
-// begin(), made() for each layer of all ranks' plan, finish().
+// Directions of one owner lie side by side, and travel together from its workers to the ranks that they serve. Of split
+// layers every rank's part travels to every other.
 //
 // Threads: the engine's lock. Errors of the group as they come.
 #pragma once
 
 #include <cstddef>
-#include <memory>
 #include <vector>
 
 #include "core/kfac/kfac_plan.h"
@@ -25,39 +23,13 @@ class GradientExchange {
   GradientExchange(const core::KfacPlan& plan, const Preconditioner& directions, const std::vector<bool>& at_home,
                    Communicator* comm);
 
-  // A step's.
-  void begin(bool with_those_at_home);
-  // Layers for whose directions others wait in this step, in the order in which they should be made.
-  std::vector<int> awaited() const;
-  // This rank's part of a layer's direction is made, or it has none: sends what that completes.
-  void made(int layer);
-  // When all are: until the others' are here, and the own ones have left.
-  void finish();
+  // When this rank's are made: until the others' are here, and the own ones have left.
+  void run(bool with_those_at_home);
 
  private:
-  // Directions that leave together, when all of them are made.
-  struct Instalment {
-    std::vector<int> layers;
-    int owner = 0;                 // kSplit: of each layer every rank makes its part
-    int workers = 0;               // that make them; see KfacPlan
-    std::size_t missing = 0;       // in this step so far
-    std::size_t parcels_end = 0;   // of the parcels that bring it
-    std::vector<std::size_t> own;  // of those, this rank's
-  };
-  static constexpr int kSplit = -1;
-
-  void add(int layer, int owner, int workers, bool at_home, bool joins_all);
-  at::Tensor sliceOf(const Instalment& instalment, int part) const;
-  std::vector<Delivery::Parcel> parcelsOf(const Instalment& instalment, int tag) const;
-
-  const Preconditioner& directions_;
-  int ranks_;
-  std::vector<Instalment> instalments_;
-  std::size_t always_ = 0;              // those that travel in all steps, which come first
-  bool last_at_home_ = false;           // whether the last of them does not
-  std::vector<int> instalment_of_;      // [layer] -1: all ranks make all of it
-  std::size_t in_play_ = 0;             // of the instalments, in this step
-  std::unique_ptr<Delivery> delivery_;  // null: one rank
+  Communicator* comm_;
+  std::vector<Communicator::Parcel> parcels_;
+  std::size_t always_ = 0;  // those that travel in all steps, which come first
 };
 
 }  // namespace torchext

@@ -61,13 +61,13 @@ GradientPreconditioner::GradientPreconditioner(KfacContext& context, const core:
       context_.on_device
           ? makeAtenPreconditioner(context_.layers, options, std::move(layout))
           : makeCpuPreconditioner(context_.layers, c10::typeMetaToScalarType(options.dtype()), std::move(layout));
-  gradient_exchange_ = std::make_unique<GradientExchange>(plan_, *preconditioner_, at_home, context_.comm.get());
+  gradient_exchange_.emplace(plan_, *preconditioner_, at_home, context_.comm.get());
 }
 
 bool GradientPreconditioner::keep(int layer, const at::Tensor& input, const at::Tensor& gradient) {
   if (ofRows(layer)) {
-    per_sample_->keep(layer, input, gradient);
-    return per_sample_->travels();
+    per_sample_->rows().keep(layer, input, gradient);
+    return per_sample_->rows().travels();
   }
   if (context_.updatesInverses()) {
     per_sample_plan_.see(layer, input.numel() / context_.layer(layer).inputs());
@@ -82,6 +82,7 @@ void GradientPreconditioner::begin() {
 }
 
 bool GradientPreconditioner::load(double scale, const std::vector<at::Tensor>& others) {
+  made_.assign(context_.layers.size(), false);
   if (rowsTravelNow()) {
     const ScopedTimer timer(context_.counters.exchange_wait_seconds);
     per_sample_->leave();
@@ -93,48 +94,40 @@ bool GradientPreconditioner::load(double scale, const std::vector<at::Tensor>& o
   return preconditioner_->collect(scale, others, compared);
 }
 
-void GradientPreconditioner::start() {
-  made_.assign(context_.layers.size(), false);
-  const ScopedTimer timer(context_.counters.distribute_seconds);
-  gradient_exchange_->begin(/*with_those_at_home=*/!rowsReplaceShares());
-}
-
-// This rank's part of a layer's direction; sends what that completes.
 void GradientPreconditioner::make(int layer) {
   if (made_[core::index(layer)]) {
     return;
   }
   made_[core::index(layer)] = true;
-  if (plan_.preconditions(context_.rank, layer) && !makeOfRows(layer)) {
-    const ScopedTimer timer(context_.counters.precondition_seconds);
-    const std::size_t outputs = context_.firstFactor(layer);
-    const auto make_part = [&](int part) {
-      preconditioner_->precondition(layer, part, inverses_[outputs + 1], inverses_[outputs], context_.options.form,
-                                    context_.options.damping);
-    };
-    const int parts = preconditioner_->parts(layer);
-    if (parts > 1 && ofRows(layer) && rowsReplaceShares()) {  // refused: each rank makes all of it, and sends none
-      for (int part = 0; part < parts; ++part) {
-        make_part(part);
-      }
-    } else {
-      make_part(parts > 1 ? context_.rank : 0);
-    }
+  if (!plan_.preconditions(context_.rank, layer) || makeOfRows(layer)) {
+    return;
   }
-  const ScopedTimer timer(context_.counters.distribute_seconds);
-  gradient_exchange_->made(layer);
+  const ScopedTimer timer(context_.counters.precondition_seconds);
+  const std::size_t outputs = context_.firstFactor(layer);
+  const auto make_part = [&](int part) {
+    preconditioner_->precondition(layer, part, inverses_[outputs + 1], inverses_[outputs], context_.options.form,
+                                  context_.options.damping);
+  };
+  const int parts = preconditioner_->parts(layer);
+  if (parts > 1 && ofRows(layer) && rowsReplaceShares()) {  // refused: each rank makes all of it, and sends none
+    for (int part = 0; part < parts; ++part) {
+      make_part(part);
+    }
+  } else {
+    make_part(parts > 1 ? context_.rank : 0);
+  }
 }
 
-void GradientPreconditioner::finish() {
-  for (const int layer : gradient_exchange_->awaited()) {
-    make(layer);
-  }
+void GradientPreconditioner::makeRest() {
   for (int layer = 0; layer < context_.layerCount(); ++layer) {
     make(layer);
   }
+}
+
+void GradientPreconditioner::exchange() {
   {
     const ScopedTimer timer(context_.counters.distribute_seconds);
-    gradient_exchange_->finish();
+    gradient_exchange_->run(/*with_those_at_home=*/!rowsReplaceShares());
   }
   if (rowsTravelNow()) {
     takeWritten();
@@ -162,7 +155,7 @@ void GradientPreconditioner::skip() {
 void GradientPreconditioner::forget() {
   per_sample_plan_.forget();
   if (per_sample_) {
-    per_sample_->forget();
+    per_sample_->rows().forget();
   }
 }
 
@@ -189,7 +182,8 @@ bool GradientPreconditioner::makeOfRows(int layer) {
   KfacCounters& counters = context_.counters;
   PerSampleProduct made;
   {
-    const ScopedTimer timer(per_sample_->travels() ? counters.exchange_wait_seconds : counters.precondition_seconds);
+    const ScopedTimer timer(per_sample_->rows().travels() ? counters.exchange_wait_seconds
+                                                          : counters.precondition_seconds);
     made = per_sample_->made(layer);
   }
   const ScopedTimer timer(counters.precondition_seconds);
@@ -204,7 +198,7 @@ bool GradientPreconditioner::makeOfRows(int layer) {
 
 void GradientPreconditioner::takeWritten() {
   const ScopedTimer timer(context_.counters.precondition_seconds);
-  for (const RowExchange::Matrix& layer : per_sample_->layers()) {
+  for (const RowExchange::Matrix& layer : per_sample_->rows().matrices()) {
     preconditioner_->takeWritten(layer.number, per_sample_->written(layer.number));
   }
 }
@@ -236,13 +230,13 @@ void GradientPreconditioner::planRows(const at::Tensor& counts) {
     per_sample_.reset();
     return;
   }
-  if (!per_sample_ || !hasPlaces(per_sample_->layers(), layers)) {
+  if (!per_sample_ || !hasPlaces(per_sample_->rows().matrices(), layers)) {
     per_sample_ = std::make_unique<PerSamplePreconditioner>(std::move(layers), preconditioner_->options(),
                                                             context_.comm.get(), kfac_tags::kRows);
     row_scaling_.reset();
   }
-  for (const RowExchange::Matrix& layer : per_sample_->layers()) {
-    per_sample_->expect(layer.number, counts[context_.rank][layer.number].item<std::int64_t>());
+  for (const RowExchange::Matrix& layer : per_sample_->rows().matrices()) {
+    per_sample_->rows().expect(layer.number, counts[context_.rank][layer.number].item<std::int64_t>());
   }
   prepareRows();
 }
@@ -254,7 +248,7 @@ void GradientPreconditioner::inversesChanged() {
 
 void GradientPreconditioner::prepareRows() {
   for (int layer = 0; per_sample_ && layer < context_.layerCount(); ++layer) {
-    if (per_sample_->has(layer)) {
+    if (per_sample_->rows().has(layer)) {
       const KfacLayerSpec& spec = context_.layer(layer);
       const std::size_t outputs = context_.firstFactor(layer);
       per_sample_->prepare(layer, {inverses_[outputs + 1], inverses_[outputs], spec.bias && spec.bias->requires_grad(),

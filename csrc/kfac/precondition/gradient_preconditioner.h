@@ -1,10 +1,10 @@
 // GradientPreconditioner replaces a step's gradients by K-FAC's preconditioned gradients (directions), on all ranks.
 //
-// The path of the data. A step is load(), start(), make() of each layer, finish(), write(). The first reads .grad. Each
-// make() computes this rank's part of a layer's direction (preconditioner.h), and sends it when that completes a
-// message (gradient_exchange.h). In steps that make inverses a layer is made when its inverses are there, while later
-// ones travel. The rest is made in finish(), first what others wait for; it returns when all directions are here. Last,
-// write() scales them by the KL clip and stores them into .grad.
+// The path of the data. A step is load(), make() of each layer, exchange(), write(). The first reads .grad. Each make()
+// computes this rank's part of a layer's direction (preconditioner.h). In steps that make inverses a layer is made when
+// its inverses are there, while later ones travel; the rest in makeRest(). Then exchange() brings directions to the
+// ranks that have not made them (gradient_exchange.h). Last, write() scales them by the KL clip and stores them into
+// .grad.
 //
 // Directions of rows. In steps that make no inverses ranks gather the rows of which Linear layers' gradients are made,
 // where the costs say so (per_sample_plan.h). Directions are made of those rows (per_sample_preconditioner.h), which
@@ -38,7 +38,7 @@ class GradientPreconditioner {
                          const at::TensorOptions& options, bool tiles, const std::vector<FactorInverse>& inverses);
 
   // Whether a layer's direction is made of rows in this step.
-  bool ofRows(int layer) const { return per_sample_ && !context_.updatesInverses() && per_sample_->has(layer); }
+  bool ofRows(int layer) const { return per_sample_ && !context_.updatesInverses() && per_sample_->rows().has(layer); }
   // A call of a layer in the backward pass. True: begin() is to be called when that pass has ended.
   bool keep(int layer, const at::Tensor& input, const at::Tensor& gradient);
   void begin();
@@ -46,10 +46,11 @@ class GradientPreconditioner {
   // Reads .grad, times `scale`, and sends what rows have not left yet. False: one of these gradients, or of `others`,
   // is not finite.
   bool load(double scale, const std::vector<at::Tensor>& others);
-  void start();
-  // Nothing where that is done.
+  // This rank's part of a layer's direction. Nothing where that is done.
   void make(int layer);
-  void finish();
+  void makeRest();
+  // Until all directions are here.
+  void exchange();
   // rates: of each layer, for the clip.
   void write(const std::vector<double>& rates);
   // Ends a step after load() without it.
@@ -65,7 +66,7 @@ class GradientPreconditioner {
   void inversesChanged();
 
   double clip() const { return preconditioner_->clip(); }  // nu of the last step
-  std::size_t rowLayers() const { return per_sample_ ? per_sample_->layers().size() : 0; }
+  std::size_t rowLayers() const { return per_sample_ ? per_sample_->rows().matrices().size() : 0; }
   std::size_t bytes() const { return preconditioner_->bytes() + (per_sample_ ? per_sample_->bytes() : 0); }
 
  private:
@@ -82,7 +83,7 @@ class GradientPreconditioner {
   const std::vector<FactorInverse>& inverses_;
   PerSamplePlan per_sample_plan_;
   std::unique_ptr<Preconditioner> preconditioner_;
-  std::unique_ptr<GradientExchange> gradient_exchange_;
+  std::optional<GradientExchange> gradient_exchange_;    // made with the preconditioner
   std::vector<bool> made_;                               // [layer] its direction, in this step, here
   std::unique_ptr<PerSamplePreconditioner> per_sample_;  // null: of no layer
   bool rows_void_ = false;                               // this step's directions of rows are of other inverses

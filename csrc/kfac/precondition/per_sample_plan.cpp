@@ -53,7 +53,7 @@ at::Tensor PerSamplePlan::ownCounts() const {
 
 std::vector<RowExchange::Matrix> PerSamplePlan::choose(const at::Tensor& counts,
                                                        const Preconditioner& preconditioner) const {
-  const auto width = c10::elementSize(preconditioner.type());
+  const auto width = preconditioner.options().dtype().itemsize();
   const auto count_of = counts.accessor<std::int64_t, 2>();
   std::vector<core::RowLayer> candidates;
   std::vector<std::int64_t> places;

@@ -68,7 +68,7 @@ WrittenDirection PerSamplePreconditioner::write(int layer, Ahead& ahead, const W
 }
 
 void PerSamplePreconditioner::begin() {
-  if (!thread_ || following_ || left_.size() != layers().size()) {
+  if (!thread_ || following_ || left_.size() != rows_.matrices().size()) {
     return;
   }
   following_ = true;
@@ -80,7 +80,7 @@ void PerSamplePreconditioner::begin() {
   std::vector<std::shared_ptr<RowExchange::Message>> messages;
   std::vector<std::size_t> keys;
   std::map<int, Source> sources;
-  for (const RowExchange::Matrix& layer : layers()) {
+  for (const RowExchange::Matrix& layer : rows_.matrices()) {
     const auto& message = left_.at(layer.number);
     if (messages.empty() || messages.back() != message) {
       messages.push_back(message);
@@ -88,8 +88,10 @@ void PerSamplePreconditioner::begin() {
     keys.push_back(keyOfMade(layer.number));
     sources[layer.number] = {message, inverses_[layer.number], ahead_ ? placeFor(layer) : WrittenDirection()};
   }
-  for (std::size_t i = 0; i < layers().size() && ahead_; ++i) {
-    keys.push_back(keyOfWritten(layers()[i].number));
+  for (const RowExchange::Matrix& layer : rows_.matrices()) {
+    if (ahead_) {
+      keys.push_back(keyOfWritten(layer.number));
+    }
   }
   const auto wait = [messages = std::move(messages)] {
     for (const auto& message : messages) {

@@ -1,8 +1,8 @@
 // PerSamplePreconditioner: directions of Linear layers that are made of the rows of all ranks' batches, while the
 // gradients themselves are on their way.
 //
-// The path of the data. keep() takes the rows of a call, and they travel (row_exchange.h). A thread makes
-// directions of them (per_sample_product.h) from begin() on, which is when the backward pass has nothing left to
+// The path of the data. rows() takes the rows of a call, and they travel (row_exchange.h). A thread makes directions of
+// them (per_sample_product.h) from begin() on, which is when the backward pass has nothing left to
 // compute but waits for DDP, and once those of all layers are here, for then that is so on all ranks: before, it would
 // take a processor's time from what others wait for. made() is asked for them in step(), when the gradients are there
 // to be compared with. Where no rows travel, between ranks that share memory and in one process, there is no thread:
@@ -41,9 +41,9 @@ class PerSamplePreconditioner {
   PerSamplePreconditioner(std::vector<RowExchange::Matrix> layers, const at::TensorOptions& options, Communicator* comm,
                           int tag);
 
-  const std::vector<RowExchange::Matrix>& layers() const { return rows_.matrices(); }
-  bool has(int layer) const { return rows_.has(layer); }
-  bool travels() const { return rows_.travels(); }
+  // Takes rows, and says of which layers; leave() and next() of it are this object's.
+  RowExchange& rows() { return rows_; }
+  const RowExchange& rows() const { return rows_; }
   // What directions are made with from the next step on.
   struct Inverses {
     FactorInverse of_inputs;  // undefined: never made, and so no direction is
@@ -52,10 +52,6 @@ class PerSamplePreconditioner {
     std::shared_ptr<TiledDirection> tiled;  // null: by BLAS
   };
   void prepare(int layer, Inverses inverses) { inverses_[layer] = std::move(inverses); }
-  void expect(int layer, std::int64_t rows) { rows_.expect(layer, rows); }
-  void keep(int layer, const at::Tensor& input, const at::Tensor& gradient) { rows_.keep(layer, input, gradient); }
-  // Drops what was kept and has not left.
-  void forget() { rows_.forget(); }
   // Has directions made, if all rows have left. Never blocks.
   void begin();
   // Sends what has not left yet, and begins. Every rank does so once a step.

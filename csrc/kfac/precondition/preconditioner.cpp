@@ -3,20 +3,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "kfac/linalg/matrix_product.h"
 #include "kfac/precondition/tiled_direction.h"
 
 namespace torchext {
 namespace {
 
 using Kind = KfacLayerSpec::Kind;
-
-template <class T>
-void multiplySquares(const at::Tensor& square, at::Tensor& result) {
-  const std::int64_t size = square.size(0);
-  const T* data = square.const_data_ptr<T>();
-  multiply(false, true, size, size, size, data, size, data, size, T(0), result.mutable_data_ptr<T>(), size);
-}
 
 }  // namespace
 
@@ -28,20 +20,21 @@ Preconditioner::Preconditioner(const std::vector<KfacLayerSpec>& layers, const a
   places_.resize(layers.size());
   for (std::size_t layer = 0; layer < layers.size(); ++layer) {
     offsets_[layer] = total;
-    total += size(static_cast<int>(layer));
+    total += layers[layer].elements();
     places_[layer].resize(static_cast<std::size_t>(parts_[layer]));
     most = std::max(most, parts_[layer]);
   }
   std::int64_t end = 0;
   const auto append = [&](int layer, int part) {
     places_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(part)] = end;
-    end += rows(layer) * (column(layer, part + 1) - column(layer, part));
+    end += spec(layer).rows() * (column(layer, part + 1) - column(layer, part));
   };
   for (const int layer : layout.order) {
-    (parts_[static_cast<std::size_t>(layer)] > 1 ? split_ : whole_).push_back(layer);
-  }
-  for (const int layer : whole_) {
-    append(layer, 0);
+    if (parts(layer) > 1) {
+      split_.push_back(layer);
+    } else {
+      append(layer, 0);
+    }
   }
   for (int part = 0; part < most; ++part) {
     for (const int layer : split_) {
@@ -61,63 +54,16 @@ bool Preconditioner::usesTiles(const KfacLayerSpec& spec, InverseForm form) {
          TiledDirection::pays(spec.outputs(), spec.inputDim());
 }
 
-bool Preconditioner::hasTiles(const KfacContext& context, at::ScalarType type) {
-  const KfacOptions& options = context.options;
-  return options.precision == DirectionPrecision::kHigh && !context.on_device && type == at::kFloat &&
-         std::any_of(context.layers.begin(), context.layers.end(),
-                     [&](const auto& spec) { return usesTiles(spec, options.form); }) &&
-         TiledDirection::available();
-}
-
-std::function<int()> Preconditioner::exampleProducts(const KfacContext& context, const at::TensorOptions& options,
-                                                     std::int64_t size, bool tiles) {
-  const at::Tensor square = at::ones({size, size}, options);
-  at::Tensor result = at::empty_like(square);
-  if (tiles) {
-    const auto direction = std::make_shared<TiledDirection>();
-    const auto work = std::make_shared<TiledDirection::Work>();
-    direction->prepare(square.unsqueeze(0), square.unsqueeze(0), /*begin=*/0, size);
-    return [=] {
-      direction->compute({square.const_data_ptr<float>(), nullptr, size},
-                         {result.mutable_data_ptr<float>(), nullptr, size}, *work);
-      return 2;
-    };
-  }
-  if (context.on_device) {
-    return [square, result]() mutable {
-      at::mm_out(result, square, square);
-      return 1;
-    };
-  }
-  const auto multiply_squares = options.dtype() == at::kDouble ? &multiplySquares<double> : &multiplySquares<float>;
-  return [=]() mutable {
-    multiply_squares(square, result);
-    return 1;
-  };
-}
-
-std::int64_t Preconditioner::size(int layer) const {
-  const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  return spec.groups * spec.outputs() * spec.inputDim();
-}
-
-std::int64_t Preconditioner::rows(int layer) const {
-  const KfacLayerSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  return spec.kind == Kind::kEmbedding ? spec.weight.size(0) : spec.groups * spec.outputs();
-}
-
-std::int64_t Preconditioner::column(int layer, int part) const {
-  return size(layer) / rows(layer) * part / parts(layer);
-}
+std::int64_t Preconditioner::column(int layer, int part) const { return spec(layer).width() * part / parts(layer); }
 
 at::Tensor Preconditioner::slice(int layer) const {
-  return preconditioned_.narrow(0, places_[static_cast<std::size_t>(layer)][0], size(layer));
+  return preconditioned_.narrow(0, places_[static_cast<std::size_t>(layer)][0], spec(layer).elements());
 }
 
 at::Tensor Preconditioner::splitSlice(int part, int first, int last) const {
   const std::int64_t from = place(first, part);
   const std::int64_t columns = column(last, part + 1) - column(last, part);
-  return preconditioned_.narrow(0, from, place(last, part) + rows(last) * columns - from);
+  return preconditioned_.narrow(0, from, place(last, part) + spec(last).rows() * columns - from);
 }
 
 void Preconditioner::findActive() {

@@ -13,7 +13,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -21,7 +20,6 @@
 #include <ATen/ATen.h>
 
 #include "kfac/base/kfac_layer.h"
-#include "kfac/comm/kfac_context.h"
 #include "kfac/linalg/factor_inverse.h"
 #include "kfac/precondition/per_sample_product.h"
 #include "kfac/precondition/tiled_direction.h"
@@ -42,12 +40,6 @@ class Preconditioner {
   static bool splits(const KfacLayerSpec& spec, InverseForm form);
   // Whether a layer is one for the tiles, where the processor has them.
   static bool usesTiles(const KfacLayerSpec& spec, InverseForm form);
-
-  // Whether they are to be used here, for any layer of a model with directions of that type.
-  static bool hasTiles(const KfacContext& context, at::ScalarType type);
-  // Products of two square matrices, as directions are made of, for a clock; each call says how many it makes.
-  static std::function<int()> exampleProducts(const KfacContext& context, const at::TensorOptions& options,
-                                              std::int64_t size, bool tiles);
 
   // Copies the parameters' gradients, times `scale`. Layers whose weight has none take no part. False: one of them, or
   // of `others`, is not finite. of_rows: layers, in one part, for which takeRows() may be called; empty: none.
@@ -71,10 +63,8 @@ class Preconditioner {
   virtual std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip) = 0;
   virtual double clip() const = 0;  // nu of the last write()
 
-  at::ScalarType type() const { return gradients_.scalar_type(); }
   at::TensorOptions options() const { return gradients_.options(); }  // type and device
-  // Layers in one part, and those that are split, as they lie in the buffer.
-  const std::vector<int>& whole() const { return whole_; }
+  // Layers that are split, as they lie in the buffer.
   const std::vector<int>& split() const { return split_; }
   at::Tensor slice(int layer) const;  // of the directions, of a layer in one part
   // That part of some layers that are split: from `first` to `last` of split(), and of those between.
@@ -85,14 +75,12 @@ class Preconditioner {
   // layers outlive this. options: kFloat or kDouble, and the device.
   Preconditioner(const std::vector<KfacLayerSpec>& layers, const at::TensorOptions& options, Layout layout);
 
-  const std::vector<KfacLayerSpec>& layers() const { return layers_; }
+  int count() const { return static_cast<int>(layers_.size()); }
+  const KfacLayerSpec& spec(int layer) const { return layers_[static_cast<std::size_t>(layer)]; }
   // Finds out which layers are active: those whose weight has a gradient.
   void findActive();
   // Undefined without a bias, and where it was frozen in training: its column is zero then, and goes nowhere.
   at::Tensor biasGradient(int layer) const;
-  std::int64_t size(int layer) const;
-  std::int64_t rows(int layer) const;
-  std::int64_t width(int layer) const { return size(layer) / rows(layer); }
   // Columns of a part begin here; those of part + 1 are the end.
   std::int64_t column(int layer, int part) const;
   std::int64_t offset(int layer) const { return offsets_[static_cast<std::size_t>(layer)]; }
@@ -107,7 +95,6 @@ class Preconditioner {
   std::vector<int> parts_;                         // [layer]
   std::vector<std::int64_t> offsets_;              // [layer] in the gradients
   std::vector<std::vector<std::int64_t>> places_;  // [layer][part] in the directions
-  std::vector<int> whole_;
   std::vector<int> split_;
   std::vector<bool> active_;  // [layer]
   at::Tensor gradients_;

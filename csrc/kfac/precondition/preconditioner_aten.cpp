@@ -22,15 +22,15 @@ class AtenPreconditioner final : public Preconditioner {
   double clip() const override { return clip_.defined() ? clip_.item<double>() : 1; }
 
  private:
-  const KfacLayerSpec& spec(int layer) const { return layers()[static_cast<std::size_t>(layer)]; }
-  int count() const { return static_cast<int>(layers().size()); }
   // [rows, width]; [rows, columns] of a part.
   at::Tensor gradient(int layer) const {
-    return gradients().narrow(0, offset(layer), size(layer)).view({rows(layer), width(layer)});
+    return gradients().narrow(0, offset(layer), spec(layer).elements()).view({spec(layer).rows(), spec(layer).width()});
   }
   at::Tensor direction(int layer, int part) const {
     const std::int64_t columns = column(layer, part + 1) - column(layer, part);
-    return preconditioned().narrow(0, place(layer, part), rows(layer) * columns).view({rows(layer), columns});
+    return preconditioned()
+        .narrow(0, place(layer, part), spec(layer).rows() * columns)
+        .view({spec(layer).rows(), columns});
   }
   at::Tensor product(int layer) const;
   // Pairs of a parameter's gradient and its elements in [rows, width] of the layer.
@@ -45,7 +45,7 @@ class AtenPreconditioner final : public Preconditioner {
 
 void AtenPreconditioner::append(int layer, const at::Tensor& matrix, Pairs& pairs) const {
   const KfacLayerSpec& of = spec(layer);
-  const std::int64_t inputs = width(layer) - (of.bias ? 1 : 0);
+  const std::int64_t inputs = spec(layer).width() - (of.bias ? 1 : 0);
   pairs.own.push_back(of.weight.grad());
   pairs.ours.push_back(matrix.narrow(1, 0, inputs).view(of.weight.sizes()));
   if (const at::Tensor bias = biasGradient(layer); bias.defined()) {
@@ -65,7 +65,7 @@ bool AtenPreconditioner::collect(double scale, const std::vector<at::Tensor>& ot
       gradient(layer).zero_();
     }
     if (active(layer) && spec(layer).bias && !biasGradient(layer).defined()) {
-      gradient(layer).select(1, width(layer) - 1).zero_();
+      gradient(layer).select(1, spec(layer).width() - 1).zero_();
     }
   }
   if (!pairs.own.empty()) {

@@ -68,11 +68,9 @@ class CpuPreconditioner final : public Preconditioner {
   double product(int layer) const;
   void writeLayer(int layer, double factor);
   bool writeAhead(int layer, double factor);
-  void forgetSources() { sources_.assign(layers().size(), Source()); }
-  const KfacLayerSpec& spec(int layer) const { return layers()[static_cast<std::size_t>(layer)]; }
+  void forgetSources() { sources_.assign(static_cast<std::size_t>(count()), Source()); }
   const Source& source(int layer) const { return sources_[static_cast<std::size_t>(layer)]; }
-  int count() const { return static_cast<int>(layers().size()); }
-  std::int64_t inputs(int layer) const { return width(layer) - (spec(layer).bias ? 1 : 0); }
+  std::int64_t inputs(int layer) const { return spec(layer).width() - (spec(layer).bias ? 1 : 0); }
   Columns columns(int layer, int part) const {
     const std::int64_t begin = column(layer, part);
     const std::int64_t end = column(layer, part + 1);
@@ -122,7 +120,7 @@ template <class T>
 bool CpuPreconditioner<T>::collectLayer(int layer, T scale, bool compared) {
   Source& from = sources_[static_cast<std::size_t>(layer)];
   T* copy = gradients().template mutable_data_ptr<T>() + offset(layer);
-  const std::int64_t of_weight = rows(layer) * inputs(layer);
+  const std::int64_t of_weight = spec(layer).rows() * inputs(layer);
   const auto take = [&](const at::Tensor& gradient, std::int64_t elements, T* to, at::Tensor& held) -> const T* {
     if (!gradient.defined()) {
       std::fill(to, to + elements, T(0));
@@ -140,14 +138,15 @@ bool CpuPreconditioner<T>::collectLayer(int layer, T scale, bool compared) {
   from.weight_data = take(spec(layer).weight.grad(), of_weight, copy, from.weight);
   bool finite = false;
   if (compared) {  // of memory read once: what is not finite stays so in a sum
-    from.times_signs = timesSigns(from.weight_data, rows(layer), inputs(layer));
+    from.times_signs = timesSigns(from.weight_data, spec(layer).rows(), inputs(layer));
     finite =
         std::all_of(from.times_signs.begin(), from.times_signs.end(), [](double sum) { return std::isfinite(sum); });
   }
   finite = finite || allFinite(from.weight_data, of_weight);
   if (spec(layer).bias) {
-    from.bias_data = take(active(layer) ? biasGradient(layer) : at::Tensor(), rows(layer), copy + of_weight, from.bias);
-    finite = finite && allFinite(from.bias_data, rows(layer));
+    from.bias_data =
+        take(active(layer) ? biasGradient(layer) : at::Tensor(), spec(layer).rows(), copy + of_weight, from.bias);
+    finite = finite && allFinite(from.bias_data, spec(layer).rows());
   }
   return finite;
 }
@@ -160,13 +159,14 @@ void CpuPreconditioner<T>::precondition(int layer, int part, const FactorInverse
   const T* grad = source(layer).weight_data;
   const T* bias = source(layer).bias_data;
   T* to = preconditioned().template mutable_data_ptr<T>() + place(layer, part);
-  T* to_bias = to + rows(layer) * columns.of_weight;
+  const std::int64_t rows = spec(layer).rows();
+  T* to_bias = to + rows * columns.of_weight;
   if (!active(layer) || !inverse_of_inputs.defined() || !inverse_of_outputs.defined()) {
-    for (std::int64_t row = 0; row < rows(layer); ++row) {
+    for (std::int64_t row = 0; row < rows; ++row) {
       to = std::copy_n(grad + row * in + columns.begin, columns.of_weight, to);
     }
     if (columns.bias) {
-      std::copy_n(bias, rows(layer), to_bias);
+      std::copy_n(bias, rows, to_bias);
     }
     return;
   }
@@ -211,7 +211,7 @@ void CpuPreconditioner<T>::preconditionOnTiles(int layer, int part, const Factor
     TiledDirection& tiled = *tiled_[static_cast<std::size_t>(layer)];
     tiled.prepare(inverse_of_outputs.matrix, inverse_of_inputs.matrix, of.begin, of.of_weight + (of.bias ? 1 : 0));
     T* to = preconditioned().template mutable_data_ptr<T>() + place(layer, part);
-    T* to_bias = of.bias ? to + rows(layer) * of.of_weight : nullptr;
+    T* to_bias = of.bias ? to + spec(layer).rows() * of.of_weight : nullptr;
     tiled.compute({source(layer).weight_data, source(layer).bias_data, inputs(layer)}, {to, to_bias, of.of_weight},
                   tiled_work_);
   }
@@ -270,9 +270,9 @@ double CpuPreconditioner<T>::product(int layer) const {
     const Columns of = columns(layer, part);
     const T* grad = source(layer).weight_data + of.begin;
     const T* found = direction(layer, part);
-    sum += dotProduct(grad, inputs(layer), found, of.of_weight, rows(layer), of.of_weight);
+    sum += dotProduct(grad, inputs(layer), found, of.of_weight, spec(layer).rows(), of.of_weight);
     if (of.bias) {
-      sum += dotProduct(source(layer).bias_data, found + rows(layer) * of.of_weight, rows(layer));
+      sum += dotProduct(source(layer).bias_data, found + spec(layer).rows() * of.of_weight, spec(layer).rows());
     }
   }
   return sum;
@@ -330,7 +330,7 @@ void CpuPreconditioner<T>::writeLayer(int layer, double factor) {
                              weight.mutable_data_ptr<T>(), bias.defined() ? bias.mutable_data_ptr<T>() : nullptr,
                              tiled_work_);
   }
-  const std::int64_t rows = this->rows(layer);
+  const std::int64_t rows = spec(layer).rows();
   const std::int64_t stride = inputs(layer);
   for (int part = 0; part < parts(layer) && !row_factor; ++part) {
     const Columns columns = this->columns(layer, part);

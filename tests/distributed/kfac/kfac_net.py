@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torchext.optim import KFAC, KFACPreconditioner
 
 both = pytest.mark.parametrize("queued", [False, True], ids=["cpu", "queued"])
+# Where the two paths differ in their arithmetic alone, which tests with `both` compare.
+mostly_cpu = pytest.mark.parametrize(
+    "queued", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["cpu", "queued"]
+)
 
 
 def use_path(queued: bool) -> None:

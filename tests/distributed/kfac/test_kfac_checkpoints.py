@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from attached import equal_everywhere, flat
 from harness import Rank, run_ranks
-from kfac_net import OPTIONS, Net, both, train, use_path
+from kfac_net import OPTIONS, Net, train, use_path
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,8 +46,15 @@ def weights_after(steps: int) -> Any:
     return model.state_dict()
 
 
-@both
-@pytest.mark.parametrize(("before", "after"), [("pad", "spd"), ("mem-opt", "pad")])
+@pytest.mark.parametrize(
+    ("before", "after", "queued"),
+    [
+        ("pad", "spd", False),
+        ("mem-opt", "pad", True),
+        pytest.param("pad", "spd", True, marks=pytest.mark.slow),
+        pytest.param("mem-opt", "pad", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_loads_at_another_world_size_and_strategy(before: str, after: str, queued: bool) -> None:
     weights = weights_after(4)
     saved = run_ranks(body_save, 3, before, queued)[0]

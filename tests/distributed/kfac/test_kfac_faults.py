@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from attached import equal_everywhere, flat
 from harness import Rank, launch, run_ranks
-from kfac_net import EXACT, OPTIONS, Net, Uneven, both, train, use_path, whole_batch
+from kfac_net import EXACT, OPTIONS, Net, Uneven, both, mostly_cpu, train, use_path, whole_batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,7 +34,7 @@ def body_skip_uneven(rank: Rank, queued: bool) -> int:
     return int(optimizer.stats()["skipped"])
 
 
-@both
+@mostly_cpu
 def test_a_skipped_step_ends_what_it_had_sent(queued: bool) -> None:
     assert run_ranks(body_skip_uneven, 2, queued) == [1, 1]
 
@@ -57,7 +57,7 @@ def body_left_out(rank: Rank, interval: int, queued: bool) -> int:
     return int(optimizer.stats()["steps"])
 
 
-@both
+@mostly_cpu
 @pytest.mark.parametrize("interval", [1, 3])
 def test_steps_left_out_by_hand_on_all_ranks(interval: int, queued: bool) -> None:
     assert run_ranks(body_left_out, 2, interval, queued) == [11, 11]
@@ -79,7 +79,7 @@ def body_left_out_empty(rank: Rank, queued: bool) -> int:
     return int(optimizer.stats()["steps"])
 
 
-@both
+@mostly_cpu
 def test_a_step_left_out_where_one_rank_had_nothing(queued: bool) -> None:
     assert run_ranks(body_left_out_empty, 2, queued) == [7, 7]
 
@@ -106,7 +106,7 @@ def body_left_out_on_one(rank: Rank, queued: bool) -> tuple[list[str], int]:
     return errors, optimizer.stats()["steps"]
 
 
-@both
+@mostly_cpu
 def test_a_step_left_out_on_one_rank_is_an_error_on_all(queued: bool) -> None:
     for errors, steps in run_ranks(body_left_out_on_one, 3, queued):
         assert len(errors) == 1
@@ -142,7 +142,7 @@ def body_left_out_early(rank: Rank, queued: bool) -> tuple[int, int, int]:
     return stats["steps"], stats["factor_updates"], stats["inverse_updates"]
 
 
-@both
+@mostly_cpu
 def test_a_step_left_out_on_one_rank_changes_nothing(queued: bool) -> None:
     assert run_ranks(body_left_out_early, 3, queued) == [(7, 7, 7)] * 3
 
@@ -165,7 +165,7 @@ def body_uneven(rank: Rank, queued: bool) -> list[bool]:
     return finite
 
 
-@both
+@mostly_cpu
 def test_ranks_that_call_layers_differently_stay_equal(queued: bool) -> None:
     assert all(all(finite) for finite in run_ranks(body_uneven, 3, queued))
 
@@ -217,7 +217,7 @@ def body_overflow(rank: Rank, queued: bool) -> int:
     return int(optimizer.stats()["factors_left_out"])
 
 
-@both
+@mostly_cpu
 def test_an_overflow_on_one_rank_is_left_out_there(queued: bool) -> None:
     assert run_ranks(body_overflow, 2, queued) == [0, 1]
 

@@ -88,7 +88,7 @@ def test_groups_end_with_their_optimizers() -> None:
 def body_timeout(rank: Rank) -> list[float]:
     """Rank 1 does not come to a step."""
     rank.init("gloo", timeout=20)
-    beside = dist.new_group(timeout=timedelta(seconds=5))
+    beside = dist.new_group(timeout=timedelta(seconds=3))
     timeouts, optimizers = [], []
     for group in (None, beside):
         others = set(dist.distributed_c10d._world.pg_map)
@@ -99,14 +99,14 @@ def body_timeout(rank: Rank) -> list[float]:
     if rank.rank == 1:
         store.wait(["rank 0 has given up"], timedelta(seconds=30))
     else:
-        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out|did not come within 5 s"):
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out|did not come within 3 s"):
             optimizers[1].step()
         store.set("rank 0 has given up", "")
     return timeouts
 
 
 def test_it_waits_as_long_as_the_group_beside_it() -> None:
-    assert run_ranks(body_timeout, 2) == [[20.0, 5.0]] * 2
+    assert run_ranks(body_timeout, 2) == [[20.0, 3.0]] * 2
 
 
 def body_under_way(rank: Rank) -> bool:

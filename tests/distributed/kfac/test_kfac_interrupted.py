@@ -59,7 +59,7 @@ def body_handler(rank: Rank) -> Any:
         with alarm(handler):
             optimizer.step()
     else:
-        time.sleep(2)
+        time.sleep(1.2)
         optimizer.step()
     optimizer.kfac.kl_clip = 0.5
     train(model, optimizer, 3, first=3, rank=rank.rank, size=rank.size)
@@ -87,7 +87,7 @@ def body_thread(rank: Rank) -> float:
     thread = threading.Thread(target=schedule, daemon=True)
     thread.start()
     if rank.rank == 1:
-        time.sleep(2)
+        time.sleep(1.2)
     optimizer.step()
     thread.join(10)
     return optimizer.kfac.damping

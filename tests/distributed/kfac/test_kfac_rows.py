@@ -11,7 +11,6 @@ from attached import equal_everywhere, flat
 from dense_net import ROW_OPTIONS, STEPS, Dense, batch
 from harness import Rank, run_ranks
 from kfac_net import OPTIONS, ROWS, Net, run_alone, train
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC, KFACPreconditioner
@@ -42,14 +41,31 @@ def body(rank: Rank, shared: bool, options: dict[str, Any]) -> dict[str, tuple[f
     return found
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "seldom": {},
+    "factors in all steps": {"factor_update_steps": 1},
+    "split": {"split_directions": True},
+}
+QUICK = [
+    (1, True, "seldom"),
+    (2, True, "split"),
+    (3, True, "factors in all steps"),
+    (3, False, "seldom"),
+    (3, False, "split"),
+]
+ALL = [
+    (size, shared, way)
+    for size, shared in ((1, True), (2, True), (2, False), (3, True), (3, False), (4, False))
+    for way in WAYS
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"factor_update_steps": 1}, {"split_directions": True}],
-    ids=["", "factors in all steps", "split"],
+    ("size", "shared", "way"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
 )
-@pytest.mark.parametrize(("size", "shared"), [(1, True), (2, True), (2, False), (3, True), (3, False), (4, False)])
-def test_every_strategy_is_one_process_with_the_whole_batch(size: int, shared: bool, options: dict[str, Any]) -> None:
-    for found in run_ranks(body, size, shared, options):
+def test_every_strategy_is_one_process_with_the_whole_batch(size: int, shared: bool, way: str) -> None:
+    for found in run_ranks(body, size, shared, WAYS[way]):
         for strategy, (error, count) in found.items():
             assert error < 1e-9, found
             # Two Linear layers in five steps; under `hybrid` and what `auto` may choose some belong to few ranks.
@@ -72,51 +88,10 @@ def body_bytes(rank: Rank, split: bool) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_rows_are_all_that_travels_between_updates(split: bool) -> None:
-    # To each other rank: the step, three counts, whether six blocks have their zeros, and four rows of each layer's
-    # inputs and outputs, without any.
-    elements = 4 + 6 + ROWS // 3 * (10 + 40 + 40 + 40 + 40 + 3)
+    # To each other rank: the step, three counts, and four rows of each layer's inputs and outputs.
+    elements = 4 + ROWS // 3 * (10 + 40 + 40 + 40 + 40 + 3)
     for sent, _ in run_ranks(body_bytes, 3, split):
         assert sent == [2 * 8 * elements] * 3
-
-
-def body_zeros(rank: Rank, dtype: torch.dtype) -> tuple[list[int], list[int]]:
-    """What was sent between updates, and what should have been: masks and what is not zero, where that is less."""
-    rank.init("gloo")
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3)).to(dtype)
-    elements: list[int] = []
-    width = dtype.itemsize
-
-    def seen(block: Tensor) -> None:
-        packed = -(-block.numel() // (8 * width)) + int(block.count_nonzero())
-        elements.append(min(packed, block.numel()))
-
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_hook(lambda _, inputs, output: (seen(inputs[0]), output.register_hook(seen))[0])
-    ddp = DistributedDataParallel(model)
-    optimizer = KFAC(ddp, gather_rows=True, **ROW_OPTIONS)
-    sent, expected = [], []
-    for step in range(STEPS):
-        before = optimizer.stats()["sent_bytes"]
-        elements.clear()
-        optimizer.zero_grad()
-        ddp(batch(step).to(dtype).chunk(rank.size)[rank.rank]).square().mean().backward()
-        optimizer.step()
-        if step % 3:
-            sent.append(optimizer.stats()["sent_bytes"] - before)
-            expected.append((rank.size - 1) * width * (1 + 3 + 6 + sum(elements)))
-    equal_everywhere(model)
-    assert optimizer.stats()["row_directions_refused"] == 0
-    return sent, expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_rows_behind_a_relu_travel_without_their_zeros(dtype: torch.dtype) -> None:
-    whole = dtype.itemsize * (10 + 4 * (10 + 40 + 40 + 30 + 30 + 3))
-    for sent, expected in run_ranks(body_zeros, 3, dtype):
-        assert sent == expected
-        assert max(sent) < 0.8 * 2 * whole
 
 
 def body_uneven(rank: Rank, shared: bool, split: bool) -> tuple[float, dict[str, Any]]:
@@ -140,8 +115,14 @@ def body_uneven(rank: Rank, shared: bool, split: bool) -> tuple[float, dict[str,
     return float((whole - of_rows).abs().max() / (whole - flat(Dense())).abs().max()), optimizers[1].stats()
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("shared", "split"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, True), (True, False))),
+    ],
+)
 def test_ranks_whose_batches_differ(shared: bool, split: bool) -> None:
     for error, stats in run_ranks(body_uneven, 3, shared, split):
         assert error < 1e-9
@@ -206,12 +187,12 @@ def body_penalty(rank: Rank, count: int, options: dict[str, Any]) -> tuple[int, 
     return stats["row_directions"], stats["row_directions_refused"]
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_penalty_on_one_rank(split: bool) -> None:
     assert run_ranks(body_penalty, 3, STEPS, {"split_directions": split}) == [(10, 5)] * 3
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_make_shares_again_where_rows_were_in_vain(shared: bool) -> None:
     """Linear layers whose directions are split take rows together; after eight tries or more in vain none does."""
     options = {"split_directions": True, "shared_memory": shared}

@@ -67,10 +67,10 @@ def once_another(model: nn.Module, optimizer: KFAC, step: int) -> None:
     [
         (nothing, {}, 9),
         (nothing, {"kl_clip": 1e-9}, 9),
-        (nothing, {"kl_clip": None}, 9),
+        pytest.param(nothing, {"kl_clip": None}, 9, marks=pytest.mark.slow),
         (nothing, {"split_directions": True}, 9),
         (nothing, {"shared_memory": True}, 0),
-        (other_rate, {"kl_clip": 1e-9}, 0),
+        pytest.param(other_rate, {"kl_clip": 1e-9}, 0, marks=pytest.mark.slow),
         (other_rate, {"kl_clip": None}, 9),  # nothing depends on it
         (other_factor, {}, 0),
         (once_another, {"kl_clip": 1e-9}, 3),

@@ -45,8 +45,17 @@ def body_alike(rank: Rank, strategy: str, split: bool | None) -> tuple[list[floa
     return [] if expected is None else [float((flats[0] - expected).abs().max())], stats
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(("strategy", "split"), [("spd", True), ("mem-opt", None), ("dp", None)])
+@pytest.mark.parametrize(
+    ("strategy", "split", "size"),
+    [
+        ("spd", True, 3),
+        ("mem-opt", None, 2),
+        ("dp", None, 3),
+        pytest.param("spd", True, 2, marks=pytest.mark.slow),
+        pytest.param("mem-opt", None, 3, marks=pytest.mark.slow),
+        pytest.param("dp", None, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_directions_as_by_messages(strategy: str, split: bool | None, size: int) -> None:
     outcomes = run_ranks(body_alike, size, strategy, split)
     for errors, (shared, _) in outcomes:

@@ -48,7 +48,14 @@ def body(rank: Rank, shared: bool) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize(("size", "shared"), [(1, True), (2, True), (2, False), (3, True), (4, False)])
+@pytest.mark.parametrize(
+    ("size", "shared"),
+    [
+        (2, False),
+        (3, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True), (2, True), (4, False))),
+    ],
+)
 def test_every_way_is_one_process_with_the_whole_batch(size: int, shared: bool) -> None:
     for errors in run_ranks(body, size, shared):
         assert max(errors.values()) < 1e-5, errors

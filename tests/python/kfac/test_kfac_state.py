@@ -1,4 +1,4 @@
-"""K-FAC's state_dict: what it resumes, and what is refused, on both paths of the engine."""
+"""K-FAC's state_dict: what it resumes, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import nn
 from torchext.errors import KFACStateError
 from torchext.optim import KFAC, SPDKFAC
 
-pytestmark = pytest.mark.usefixtures("path")
+on_both_paths = pytest.mark.usefixtures("path")  # what of the state is the engine's
 
 
+@on_both_paths
 @pytest.mark.parametrize("method", ["inverse", "eigen"])
 def test_state_dict_resumes_exactly(method: str) -> None:
     models = [mlp(), mlp()]
@@ -183,6 +184,7 @@ def test_what_was_changed_in_training_is_a_part_of_the_state() -> None:
     assert (of_old.kfac.damping, of_old.kfac.kl_clip) == (0.01, 0.002)
 
 
+@on_both_paths
 def test_a_state_is_loaded_as_often_as_one_likes() -> None:
     """torch adds to an optimizer's defaults when it loads a state."""
     model = mlp()
@@ -208,6 +210,7 @@ def test_a_state_of_another_precision_is_taken_as_torch_takes_it() -> None:
     assert all(values["momentum_buffer"].dtype == model[0].weight.dtype for values in optimizer.state.values())
 
 
+@on_both_paths
 @pytest.mark.parametrize("method", ["inverse", "eigen"])
 def test_a_state_of_all_kinds_of_layers_is_taken(method: str) -> None:
     """Diagonal factors, groups, and a state without inverses."""

@@ -1,5 +1,8 @@
 #include "c10d/transport/row_exchange.h"
 
+#include <cmath>
+#include <limits>
+
 #include "kit/ranks_as_threads.h"
 
 namespace torchext {
@@ -119,6 +122,27 @@ TEST_F(RowExchangeTest, ARankInAnotherStepIsNamed) {
     const std::string error = errorOf([&] { late.left[0]->wait(); });
     EXPECT_TRUE(has(error, "who: rank 0 has taken 1 steps")) << error;
   });
+}
+
+TEST_F(RowExchangeTest, ARankThatSendsNoRowsIsNamed) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const double count : {1e6, -2.0, std::nan(""), kInfinity}) {
+    const World world(2);
+    onRanks(2, [&](int rank) {
+      const RowLinks links = linksOf(world, rank);
+      if (rank == 1) {
+        // The step, two counts, places for two rows of both matrices.
+        const at::Tensor message = at::zeros({1, 1 + 2 + 2 * (3 + 2) + 2 * (2 + 1)}, at::kDouble);
+        message[0][2] = count;
+        links.send(message, 0, kRowTag)->wait();
+        return;
+      }
+      Rank own(links);
+      own.rows.leave();
+      const std::string error = errorOf([&] { own.left[0]->wait(); });
+      EXPECT_TRUE(has(error, "who: what rank 1 has sent is no rows")) << error;
+    });
+  }
 }
 
 TEST_F(RowExchangeTest, ARankAloneSendsNothing) {

@@ -7,7 +7,6 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "core/kfac/factor_fusion.h"
 #include "tests/cpp/core/auto/layered_model.h"
 #include "tests/cpp/core/base/expect_throw.h"
 
@@ -157,21 +156,6 @@ TEST(BucketProgram, AReadyTimeBelowAnEarlierOneCountsAsThat) {
   const Case sorted = straight({4, 4, 4, 6}, {1, 1, 1, 1}, 0.5, 0.5);
   EXPECT_EQ(optimalBuckets(given.ready, given.bytes, given.cost).ends,
             optimalBuckets(sorted.ready, sorted.bytes, sorted.cost).ends);
-}
-
-TEST(BucketProgram, EndsNoLaterThanTheFusionOfFactors) {
-  Random random(3);
-  for (int round = 0; round < 200; ++round) {
-    Case given = randomCase(random);
-    const AlphaBeta line{random.uniform() * 2, random.uniform()};
-    given.cost = [line](std::size_t bytes) { return line.seconds(bytes); };
-    std::vector<FusionTask> tasks;
-    for (std::size_t i = 0; i < given.bytes.size(); ++i) {
-      tasks.push_back({given.bytes[i], given.ready[i], -1});
-    }
-    const BucketProgram found = optimalBuckets(given.ready, given.bytes, given.cost);
-    ASSERT_LE(found.finish_seconds, finishOf(given, fuseFactors(tasks, line)) * (1 + 1e-9));
-  }
 }
 
 TEST(BucketProgram, ExtremesAreOneBucketAndAlmostNone) {

@@ -269,9 +269,6 @@ TEST(KfacPlan, BadArguments) {
   in.worker_fraction = 0;
   EXPECT_THROW_MESSAGE(makeKfacPlan(KfacStrategy::kSpd, in), std::invalid_argument, "worker_fraction = 0");
   in = input({4}, 2);
-  in.ready = {1};
-  EXPECT_THROW_MESSAGE(makeKfacPlan(KfacStrategy::kSpd, in), std::invalid_argument, "ready times = 1");
-  in = input({4}, 2);
   in.tasks[0].layer = 7;
   EXPECT_THROW(makeKfacPlan(KfacStrategy::kSpd, in), std::out_of_range);
 }

@@ -42,18 +42,6 @@ TEST_P(KfacPlannerTest, AllRanksPlanByTheSameCosts) {
   }
 }
 
-TEST_P(KfacPlannerTest, BucketsAreCutAnewByReadyTimes) {
-  const auto meeting = std::make_shared<Meeting>(kRanks);
-  onRanks(kRanks, [&](int rank) {
-    Parts parts(meeting, rank, GetParam(), kit::exactOptions("comm-opt"));
-    const auto together = parts.planner.plan().fusion_ends;
-    EXPECT_EQ(together.back(), 4);
-    // Seconds apart, where a message takes fractions of a millisecond: each factor leaves by itself.
-    parts.planner.replanBuckets({0.0, 1.0, 2.0, 3.0});
-    EXPECT_EQ(parts.planner.plan().fusion_ends, (std::vector<int>{1, 2, 3, 4}));
-  });
-}
-
 TEST_P(KfacPlannerTest, APeerThatDiesEndsTheMeasurements) {
   for (const int calls : {1, 3, 6}) {
     const auto meeting = std::make_shared<Meeting>(kRanks);

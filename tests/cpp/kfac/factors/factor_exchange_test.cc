@@ -27,7 +27,7 @@ TEST_P(FactorExchangeTest, SumsAreThoseOfAllBatches) {
     Parts parts(meeting, rank, GetParam(), kit::exactOptions("comm-opt"));
     parts.addBatch();
     parts.sendFactors();
-    parts.factors.waitForBuckets();
+    parts.factors.endBuckets();
     const auto& layouts = parts.accumulator->layouts();
     for (std::size_t i = 0; i < layouts.size(); ++i) {
       const auto [layer, input_side] = std::pair(layouts[i].layer, layouts[i].input_side);
@@ -39,7 +39,6 @@ TEST_P(FactorExchangeTest, SumsAreThoseOfAllBatches) {
           parts.accumulator->unpacked(parts.accumulator->slice(parts.factors.summed(), layouts[i]), layouts[i]);
       EXPECT_TRUE(found.select(0, 0).equal(expected)) << "factor " << i << found << expected;
     }
-    parts.factors.endBuckets();
     EXPECT_TRUE(parts.factors.mean().allclose(parts.factors.summed() / kRanks));
   });
 }
@@ -50,9 +49,8 @@ TEST_P(FactorExchangeTest, AnOwnerAddsWhatOthersReduceToIt) {
     Parts parts(meeting, rank, GetParam(), kit::exactOptions("pad"));
     parts.addBatch();
     parts.sendFactors();
-    parts.factors.waitForBuckets();
-    const at::Tensor summed = parts.factors.summed().clone();
     parts.factors.endBuckets();
+    const at::Tensor summed = parts.factors.summed().clone();
     const at::Tensor mean = parts.factors.mean();
     const auto& layouts = parts.accumulator->layouts();
     for (std::size_t i = 0; i < layouts.size(); ++i) {
@@ -86,9 +84,7 @@ TEST_P(FactorExchangeTest, ALaterCallMakesAllSendAgain) {
     for (int step = 0; step < 2; ++step) {
       parts.addBatch();
       parts.sendFactors();
-      parts.factors.waitForBuckets();
       parts.factors.endBuckets();
-      parts.factors.endStep();
     }
     parts.addBatch(/*pass=*/0);
     const bool leaves_early = GetParam() != Way::kMemory;
@@ -99,7 +95,6 @@ TEST_P(FactorExchangeTest, ALaterCallMakesAllSendAgain) {
     parts.factors.startRest(/*loss_scale=*/1);
     const auto votes = parts.factors.vote(/*takes_step=*/true, at::zeros({1}, at::kLong));
     EXPECT_EQ(votes.again, leaves_early);
-    parts.factors.waitForBuckets();
     parts.factors.endBuckets();
   });
 }

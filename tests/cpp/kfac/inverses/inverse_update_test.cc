@@ -82,7 +82,9 @@ TEST_P(InverseUpdateTest, APeerThatDiesEndsTheUpdate) {
     Parts parts(meeting, rank, GetParam(), kit::exactOptions("comm-opt"));
     parts.addBatch();
     parts.sendFactors();
-    parts.factors.waitForBuckets();
+    for (std::size_t bucket = 0; bucket < parts.factors.started(); ++bucket) {
+      parts.factors.waitForBucket(bucket);
+    }
     const int victim = parts.planner.plan().factors[0].owner;
     sent.arrive_and_wait();
     if (rank == victim) {

@@ -195,23 +195,14 @@ void FakeCommunicator::copyParts(const std::vector<at::Tensor>& parts) {
   }
 }
 
-std::unique_ptr<Delivery> FakeCommunicator::deliver(std::vector<Delivery::Parcel> parcels) {
-  if (way_ == Way::kMemory) {
-    return std::make_unique<CopyDelivery>(
-        size(), [this](const std::vector<at::Tensor>& parts) { copyParts(parts); }, std::move(parcels));
+void FakeCommunicator::bring(Parcels parcels) {
+  if (way_ != Way::kMemory) {
+    Communicator::bring(parcels);
+    return;
   }
-  if (way_ == Way::kDevice) {
-    const auto start = [this](const std::vector<GroupedDelivery::Message>& messages) {
-      std::vector<Work> works;
-      for (const auto& message : messages) {
-        works.push_back(message.sends ? send(message.slice, message.peer, message.tag)
-                                      : receive(message.slice, message.peer, message.tag));
-      }
-      return works;
-    };
-    return std::make_unique<GroupedDelivery>(rank(), start, std::move(parcels));
+  for (const std::vector<at::Tensor>& parts : copiesOf(parcels)) {
+    copyParts(parts);
   }
-  return Communicator::deliver(std::move(parcels));
 }
 
 void FakeCommunicator::agree(const AgreementFields& /*fields*/) { mean(0); }

@@ -72,7 +72,7 @@ class FakeCommunicator final : public Communicator {
   Work send(at::Tensor slice, int to, int tag) override;
   Work receive(at::Tensor slice, int from, int tag) override;
   void sumAtOnce(const at::Tensor& data, const std::vector<core::Span>& spans) override;
-  std::unique_ptr<Delivery> deliver(std::vector<Delivery::Parcel> parcels) override;
+  void bring(Parcels parcels) override;
   void agree(const AgreementFields& fields) override;
   double mean(double value) override;
   std::vector<double> fromRankZero(const std::vector<double>& values) override;

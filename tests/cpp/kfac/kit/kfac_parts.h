@@ -57,8 +57,8 @@ struct Parts {
       : context(twoLayers(), std::move(options), std::make_unique<FakeCommunicator>(meeting, rank, way)),
         accumulator(makeAccumulator(context)),
         planner(context, *accumulator),
-        factors(context, accumulator, planner.plan()),
-        inverses(context, accumulator, factors, planner.plan()),
+        factors(context, *accumulator, planner.plan()),
+        inverses(context, *accumulator, factors, planner.plan()),
         gradients(context, planner.plan(), planner.input(), accumulator->options(), planner.usesTiles(),
                   inverses.inverses()) {}
 
@@ -83,7 +83,7 @@ struct Parts {
 
   EngineGuards guards;
   KfacContext context;
-  std::shared_ptr<FactorAccumulator> accumulator;
+  std::unique_ptr<FactorAccumulator> accumulator;
   KfacPlanner planner;
   FactorExchange factors;
   InverseUpdate inverses;

@@ -39,8 +39,8 @@ class GradientPreconditionerTest : public kit::KfacRanksTest {
       for (int step = 0; step < 2; ++step) {
         prepare(parts);
         ASSERT_TRUE(parts.gradients.load(/*scale=*/1, {}));
-        parts.gradients.start();
-        parts.gradients.finish();
+        parts.gradients.makeRest();
+        parts.gradients.exchange();
         parts.gradients.write({0.5, 0.5});
         for (const KfacLayerSpec& spec : parts.context.layers) {
           EXPECT_TRUE(spec.weight.grad().equal(expected(spec))) << spec.name << spec.weight.grad() << expected(spec);
@@ -71,8 +71,8 @@ TEST_P(GradientPreconditionerTest, TheClipIsThatOfAllLayers) {
     Parts parts(meeting, rank, GetParam(), options);
     prepare(parts);
     ASSERT_TRUE(parts.gradients.load(/*scale=*/1, {}));
-    parts.gradients.start();
-    parts.gradients.finish();
+    parts.gradients.makeRest();
+    parts.gradients.exchange();
     parts.gradients.write({0.5, 0.25});
     double sum = 0;
     for (int layer = 0; layer < 2; ++layer) {
@@ -117,8 +117,8 @@ TEST_P(GradientPreconditionerTest, APeerThatDiesLeavesGradientsAsTheyWere) {
     }
     ASSERT_TRUE(parts.gradients.load(/*scale=*/1, {}));
     const std::string error = kit::errorOf([&] {
-      parts.gradients.start();
-      parts.gradients.finish();
+      parts.gradients.makeRest();
+      parts.gradients.exchange();
     });
     EXPECT_TRUE(kit::has(error, "gone")) << error;
     for (const KfacLayerSpec& spec : parts.context.layers) {
