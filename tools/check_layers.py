@@ -169,6 +169,13 @@ LAWS: dict[str, Law] = {
         "network and model are measured, and ways of synchronising gradients predicted and chosen",
         ("torchext/ddp", "torchext/backends", "torchext/errors.py", "torchext/_version.py", "torchext/base"),
     ),
+    "torchext/auto/pipeline": Law(
+        "a chain of layers is measured, cut into stages of a pipeline, and handed to torch's pipelines",
+        ("torchext/auto", "torchext/_version.py", "torchext/base"),
+    ),
+    "torchext/auto/__main__.py": Law(
+        "the command of auto and of its pipelines", ("torchext/auto", "torchext/auto/pipeline")
+    ),
     "torchext/_attach.py": Law(
         "attach: from a backend's name to its synchronizer",
         (

@@ -57,6 +57,12 @@ def _check(ddp: Any, optimizers: tuple[Any, ...]) -> None:
         raise TypeError(
             f"torchext.attach takes a DistributedDataParallel model, got {type(ddp).__name__}; wrap the model first"
         )
+    stage = getattr(ddp, "_torchext_pipeline_stage", None)
+    if stage is not None:
+        raise TypeError(
+            f"torchext.attach: this model is stage {stage} of a pipeline (torchext.auto.pipeline), whose schedule runs "
+            "its passes and reduces its gradients; leave attach out, or train without stages"
+        )
     # Not imported to ask, which takes long: who has one has imported it.
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     for optimizer in optimizers:
