@@ -761,11 +761,13 @@ class PipelineOptions:
         first_input_gradient: bool = False,
         most_in_flight: Sequence[int] = ...,
         frontier_points: int = 12,
+        most_partitions: float = 20000.0,
     ) -> None:
         """microbatches: of one step over all replicas of the pipeline; a plan of data width d runs microbatches / d in
         each. memory_nbytes: of one rank. schedules: "1f1b", "gpipe", "zero-bubble". state_factor: bytes for one of a
         parameter. recompute: not with a zero bubble. overhead_seconds: of each action. first_input_gradient: False as
-        in torch, stage 0 computes no gradient of its input. most_in_flight: by stage, beside memory; needs stages."""
+        in torch, stage 0 computes no gradient of its input. most_in_flight: by stage, beside memory; needs stages.
+        most_partitions: where a number of stages has so many or fewer, all are tried."""
 
 class PlannedStage:
     """A run of layers on `data` ranks."""
@@ -929,7 +931,7 @@ def simulate_pipeline(
     Schedule1F1B and ScheduleGPipe do). A deadlock is a ValueError naming rank and action."""
 
 def pipeline_depth_table(depths: Sequence[int], microbatches: int) -> list[list[tuple[str, int, int]]]:
-    """Stage j runs depths[j] forwards, then B and F in turns, then Bs. Depths never rise. min(M, p - j): 1F1B; M: GPipe."""
+    """Stage j runs depths[j] forwards, then B and F in turns, then Bs. Depths never rise. 1F1B: min(M, p - j); GPipe: M."""
 
 def pipeline_zero_bubble_table(
     stages: Sequence[StageTimes], limits: Sequence[int], microbatches: int

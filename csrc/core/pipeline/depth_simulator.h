@@ -5,6 +5,7 @@
 // is needed. O(p M), nothing allocated; equal to simulateTable to the last bit. Not for several threads.
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 #include "core/pipeline/pipeline_profile.h"
@@ -21,6 +22,7 @@ class DepthSimulator {
 
  private:
   struct Row {
+    std::size_t forwards = 0;  // done
     double free = 0;           // the rank
     double sent_forward = 0;   // the link to the next stage
     double sent_backward = 0;  // the link to the stage before

@@ -19,7 +19,7 @@ PipelineTable lowerTable(const PipelineTable& table);
 // One step of a rank as a simulator runs it.
 struct ProgramStep {
   PipelineAction action;
-  bool waits_for_send = false;  // a SEND: the rank waits until it has been received
+  bool waits = false;  // of a SEND: not the send itself, but the wait until it has been received
 };
 // [rank] its steps.
 using PipelineProgram = std::vector<std::vector<ProgramStep>>;

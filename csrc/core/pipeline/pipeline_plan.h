@@ -2,9 +2,9 @@
 //
 //   layers + link + options
 //     for each number of stages p that divides the world (data width d = world / p, and d divides the micro-batches)
-//       for each family of orders
-//         partitions (all, or a local search) -> limits of depth from memory -> order of that family -> seconds
-//     -> candidates -> of those within 1 % the least memory, then the least idle, then the smaller sizes first
+//       for each family of orders (family_search)
+//         partitions (stage_partition) -> limits of depth from memory -> order (order_search) -> seconds
+//     -> of those within 1 % of the fastest the one with the lowest peak of memory; of equals the faster one
 //     -> the plan, what lost and why, and the frontier of memory and time (pipeline_frontier)
 // Training stays exact: only who computes what, and when, is chosen. Pure and deterministic, one thread.
 //
@@ -12,29 +12,15 @@
 // so a plan of data width d runs microbatches / d in each.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "core/pipeline/pipeline_frontier.h"
+#include "core/pipeline/pipeline_options.h"
 #include "core/pipeline/pipeline_profile.h"
 #include "core/pipeline/pipeline_table.h"
 
 namespace torchext::core {
-
-struct PipelineOptions {
-  int world_size = 1;
-  int microbatches = 1;
-  std::optional<double> memory_bytes = std::nullopt;  // of one rank; none: no limit
-  std::vector<OrderFamily> schedules = {OrderFamily::k1F1B};
-  std::optional<int> stages = std::nullopt;  // p; none: every divisor of the world
-  double state_factor = 4;
-  bool recompute = false;  // a stage that memory limits may drop its activations; not with a zero bubble
-  double overhead_seconds = 0;
-  bool first_input_gradient = false;  // StageRules
-  // [stage] in flight at most, beside what memory allows; none: no limit. Needs `stages`.
-  std::vector<int> most_in_flight = {};
-  int frontier_points = 12;  // at most; 0: no frontier
-};
 
 struct PlannedStage {
   int first = 0;  // layer
@@ -51,16 +37,6 @@ struct PipelineAlternative {
   std::string name;    // "4 stages x 2, zero-bubble", "4 stages x 2, even 1f1b"
   double seconds = 0;  // infinity: does not fit
   std::string reason;  // "2.1 % slower", "needs 3.2e+09 bytes on stage 0", "the plan"
-};
-
-struct FrontierPoint {
-  double memory_bytes = 0;  // the largest peak of a stage
-  double seconds = 0;
-  std::vector<int> sizes;
-  std::vector<int> depths;
-  OrderFamily order = OrderFamily::k1F1B;
-  int data = 1;
-  std::vector<bool> recompute;
 };
 
 struct PlannedPipeline {

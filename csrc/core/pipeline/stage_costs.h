@@ -46,6 +46,9 @@ class StageCosts {
   int depthLimit(int first, int last, bool recompute, double memory_bytes, int most) const;
 
  private:
+  bool skipsInputGradient(int first) const;
+  StageSync plannedSync(int first, int last, bool split) const;
+
   const std::vector<PipelineLayer>& layers_;
   const PipelineLink& link_;
   StageRules rules_;
@@ -54,6 +57,7 @@ class StageCosts {
   std::vector<double> backward_weight_;
   std::vector<double> kept_;
   std::vector<double> parameters_;
+  std::vector<double> transfer_;  // [layer] of its output
   mutable std::unordered_map<int, StageSync> syncs_;
 };
 

@@ -5,6 +5,7 @@
 // within 1 % of the optimum on average in small cases, 14 % at worst. O(p) an action; not for several threads.
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 #include "core/pipeline/pipeline_profile.h"
@@ -24,21 +25,26 @@ class ZeroBubbleScheduler {
 
  private:
   struct Row {
-    int forwards = 0, inputs = 0, weights = 0;  // done
-    double free = 0;
-    double sent_forward = 0, sent_backward = 0;  // the links are free
-    double start = 0;                            // of the next action
+    int forwards = 0;  // done, as are the next two
+    int inputs = 0;
+    int weights = 0;
+    double free = 0;           // the rank
+    double sent_forward = 0;   // the link to the next stage
+    double sent_backward = 0;  // the link to the stage before
     ActionKind next = ActionKind::kForward;
   };
-  void choose(int stage);
-  void take(int stage);
+  // The action that stage does next, and its start; infinity where it is not known yet.
+  void choose(std::size_t stage);
+  void take(std::size_t stage);
 
   int microbatches_;
-  const std::vector<StageTimes>* stages_ = nullptr;
+  const std::vector<StageTimes>* stages_ = nullptr;  // of schedule(), as are the limits
   const std::vector<int>* limits_ = nullptr;
   std::vector<Row> rows_;
-  std::vector<double> inputs_, gradients_;  // [stage][micro-batch] when they have arrived
-  std::vector<std::vector<ActionKind>> kinds_;
+  std::vector<double> starts_;          // [stage]
+  std::vector<double> arrived_inputs_;  // [stage][micro-batch]
+  std::vector<double> arrived_gradients_;
+  std::vector<std::vector<ActionKind>> kinds_;  // [stage] what it does
   std::vector<int> most_in_flight_;
 };
 
