@@ -54,6 +54,10 @@ LAWS: dict[str, Law] = {
         "what each way of synchronising gradients takes, and which to choose: costs, a simulator, a search",
         (*BASE, "csrc/core/transport", "csrc/core/dear"),
     ),
+    "csrc/core/pipeline": Law(
+        "how to cut layers into pipeline stages and in which order these work: tables, simulators, a search",
+        (*BASE, "csrc/core/auto"),
+    ),
     "csrc/core/kfac": Law(
         "K-FAC: plans, costs, placements, and packed forms of matrices", (*BASE, "csrc/core/transport")
     ),
