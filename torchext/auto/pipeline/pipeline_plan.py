@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Alternative", "PipelinePlan", "Point", "Prediction", "even_sizes", "plan"]
 
 _CALLER = "torchext.auto.pipeline"
-_MEMORY = re.compile(r"\s*([\d.]+)\s*([KMGT]?i?B)?\s*", re.IGNORECASE)
+_MEMORY = re.compile(r"\s*([\d.]+)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 _MOST = 1 << 20  # ranks, micro-batches
 
 
@@ -181,15 +181,15 @@ class PipelinePlan:
         layers = layers_of(caller, model)
         self._check_names(caller, layers)
         placement = self.placement
-        if pp_group.size() != len(placement.stages):
-            raise ValueError(
-                f"{caller}: the plan has {len(placement.stages)} stages, and the pipeline's group {pp_group.size()} "
-                "ranks; plan for this world, or make the group with a rank for each stage"
-            )
         if placement.data == 0:
             raise ValueError(
                 f"{caller}: the stages have data widths {', '.join(str(s.data) for s in placement.stages)}, and torch's"
                 " stages talk one to one; run a plan with the same width everywhere"
+            )
+        if pp_group.size() != len(placement.stages):
+            raise ValueError(
+                f"{caller}: the plan has {len(placement.stages)} stages, and the pipeline's group {pp_group.size()} "
+                "ranks; plan for this world, or make the group with a rank for each stage"
             )
         if data != placement.data:
             raise ValueError(
@@ -425,10 +425,8 @@ def checked_memory(memory: int | str) -> int:
         found = _MEMORY.fullmatch(memory)
         if found is None or found[1].count(".") > 1 or found[1] == ".":
             raise ValueError(f"{_CALLER}: memory must be bytes, or a text as '12GiB' or '500MB', got {memory!r}")
-        unit = (found[2] or "B").upper()
-        memory_bytes = float(found[1]) * (1024 if "I" in unit else 1000) ** " KMGT".index(
-            unit[0] if len(unit) > 1 else " "
-        )
+        unit = (found[2] or "B").upper().removesuffix("B")
+        memory_bytes = float(found[1]) * (1024 if unit.endswith("I") else 1000) ** " KMGT".index(unit[:1] or " ")
     else:
         memory_bytes = check_number("memory", memory)
     if memory_bytes < 1:

@@ -31,15 +31,19 @@ class StageModule(nn.Module):
         layers: Name -> layer, in order. A name may have dots, as those of ``named_modules`` have.
         stage: Number of the stage.
         recompute: Whether only the stage's input is kept until the backward pass, and the layers run again then.
+        splits_backward: Whether the gradient of the input is taken apart from those of the weights. What the stage
+            gives is then no view of another tensor, for torch detaches it in place.
 
     Raises:
         ValueError: One layer is inside of another.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], stage: int, *, recompute: bool = False) -> None:
+    def __init__(
+        self, layers: Mapping[str, nn.Module], stage: int, *, recompute: bool = False, splits_backward: bool = False
+    ) -> None:
         super().__init__()
         self._stage = stage
-        self._recompute = recompute
+        self._recompute, self._splits_backward = recompute, splits_backward
         self._order = tuple(layers)
         self._shape: torch.Size | None = None
         for name, layer in layers.items():
@@ -58,7 +62,8 @@ class StageModule(nn.Module):
             x = checkpoint(self._run, x, use_reentrant=False)
         else:
             x = self._run(x)
-        return x.contiguous()
+        x = x.contiguous()
+        return x.clone() if self._splits_backward and x._is_view() else x
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         for name in self._order:

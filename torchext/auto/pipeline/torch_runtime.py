@@ -77,7 +77,8 @@ def make_stage(
         ValueError: It does.
     """
     stage = placement.stages[number]
-    module: nn.Module = StageModule(layers, number, recompute=stage.recompute)
+    splits = any("W" in entry for entry in placement.table[number])
+    module: nn.Module = StageModule(layers, number, recompute=stage.recompute, splits_backward=splits)
     parameters = list(module.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     options: dict[str, Any] = {"device": device, "group": group}
@@ -86,7 +87,7 @@ def make_stage(
     if data is None or data.size() == 1 or not trained:
         return PipelineStage(module, *places, **options)
     # The first stage takes its whole backward pass as W, and by autograd's engine: DDP sees that.
-    if any("W" in entry for entry in placement.table[number]) and number > 0:
+    if splits and number > 0:
         _refuse_missing(placement, offer)
         for tensor in [*parameters, *module.buffers()]:
             dist.broadcast(tensor.detach(), group=data, group_src=0)
