@@ -931,7 +931,7 @@ def simulate_pipeline(
     Schedule1F1B and ScheduleGPipe do). A deadlock is a ValueError naming rank and action."""
 
 def pipeline_depth_table(depths: Sequence[int], microbatches: int) -> list[list[tuple[str, int, int]]]:
-    """Stage j runs depths[j] forwards, then B and F in turns, then Bs. Depths never rise. 1F1B: min(M, p - j); GPipe: M."""
+    """Stage j runs depths[j] forwards, then B and F in turns, then Bs. Depths never rise. All M: GPipe."""
 
 def pipeline_zero_bubble_table(
     stages: Sequence[StageTimes], limits: Sequence[int], microbatches: int

@@ -15,6 +15,9 @@ constexpr std::array<int, 4> kDepthSteps{1, 2, -1, -2};
 // Pairs of stages are close to each other where there are many: O(p) of them, not O(p^2).
 constexpr std::size_t kManyStages = 12;
 constexpr std::size_t kPairDistance = 3;
+// Of actions simulated for one question: far more than small cases take, an end for large ones.
+constexpr double kMostActionsBest = 3e8;
+constexpr double kMostActionsNear = 4e6;
 
 // p - j, 2 (p - j) - 1, and all.
 std::vector<std::vector<int>> depthSeeds(int stages, int microbatches) {
@@ -30,13 +33,15 @@ std::vector<std::vector<int>> depthSeeds(int stages, int microbatches) {
 }  // namespace
 
 DepthChoice DepthSearch::best(const std::vector<StageTimes>& stages, std::vector<int> limits) {
-  begin(stages, std::move(limits));
+  begin(stages, std::move(limits), kMostActionsBest / 3);
   if (limits_.back() < 1) {
     return {};
   }
+  const double left = left_;
   DepthChoice best;
   for (auto& seed : depthSeeds(static_cast<int>(stages.size()), microbatches())) {
     now_ = evaluated(std::move(seed));
+    left_ = left;
     climb(true);
     if (best.depths.empty() || now_.seconds < best.seconds * (1 - kSame)) {
       best = now_;
@@ -52,7 +57,7 @@ DepthChoice DepthSearch::best(const std::vector<StageTimes>& stages, std::vector
 }
 
 DepthChoice DepthSearch::near(const std::vector<StageTimes>& stages, std::vector<int> limits, double below) {
-  begin(stages, std::move(limits));
+  begin(stages, std::move(limits), kMostActionsNear);
   if (limits_.back() < 1) {
     return {};
   }
@@ -75,13 +80,14 @@ DepthChoice DepthSearch::near(const std::vector<StageTimes>& stages, std::vector
   return now_.seconds < below ? now_ : DepthChoice();
 }
 
-void DepthSearch::begin(const std::vector<StageTimes>& stages, std::vector<int> limits) {
+void DepthSearch::begin(const std::vector<StageTimes>& stages, std::vector<int> limits, double most_actions) {
   stages_ = &stages;
   limits_ = std::move(limits);
   for (std::size_t j = 0; j < limits_.size(); ++j) {
     limits_[j] = std::min(limits_[j], j == 0 ? microbatches() : limits_[j - 1]);
   }
   least_ = leastSeconds(stages, microbatches(), false);
+  left_ = most_actions / (2.0 * static_cast<double>(stages.size()) * microbatches());
 }
 
 DepthChoice DepthSearch::evaluated(std::vector<int> depths) {
@@ -109,9 +115,10 @@ bool DepthSearch::allowed(const std::vector<int>& depths) const {
 }
 
 bool DepthSearch::offer(const std::vector<int>& depths) {
-  if (!allowed(depths)) {
+  if (left_ <= 0 || !allowed(depths)) {
     return false;
   }
+  --left_;
   const double seconds = simulator_.seconds(*stages_, depths);
   if (seconds >= now_.seconds * (1 - kSame)) {
     return false;

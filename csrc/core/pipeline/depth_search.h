@@ -33,7 +33,7 @@ class DepthSearch {
   int microbatches() const { return simulator_.microbatches(); }
 
  private:
-  void begin(const std::vector<StageTimes>& stages, std::vector<int> limits);
+  void begin(const std::vector<StageTimes>& stages, std::vector<int> limits, double most_actions);
   DepthChoice evaluated(std::vector<int> depths);
   void climb(bool pairs);
   bool allowed(const std::vector<int>& depths) const;
@@ -45,9 +45,10 @@ class DepthSearch {
   bool atBound() const;
 
   DepthSimulator simulator_;
-  const std::vector<StageTimes>* stages_ = nullptr;  // of the question, as are the next three
+  const std::vector<StageTimes>* stages_ = nullptr;  // of the question, as are the next ones
   std::vector<int> limits_;
   double least_ = 0;
+  double left_ = 0;  // simulations
   DepthChoice now_;
   std::vector<int> moved_;
   std::vector<int> last_;  // the last answer

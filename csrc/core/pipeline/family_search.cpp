@@ -13,7 +13,8 @@ namespace {
 // Of actions simulated in one local search, about: partitions asked for are as many as that allows.
 constexpr double kMostActions = 5e7;
 constexpr double kActionsOfQuestion = 60;  // times p M
-constexpr int kFewestQuestions = 200;
+constexpr int kFewestQuestions = 300;
+constexpr double kBetterDepths = 1e-9;  // relative: the partition is searched once more
 
 bool keepBetter(std::optional<StageOrder>& best, std::optional<StageOrder> found) {
   if (!found || (best && !isBetter(*found, *best))) {
@@ -40,13 +41,13 @@ FamilySearch::FamilySearch(const StageCosts& costs, const PipelineOptions& optio
       exhaustive_(partitionCount(costs.layers(), stages) <= options.most_partitions),
       orders_(costs, options, family, microbatches) {}
 
-std::optional<StageOrder> FamilySearch::best(double memory_bytes, double below, bool warm) {
+std::optional<StageOrder> FamilySearch::best(double memory_bytes, double below, SearchEffort effort) {
   std::optional<StageOrder> best;
   std::vector<StageSizes> seeds;
   if (!last_.empty()) {
     seeds.push_back(last_);
   }
-  if (!warm || last_.empty()) {
+  if (effort == SearchEffort::kFull || last_.empty()) {
     std::ranges::move(seedPartitions(costs_, stages_, microbatches_, family_ == OrderFamily::kZeroBubble),
                       std::back_inserter(seeds));
   }
@@ -58,7 +59,7 @@ std::optional<StageOrder> FamilySearch::best(double memory_bytes, double below, 
   }
   if (exhaustive_) {
     tryAll(best, memory_bytes, below);
-  } else if (best) {
+  } else if (best && effort != SearchEffort::kCheck) {
     climb(best, StageSizes(best->sizes), memory_bytes, below);
   }
   if (best) {
@@ -70,17 +71,16 @@ std::optional<StageOrder> FamilySearch::best(double memory_bytes, double below, 
 void FamilySearch::climb(std::optional<StageOrder>& best, const StageSizes& start, double memory_bytes, double below) {
   StageSizes sizes = start;
   const double of_question = kActionsOfQuestion * stages_ * microbatches_;
-  const int most = std::max(kFewestQuestions, static_cast<int>(kMostActions / of_question));
+  int left = std::max(kFewestQuestions, static_cast<int>(kMostActions / of_question));
+  const auto accept = [&](const StageSizes& moved) {
+    --left;
+    return keepBetter(best, orders_.near(moved, memory_bytes, bound(best, below)));
+  };
   for (bool better = true; better;) {
-    improvePartition(
-        sizes,
-        [&](const StageSizes& moved) {
-          return keepBetter(best, orders_.near(moved, memory_bytes, bound(best, below)));
-        },
-        most);
+    improvePartition(sizes, accept, left);
     const double before = best->ranked_seconds;
     keepBetter(best, orders_.best(sizes, memory_bytes, bound(best, below)));
-    better = best->ranked_seconds < before * (1 - 1e-9);
+    better = left > 0 && best->ranked_seconds < before * (1 - kBetterDepths);
   }
 }
 

@@ -11,6 +11,13 @@
 
 namespace torchext::core {
 
+// Where not all partitions are tried.
+enum class SearchEffort {
+  kFull,   // a local search from the best of the seeds and the last answer
+  kWarm,   // from the last answer
+  kCheck,  // none: the last partition, and the one that needs the least memory
+};
+
 // What fits in the least memory: at depth 1, or with gpipe all micro-batches in flight.
 struct LeastMemory {
   double bytes = 0;
@@ -25,8 +32,8 @@ class FamilySearch {
   FamilySearch(const StageCosts& costs, const PipelineOptions& options, OrderFamily family, int stages, int data,
                int microbatches);
 
-  // None: nothing fits, or nothing is as fast as `below`. warm: only from the last answer where not all are tried.
-  std::optional<StageOrder> best(double memory_bytes, double below, bool warm);
+  // None: nothing fits, or nothing is as fast as `below`.
+  std::optional<StageOrder> best(double memory_bytes, double below, SearchEffort effort);
   LeastMemory leastMemory() const;
   bool exhaustive() const { return exhaustive_; }
 

@@ -2,19 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <utility>
 
 #include "core/base/check.h"
 #include "core/pipeline/pipeline_orders.h"
-#include "core/pipeline/pipeline_simulator.h"
 
 namespace torchext::core {
 namespace {
 
-constexpr double kEqual = 1e-9;    // relative
-constexpr double kFragile = 0.05;  // of transfers and overheads
+constexpr double kEqual = 1e-9;  // relative
 
 // visit(stage, first layer, last layer).
 template <class Visit>
@@ -24,18 +21,6 @@ void forEachStage(const StageSizes& sizes, Visit visit) {
     visit(stage, first, first + sizes[index(stage)] - 1);
     first += sizes[index(stage)];
   }
-}
-
-// Times on a bad day.
-std::vector<StageTimes> stressed(std::vector<StageTimes> times, double overhead_seconds) {
-  const double more = kFragile * overhead_seconds;
-  for (StageTimes& stage : times) {
-    stage.transfer_seconds *= 1 + kFragile;
-    stage.forward_seconds += more;
-    stage.backward_input_seconds += stage.backward_input_seconds > 0 ? more : 0;
-    stage.backward_weight_seconds += more;
-  }
-  return times;
 }
 
 }  // namespace
@@ -59,7 +44,7 @@ OrderSearch::OrderSearch(const StageCosts& costs, const PipelineOptions& options
       family_(family),
       microbatches_(microbatches),
       depths_(microbatches),
-      scheduler_(microbatches) {}
+      zero_bubbles_(microbatches, options.overhead_seconds) {}
 
 std::optional<StageOrder> OrderSearch::best(const StageSizes& sizes, double memory_bytes, double below) {
   return search(sizes, memory_bytes, below, true);
@@ -109,9 +94,9 @@ std::optional<StageOrder> OrderSearch::searchWith(StageOrder order, double memor
   if (leastSeconds(stages, microbatches_, family_ == OrderFamily::kZeroBubble) > bound) {
     return std::nullopt;
   }
-  const bool found = family_ == OrderFamily::kZeroBubble ? findSplit(order, stages, allowed, thorough)
-                                                         : findDepths(order, stages, allowed, below, thorough);
-  if (!found || order.ranked_seconds > bound) {
+  const bool split = family_ == OrderFamily::kZeroBubble;
+  if (!(split ? findSplit(order, stages, allowed, thorough) : findDepths(order, stages, allowed, below, thorough)) ||
+      order.ranked_seconds > bound) {
     return std::nullopt;
   }
   order.peak_bytes = peakBytes(order);
@@ -136,53 +121,14 @@ bool OrderSearch::findDepths(StageOrder& order, const std::vector<StageTimes>& t
   return !order.depths.empty();
 }
 
-// List scheduling with as many in flight as memory allows, with 2 p - 1 and with p; and torch's own order.
 bool OrderSearch::findSplit(StageOrder& order, const std::vector<StageTimes>& times, const std::vector<int>& limits,
                             bool thorough) {
-  const auto stages = static_cast<int>(times.size());
-  std::vector<std::vector<int>> tried;
-  order.ranked_seconds = std::numeric_limits<double>::infinity();
-  const auto keep = [&](double seconds, double ranked, const std::vector<int>& depths, const std::vector<int>& used) {
-    if (ranked <= order.ranked_seconds * (1 + kEqual) || order.depths.empty()) {
-      order.seconds = seconds;
-      order.ranked_seconds = ranked;
-      order.depths = depths;
-      order.limits = used;
-    }
-  };
-  for (const int cap : {microbatches_, 2 * stages - 1, stages}) {
-    std::vector<int> capped = limits;
-    for (int& limit : capped) {
-      limit = std::min(limit, cap);
-    }
-    if (std::ranges::find(tried, capped) == tried.end()) {
-      const double seconds = scheduler_.schedule(times, capped);
-      const int most = std::ranges::max(scheduler_.mostInFlight());
-      const double ranked = most > stages ? seconds : rankedSeconds(times, scheduler_.table(), most, seconds);
-      keep(seconds, ranked, scheduler_.mostInFlight(), capped);
-      tried.push_back(std::move(capped));
-    }
-  }
-  if (thorough) {
-    const PipelineTable table = zeroBubbleClassTable(stages, microbatches_);
-    const std::vector<int> depths = mostInFlight(table);
-    if (std::ranges::equal(depths, limits, std::ranges::less_equal())) {
-      const double seconds = simulateTable(times, table, PipelineMode::kIdeal).seconds;
-      const double ranked = rankedSeconds(times, table, stages, seconds);
-      if (ranked < order.ranked_seconds * (1 - kEqual)) {
-        keep(seconds, ranked, depths, {});
-      }
-    }
-  }
+  ZeroBubbleChoice choice = thorough ? zero_bubbles_.best(times, limits) : zero_bubbles_.near(times, limits);
+  order.seconds = choice.seconds;
+  order.ranked_seconds = choice.ranked_seconds;
+  order.depths = std::move(choice.depths);
+  order.limits = std::move(choice.limits);
   return true;
-}
-
-double OrderSearch::rankedSeconds(const std::vector<StageTimes>& times, const PipelineTable& table, int most_in_flight,
-                                  double seconds) const {
-  if (most_in_flight > static_cast<int>(times.size())) {
-    return seconds;
-  }
-  return simulateTable(stressed(times, options_.overhead_seconds), table, PipelineMode::kIdeal).seconds;
 }
 
 std::vector<StageTimes> OrderSearch::times(const StageSizes& sizes, const std::vector<bool>& recompute) const {
@@ -216,11 +162,7 @@ PipelineTable OrderSearch::table(const StageOrder& order) {
   if (family_ != OrderFamily::kZeroBubble) {
     return depthTable(order.depths, microbatches_);
   }
-  if (order.limits.empty()) {
-    return zeroBubbleClassTable(static_cast<int>(order.sizes.size()), microbatches_);
-  }
-  scheduler_.schedule(times(order.sizes, order.recompute), order.limits);
-  return scheduler_.table();
+  return zero_bubbles_.table(times(order.sizes, order.recompute), order.limits);
 }
 
 }  // namespace torchext::core

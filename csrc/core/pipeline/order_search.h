@@ -3,9 +3,6 @@
 // It is what a partition search asks: sizes in, an order out. The lower bound (leastSeconds) answers most questions
 // without a simulation. Memory gives each stage its limit of depth. A stage that memory limits may recompute, where
 // that is allowed; with a zero bubble it may not, for what I recomputes lives until W.
-//
-// Tight zero bubbles, with p or less in flight on every stage, are fragile. They are ranked by the time that they take
-// with transfers and overheads 5 % longer.
 #pragma once
 
 #include <optional>
@@ -15,7 +12,7 @@
 #include "core/pipeline/pipeline_options.h"
 #include "core/pipeline/stage_costs.h"
 #include "core/pipeline/stage_partition.h"
-#include "core/pipeline/zero_bubble_scheduler.h"
+#include "core/pipeline/zero_bubble_search.h"
 
 namespace torchext::core {
 
@@ -54,8 +51,6 @@ class OrderSearch {
                   bool thorough);
   bool findSplit(StageOrder& order, const std::vector<StageTimes>& times, const std::vector<int>& limits,
                  bool thorough);
-  double rankedSeconds(const std::vector<StageTimes>& times, const PipelineTable& table, int most_in_flight,
-                       double seconds) const;
   std::vector<int> limits(const StageOrder& order, double memory_bytes) const;
   double peakBytes(const StageOrder& order) const;
 
@@ -64,7 +59,7 @@ class OrderSearch {
   OrderFamily family_;
   int microbatches_;
   DepthSearch depths_;
-  ZeroBubbleScheduler scheduler_;
+  ZeroBubbleSearch zero_bubbles_;
 };
 
 }  // namespace torchext::core

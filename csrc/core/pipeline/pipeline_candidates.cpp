@@ -105,10 +105,10 @@ std::string PipelineCandidates::whyNot(int stages, int data) const {
   return "";
 }
 
-std::optional<FoundOrder> PipelineCandidates::best(double memory_bytes, double below, bool warm) {
+std::optional<FoundOrder> PipelineCandidates::best(double memory_bytes, double below, SearchEffort effort) {
   std::optional<FoundOrder> best;
   for (FamilySearch& search : searches_) {
-    auto found = search.best(memory_bytes, best ? std::min(below, best->order.ranked_seconds) : below, warm);
+    auto found = search.best(memory_bytes, best ? std::min(below, best->order.ranked_seconds) : below, effort);
     if (found && (!best || isBetter(*found, best->order))) {
       best = {std::move(*found), &search};
     }

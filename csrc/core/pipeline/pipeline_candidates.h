@@ -33,7 +33,7 @@ class PipelineCandidates {
                      const PipelineOptions& options);
 
   // The best of all, of searches that have one. None: memory is too small, or nothing is as fast as `below`.
-  std::optional<FoundOrder> best(double memory_bytes, double below, bool warm);
+  std::optional<FoundOrder> best(double memory_bytes, double below, SearchEffort effort);
 
   std::vector<FamilySearch>& searches() { return searches_; }
   const std::vector<RefusedShape>& refused() const { return refused_; }

@@ -21,12 +21,12 @@ FrontierPoint pointOf(const FoundOrder& found) {
 double justBelow(double peak_bytes) { return peak_bytes * (1 - kJustBelow) - kJustBelow; }
 
 std::vector<FrontierPoint> pipelineFrontier(PipelineCandidates& candidates, double memory_bytes, int most_points) {
-  constexpr double kNever = std::numeric_limits<double>::infinity();
   const double least = candidates.leastDemanding().leastMemory().bytes;
   std::vector<FrontierPoint> points;
   double ratio = 1;
   for (int i = 0; i < most_points; ++i) {
-    const auto found = candidates.best(memory_bytes, kNever, i > 0);
+    const auto found = candidates.best(memory_bytes, std::numeric_limits<double>::infinity(),
+                                       i == 0 ? SearchEffort::kFull : SearchEffort::kWarm);
     if (!found) {
       break;
     }

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "core/pipeline/pipeline_alternatives.h"
 #include "core/pipeline/pipeline_frontier.h"
 #include "core/pipeline/pipeline_options.h"
 #include "core/pipeline/pipeline_profile.h"
@@ -31,12 +32,6 @@ struct PlannedStage {
   std::vector<int> bucket_ends;  // StageSync
   double sync_seconds = 0;       // exposed
   double peak_bytes = 0;
-};
-
-struct PipelineAlternative {
-  std::string name;    // "4 stages x 2, zero-bubble", "4 stages x 2, even 1f1b"
-  double seconds = 0;  // infinity: does not fit
-  std::string reason;  // "2.1 % slower", "needs 3.2e+09 bytes on stage 0", "the plan"
 };
 
 struct PlannedPipeline {

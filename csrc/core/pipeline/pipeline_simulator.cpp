@@ -2,80 +2,19 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <limits>
 #include <stdexcept>
 #include <utility>
 
 #include "core/base/check.h"
 #include "core/base/enum_names.h"
-#include "core/pipeline/pipeline_lowering.h"
+#include "core/pipeline/pipeline_program.h"
+#include "core/pipeline/transfer_link.h"
 
 namespace torchext::core {
 namespace {
 
 constexpr EnumNames<PipelineMode, 3> kPipelineModes{
     {{PipelineMode::kIdeal, "ideal"}, {PipelineMode::kTorch, "torch"}, {PipelineMode::kClass, "class"}}};
-constexpr double kUnknown = std::numeric_limits<double>::infinity();
-
-// One direction between two stages: what was sent meets what was posted, first with first.
-class Link {
- public:
-  Link(double seconds, std::size_t microbatches, bool always_posted)
-      : seconds_(seconds), posted_(microbatches, 0.0), arrived_(microbatches, kUnknown) {
-    sent_.reserve(microbatches);
-    posted_count_ = always_posted ? microbatches : 0;
-  }
-
-  void send(int microbatch, double now) {
-    sent_.push_back({microbatch, now});
-    move();
-  }
-  void post(double now) {
-    posted_[posted_count_++] = now;
-    move();
-  }
-  double arrived(int microbatch) const { return arrived_[index(microbatch)]; }
-  double seconds() const { return seconds_; }
-
- private:
-  struct Sent {
-    int microbatch = 0;
-    double seconds = 0;
-  };
-
-  void move() {
-    for (; moved_ < std::min(sent_.size(), posted_count_); ++moved_) {
-      free_ = std::max({free_, sent_[moved_].seconds, posted_[moved_]}) + seconds_;
-      arrived_[index(sent_[moved_].microbatch)] = free_;
-    }
-  }
-
-  double seconds_;
-  double free_ = 0;
-  std::vector<Sent> sent_;
-  std::vector<double> posted_;
-  std::size_t posted_count_ = 0;
-  std::size_t moved_ = 0;
-  std::vector<double> arrived_;  // [micro-batch]
-};
-
-// Without receives, for they are always posted.
-PipelineProgram idealProgram(const PipelineTable& table) {
-  PipelineProgram program;
-  for (std::size_t rank = 0; rank < table.size(); ++rank) {
-    auto& steps = program.emplace_back();
-    for (const PipelineAction& action : table[rank]) {
-      steps.push_back({action, false});
-      const bool back = action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardInput;
-      if (action.kind == ActionKind::kForward && rank + 1 < table.size()) {
-        steps.push_back({{ActionKind::kSendForward, action.stage, action.microbatch}, false});
-      } else if (back && rank > 0) {
-        steps.push_back({{ActionKind::kSendBackward, action.stage, action.microbatch}, false});
-      }
-    }
-  }
-  return program;
-}
 
 PipelineProgram programOf(const PipelineTable& table, PipelineMode mode) {
   switch (mode) {
@@ -170,14 +109,14 @@ class Simulation {
   }
 
   bool waitUntil(std::size_t rank, double seconds) {
-    if (seconds == kUnknown) {
+    if (seconds == TransferLink::kUnknown) {
       return false;
     }
     now_[rank] = std::max(now_[rank], seconds);
     return true;
   }
 
-  bool send(Link& link, std::size_t rank, int microbatch) {
+  bool send(TransferLink& link, std::size_t rank, int microbatch) {
     link.send(microbatch, now_[rank]);
     return true;
   }
@@ -227,7 +166,7 @@ class Simulation {
       for (const ProgramStep& step : program_[rank]) {
         const bool forward = step.action.kind == ActionKind::kSendForward;
         if (!step.waits && (forward || step.action.kind == ActionKind::kSendBackward)) {
-          const Link& link = forward ? forward_[rank] : backward_[rank - 1];
+          const TransferLink& link = forward ? forward_[rank] : backward_[rank - 1];
           const double end = link.arrived(step.action.microbatch);
           run.transfers.push_back({static_cast<int>(rank), step.action, end - link.seconds(), end});
         }
@@ -243,8 +182,8 @@ class Simulation {
   std::vector<double> busy_;
   std::vector<double> end_;  // of its last computation
   std::vector<bool> splits_;
-  std::vector<Link> forward_;   // [j] from stage j to the next
-  std::vector<Link> backward_;  // [j] back to stage j
+  std::vector<TransferLink> forward_;   // [j] from stage j to the next
+  std::vector<TransferLink> backward_;  // [j] back to stage j
   bool with_timeline_;
   std::vector<PipelineSpan> spans_;
 };

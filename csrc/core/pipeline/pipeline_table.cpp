@@ -28,7 +28,7 @@ enum class Progress { kNew, kForwarded, kInputDone, kDone };
 }
 
 // What the action makes of a micro-batch; `allowed` where it cannot follow.
-Progress after(Progress before, ActionKind kind, std::string& allowed) {
+Progress progressAfter(Progress before, ActionKind kind, std::string& allowed) {
   switch (kind) {
     case ActionKind::kForward:
       allowed = before == Progress::kNew ? "" : "F comes once";
@@ -59,7 +59,7 @@ void checkRow(std::size_t rank, const std::vector<PipelineAction>& row, int micr
     }
     std::string allowed;
     Progress& now = progress[index(action.microbatch)];
-    now = after(now, action.kind, allowed);
+    now = progressAfter(now, action.kind, allowed);
     if (!allowed.empty()) {
       throwAction(rank, action, allowed);
     }
