@@ -298,7 +298,7 @@ class PipelinePlan:
                 if order == "gpipe" or self.placement.microbatches >= stages:
                     choices.append(self._public(sizes, order))
         fitting = [one for one in choices if self.memory is None or max(one.peak_bytes) <= self.memory] or choices
-        best = min(fitting, key=lambda one: one.predict(mode="class").seconds)
+        best = min(fitting, key=lambda one: (round(one.predict(mode="class").seconds, 9), max(one.peak_bytes)))
         name = "ScheduleGPipe" if best.placement.order == "gpipe" else "Schedule1F1B"
         return (
             f"the best plan with a public class is {name} on stages of {', '.join(map(str, best.sizes))} layers, "
