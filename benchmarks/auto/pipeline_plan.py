@@ -243,7 +243,7 @@ def arguments() -> argparse.Namespace:
     parsed = parser.parse_args()
     parsed.contenders = cli.names(parsed.contenders)
     if parsed.quick:
-        parsed.repeats, parsed.steps, parsed.calibration, parsed.layer_ms = 1, 1, 0.5, 1.0
+        parsed.repeats, parsed.steps, parsed.calibration, parsed.layer_ms = 1, 1, 2.0, 1.0
     return parsed
 
 

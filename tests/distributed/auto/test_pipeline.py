@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext.auto.pipeline import Placement, Stage, torch_runtime
+from torchext.auto import LinkModel, pipeline
+from torchext.auto.pipeline import PipelinePlan, Placement, Stage, torch_runtime
 from torchext.auto.pipeline.placement import action
 
 MICROBATCHES, BATCH = 6, 12
@@ -157,6 +160,53 @@ def test_four_ranks_train_as_one_process() -> None:
     runtime = "_PipelineScheduleRuntime"
     assert first == [runtime, runtime, "PipelineStage", "PipelineStage", "PipelineStage", runtime]
     assert second == [runtime, runtime, "PipelineStage", "_AveragingStage", "PipelineStage", runtime]
+
+
+def body_plan(rank: Rank, folder: str) -> dict[str, Any]:
+    rank.init("gloo")
+    world = dist.group.WORLD
+    model, path = network(), Path(folder) / "plan.json"
+    if rank.rank == 0:  # times differ from rank to rank: one plans
+        profile = pipeline.profile(model, torch.zeros(2, 8), repeats=2)
+        link = LinkModel.of(latency=1e-3, bandwidth=1e8)
+        pipeline.plan(profile, link, world_size=2, microbatches=MICROBATCHES, stages=2).save(path)
+    dist.barrier()
+    plan = PipelinePlan.load(path)
+    stage = plan.stage(model, world)
+    schedule = plan.schedule(stage, loss_of)
+    x, y = batch(0)
+
+    def step() -> None:
+        schedule.step(*([x] if stage.is_first else []), target=y if stage.is_last else None)
+
+    step()
+    gradients = expected(1)[0][1]
+    for name, parameter in stage.submod.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-5)
+    depths = None
+    if hasattr(pipelining, "analyze_pipeline_activation_liveness") and hasattr(schedule, "pipeline_order_with_comms"):
+        depths = tuple(
+            pipelining.analyze_pipeline_activation_liveness(
+                schedule, pp_rank=number, stage_indices=[number], granularity="stage_microbatch"
+            ).num_slots
+            for number in range(2)
+        )
+    other = PipelinePlan.of(plan.profile, plan.link, Placement.by_depth([1, 5], [rank.rank + 2, 1], MICROBATCHES))
+    with pytest.raises(ValueError, match=r"schedule: plan is .* on rank 0 and .* on rank 1; pass the same everywhere"):
+        other.schedule(stage, loss_of)
+    wide = PipelinePlan.of(plan.profile, plan.link, Placement.by_depth([2, 2, 2], [3, 2, 1], MICROBATCHES))
+    with pytest.raises(ValueError, match="the plan has 3 stages, and the pipeline's group 2 ranks"):
+        wide.stage(model, world)
+    checked = pipeline.verify(plan, step, 2)
+    dist.destroy_process_group()
+    return {"plan": plan.fingerprint(), "steps": checked.steps, "depths": depths, "planned": plan.depths}
+
+
+def test_a_plan_is_saved_loaded_run_and_verified(tmp_path: Path) -> None:
+    first, second = run_ranks(body_plan, 2, str(tmp_path))
+    assert first == second
+    assert len(first["steps"]) == 2
+    assert first["depths"] in (None, first["planned"])  # as torch itself counts
 
 
 class Transposing(nn.Module):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explained"]
 
+_FAR = 4  # times the largest message: times beyond it are guessed from the last two sizes
 _ORDER = {"1f1b": "1F1B by warm-up depth", "gpipe": "GPipe", "zero-bubble": "zero bubble"}
 
 
@@ -46,6 +47,7 @@ def explained(plan: PipelinePlan) -> str:
             )
         )
     lines += _columns(rows)
+    lines += _beyond(plan)
     if plan.alternatives:
         lines += ["", "tried:"]
         lines += _columns(
@@ -55,6 +57,19 @@ def explained(plan: PipelinePlan) -> str:
             ]
         )
     return "\n".join(lines)
+
+
+def _beyond(plan: PipelinePlan) -> list[str]:
+    """What to say where activations are far larger than any message that was measured."""
+    sent = plan.link.tables.get("p2p")
+    ends = [plan.profile.layers[stage.last].output_bytes for stage in plan.placement.stages[:-1]]
+    if sent is None or not ends or max(ends) <= _FAR * sent.points[-1][0]:
+        return []
+    return [
+        "",
+        f"transfers of {shown_bytes(max(ends))}: no message above {shown_bytes(sent.points[-1][0])} was measured, so "
+        "calibrate longer",
+    ]
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext.auto.pipeline.placement import Placement, Stage, warm_up_rows
 from torchext.auto.pipeline.stage_module import StageModule
 
-__all__ = ["MISSING", "lowered", "make_schedule", "make_stage", "public_class"]
+__all__ = ["MISSING", "make_schedule", "make_stage", "public_class"]
 
 _RUNTIME: Any = getattr(schedules, "_PipelineScheduleRuntime", None)
 _MIB = 1 << 20
@@ -139,14 +139,6 @@ def public_class(placement: Placement) -> str | None:
     if microbatches >= stages and placement.table == warm_up_rows(range(stages, 0, -1), microbatches):
         return "Schedule1F1B"
     return None
-
-
-def lowered(table: Sequence[Sequence[str]]) -> list[list[str]]:
-    """A table with the sends and receives that torch adds, one stage a rank."""
-    private: Any = schedules
-    actions = {rank: [private._Action.from_str(text) for text in row] for rank, row in enumerate(table)}
-    found = private._add_send_recv(actions, stage_to_rank=lambda stage: stage, num_stages=len(table))
-    return [[str(entry) for entry in found[rank]] for rank in range(len(table))]
 
 
 def _refuse_missing(placement: Placement, offer: Callable[[], str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_examples import LINK, chain, network, random_table
+from pipeline_examples import LINK, chain, network
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from torchext import _C
 from torchext.auto import LinkModel
 from torchext.auto.__main__ import main
 from torchext.auto.pipeline import (
@@ -28,7 +26,7 @@ from torchext.auto.pipeline import (
     torch_runtime,
     verify,
 )
-from torchext.auto.pipeline.placement import parsed, warm_up_rows
+from torchext.auto.pipeline.placement import warm_up_rows
 
 FAST = LinkModel.of(latency=0, bandwidth=1e15)
 
@@ -126,12 +124,27 @@ def test_a_plan_by_hand_and_its_modes() -> None:
         by_hand.predict(mode="best")
 
 
-def test_the_core_lowers_as_torch_does() -> None:
-    for seed in range(200):
-        rows, _ = random_table(random.Random(seed))
-        table = [[(kind, stage, batch) for stage, kind, batch in map(parsed, row)] for row in rows]
-        found = _C.lower_pipeline_table(table)
-        assert [[f"{stage}{kind}{batch}" for kind, stage, batch in row] for row in found] == torch_runtime.lowered(rows)
+def test_a_link_that_was_measured_for_small_messages_only() -> None:
+    profile = LayerProfile(tuple(dataclasses.replace(layer, output_bytes=1 << 20) for layer in chain().layers))
+    sent = dataclasses.replace(LINK.tables["p2p"], points=LINK.tables["p2p"].points[:2])
+    short = dataclasses.replace(LINK, tables=LINK.tables | {"p2p": sent})
+    text = planned(profile=profile, link=short, world_size=2, microbatches=2, stages=2).explain()
+    assert "transfers of 1 MiB: no message above 16 KiB was measured, so calibrate longer" in text
+    assert "calibrate longer" not in planned(profile=profile, link=LINK, world_size=2, microbatches=2).explain()
+
+
+def test_a_model_that_torch_traces() -> None:
+    from torch.distributed.pipelining import pipeline
+
+    found = planned(profile=chain(5), world_size=2, microbatches=2, stages=2)
+    names = LayerProfile(
+        tuple(dataclasses.replace(layer, name=str(number)) for number, layer in enumerate(found.profile.layers))
+    )
+    found = dataclasses.replace(found, profile=names)
+    pipe = pipeline(network().eval(), mb_args=(torch.zeros(2, 8),), split_spec=found.split_spec())
+    assert pipe.num_stages == 2
+    own = {name.split(".")[0] for name, _ in pipe.get_stage_module(0).named_parameters()}
+    assert own == {name for name in found.module_names(0) if list(network()[int(name)].parameters())}
 
 
 def test_verify_compares_steps() -> None:
