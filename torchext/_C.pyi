@@ -759,6 +759,7 @@ class PipelineOptions:
         recompute: bool = False,
         overhead_seconds: float = 0.0,
         first_input_gradient: bool = False,
+        split_data_parallel: bool = False,
         most_in_flight: Sequence[int] = ...,
         frontier_points: int = 12,
         most_partitions: float = 20000.0,
@@ -766,8 +767,9 @@ class PipelineOptions:
         """microbatches: of one step over all replicas of the pipeline; a plan of data width d runs microbatches / d in
         each. memory_nbytes: of one rank. schedules: "1f1b", "gpipe", "zero-bubble". state_factor: bytes for one of a
         parameter. recompute: not with a zero bubble. overhead_seconds: of each action. first_input_gradient: False as
-        in torch, stage 0 computes no gradient of its input. most_in_flight: by stage, beside memory; needs stages.
-        most_partitions: where a number of stages has so many or fewer, all are tried."""
+        in torch, stage 0 computes no gradient of its input. split_data_parallel: zero bubbles may have a data width
+        above 1, though DistributedDataParallel does not see gradients of W. most_in_flight: by stage, beside memory;
+        needs stages. most_partitions: where a number of stages has so many or fewer, all are tried."""
 
 class PlannedStage:
     """A run of layers on `data` ranks."""

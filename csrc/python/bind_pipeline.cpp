@@ -55,8 +55,8 @@ core::PipelineLink straightLink(double latency_seconds, double bytes_per_second,
 core::PipelineOptions makeOptions(int world_size, int microbatches, std::optional<double> memory_bytes,
                                   const std::vector<std::string>& schedules, std::optional<int> stages,
                                   double state_factor, bool recompute, double overhead_seconds,
-                                  bool first_input_gradient, std::vector<int> most_in_flight, int frontier_points,
-                                  double most_partitions) {
+                                  bool first_input_gradient, bool split_data_parallel, std::vector<int> most_in_flight,
+                                  int frontier_points, double most_partitions) {
   core::PipelineOptions options;
   options.world_size = world_size;
   options.microbatches = microbatches;
@@ -70,6 +70,7 @@ core::PipelineOptions makeOptions(int world_size, int microbatches, std::optiona
   options.recompute = recompute;
   options.overhead_seconds = overhead_seconds;
   options.first_input_gradient = first_input_gradient;
+  options.split_data_parallel = split_data_parallel;
   options.most_in_flight = std::move(most_in_flight);
   options.frontier_points = frontier_points;
   options.most_partitions = most_partitions;
@@ -137,7 +138,8 @@ void bindPipelineInput(py::module_& module) {
            py::arg("memory_nbytes") = std::nullopt, py::arg("schedules") = std::vector<std::string>{"1f1b"},
            py::arg("stages") = std::nullopt, py::arg("state_factor") = defaults.state_factor,
            py::arg("recompute") = false, py::arg("overhead_seconds") = 0.0, py::arg("first_input_gradient") = false,
-           py::arg("most_in_flight") = std::vector<int>(), py::arg("frontier_points") = defaults.frontier_points,
+           py::arg("split_data_parallel") = false, py::arg("most_in_flight") = std::vector<int>(),
+           py::arg("frontier_points") = defaults.frontier_points,
            py::arg("most_partitions") = defaults.most_partitions);
 
   py::class_<core::StageTimes>(module, "StageTimes")

@@ -13,7 +13,7 @@ namespace {
 // Of actions simulated in one local search, about: partitions asked for are as many as that allows.
 constexpr double kMostActions = 5e7;
 constexpr double kActionsOfQuestion = 60;  // times p M
-constexpr int kFewestQuestions = 300;
+constexpr int kFewestQuestions = 500;
 constexpr double kBetterDepths = 1e-9;  // relative: the partition is searched once more
 
 bool keepBetter(std::optional<StageOrder>& best, std::optional<StageOrder> found) {
@@ -114,8 +114,10 @@ LeastMemory FamilySearch::leastMemory() const {
   return least;
 }
 
-std::string FamilySearch::shape() const {
-  return concat(stages_, stages_ == 1 ? " stage" : " stages", data_ == 1 ? std::string() : concat(" x ", data_));
+std::string FamilySearch::shape() const { return shapeName(stages_, data_); }
+
+std::string shapeName(int stages, int data) {
+  return concat(stages, stages == 1 ? " stage" : " stages", data == 1 ? std::string() : concat(" x ", data));
 }
 
 }  // namespace torchext::core

@@ -18,6 +18,9 @@ enum class SearchEffort {
   kCheck,  // none: the last partition, and the one that needs the least memory
 };
 
+// "4 stages x 2"; "4 stages" of one rank each.
+std::string shapeName(int stages, int data);
+
 // What fits in the least memory: at depth 1, or with gpipe all micro-batches in flight.
 struct LeastMemory {
   double bytes = 0;
@@ -41,8 +44,7 @@ class FamilySearch {
   int stages() const { return stages_; }
   int data() const { return data_; }
   int microbatches() const { return microbatches_; }
-  // "4 stages x 2"; "4 stages" of one rank each.
-  std::string shape() const;
+  std::string shape() const;  // shapeName
   const StageCosts& costs() const { return costs_; }
   OrderSearch& orders() { return orders_; }
 

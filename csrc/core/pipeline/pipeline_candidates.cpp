@@ -65,29 +65,35 @@ PipelineCandidates::PipelineCandidates(const std::vector<PipelineLayer>& layers,
   checkLayers(layers);
   checkLink(link);
   checkOptions(options);
-  StageRules rules{options.overhead_seconds, options.state_factor, options.first_input_gradient, 1};
+  const StageRules rules{options.overhead_seconds, options.state_factor, options.first_input_gradient, 1};
   costs_[1] = std::make_unique<StageCosts>(layers, link, rules);
   for (int stages = 1; stages <= options.world_size; ++stages) {
-    if (options.world_size % stages != 0 || (options.stages && stages != *options.stages)) {
-      continue;
-    }
-    const int data = options.world_size / stages;
-    std::string reason = whyNot(stages, data);
-    if (!reason.empty()) {
-      refused_.push_back(
-          {concat(stages, stages == 1 ? " stage" : " stages", data == 1 ? std::string() : concat(" x ", data)),
-           std::move(reason)});
-      continue;
-    }
-    rules.data = data;
-    auto& costs = costs_[data];
-    costs = costs ? std::move(costs) : std::make_unique<StageCosts>(layers, link, rules);
-    for (const OrderFamily family : options.schedules) {
-      searches_.emplace_back(*costs, options, family, stages, data, options.microbatches / data);
+    if (options.world_size % stages == 0 && stages == options.stages.value_or(stages)) {
+      addShape(stages, options.world_size / stages, rules);
     }
   }
   if (searches_.empty()) {
     throw std::invalid_argument(concat(refused_.front().name, ": ", refused_.front().reason));
+  }
+}
+
+void PipelineCandidates::addShape(int stages, int data, StageRules rules) {
+  const std::string shape = shapeName(stages, data);
+  std::string reason = whyNot(stages, data);
+  if (!reason.empty()) {
+    refused_.push_back({shape, std::move(reason)});
+    return;
+  }
+  rules.data = data;
+  auto& costs = costs_[data];
+  costs = costs ? std::move(costs) : std::make_unique<StageCosts>(layers_, link_, rules);
+  for (const OrderFamily family : options_.schedules) {
+    if (family == OrderFamily::kZeroBubble && data > 1 && !options_.split_data_parallel) {
+      refused_.push_back({concat(shape, ", ", toString(family)),
+                          "DistributedDataParallel does not see gradients of W: data width 1 is allowed"});
+    } else {
+      searches_.emplace_back(*costs, options_, family, stages, data, options_.microbatches / data);
+    }
   }
 }
 

@@ -16,7 +16,7 @@
 namespace torchext::core {
 
 struct RefusedShape {
-  std::string name;  // "8 stages x 2"
+  std::string name;  // "8 stages x 2", "8 stages x 2, zero-bubble"
   std::string reason;
 };
 
@@ -42,6 +42,7 @@ class PipelineCandidates {
   bool exhaustive() const;
 
  private:
+  void addShape(int stages, int data, StageRules rules);
   std::string whyNot(int stages, int data) const;
 
   const std::vector<PipelineLayer>& layers_;

@@ -19,6 +19,9 @@ struct PipelineOptions {
   bool recompute = false;                    // stages that memory limits may; not with a zero bubble
   double overhead_seconds = 0;
   bool first_input_gradient = false;
+  // Torch's W adds to gradients past DistributedDataParallel, which then averages nothing: zero bubbles have data width
+  // 1, unless who runs the plan averages by other means.
+  bool split_data_parallel = false;
   std::vector<int> most_in_flight = {};  // [stage] beside what memory allows; none: no limit. Needs `stages`.
   int frontier_points = 12;              // at most; 0: no frontier
   // All partitions of a number of stages are tried where they are so many or fewer: the plan is the optimum then.

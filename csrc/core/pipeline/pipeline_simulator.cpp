@@ -36,13 +36,13 @@ class Simulation {
         next_(stages.size(), 0),
         now_(stages.size(), 0.0),
         busy_(stages.size(), 0.0),
+        end_(stages.size(), 0.0),
         splits_(stages.size(), false),
         with_timeline_(with_timeline) {
     for (std::size_t j = 0; j + 1 < stages.size(); ++j) {
       forward_.emplace_back(stages[j].transfer_seconds, index(microbatches), ideal);
       backward_.emplace_back(stages[j].transfer_seconds, index(microbatches), ideal);
     }
-    end_.assign(stages.size(), 0.0);
   }
 
   PipelineRun run() {
@@ -116,10 +116,7 @@ class Simulation {
     return true;
   }
 
-  bool send(TransferLink& link, std::size_t rank, int microbatch) {
-    link.send(microbatch, now_[rank]);
-    return true;
-  }
+  bool send(TransferLink& link, std::size_t rank, int microbatch) { return link.send(microbatch, now_[rank]), true; }
 
   bool compute(std::size_t rank, const PipelineAction& action) {
     const double begin = now_[rank];

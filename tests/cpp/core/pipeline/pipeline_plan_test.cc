@@ -332,6 +332,7 @@ TEST(PipelinePlan, TableIsWhatIsPromised) {
     options.recompute = round % 2 == 1;
     options.overhead_seconds = 0.25;
     options.first_input_gradient = round % 3 == 1;
+    options.split_data_parallel = round % 4 > 1;
     options.frontier_points = 5;
     const PlannedPipeline plan = planPipeline(layers, link, options);
     const int data = plan.stages.front().data;
@@ -374,6 +375,26 @@ TEST(PipelinePlan, DataWidthIsChosenWithTheRest) {
   };
   EXPECT_EQ(data(0), 4);
   EXPECT_EQ(data(1), 1);
+}
+
+// Torch's W adds to gradients past DistributedDataParallel.
+TEST(PipelinePlan, ZeroBubblesHaveOneReplica) {
+  PipelineOptions options;
+  options.world_size = 4;
+  options.microbatches = 8;
+  options.schedules = {OrderFamily::kZeroBubble};
+  const PipelineLink link{CostTable::line(0, 0), {{2, CostTable::line(0, 0)}, {4, CostTable::line(0, 0)}}};
+  const PlannedPipeline plan = planPipeline(layersOf(kEqual8), link, options);
+  EXPECT_EQ(plan.stages.size(), 4U);
+  EXPECT_TRUE(std::ranges::any_of(plan.alternatives, [](const PipelineAlternative& alternative) {
+    return alternative.name == "2 stages x 2, zero-bubble" && alternative.seconds == kInfinity;
+  }));
+  options.split_data_parallel = true;  // no bubble at all: one stage, four replicas
+  EXPECT_EQ(planPipeline(layersOf(kEqual8), link, options).stages.size(), 1U);
+  options.split_data_parallel = false;
+  options.stages = 2;
+  EXPECT_THROW_MESSAGE(planPipeline(layersOf(kEqual8), link, options), std::invalid_argument,
+                       "2 stages x 2, zero-bubble: DistributedDataParallel");
 }
 
 TEST(PipelinePlan, RecomputeWhereMemoryLimits) {
