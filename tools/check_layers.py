@@ -54,6 +54,10 @@ LAWS: dict[str, Law] = {
         "what each way of synchronising gradients takes, and which to choose: costs, a simulator, a search",
         (*BASE, "csrc/core/transport", "csrc/core/dear"),
     ),
+    "csrc/core/pipeline": Law(
+        "how to cut layers into pipeline stages and in which order these work: tables, simulators, a search",
+        (*BASE, "csrc/core/auto"),
+    ),
     "csrc/core/kfac": Law(
         "K-FAC: plans, costs, placements, and packed forms of matrices", (*BASE, "csrc/core/transport")
     ),
@@ -171,6 +175,13 @@ LAWS: dict[str, Law] = {
             *("torchext/_attach.py", "torchext/ddp", "torchext/backends"),
             *("torchext/errors.py", "torchext/_version.py", "torchext/base"),
         ),
+    ),
+    "torchext/auto/pipeline": Law(
+        "a chain of layers is measured, cut into stages of a pipeline, and handed to torch's pipelines",
+        ("torchext/auto", "torchext/_version.py", "torchext/base"),
+    ),
+    "torchext/auto/__main__.py": Law(
+        "the command of auto and of its pipelines", ("torchext/auto", "torchext/auto/pipeline")
     ),
     "torchext/_attach.py": Law(
         "attach: from a backend's name to its synchronizer",

@@ -1,6 +1,6 @@
 """Types of torchext._C; tests/packaging/test_stub.py compares them with the module."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -710,3 +710,251 @@ def hop_weights(graph: str, ranks: int) -> list[list[float]]:
 
 def apart_ranks(step_samples: Sequence[Sequence[float]]) -> list[int]:
     """Ranks whose median is off by more than 10 % from that of all samples."""
+
+# torchext.auto.pipeline: tables, the simulator and the search (csrc/core/pipeline). Pure: equal arguments give equal
+# results. A table is a list of ranks, each a list of actions (kind, stage, microbatch); stage j is rank j's. Kinds of
+# computations: "F", "B" (the whole backward), "I" (gradients of inputs), "W" (of weights, after I).
+
+class PipelineLayer:
+    """What one layer takes for one micro-batch on one rank. Plain data."""
+
+    def __init__(
+        self,
+        *,
+        forward_seconds: float,
+        backward_input_seconds: float,
+        backward_weight_seconds: float,
+        kept_nbytes: int = 0,
+        output_nbytes: int = 0,
+        parameter_nbytes: int = 0,
+    ) -> None:
+        """kept_nbytes: activations from forward to backward. Values are checked where they are used."""
+    @property
+    def forward_seconds(self) -> float: ...
+    @property
+    def backward_input_seconds(self) -> float: ...
+    @property
+    def backward_weight_seconds(self) -> float: ...
+    @property
+    def kept_nbytes(self) -> int: ...
+    @property
+    def output_nbytes(self) -> int: ...
+    @property
+    def parameter_nbytes(self) -> int: ...
+
+class PipelineLink:
+    """The network between neighbouring stages, and that of the replicas of a stage."""
+
+    def __init__(self, *, transfer: CostTable, all_reduce: Mapping[int, CostTable] = ...) -> None:
+        """all_reduce: by data width. Widths without a table, but 1, are no candidates."""
+    @staticmethod
+    def straight(
+        *, latency_seconds: float, bytes_per_second: float, all_reduce: Mapping[int, CostTable] = ...
+    ) -> PipelineLink:
+        """A transfer takes latency + nbytes / rate. A rate of infinity is allowed."""
+    @property
+    def transfer(self) -> CostTable: ...
+    @property
+    def all_reduce(self) -> dict[int, CostTable]: ...
+
+class PipelineOptions:
+    """What a plan may be."""
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        microbatches: int,
+        memory_nbytes: float | None = None,
+        schedules: Sequence[str] = ("1f1b",),
+        stages: int | None = None,
+        state_factor: float = 4.0,
+        recompute: bool = False,
+        overhead_seconds: float = 0.0,
+        first_input_gradient: bool = False,
+        split_data_parallel: bool = False,
+        most_in_flight: Sequence[int] = ...,
+        frontier_points: int = 12,
+        most_partitions: float = 20000.0,
+    ) -> None:
+        """microbatches: of one step over all replicas of the pipeline; a plan of data width d runs microbatches / d in
+        each. memory_nbytes: of one rank. schedules: "1f1b", "gpipe", "zero-bubble". state_factor: bytes for one of a
+        parameter. recompute: not with a zero bubble. overhead_seconds: of each action. first_input_gradient: False as
+        in torch, stage 0 computes no gradient of its input. split_data_parallel: zero bubbles may have a data width
+        above 1, though DistributedDataParallel does not see gradients of W. most_in_flight: by stage, beside memory;
+        needs stages. most_partitions: where a number of stages has so many or fewer, all are tried."""
+
+class PlannedStage:
+    """A run of layers on `data` ranks."""
+
+    @property
+    def first(self) -> int: ...
+    @property
+    def last(self) -> int:
+        """The last layer, which belongs to the stage."""
+    @property
+    def data(self) -> int: ...
+    @property
+    def depth(self) -> int:
+        """The most micro-batches in flight."""
+    @property
+    def recompute(self) -> bool: ...
+    @property
+    def bucket_ends(self) -> list[int]:
+        """One past the last layer of each bucket, counted from the stage's last layer to its first; [] if data is 1."""
+    @property
+    def sync_seconds(self) -> float:
+        """Of the all-reduce, what comes after the stage's last backward."""
+    @property
+    def peak_nbytes(self) -> float: ...
+
+class PipelineAlternative:
+    @property
+    def name(self) -> str:
+        """ "4 stages x 2, zero-bubble" (the best of its kind) or "4 stages x 2, even 1f1b"."""
+    @property
+    def seconds(self) -> float:
+        """Infinity: it does not fit."""
+    @property
+    def reason(self) -> str: ...
+
+class PipelinePoint:
+    """A plan of the frontier."""
+
+    @property
+    def memory_nbytes(self) -> float:
+        """The largest peak of a stage."""
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def sizes(self) -> list[int]: ...
+    @property
+    def depths(self) -> list[int]: ...
+    @property
+    def order(self) -> str: ...
+    @property
+    def data(self) -> int: ...
+    @property
+    def recompute(self) -> list[bool]: ...
+
+class PlannedPipeline:
+    @property
+    def stages(self) -> list[PlannedStage]: ...
+    @property
+    def microbatches(self) -> int:
+        """Of one replica."""
+    @property
+    def order(self) -> str: ...
+    @property
+    def table(self) -> list[list[tuple[str, int, int]]]: ...
+    @property
+    def seconds(self) -> float:
+        """In mode "ideal"."""
+    @property
+    def bubble(self) -> float: ...
+    @property
+    def exhaustive(self) -> bool:
+        """All partitions were tried: the plan is the optimum of its families."""
+    @property
+    def alternatives(self) -> list[PipelineAlternative]:
+        """Fastest first, the plan among them."""
+    @property
+    def frontier(self) -> list[PipelinePoint]:
+        """Memory rises, time falls strictly."""
+
+class StageTimes:
+    """What the simulator knows of a stage."""
+
+    def __init__(
+        self,
+        *,
+        forward_seconds: float,
+        backward_input_seconds: float,
+        backward_weight_seconds: float,
+        backward_seconds: float | None = None,
+        transfer_seconds: float = 0.0,
+        sync_seconds: float = 0.0,
+        split_sync_seconds: float = 0.0,
+    ) -> None:
+        """backward_seconds: None, the sum of both parts. transfer_seconds: of the output, and of its gradient back.
+        sync_seconds: the all-reduce, after the last B; split_sync_seconds: after the last W."""
+    @property
+    def forward_seconds(self) -> float: ...
+    @property
+    def backward_input_seconds(self) -> float: ...
+    @property
+    def backward_weight_seconds(self) -> float: ...
+    @property
+    def backward_seconds(self) -> float: ...
+    @property
+    def transfer_seconds(self) -> float: ...
+    @property
+    def sync_seconds(self) -> float: ...
+    @property
+    def split_sync_seconds(self) -> float: ...
+
+class PipelineSpan:
+    @property
+    def rank(self) -> int: ...
+    @property
+    def kind(self) -> str:
+        """ "F", "B", "I", "W"; of a transfer "SEND_F" or "SEND_B", from that rank."""
+    @property
+    def stage(self) -> int: ...
+    @property
+    def microbatch(self) -> int: ...
+    @property
+    def begin_seconds(self) -> float: ...
+    @property
+    def end_seconds(self) -> float: ...
+
+class PipelineRun:
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bubble(self) -> float: ...
+    @property
+    def end_seconds(self) -> list[float]:
+        """Of each stage's last action."""
+    @property
+    def most_in_flight(self) -> list[int]: ...
+    @property
+    def spans(self) -> list[PipelineSpan]:
+        """[] unless asked for; by rank, then by time."""
+    @property
+    def transfers(self) -> list[PipelineSpan]: ...
+
+def plan_pipeline(layers: Sequence[PipelineLayer], link: PipelineLink, options: PipelineOptions) -> PlannedPipeline:
+    """Without the GIL. A bad value is a ValueError naming it, and so is memory in which nothing fits."""
+
+def pipeline_stage_times(
+    layers: Sequence[PipelineLayer],
+    link: PipelineLink,
+    options: PipelineOptions,
+    sizes: Sequence[int],
+    recompute: Sequence[bool] = ...,
+) -> list[StageTimes]:
+    """Of the stages with so many layers each, for simulate_pipeline. Data width: world_size / len(sizes)."""
+
+def simulate_pipeline(
+    stages: Sequence[StageTimes],
+    table: Sequence[Sequence[tuple[str, int, int]]],
+    mode: str = "ideal",
+    with_timeline: bool = False,
+) -> PipelineRun:
+    """mode: "ideal", "torch" (a transfer waits for its receive, where torch's runtime posts it) or "class" (as
+    Schedule1F1B and ScheduleGPipe do). A deadlock is a ValueError naming rank and action."""
+
+def pipeline_depth_table(depths: Sequence[int], microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """Stage j runs depths[j] forwards, then B and F in turns, then Bs. Depths never rise. All M: GPipe."""
+
+def pipeline_zero_bubble_table(
+    stages: Sequence[StageTimes], limits: Sequence[int], microbatches: int
+) -> list[list[tuple[str, int, int]]]:
+    """F, I and W by list scheduling, at most limits[j] in flight until W."""
+
+def pipeline_zero_bubble_class_table(stages: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """The order of torch's ScheduleInterleavedZeroBubble with one stage a rank."""
+
+def lower_pipeline_table(table: Sequence[Sequence[tuple[str, int, int]]]) -> list[list[tuple[str, int, int]]]:
+    """With "SEND_F", "RECV_F", "SEND_B" and "RECV_B" where torch's runtime adds them."""

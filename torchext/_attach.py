@@ -65,6 +65,12 @@ def _check_model(ddp: object) -> None:
         raise TypeError(
             f"torchext.attach takes a DistributedDataParallel model, got {type(ddp).__name__}; wrap the model first"
         )
+    stage = getattr(ddp, "_torchext_pipeline_stage", None)
+    if stage is not None:
+        raise TypeError(
+            f"torchext.attach: this model is stage {stage} of a pipeline (torchext.auto.pipeline), whose schedule runs "
+            "its passes and reduces its gradients; leave attach out, or train without stages"
+        )
 
 
 def _check(ddp: DistributedDataParallel, optimizers: Optimizers) -> None:

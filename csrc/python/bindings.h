@@ -15,5 +15,6 @@ void bindDSSync(py::module_& module);
 void bindHop(py::module_& module);
 void bindKfac(py::module_& module);
 void bindAuto(py::module_& module);
+void bindPipeline(py::module_& module);  // after auto
 
 }  // namespace torchext

@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, module) {
   torchext::bindHop(module);
   torchext::bindKfac(module);
   torchext::bindAuto(module);
+  torchext::bindPipeline(module);
 }

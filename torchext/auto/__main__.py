@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torchext.auto.candidates import INEXACT, simulate
 from torchext.auto.explanation import table
 from torchext.auto.link_model import LinkModel, calibrate
+from torchext.auto.pipeline import LayerProfile, PipelinePlan
+from torchext.auto.pipeline import plan as plan_pipeline
+from torchext.auto.pipeline.placement import ORDERS
 from torchext.auto.plots import draw_link
 from torchext.auto.step_profile import Profile
 from torchext.auto.sync_plan import SyncPlan
@@ -38,7 +41,24 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument("--rate", type=float, metavar="BYTES", help="of a link, a second; default: as measured")
     other.add_argument("--latency", type=float, metavar="SECONDS", help="of a hop; default: as measured")
     other.add_argument("--allow", nargs="*", default=[], metavar="WAY", help=f"inexact: {', '.join(INEXACT)}")
+    _add_pipeline(commands)
     return parser
+
+
+def _add_pipeline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    made = commands.add_parser("pipeline", help="cuts a profiled chain of layers into pipeline stages")
+    made.add_argument("--profile", required=True, metavar="FILE", help="written by LayerProfile.save")
+    made.add_argument("--link", required=True, metavar="FILE", help="written by LinkModel.save or bench --json")
+    made.add_argument("--world", required=True, type=int, metavar="RANKS")
+    made.add_argument("--microbatches", required=True, type=int, metavar="NUMBER", help="over all ranks")
+    made.add_argument("--memory", metavar="BYTES", help="of a rank, as 12GiB; default: no limit")
+    made.add_argument("--schedules", nargs="+", default=["1f1b"], metavar="ORDER", help=", ".join(ORDERS))
+    made.add_argument("--stages", type=int, metavar="NUMBER", help="default: the best one")
+    made.add_argument("--state-factor", type=float, default=4.0, help="bytes by byte of a parameter; default: 4")
+    made.add_argument("--recompute", action="store_true", help="stages may drop activations and compute them again")
+    made.add_argument("--save", metavar="FILE", help="writes the plan there, for PipelinePlan.load")
+    made.add_argument("--csv", metavar="FILE", help="writes the table of actions there, as torch reads it")
+    made.add_argument("--png", metavar="FILE", help="draws a step there, over one of 1F1B; needs matplotlib")
 
 
 def _bench(arguments: argparse.Namespace) -> None:
@@ -71,11 +91,35 @@ def _simulate(arguments: argparse.Namespace) -> None:
     print(table(profile, simulate(profile, link, world_size=arguments.world, allow=arguments.allow)))
 
 
+def _pipeline(arguments: argparse.Namespace) -> None:
+    plan: PipelinePlan = plan_pipeline(
+        LayerProfile.load(arguments.profile),
+        LinkModel.load(arguments.link),
+        world_size=arguments.world,
+        microbatches=arguments.microbatches,
+        memory=int(arguments.memory) if (arguments.memory or "").isdecimal() else arguments.memory,
+        schedules=arguments.schedules,
+        stages=arguments.stages,
+        state_factor=arguments.state_factor,
+        recompute=arguments.recompute,
+    )
+    print(plan.explain())
+    for point in plan.frontier():
+        print(point)
+    if arguments.save:
+        plan.save(arguments.save)
+    if arguments.csv:
+        plan.write_csv(arguments.csv)
+    if arguments.png:
+        plan.timeline(arguments.png)
+
+
 def main(words: list[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     arguments = _parser().parse_args(words)
     try:
-        {"bench": _bench, "explain": _explain, "simulate": _simulate}[arguments.command](arguments)
+        commands = {"bench": _bench, "explain": _explain, "simulate": _simulate, "pipeline": _pipeline}
+        commands[arguments.command](arguments)
     except (ModuleNotFoundError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"torchext.auto {arguments.command}: {error}", file=sys.stderr)
         return 1

@@ -21,6 +21,10 @@ __all__ = ["NOISY", "LinkModel", "OperationTable", "calibrate", "check_number", 
 
 NOISY = 0.3  # share by which two calibrations of a link may differ before there is a warning
 _CALLER = "torchext.auto.calibrate"
+# Of networks that were not measured: sizes of their tables, and what a core does.
+_FORMULA_SIZES = tuple(4096 * 4**power for power in range(10))
+_FORMULA_COPIES = 5e9  # bytes a second
+_FORMULA_OPERATIONS = 5e10  # a second
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,39 @@ class LinkModel:
         if not self.bytes_per_second > 0:
             raise ValueError(f"bytes_per_second must be above 0, got {self.bytes_per_second}")
 
+    @classmethod
+    def of(cls, *, latency: float, bandwidth: float, world_size: int = 2) -> LinkModel:
+        """A network that was not measured, by formula; each rank has a link of its own.
+
+        Args:
+            latency: Seconds of a hop.
+            bandwidth: Bytes a second of a link.
+            world_size: Ranks.
+
+        Raises:
+            ValueError: A number out of range.
+        """
+        latency, bandwidth = check_number("latency", latency), check_number("bandwidth", bandwidth)
+        if bandwidth == 0:
+            raise ValueError("bandwidth must be above 0 bytes a second, got 0; 10 Gb/s are bandwidth=1.25e9")
+        world_size = _checked_ranks(world_size)
+        network = _C.Network(ranks=world_size, latency_seconds=latency, bytes_per_second=bandwidth)
+        reduced = tuple((size, _C.collective_seconds("ring", network, size)) for size in _FORMULA_SIZES)
+        sent = tuple((size, latency + size / bandwidth) for size in _FORMULA_SIZES)
+        return cls(
+            backend="formula",
+            device="cpu",
+            host_of=tuple(range(world_size)),
+            tables={
+                "all_reduce": OperationTable(reduced, measured=False),
+                "p2p": OperationTable(sent, measured=False),
+            },
+            latency_seconds=latency,
+            bytes_per_second=bandwidth,
+            copy_bytes_per_second=_FORMULA_COPIES,
+            operations_per_second=_FORMULA_OPERATIONS,
+        )
+
     @property
     def world_size(self) -> int:
         """How many ranks were measured."""
@@ -165,9 +202,7 @@ class LinkModel:
         Raises:
             ValueError: Fewer than 2 ranks.
         """
-        world_size = plain(world_size)
-        if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 2:
-            raise ValueError(f"world_size must be a whole number from 2 on, got {world_size!r}")
+        world_size = _checked_ranks(world_size)
         network = _C.Network(
             ranks=world_size, latency_seconds=self.latency_seconds, bytes_per_second=self.bytes_per_second
         )
@@ -299,6 +334,13 @@ def check_number(name: str, value: float, *, most: float = math.inf) -> float:
         allowed = "0 or more" if most == math.inf else f"from 0 to {most:g}"
         raise ValueError(f"{name} must be finite and {allowed}, got {value}")
     return float(value)
+
+
+def _checked_ranks(world_size: int) -> int:
+    world_size = plain(world_size)
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 2:
+        raise ValueError(f"world_size must be a whole number from 2 on, got {world_size!r}")
+    return world_size
 
 
 def search_tables(link: LinkModel) -> _C.LinkTables:

@@ -12,14 +12,19 @@ from torchext.auto.explanation import described
 from torchext.auto.link_model import LinkModel, search_tables, shown_bytes
 from torchext.auto.step_profile import Profile
 
-__all__ = ["draw_link", "draw_timeline"]
+__all__ = ["draw_link", "draw_timeline", "figure_with_rows"]
 
 _COMPUTE = {"forward": "#9ecae1", "backward": "#4292c6", "unpack": "#bdbdbd", "optimizer": "#bdbdbd"}
 _LINK = {"reduce": "#fdae6b", "gather": "#a1d99b"}
 _EXPOSED = "#de2d26"
 
 
-def _axes(rows: int, height: float) -> tuple[Any, Any]:
+def figure_with_rows(rows: int, height: float) -> tuple[Any, Any]:
+    """A figure, and its rows of axes with one x.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -38,7 +43,7 @@ def draw_link(path: str | os.PathLike[str], link: LinkModel) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    figure, (axes,) = _axes(1, 5.0)
+    figure, (axes,) = figure_with_rows(1, 5.0)
     for number, (name, table) in enumerate(link.tables.items()):
         color = f"C{number}"
         sizes = [nbytes for nbytes, _ in table.points]
@@ -69,7 +74,7 @@ def draw_timeline(
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    figure, rows = _axes(len(candidates), 1.2 + 1.4 * len(candidates))
+    figure, rows = figure_with_rows(len(candidates), 1.2 + 1.4 * len(candidates))
     for axes, candidate in zip(rows, candidates, strict=True):
         step = _C.simulate_candidate(search_profile(profile), search_tables(link), core_of(candidate))
         busy = []

@@ -24,7 +24,7 @@ from torchext.auto.all_ranks import checked_group, errors_on_all, gathered
 from torchext.base.plain import plain
 from torchext.ddp.forward_hooks import Hook, OutputHook, tensors_in
 
-__all__ = ["ParameterProfile", "Profile", "checked_model", "profile"]
+__all__ = ["ParameterProfile", "Profile", "Stopwatch", "checked_model", "profile"]
 
 _CALLER = "torchext.auto.profile"
 _MOST_STEPS = 1000
@@ -201,7 +201,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Stopwatch:
+class Stopwatch:
     """Marks points in time on a device, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -209,6 +209,7 @@ class _Stopwatch:
         self._on_cpu = device.type == "cpu"
 
     def mark(self) -> Any:
+        """Now, on the device."""
         if self._on_cpu:
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
@@ -216,11 +217,12 @@ class _Stopwatch:
         return event
 
     def wait(self) -> None:
+        """Until the device has done all that it was given."""
         if not self._on_cpu:
             torch.accelerator.synchronize(self._device)
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """After :meth:`wait`."""
+        """Between two marks, after :meth:`wait`."""
         seconds: float = end - begin if self._on_cpu else begin.elapsed_time(end) / 1e3
         return max(0.0, seconds)
 
@@ -257,7 +259,7 @@ class _Measurement:
         self._named = list(self._model.named_parameters())
         self._trained = [(name, parameter) for name, parameter in self._named if parameter.requires_grad]
         self._device = self._named[0][1].device if self._named else torch.device("cpu")
-        self._watch = _Stopwatch(self._device)
+        self._watch = Stopwatch(self._device)
         self._marks = _Marks(None)
         self._rows: dict[int, int] = {}  # id of a weight -> rows
 
