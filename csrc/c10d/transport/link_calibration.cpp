@@ -157,7 +157,7 @@ void LinkCalibration::grow() {
         operation.sizes.push_back({bytes, seconds});
         const bool is_short = bytes == kFirstBytes || seconds < std::chrono::duration<double>(kLongCall).count();
         operation.growing = bytes < kMostBytes && is_short;
-        next_size += operation.growing ? kGrowth * seconds : 0.0;
+        next_size += operation.growing ? static_cast<double>(kGrowth * callsOf(bytes * kGrowth)) * seconds : 0.0;
       }
     }
     const double planned = agreed.back() + kRepeats * estimateOfRound() + (1 + kRepeats) * next_size;
@@ -171,7 +171,7 @@ double LinkCalibration::estimateOfRound() const {
   double seconds = 0.0;
   for (const Operation& operation : operations_) {
     for (const Size& size : operation.sizes) {
-      seconds += size.estimate;
+      seconds += size.estimate * static_cast<double>(callsOf(size.bytes));
     }
   }
   return seconds;
@@ -238,10 +238,13 @@ void LinkCalibration::barrier() {
 double LinkCalibration::timeOf(const Operation& operation, std::int64_t bytes) {
   const at::Tensor buffer = bufferOf(bytes);
   barrier();
+  const std::int64_t calls = callsOf(bytes);
   const auto start = Clock::now();
-  operation.call(buffer);
+  for (std::int64_t call = 0; call < calls; ++call) {
+    operation.call(buffer);
+  }
   synchronize();
-  return secondsSince(start);
+  return secondsSince(start) / static_cast<double>(calls);
 }
 
 // Of equal chunks, one a rank: so it may be somewhat smaller.

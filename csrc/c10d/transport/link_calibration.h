@@ -2,7 +2,11 @@
 //
 // What is timed. A buffer of S bytes is all-reduced by the group itself, reduce-scattered and gathered by a
 // ShardTransport as dear does it, and sent to the next rank while one comes from the rank before (p2p). Equal rows that
-// make S bytes together are gathered by the group (rows). A barrier goes before each call.
+// make S bytes together are gathered by the group (rows).
+//
+// How a time is taken. After a barrier, calls follow each other until kStreamBytes have been sent, at most kMostCalls,
+// and their mean counts. In training, too, one message follows another: a message alone would pass on what a switch's
+// queues and a rate limiter's saved-up tokens take at once, and short ones would seem faster than the link.
 //
 // How many. Sizes grow fourfold from 4 KiB on, until a call takes kLongCall or S is kMostBytes. The largest are dropped
 // where kRepeats of each would take more than `max_seconds`; two sizes are always measured. Repeats go in turn over all
@@ -16,6 +20,7 @@
 // timeout.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -54,6 +59,8 @@ class LinkCalibration {
   static constexpr std::int64_t kMostBytes = 1 << 24;
   static constexpr std::int64_t kGrowth = 4;
   static constexpr std::chrono::milliseconds kLongCall{250};
+  static constexpr std::int64_t kStreamBytes = 1 << 22;
+  static constexpr std::int64_t kMostCalls = 16;
   static constexpr int kRepeats = 5;
   static constexpr int kMostRepeats = 15;
 
@@ -87,6 +94,9 @@ class LinkCalibration {
 
   void synchronize() const;
   void barrier();
+  static std::int64_t callsOf(std::int64_t bytes) {
+    return std::clamp<std::int64_t>(kStreamBytes / bytes, 1, kMostCalls);
+  }
   double timeOf(const Operation& operation, std::int64_t bytes);
   at::Tensor bufferOf(std::int64_t bytes) const;
   // The largest of each over all ranks. Collective.
