@@ -42,8 +42,7 @@ struct KfacLayerSpec {
   std::int64_t inputs() const;   // of a group, without the 1
   std::int64_t inputDim() const { return inputs() + (bias ? 1 : 0); }
   bool diagonalInput() const { return kind == Kind::kEmbedding; }
-  // Of the gradients of weight and bias as one matrix, the bias' behind the weight's; an embedding's is [tokens,
-  // width].
+  // Of the gradients of weight and bias as one matrix: of an embedding [tokens, width], else [all outputs, inputs + 1].
   std::int64_t rows() const { return kind == Kind::kEmbedding ? inputs() : groups * outputs(); }
   std::int64_t width() const { return kind == Kind::kEmbedding ? outputs() : inputDim(); }
   std::int64_t elements() const { return rows() * width(); }

@@ -2,11 +2,11 @@
 // gradients themselves are on their way.
 //
 // The path of the data. rows() takes the rows of a call, and they travel (row_exchange.h). A thread makes directions of
-// them (per_sample_product.h) from begin() on, which is when the backward pass has nothing left to
-// compute but waits for DDP, and once those of all layers are here, for then that is so on all ranks: before, it would
-// take a processor's time from what others wait for. made() is asked for them in step(), when the gradients are there
-// to be compared with. Where no rows travel, between ranks that share memory and in one process, there is no thread:
-// made() makes them.
+// them (per_sample_product.h) from begin() on. The backward pass then has nothing left to compute, and waits for DDP.
+// The thread begins once the rows of all layers are here, for then that is so on all ranks: before, it would take a
+// processor's time from what others wait for. made() is asked for them in step(), when the gradients are there to be
+// compared with. Where no rows travel, between ranks that share memory and in one process, there is no thread: made()
+// makes them.
 //
 // Directions ahead. What is left to step() is to multiply both halves of a direction, times what the gradients have
 // been multiplied with and the KL clip. With rows of all layers the clip is known as soon as all rows are here, if the
@@ -14,7 +14,7 @@
 // step(), if it comes to the same factor, only has them change places with the gradients.
 //
 // Threads: the owner's calls under a lock of its own; one thread that owns all it uses, without the interpreter lock.
-// Between keep() and next() nobody else uses what prepare() was given.
+// Between rows().keep() and next() nobody else uses what prepare() was given.
 #pragma once
 
 #include <cstddef>

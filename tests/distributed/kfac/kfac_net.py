@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from torchext.optim import KFAC, KFACPreconditioner
 
-both = pytest.mark.parametrize("queued", [False, True], ids=["cpu", "queued"])
-# Where the two paths differ in their arithmetic alone, which tests with `both` compare.
+# Where the two paths differ in their arithmetic alone: tests/python compares that, and every exact strategy both paths.
 mostly_cpu = pytest.mark.parametrize(
     "queued", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["cpu", "queued"]
 )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from attached import equal_everywhere, flat
 from harness import Rank, run_ranks
-from kfac_net import EXACT, OPTIONS, Net, both, mostly_cpu, run_alone, train, use_path, whole_batch
+from kfac_net import EXACT, OPTIONS, Net, mostly_cpu, run_alone, train, use_path, whole_batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,7 +53,7 @@ def body_split(rank: Rank, queued: bool) -> tuple[float, int]:
     return float((flat(model.module) - expected).abs().max() / expected.abs().max()), optimizer.stats()["sent_bytes"]
 
 
-@both
+@mostly_cpu
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_directions_split_by_columns_are_the_same(size: int, queued: bool) -> None:
     outcomes = run_ranks(body_split, size, queued)
@@ -97,7 +97,7 @@ def body_dp(rank: Rank, queued: bool) -> float:
     return float((flat(model.module) - expected).abs().max())
 
 
-@both
+@mostly_cpu
 def test_dp_uses_the_owners_own_factors(queued: bool) -> None:
     assert max(run_ranks(body_dp, 3, queued)) < 1e-9
 

@@ -48,8 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 QUICK = [
     (1, True, "seldom"),
-    (2, True, "split"),
-    (3, True, "factors in all steps"),
+    (2, True, "factors in all steps"),
     (3, False, "seldom"),
     (3, False, "split"),
 ]
