@@ -1,7 +1,7 @@
 """How long does the search for the best pipeline take, by stages, micro-batches, layers and family of orders?
 
 Models of random layers, a transfer that takes a third of a layer's forward, no limit of memory and a limit that leaves
-little more than 1F1B's depths. Nothing is measured but the search itself, in one thread: it takes no network and no
+little more than 1F1B's depths, and a frontier of four points. Nothing is measured but the search itself, in one thread: it takes no network and no
 tensor.
 
 Checked first: the planned step is the simulator's, each stage keeps the memory, and no even split in the order of
@@ -29,6 +29,7 @@ CASES = ((4, 16, 48), (8, 64, 96), (64, 256, 128))  # stages, micro-batches, lay
 TARGET_SECONDS = {8: 2.0, 64: 10.0}  # by stages
 KEPT_NBYTES = 1_000_000
 TRANSFER_SECONDS = 0.3
+FRONTIER_POINTS = 4
 VARIANTS = ("1f1b", "1f1b tight", "zero-bubble", "frontier")
 
 
@@ -58,7 +59,7 @@ def make_options(stages: int, microbatches: int, count: int, variant: str) -> _C
         microbatches=microbatches,
         memory_nbytes=tight,
         schedules=["zero-bubble" if variant == "zero-bubble" else "1f1b"],
-        frontier_points=12 if variant == "frontier" else 0,
+        frontier_points=FRONTIER_POINTS if variant == "frontier" else 0,
     )
 
 

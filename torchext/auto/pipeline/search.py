@@ -131,6 +131,7 @@ def plan(profile: LayerProfile, link: LinkModel, options: Options, *, tensor: in
         state_factor=options.state_factor,
         recompute=options.recompute,
         overhead_seconds=profile.overhead,
+        split_data_parallel=True,  # torch_runtime averages what DDP does not see
     )
     widths = [data for data in range(1, world_size + 1) if world_size % data == 0]
     found = _C.plan_pipeline(_layers(profile), _link(link, widths), core_options)
