@@ -93,6 +93,8 @@ TEST(StageCosts, SyncAfterWeightGradientsAlone) {
   const StageCosts costs(layers, link, {0, 4, true, 2});
   EXPECT_EQ(costs.times(0, 1, false).sync_seconds, 10);       // the first bucket is under the other layer's backward
   EXPECT_EQ(costs.times(0, 1, true).split_sync_seconds, 19);  // W leaves one second
+  const StageCosts three({layers[0], layers[0], layers[0]}, link, {0, 4, true, 2});
+  EXPECT_EQ(three.times(1, 2, true).split_sync_seconds, 20);  // behind the first stage nothing leaves before the end
 }
 
 TEST(StageCosts, BadInput) {
