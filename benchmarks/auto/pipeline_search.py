@@ -1,8 +1,8 @@
 """How long does the search for the best pipeline take, by stages, micro-batches, layers and family of orders?
 
 Models of random layers, a transfer that takes a third of a layer's forward, no limit of memory and a limit that leaves
-little more than 1F1B's depths, and a frontier of four points. Nothing is measured but the search itself, in one
-thread: it takes no network and no tensor.
+little more than 1F1B's depths, and a frontier of four points. Nothing is measured but the search itself, in one thread:
+it takes no network and no tensor.
 
 Checked first: the planned step is the simulator's, each stage keeps the memory, and no even split in the order of
 torch's Schedule1F1B that fits is faster.

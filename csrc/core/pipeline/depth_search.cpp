@@ -17,7 +17,7 @@ constexpr std::size_t kManyStages = 12;
 constexpr std::size_t kPairDistance = 3;
 // Of actions simulated for one question: far more than small cases take, an end for large ones.
 constexpr double kMostActionsBest = 3e8;
-constexpr double kMostActionsNear = 5e6;
+constexpr double kMostActionsNear = 4e6;
 
 // p - j, 2 (p - j) - 1, and all.
 std::vector<std::vector<int>> depthSeeds(int stages, int microbatches) {

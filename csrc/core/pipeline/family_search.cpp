@@ -13,7 +13,7 @@ namespace {
 // Of actions simulated in one local search, about: partitions asked for are as many as that allows.
 constexpr double kMostActions = 5e7;
 constexpr double kActionsOfQuestion = 60;  // times p M
-constexpr int kFewestQuestions = 500;
+constexpr int kFewestQuestions = 300;
 constexpr double kBetterDepths = 1e-9;  // relative: the partition is searched once more
 
 bool keepBetter(std::optional<StageOrder>& best, std::optional<StageOrder> found) {
