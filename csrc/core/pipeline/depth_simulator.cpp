@@ -44,8 +44,7 @@ double leastSeconds(const std::vector<StageTimes>& stages, int microbatches, boo
   double before = 0;  // the stage's first forward
   double after = 0;   // its last B; split: its last I, all that the stages before it still do
   double least = 0;
-  for (std::size_t j = 0; j < stages.size(); ++j) {
-    const StageTimes& stage = stages[j];
+  for (const StageTimes& stage : stages) {
     const double forward = stage.forward_seconds;
     if (split) {
       const double own = stage.backward_weight_seconds + stage.split_sync_seconds;

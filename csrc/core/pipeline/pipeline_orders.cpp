@@ -59,6 +59,7 @@ std::vector<int> classDepths(int stages, int microbatches) {
   checkStageCount(stages);
   checkMicrobatches(microbatches);
   std::vector<int> depths;
+  depths.reserve(index(stages));
   for (int stage = 0; stage < stages; ++stage) {
     depths.push_back(std::min(microbatches, stages - stage));
   }

@@ -21,6 +21,7 @@ double wholeSeconds(const StageCosts& costs, int first, int last) {
 // Shares that fall by 1 - phi / M from a stage to the next.
 StageSizes geometricPartition(const StageCosts& costs, int stages, int microbatches, bool split) {
   std::vector<double> seconds;
+  seconds.reserve(index(costs.layers()));
   for (int layer = 0; layer < costs.layers(); ++layer) {
     seconds.push_back(wholeSeconds(costs, layer, layer));
   }
@@ -94,7 +95,10 @@ StageSizes leastMaximum(int layers, int stages, const std::function<double(int, 
       const std::size_t place = index(stage) * width + index(end);
       for (int begin = stage; begin < end; ++begin) {
         const double before = least[index(stage - 1) * width + index(begin)];
-        const double maximum = before < least[place] ? std::max(before, cost(stage, begin, end - 1)) : kInfinite;
+        if (before >= least[place]) {
+          continue;
+        }
+        const double maximum = std::max(before, cost(stage, begin, end - 1));
         if (maximum < least[place]) {
           least[place] = maximum;
           begins[place] = begin;
