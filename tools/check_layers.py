@@ -166,8 +166,11 @@ LAWS: dict[str, Law] = {
         ),
     ),
     "torchext/auto": Law(
-        "network and model are measured, and ways of synchronising gradients predicted and chosen",
-        ("torchext/ddp", "torchext/backends", "torchext/errors.py", "torchext/_version.py", "torchext/base"),
+        "network and model are measured, and ways of synchronising gradients predicted, chosen and applied",
+        (
+            *("torchext/_attach.py", "torchext/ddp", "torchext/backends"),
+            *("torchext/errors.py", "torchext/_version.py", "torchext/base"),
+        ),
     ),
     "torchext/_attach.py": Law(
         "attach: from a backend's name to its synchronizer",

@@ -23,6 +23,7 @@ from torchext.base.plain import plain
 from torchext.ddp.attach_checks import before_averaging, before_dear
 from torchext.ddp.synchronizer import Synchronizer, abandon_ended, active_synchronizers, ignored_parameters
 from torchext.ddp.wrapped_optimizer import unwrapped
+from torchext.dear.bucket_source import BucketSource
 from torchext.dear.dear_refusals import check_stepped
 from torchext.dear.dear_synchronizer import DearSynchronizer, DedicatedGroup
 from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
@@ -31,7 +32,7 @@ from torchext.elastic.join import forget_newcomer, newcomer_of
 from torchext.elastic.membership import Membership
 from torchext.elastic.newcomers import Newcomer
 
-__all__ = ["attach"]
+__all__ = ["attach", "check_dear", "listed"]
 
 _MEBIBYTE = 1 << 20
 _AVERAGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -40,30 +41,36 @@ _AVERAGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
-def _listed(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers of a script: one, or those of a list, each without a framework's wrapper."""
+def listed(caller: str, optimizer: Any) -> Optimizers:
+    """The optimizers of a script: one, or those of a list, each without a framework's wrapper.
+
+    Raises:
+        ValueError: There are none.
+        TypeError: One is something else.
+    """
     given = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
     if not given:
-        raise ValueError(
-            "torchext.attach: the list of optimizers is empty; pass those that step the model's parameters"
-        )
-    return tuple(map(unwrapped, given))
+        raise ValueError(f"{caller}: the list of optimizers is empty; pass those that step the model's parameters")
+    found = tuple(map(unwrapped, given))
+    for one in found:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(f"{caller} takes a torch.optim.Optimizer, or a list of them, got {type(one).__name__}")
+    return found
 
 
-def _check(ddp: Any, optimizers: tuple[Any, ...]) -> None:
+def _check_model(ddp: object) -> None:
     if not dist.is_initialized():
         raise RuntimeError("torchext.attach before torch.distributed.init_process_group; initialize it first")
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"torchext.attach takes a DistributedDataParallel model, got {type(ddp).__name__}; wrap the model first"
         )
+
+
+def _check(ddp: DistributedDataParallel, optimizers: Optimizers) -> None:
     # Not imported to ask, which takes long: who has one has imported it.
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"torchext.attach takes a torch.optim.Optimizer, or a list of them, got {type(optimizer).__name__}"
-            )
         if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
             raise TypeError(
                 "torchext.attach: ZeroRedundancyOptimizer sends parameters to all ranks in each step, past the backend;"
@@ -114,6 +121,7 @@ def attach(
     *,
     bucket_mb: float | Literal["auto"] = "auto",
     on_peer_failure: Literal["raise", "continue"] = "raise",
+    plan: BucketSource | None = None,
 ) -> Synchronizer:
     """Attaches a DDP model to the algorithm of its process group's backend. Collective.
 
@@ -139,6 +147,9 @@ def attach(
             log tell of it. Of several models each needs a group of its own then (``new_group``). Needs a store that
             outlives any worker, as torchrun's. Collectives of your own that are under way raise all the same, and the
             sampler goes on leaving out what the dead would have trained on.
+        plan: A :class:`torchext.auto.SyncPlan` that has chosen ``dear``: its buckets are taken, in place of
+            ``bucket_mb``. After 11 steps they are compared with plain all-reduce, in 66 more, and stay if they are
+            faster. Where gradients come in another order than planned, sizes are tried as without a plan.
 
     A model that is no longer needed wants ``detach()`` on every rank: if it is only forgotten, its threads and buffers
     stay until its group ends, because the other workers still count on it.
@@ -153,13 +164,16 @@ def attach(
         TypeError, ValueError: A model, optimizer, group or option that cannot work, named with the way out.
         torch.distributed.DistBackendError: Ranks attach different models or options (on every rank).
     """
-    optimizers = _listed(optimizer)
+    _check_model(ddp_model)
+    optimizers = listed("torchext.attach", optimizer)
     _check(ddp_model, optimizers)
     bucket_mb = plain(bucket_mb)
     if bucket_mb != "auto" and not (isinstance(bucket_mb, (int, float)) and 0.001 <= bucket_mb <= 4096):
         raise ValueError(f"torchext.attach: bucket_mb must be 'auto' or in [0.001, 4096], got {bucket_mb!r}")
     if on_peer_failure not in ("raise", "continue"):
         raise ValueError(f"torchext.attach: on_peer_failure must be 'raise' or 'continue', got {on_peer_failure!r}")
+    if plan is not None:
+        _check_plan(plan, bucket_mb, ddp_model.process_group)
     _check_others(ddp_model, on_peer_failure)
     membership = None
     newcomer = newcomer_of(ddp_model.process_group)
@@ -193,10 +207,30 @@ def attach(
         synchronizer = _attach_averaging(_C.attach_hop, ddp_model, optimizers, membership, HopSynchronizer)
     else:
         assert isinstance(backend, _C.ProcessGroupDear)  # backend_of has refused all others
-        synchronizer = _attach_dear(backend, ddp_model, optimizers, None if bucket_mb == "auto" else bucket_mb)
+        synchronizer = _attach_dear(backend, ddp_model, optimizers, None if bucket_mb == "auto" else bucket_mb, plan)
     ddp_model._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
     _leave_at_exit(synchronizer)
     return synchronizer
+
+
+def _check_plan(plan: object, bucket_mb: object, group: dist.ProcessGroup) -> None:
+    if not isinstance(plan, BucketSource):
+        raise TypeError(f"torchext.attach: plan must be a torchext.auto.SyncPlan, got {type(plan).__name__}")
+    if bucket_mb != "auto":
+        raise ValueError(
+            f"torchext.attach: the plan has buckets, and bucket_mb is {bucket_mb!r}; leave one of the two out"
+        )
+    backend: Any = backend_of(group)
+    if not isinstance(backend, _C.ProcessGroupDear):
+        raise ValueError(
+            f"torchext.attach: the plan has buckets for dear, and the group's backend is {backend.name()!r}; make the "
+            "group with backend='dear', or call plan.apply(model, optimizer), which makes it"
+        )
+    if backend.options.bucket_mb != "auto":
+        raise ValueError(
+            f"torchext.attach: the plan has buckets, and the group's DeAROptions have bucket_mb="
+            f"{backend.options.bucket_mb!r}; leave one of the two out"
+        )
 
 
 def _check_others(ddp: DistributedDataParallel, on_peer_failure: str) -> None:
@@ -332,17 +366,23 @@ def _attach_averaging(
     return synchronizer
 
 
+def check_dear(model: nn.Module, optimizers: Optimizers, form: str) -> None:
+    """Refuses optimizers, and pairs of a model and an optimizer, that a form of ``dear`` cannot train."""
+    for optimizer in optimizers:
+        for check in before_dear:
+            check(model, optimizer, form)
+        check_stepped(optimizer, form)
+
+
 def _attach_dear(
     backend: _C.ProcessGroupDear,
     ddp: DistributedDataParallel,
     optimizers: Optimizers,
     bucket_mb: float | None,
+    plan: BucketSource | None,
 ) -> Synchronizer:
     options: Any = backend.options  # declared as those of any backend
-    for optimizer in optimizers:
-        for check in before_dear:
-            check(ddp.module, optimizer, options.form)
-        check_stepped(optimizer, options.form)
+    check_dear(ddp.module, optimizers, options.form)
     if ddp._comm_hooks:
         raise ValueError(
             "torchext.attach: the model has a communication hook (register_comm_hook), which dear would pass by; use "
@@ -374,12 +414,13 @@ def _attach_dear(
         _check_dense("parameter", name, parameter)
     names = [name for name, _ in named]
     parameters = [parameter for _, parameter in named]
+    planned = None if plan is None else plan.dear_buckets(ddp.module, names, options.form)
     unused_allowed = ddp.find_unused_parameters or ddp.static_graph
     dedicated_group = (
         DedicatedGroup(ddp.process_group) if device.type != "cpu" or options.transport == "collectives" else None
     )
     make_dedicated_group = None if dedicated_group is None else dedicated_group.make
-    core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, make_dedicated_group)
+    core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, planned, make_dedicated_group)
     return DearSynchronizer(core, ddp, optimizers, parameters, dedicated_group)
 
 

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "c10d/threads/interruptible_task.h"
+#include "c10d/transport/hosts_of.h"
 #include "c10d/transport/link_calibration.h"
 #include "c10d/transport/shard_collectives.h"
 #include "c10d/transport/shard_exchange.h"
@@ -43,6 +44,15 @@ LinkMeasurement calibrateLinks(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
   return *result;
 }
 
+std::vector<int> hostsOfRanks(const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device) {
+  const c10::intrusive_ptr<c10d::Backend> backend = group->getBackend(device.type());
+  const auto result = std::make_shared<std::vector<int>>();
+  runInterruptibly(
+      "tx_hosts", [backend, device, result] { *result = hostsOf(agreementGroup(*backend), device); },
+      [&] { group->abort(); });
+  return *result;
+}
+
 // (latency in seconds, seconds a byte) of the straight line through (bytes, seconds).
 std::pair<double, double> fitLine(const std::vector<std::pair<std::size_t, double>>& points) {
   std::vector<core::CommSample> samples;
@@ -72,6 +82,7 @@ void bindCalibration(py::module_& module) {
 
   module.def("calibrate_links", &calibrateLinks, py::arg("group"), py::arg("own").none(true), py::arg("device"),
              py::arg("max_seconds"), NoGil());
+  module.def("hosts_of", &hostsOfRanks, py::arg("group"), py::arg("device"), NoGil());
   module.def("fit_line", &fitLine, py::arg("points"));
 }
 

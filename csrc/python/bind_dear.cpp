@@ -27,10 +27,12 @@ Args:
 std::shared_ptr<DearSynchronizer> attachDear(const c10::intrusive_ptr<ProcessGroupDear>& group,
                                              std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                              bool unused_allowed, std::optional<double> bucket_mb,
+                                             std::optional<DearPlan> planned,
                                              const DearSynchronizer::MakeDedicatedGroup& make_dedicated_group) {
-  std::shared_ptr<DearSynchronizer> synchronizer(new DearSynchronizer(group, std::move(parameters), std::move(names),
-                                                                      unused_allowed, bucket_mb, make_dedicated_group),
-                                                 DeleteWithoutGil());
+  std::shared_ptr<DearSynchronizer> synchronizer(
+      new DearSynchronizer(group, std::move(parameters), std::move(names), unused_allowed, bucket_mb,
+                           std::move(planned), make_dedicated_group),
+      DeleteWithoutGil());
   return synchronizer;
 }
 
@@ -82,6 +84,20 @@ void bindDear(py::module_& module) {
 
   bindBackend<ProcessGroupDear>(module, "ProcessGroupDear");
 
+  py::class_<DearPlan>(module, "DearPlan")
+      .def(py::init([](std::vector<std::int64_t> gradient_order, std::vector<int> ends,
+                       std::vector<std::int64_t> forward_order) {
+             DearPlan plan;
+             plan.gradient_order = std::move(gradient_order);
+             plan.ends = std::move(ends);
+             plan.forward_order = std::move(forward_order);
+             return plan;
+           }),
+           py::kw_only(), py::arg("gradient_order"), py::arg("ends"), py::arg("forward_order"))
+      .def_readonly("gradient_order", &DearPlan::gradient_order)
+      .def_readonly("ends", &DearPlan::ends)
+      .def_readonly("forward_order", &DearPlan::forward_order);
+
   py::class_<DearSynchronizer, Synchronizer, std::shared_ptr<DearSynchronizer>>(module, "DearSynchronizer")
       .def("expect_backward", &DearSynchronizer::expectBackward, py::arg("exchanges"), NoGil())
       .def("backward_begins", &DearSynchronizer::backwardBegins)
@@ -116,7 +132,7 @@ void bindDear(py::module_& module) {
       .def("stats", [](const DearSynchronizer& self) { return dearToDict(self.stats()); });
 
   module.def("attach_dear", &attachDear, py::arg("group"), py::arg("parameters"), py::arg("names"),
-             py::arg("unused_allowed"), py::arg("bucket_mb") = std::nullopt,
+             py::arg("unused_allowed"), py::arg("bucket_mb") = std::nullopt, py::arg("planned") = std::nullopt,
              py::arg("make_dedicated_group") = DearSynchronizer::MakeDedicatedGroup(), NoGil());
 }
 

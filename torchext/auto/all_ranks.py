@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -108,16 +109,25 @@ def errors_on_all(caller: str, group: dist.ProcessGroup) -> Iterator[None]:
             raise kind(f"{caller}: rank {rank} raised {name}: {text}")
 
 
-def check_same(caller: str, group: dist.ProcessGroup, values: dict[str, Any]) -> None:
-    """Compares what all ranks must have alike. Collective; the same names on all ranks.
+def check_same(
+    caller: str, group: dist.ProcessGroup, values: dict[str, Any], *, kind: type[Exception] = ValueError
+) -> None:
+    """Compares what all ranks must have alike. Collective.
 
-    Raises:
-        ValueError: On all ranks; the first that differs, with both values.
+    Args:
+        caller: Of whom the error is.
+        group: The ranks.
+        values: By name; where names differ, the count of something must come before they do.
+        kind: What is raised, on all ranks: the first value that differs, with both texts.
     """
-    texts = gathered(group, {name: repr(value) for name, value in values.items()})
+    own = {name: repr(value) for name, value in values.items()}
+    hashes = gathered(group, hashlib.sha256(repr(own).encode()).hexdigest())
+    if len(set(hashes)) == 1:
+        return
+    texts = gathered(group, own)
     for name, first in texts[0].items():
         for rank, other in enumerate(texts):
             if other[name] != first:
-                raise ValueError(
+                raise kind(
                     f"{caller}: {name} is {first} on rank 0 and {other[name]} on rank {rank}; pass the same everywhere"
                 )

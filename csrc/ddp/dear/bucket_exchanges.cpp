@@ -55,8 +55,8 @@ BucketExchanges::BucketExchanges(c10::intrusive_ptr<ProcessGroupDear> group, con
 void BucketExchanges::rebuild(const DearPlan& plan) {
   buckets_ = nullptr;  // first: two sets of buffers would be too many
   if (!plan.allreduce && !plan.gradient_order.empty()) {
-    buckets_ = std::make_unique<ShardBuckets>(parameters_, plan.gradient_order, plan.bucket_bytes, group_->getRank(),
-                                              group_->getSize());
+    buckets_ = std::make_unique<ShardBuckets>(parameters_, plan.gradient_order, plan.bucket_bytes, plan.ends,
+                                              group_->getRank(), group_->getSize());
   }
   gather_order_.clear();
   const std::size_t count = buckets_ ? buckets_->size() : 0;

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <set>
+#include <string>
 #include <utility>
 
 #include <c10/util/Logging.h>
 
 #include "c10d/threads/outstanding_averages.h"
+#include "core/dear/bucket_ends.h"
 #include "core/dear/step_times.h"
 #include "ddp/common/elapsed.h"
 
@@ -32,10 +34,14 @@ constexpr double kStandardErrors = 2;
 // which pauses between steps (an evaluation) do not move.
 constexpr std::int64_t kFirstLook = 100;
 constexpr std::int64_t kLookedAt = 50;
+// Of a shared plan: numbers in front of its lists.
+constexpr std::int64_t kHead = 4;
 
-core::BayesianTunerOptions tunerOptions(std::size_t model_bytes) {
+// buckets: what the first trial cuts the model into, about.
+core::BayesianTunerOptions tunerOptions(std::size_t model_bytes, std::size_t buckets) {
   auto tuning = core::BayesianTunerOptions::forModel(std::max<std::size_t>(1, model_bytes));
-  tuning.start_mb = std::clamp(static_cast<double>(model_bytes) / kMebibyte / 8, tuning.min_mb, tuning.max_mb);
+  const double mebibytes = static_cast<double>(model_bytes) / kMebibyte;
+  tuning.start_mb = std::clamp(mebibytes / static_cast<double>(buckets), tuning.min_mb, tuning.max_mb);
   tuning.window_steps = kWindowSteps;
   return tuning;
 }
@@ -59,16 +65,21 @@ std::size_t bytesOf(double mebibytes) { return std::max<std::size_t>(1, std::llr
 }  // namespace
 
 DearPlanner::DearPlanner(ProcessGroupDear& group, std::size_t model_bytes, std::vector<std::int64_t> tensors,
-                         double bucket_mb)
+                         double bucket_mb, std::optional<DearPlan> planned)
     : group_(group),
       tensors_(std::move(tensors)),
       fallback_(group.dearOptions().allreduce_fallback && group.getSize() > 1),
-      fixed_(bucket_mb > 0),
-      tuner_(tunerOptions(model_bytes)) {
+      fixed_(!planned && bucket_mb > 0),
+      planned_(planned.has_value()),
+      tuner_(tunerOptions(model_bytes, planned ? std::max<std::size_t>(1, planned->ends.size()) : 8)) {
+  if (planned) {
+    plan_ = *std::move(planned);
+  } else {
+    plan_.forward_order = tensors_;
+    plan_.gradient_order.assign(tensors_.rbegin(), tensors_.rend());
+  }
   plan_.allreduce = fallback_;
   plan_.bucket_bytes = bytesOf(fixed_ ? bucket_mb : tuner_.propose());
-  plan_.forward_order = tensors_;
-  plan_.gradient_order.assign(tensors_.rbegin(), tensors_.rend());
 }
 
 bool DearPlanner::afterStep(const std::vector<std::int64_t>& gradient_order,
@@ -84,25 +95,28 @@ bool DearPlanner::afterStep(const std::vector<std::int64_t>& gradient_order,
   if (phase_ == Phase::kTuning && !fixed_ && group_.getRank() == 0) {
     tuner_.report(seconds);
   }
-  if (static_cast<int>(window_.size()) < (phase_ == Phase::kWarmUp ? kWarmUpSteps : kWindowSteps + 1)) {
+  const bool short_window = phase_ == Phase::kWarmUp && !planned_;
+  if (static_cast<int>(window_.size()) < (short_window ? kWarmUpSteps : kWindowSteps + 1)) {
     return false;
   }
   const DearPlan old = plan_;
   if (group_.getRank() == 0) {
-    decide(completed(gradient_order, tensors_), completed(forward_order, tensors_));
+    decide(gradient_order, forward_order);
   }
   share();
   window_.clear();
   last_step_ = Clock::now();
-  return old.allreduce != plan_.allreduce || old.bucket_bytes != plan_.bucket_bytes ||
-         old.gradient_order != plan_.gradient_order || old.forward_order != plan_.forward_order;
+  return old != plan_;
 }
 
 void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
                          const std::vector<std::int64_t>& forward_order) {
   if (phase_ == Phase::kWarmUp) {
-    plan_.gradient_order = gradient_order;
-    plan_.forward_order = forward_order;
+    if (!plan_.ends.empty() && usesPlan(gradient_order)) {
+      return;
+    }
+    plan_.gradient_order = completed(gradient_order, tensors_);
+    plan_.forward_order = completed(forward_order, tensors_);
     phase_ = fallback_ ? Phase::kAllreduce : fixed_ ? Phase::kDecided : Phase::kSettling;
     return;
   }
@@ -117,6 +131,24 @@ void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
     }
     phase_ = Phase::kTuning;
   }
+}
+
+// Whether the planned buckets stay; then the next phase has begun.
+bool DearPlanner::usesPlan(const std::vector<std::int64_t>& gradient_order) {
+  if (!core::keepsBuckets(plan_.gradient_order, plan_.ends, gradient_order)) {
+    LOG(WARNING)
+        << "dear: gradients do not come in the order of the plan's " << plan_.ends.size()
+        << " buckets, which are given up; sizes of buckets are tried instead. Plan again with the model that is "
+        << "trained";
+    plan_.ends.clear();
+    return false;
+  }
+  if (fallback_) {
+    compareAgain();
+  } else {
+    phase_ = Phase::kDecided;
+  }
+  return true;
 }
 
 void DearPlanner::tune() {
@@ -188,27 +220,31 @@ void DearPlanner::settle(bool allreduce) {
 }
 
 void DearPlanner::announce() const {
+  const std::string buckets = plan_.ends.empty()
+                                  ? c10::str("buckets of ", static_cast<double>(plan_.bucket_bytes) / kMebibyte, " MiB")
+                                  : c10::str("the plan's ", plan_.ends.size(), " buckets");
   if (plan_.allreduce) {
     LOG(WARNING) << "dear: nothing to hide here, or too little to tell: a step takes " << 1e3 * best_seconds_
-                 << " ms with buckets of " << static_cast<double>(plan_.bucket_bytes) / kMebibyte << " MiB and "
-                 << 1e3 * allreduce_seconds_ << " ms with plain all-reduce, which is used from now on";
+                 << " ms with " << buckets << " and " << 1e3 * allreduce_seconds_
+                 << " ms with plain all-reduce, which is used from now on";
   } else {
-    LOG(INFO) << "dear: buckets of " << static_cast<double>(plan_.bucket_bytes) / kMebibyte << " MiB, "
-              << 1e3 * best_seconds_ << " ms a step"
+    LOG(INFO) << "dear: " << buckets << ", " << 1e3 * best_seconds_ << " ms a step"
               << (fallback_ ? c10::str(" (plain all-reduce: ", 1e3 * allreduce_seconds_, " ms)") : "");
   }
 }
 
 void DearPlanner::share() {
   const auto count = static_cast<std::int64_t>(tensors_.size());
-  at::Tensor message = at::zeros({3 + 2 * count}, at::kLong);
+  at::Tensor message = at::zeros({kHead + 3 * count}, at::kLong);
   auto* data = message.mutable_data_ptr<std::int64_t>();
   if (group_.getRank() == 0) {
     data[0] = static_cast<std::int64_t>(phase_);
     data[1] = plan_.allreduce ? 1 : 0;
     data[2] = static_cast<std::int64_t>(plan_.bucket_bytes);
-    std::copy(plan_.gradient_order.begin(), plan_.gradient_order.end(), data + 3);
-    std::copy(plan_.forward_order.begin(), plan_.forward_order.end(), data + 3 + count);
+    data[3] = static_cast<std::int64_t>(plan_.ends.size());
+    std::copy(plan_.gradient_order.begin(), plan_.gradient_order.end(), data + kHead);
+    std::copy(plan_.forward_order.begin(), plan_.forward_order.end(), data + kHead + count);
+    std::copy(plan_.ends.begin(), plan_.ends.end(), data + kHead + 2 * count);
   }
   if (group_.getSize() > 1) {
     const InternalCollective internal;
@@ -218,8 +254,9 @@ void DearPlanner::share() {
   phase_ = static_cast<Phase>(data[0]);
   plan_.allreduce = data[1] != 0;
   plan_.bucket_bytes = static_cast<std::size_t>(data[2]);
-  plan_.gradient_order.assign(data + 3, data + 3 + count);
-  plan_.forward_order.assign(data + 3 + count, data + 3 + 2 * count);
+  plan_.gradient_order.assign(data + kHead, data + kHead + count);
+  plan_.forward_order.assign(data + kHead + count, data + kHead + 2 * count);
+  plan_.ends.assign(data + kHead + 2 * count, data + kHead + 2 * count + data[3]);
 }
 
 }  // namespace torchext

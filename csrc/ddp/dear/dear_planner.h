@@ -12,6 +12,9 @@
 //                           takes longer now than all-reduce did: then both in turn once more
 // With the first decision the observed orders of gradients and of forward waits replace the assumed ones.
 //
+// With buckets of a plan that was made before training there are no trials: a window of warm-up, then both in turn. If
+// gradients do not come in the order of the planned buckets, these are given up, and the trials begin.
+//
 // Threads: the training thread.
 #pragma once
 
@@ -29,14 +32,18 @@ namespace torchext {
 struct DearPlan {
   bool allreduce = false;  // plain DDP: everything else is without meaning
   std::size_t bucket_bytes = 0;
+  std::vector<int> ends;  // of explicit buckets (core/dear/bucket_ends.h); empty: by bucket_bytes
   std::vector<std::int64_t> gradient_order;
   std::vector<std::int64_t> forward_order;
+  friend bool operator==(const DearPlan&, const DearPlan&) = default;
 };
 
 class DearPlanner {
  public:
   // model_bytes: of all gradients. tensors: those that have gradients, in registration order. bucket_mb: MiB; 0: tuned.
-  DearPlanner(ProcessGroupDear& group, std::size_t model_bytes, std::vector<std::int64_t> tensors, double bucket_mb);
+  // planned: ends and orders of explicit buckets, the same on all ranks; bucket_mb does not count then.
+  DearPlanner(ProcessGroupDear& group, std::size_t model_bytes, std::vector<std::int64_t> tensors, double bucket_mb,
+              std::optional<DearPlan> planned = std::nullopt);
 
   const DearPlan& plan() const { return plan_; }
 
@@ -52,6 +59,7 @@ class DearPlanner {
  private:
   enum class Phase : std::int64_t { kWarmUp, kAllreduce, kSettling, kTuning, kConfirming, kDecided };
   void decide(const std::vector<std::int64_t>& gradient_order, const std::vector<std::int64_t>& forward_order);
+  bool usesPlan(const std::vector<std::int64_t>& gradient_order);
   void tune();
   void confirm();
   void settle(bool allreduce);
@@ -64,6 +72,7 @@ class DearPlanner {
   const std::vector<std::int64_t> tensors_;
   const bool fallback_;
   const bool fixed_;           // the bucket size is the user's
+  const bool planned_;         // there were buckets of a plan
   core::BayesianTuner tuner_;  // reported to on rank 0 alone
   DearPlan plan_;
   Phase phase_ = Phase::kWarmUp;

@@ -20,7 +20,7 @@ struct DearStats {
   double allreduce_step_ms = 0;  // median step of plain DDP when it was measured; 0: never
   std::int64_t bytes_sent = 0;
   std::int64_t staging_bytes = 0;
-  std::size_t bucket_bytes = 0;          // limit of a bucket
+  std::size_t bucket_bytes = 0;          // limit of a bucket; 0: those of a plan
   std::vector<std::int64_t> buckets;     // bytes of each, in the order of the backward pass
   std::vector<core::TunerTrial> trials;  // of rank 0; elsewhere empty
 };

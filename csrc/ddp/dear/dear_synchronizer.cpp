@@ -30,18 +30,39 @@ std::vector<std::int64_t> trainable(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
+std::optional<DearPlan> checked(std::optional<DearPlan> planned, const std::vector<at::Tensor>& parameters) {
+  if (planned) {
+    for (std::vector<std::int64_t> order : {planned->gradient_order, planned->forward_order}) {
+      std::sort(order.begin(), order.end());
+      TORCH_CHECK_VALUE(order == trainable(parameters),
+                        "dear: the orders of a plan must have every trained parameter once");
+    }
+    ShardBuckets::checkEnds(parameters, planned->gradient_order, planned->ends);
+  }
+  return planned;
+}
+
+std::vector<std::string> namesOf(const std::vector<std::int64_t>& order, const std::vector<std::string>& names) {
+  std::vector<std::string> result;
+  result.reserve(order.size());
+  for (const std::int64_t tensor : order) {
+    result.push_back(names[core::index(tensor)]);
+  }
+  return result;
+}
+
 }  // namespace
 
 DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
                                    std::vector<std::string> names, bool unused_allowed, std::optional<double> bucket_mb,
-                                   const MakeDedicatedGroup& make_dedicated_group)
+                                   std::optional<DearPlan> planned, const MakeDedicatedGroup& make_dedicated_group)
     : group_(std::move(group)),
       parameters_(std::move(parameters)),
       names_(std::move(names)),
       replicated_(group_->dearOptions().form == "replicated"),
       unused_allowed_(unused_allowed),
       planner_(*group_, bytesOf(parameters_), trainable(parameters_),
-               bucket_mb.value_or(group_->dearOptions().bucket_mb)),
+               bucket_mb.value_or(group_->dearOptions().bucket_mb), checked(std::move(planned), parameters_)),
       waited_(parameters_.size(), 1),
       local_(parameters_, names_),
       pass_(parameters_, names_, [this] { backwardEnds(); }) {
@@ -54,10 +75,14 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
   }
   const c10::Device device = parameters_.empty() ? c10::Device(c10::kCPU) : parameters_.front().device();
   const double bucket = bucket_mb.value_or(options.bucket_mb);
+  const DearPlan& plan = planner_.plan();
   AgreementFields fields{agreementOf("parameters", parameters_, described),
                          {"type of device", c10::DeviceTypeName(device.type(), /*lower_case=*/true)},
                          {"transport by collectives", static_cast<bool>(make_dedicated_group)},
-                         {"bucket_mb", bucket == 0 ? std::nullopt : std::optional(bucket)}};
+                         {"bucket_mb", bucket == 0 ? std::nullopt : std::optional(bucket)},
+                         {"ends of the plan's buckets", c10::str(plan.ends)},
+                         {"gradient in order", namesOf(plan.gradient_order, names_)},
+                         {"parameter in order", namesOf(plan.forward_order, names_)}};
   const AgreementFields same = optionsAgreement(options, group_->getSize());
   fields.insert(fields.end(), same.begin(), same.end());
   agreeOnAttach(*group_, fields);
@@ -270,7 +295,7 @@ DearStats DearSynchronizer::stats() const {
   stats.allreduce = planner_.plan().allreduce;
   stats.decided = planner_.decided();
   stats.allreduce_step_ms = 1e3 * planner_.allreduceSeconds();
-  stats.bucket_bytes = planner_.plan().bucket_bytes;
+  stats.bucket_bytes = planner_.plan().ends.empty() ? planner_.plan().bucket_bytes : 0;
   stats.trials = planner_.trials().trials;
   exchanges_->addTo(stats);
   return stats;

@@ -50,12 +50,13 @@ class DearSynchronizer : public Synchronizer {
 
   // Collective. parameters: the model's, in registration order; floating point, dense, on one device; the same shapes
   // and names on all ranks (checked). names: for messages. unused_allowed: a backward pass need not reach every
-  // parameter (DDP's find_unused_parameters). bucket_mb: instead of the options'. make_dedicated_group: makes a group
-  // of the same ranks, whose collectives carry the exchanges and that nobody else uses; called when all ranks are known
-  // to want one. None: point-to-point on `group`, on the CPU only.
+  // parameter (DDP's find_unused_parameters). bucket_mb: instead of the options'. planned: explicit buckets in place of
+  // either, by their ends and orders; all trained parameters are in both orders. make_dedicated_group: makes a group of
+  // the same ranks, whose collectives carry the exchanges and that nobody else uses; called when all ranks are known to
+  // want one. None: point-to-point on `group`, on the CPU only.
   DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, std::vector<at::Tensor> parameters,
                    std::vector<std::string> names, bool unused_allowed, std::optional<double> bucket_mb,
-                   const MakeDedicatedGroup& make_dedicated_group = {});
+                   std::optional<DearPlan> planned = std::nullopt, const MakeDedicatedGroup& make_dedicated_group = {});
   ~DearSynchronizer() override;
 
   // The last forward pass ran outside (true) or inside (false) no_sync().

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/base/check.h"
+#include "core/dear/bucket_ends.h"
 #include "core/dear/bucket_plan.h"
 #include "ddp/dear/slice_copier.h"
 
@@ -12,6 +13,17 @@ namespace torchext {
 namespace {
 
 bool dividedFirst(const at::Tensor& buffer) { return buffer.scalar_type() == at::kHalf; }
+
+// By element type.
+std::map<int, std::vector<int>> endsOf(const std::vector<at::Tensor>& parameters,
+                                       const std::vector<std::int64_t>& order, const std::vector<int>& ends) {
+  std::vector<int> kinds;
+  kinds.reserve(order.size());
+  for (const std::int64_t tensor : order) {
+    kinds.push_back(static_cast<int>(parameters.at(core::index(tensor)).scalar_type()));
+  }
+  return core::endsByKind(kinds, ends);
+}
 
 }  // namespace
 
@@ -28,7 +40,7 @@ at::Tensor ownSlice(const at::Tensor& tensor, int world_size, int rank) {
 }
 
 ShardBuckets::ShardBuckets(const std::vector<at::Tensor>& parameters, const std::vector<std::int64_t>& order,
-                           std::size_t limit_bytes, int rank, int world_size)
+                           std::size_t limit_bytes, const std::vector<int>& ends, int rank, int world_size)
     : place_(parameters.size()), rank_(rank), world_size_(world_size) {
   for (const at::Tensor& parameter : parameters) {
     parameters_.push_back(parameter.detach());
@@ -43,12 +55,18 @@ ShardBuckets::ShardBuckets(const std::vector<at::Tensor>& parameters, const std:
   for (std::size_t i = 0; i < order.size(); ++i) {
     when[static_cast<std::size_t>(order[i])] = static_cast<std::int64_t>(i);
   }
+  std::map<int, std::vector<int>> explicit_ends;
+  if (!ends.empty()) {
+    explicit_ends = endsOf(parameters_, order, ends);
+  }
   for (const auto& [dtype, tensors] : kinds) {
     std::vector<std::size_t> bytes;
     for (const std::int64_t tensor : tensors) {
       bytes.push_back(parameters_[static_cast<std::size_t>(tensor)].nbytes());
     }
-    const core::BucketPlan plan(std::move(bytes), limit_bytes);
+    const core::BucketPlan plan =
+        ends.empty() ? core::BucketPlan(std::move(bytes), limit_bytes)
+                     : core::BucketPlan::fromEnds(std::move(bytes), explicit_ends.at(static_cast<int>(dtype)));
     for (int b = 0; b < plan.bucketCount(); ++b) {
       const auto first = tensors.begin() + plan.bucket(b).first;
       const std::vector<std::int64_t> members(first, first + plan.bucket(b).count);
@@ -72,6 +90,11 @@ ShardBuckets::ShardBuckets(const std::vector<at::Tensor>& parameters, const std:
     buckets_.push_back({std::move(tensors), std::move(layout), std::move(buffer), at::ones({1}, like.options()), bytes,
                         std::move(marked)});
   }
+}
+
+void ShardBuckets::checkEnds(const std::vector<at::Tensor>& parameters, const std::vector<std::int64_t>& order,
+                             const std::vector<int>& ends) {
+  endsOf(parameters, order, ends);
 }
 
 bool ShardBuckets::follow(std::size_t tensor, const at::Tensor& moved) {

@@ -27,9 +27,14 @@ bool sameMemoryOrder(const at::Tensor& gradient, const at::Tensor& parameter);
 class ShardBuckets {
  public:
   // parameters: on one device, dense; those that need no gradient are in no bucket. order: positions in parameters in
-  // the order in which their gradients are expected; a bucket closes before it would exceed limit_bytes.
+  // the order in which their gradients are expected; a bucket closes before it would exceed limit_bytes. ends: explicit
+  // buckets instead (core/dear/bucket_ends.h); empty: by limit_bytes.
   ShardBuckets(const std::vector<at::Tensor>& parameters, const std::vector<std::int64_t>& order,
-               std::size_t limit_bytes, int rank, int world_size);
+               std::size_t limit_bytes, const std::vector<int>& ends, int rank, int world_size);
+
+  // What ends may be for these; std::invalid_argument else.
+  static void checkEnds(const std::vector<at::Tensor>& parameters, const std::vector<std::int64_t>& order,
+                        const std::vector<int>& ends);
 
   std::size_t size() const { return buckets_.size(); }
   const std::vector<std::int64_t>& tensorsOf(std::size_t bucket) const { return buckets_[bucket].tensors; }

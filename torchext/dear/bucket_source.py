@@ -1,0 +1,29 @@
+"""Where ``attach`` gets the buckets of a plan from that was made before training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from torchext import _C
+
+__all__ = ["BucketSource"]
+
+
+@runtime_checkable
+class BucketSource(Protocol):
+    """A plan with buckets for ``dear``: a ``SyncPlan`` of :mod:`torchext.auto`."""
+
+    def dear_buckets(self, model: nn.Module, names: Sequence[str], form: str) -> _C.DearPlan:
+        """The buckets, as places in ``names``.
+
+        Args:
+            model: The module inside of DDP.
+            names: Of the parameters that DDP does not ignore, in the order of registration.
+            form: Of the group's options.
+
+        Raises:
+            ValueError: The plan is of another model, form or way; the message names what differs.
+        """
