@@ -15,12 +15,17 @@ namespace {
 constexpr std::int64_t kEnoughBytes = std::int64_t{192} << 10;
 // Integers up to it are exact in a float.
 constexpr std::int64_t kSteps = std::int64_t{1} << 24;
-constexpr double kTooMany = -1;  // rows for their place
+constexpr double kTooMany = -1;    // rows for their place
+constexpr double kAbandoned = -2;  // by this rank
 
 }  // namespace
 
 std::size_t RowExchange::Message::placeOf(int matrix) const {
   return static_cast<std::size_t>(std::find(numbers_.begin(), numbers_.end(), matrix) - numbers_.begin());
+}
+
+std::int64_t RowExchange::Message::countOf(int rank, const Place& place) const {
+  return static_cast<std::int64_t>(all_.select(0, rank).select(0, place.count).item<double>());
 }
 
 at::Tensor RowExchange::Message::rowsOf(int rank, const Place& place, bool inputs) const {
@@ -66,7 +71,8 @@ void RowExchange::Message::unpackAs(int rank) {
   bool sound = true;
   for (const Place& place : places_) {
     const T said = to[place.count];
-    sound = sound && (said == T(kTooMany) || (said >= T(0) && said <= static_cast<T>(place.matrix.places)));
+    sound = sound && (said == T(kTooMany) || said == T(kAbandoned) ||
+                      (said >= T(0) && said <= static_cast<T>(place.matrix.places)));
     const std::int64_t rows = sound ? std::max<std::int64_t>(static_cast<std::int64_t>(said), 0) : 0;
     for (const auto& [begin, width] :
          {std::pair(place.inputs, place.matrix.inputs), {place.outputs, place.matrix.outputs}}) {
@@ -137,7 +143,7 @@ RowExchange::Rows RowExchange::Message::rows(int matrix) const {
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> gradients;
   for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
-    const auto rows = static_cast<std::int64_t>(all_.select(0, rank).select(0, place.count).item<double>());
+    const std::int64_t rows = countOf(rank, place);
     if (rows < 0) {
       return {};
     }
@@ -151,6 +157,25 @@ RowExchange::Rows RowExchange::Message::rows(int matrix) const {
   }
   return {inputs.size() == 1 ? inputs.front() : at::cat(inputs),
           gradients.size() == 1 ? gradients.front() : at::cat(gradients)};
+}
+
+bool RowExchange::Message::tooMany(int matrix) const {
+  const Place& place = places_[placeOf(matrix)];
+  for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
+    if (countOf(rank, place) == static_cast<std::int64_t>(kTooMany)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::optional<int> RowExchange::Message::abandonedBy() const {
+  for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
+    if (countOf(rank, places_.front()) == static_cast<std::int64_t>(kAbandoned)) {
+      return rank;
+    }
+  }
+  return std::nullopt;
 }
 
 RowExchange::RowExchange(std::vector<Matrix> matrices, const at::TensorOptions& options, std::optional<RowLinks> links,
@@ -243,6 +268,21 @@ void RowExchange::forget() {
   }
 }
 
+void RowExchange::forget(int matrix) {
+  Message& message = *find(matrix);
+  Message::Place& place = message.places_[message.placeOf(matrix)];
+  if (!message.left_) {
+    message.missing_ += place.usual > 0 && place.kept >= place.usual ? 1 : 0;
+    place.kept = 0;
+  }
+}
+
+void RowExchange::overflow(int matrix) {
+  Message& message = *find(matrix);
+  Message::Place& place = message.places_[message.placeOf(matrix)];
+  place.kept = std::max(place.kept, place.matrix.places + 1);
+}
+
 void RowExchange::receive() {
   if (receiving_ || !travels()) {
     return;
@@ -258,15 +298,15 @@ void RowExchange::receive() {
   }
 }
 
-void RowExchange::send(std::size_t number) {
+void RowExchange::send(std::size_t number, bool abandoned) {
   Message& message = *messages_[number];
   message.left_ = true;
   message.step_ = step_ % kSteps;
   const at::Tensor own = message.all_.select(0, rank_);
   own.select(0, 0).fill_(static_cast<double>(message.step_));
   for (const Message::Place& place : message.places_) {
-    const bool fits = place.kept <= place.matrix.places;
-    own.select(0, place.count).fill_(fits ? static_cast<double>(place.kept) : kTooMany);
+    const double kept = place.kept <= place.matrix.places ? static_cast<double>(place.kept) : kTooMany;
+    own.select(0, place.count).fill_(abandoned ? kAbandoned : kept);
   }
   if (travels()) {
     const at::Tensor packed = message.packed_.select(0, rank_).narrow(0, 0, message.pack(rank_));
@@ -280,10 +320,24 @@ void RowExchange::send(std::size_t number) {
   when_left_(messages_[number]);
 }
 
-void RowExchange::leave() {
+void RowExchange::leave() { sendRest(/*abandoned=*/false); }
+
+void RowExchange::abandon() { sendRest(/*abandoned=*/true); }
+
+void RowExchange::sendRest(bool abandoned) {
   receive();
   for (std::size_t number = 0; number < messages_.size(); ++number) {
     if (!messages_[number]->left_) {
+      send(number, abandoned);
+    }
+  }
+}
+
+void RowExchange::leave(int matrix) {
+  receive();
+  const Message* message = find(matrix);
+  for (std::size_t number = 0; number < messages_.size(); ++number) {
+    if (messages_[number].get() == message && !message->left_) {
       send(number);
     }
   }
