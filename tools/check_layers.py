@@ -98,6 +98,10 @@ LAWS: dict[str, Law] = {
         "the synchronizer of dear: gradients reduced under backward, gathered under forward",
         ("csrc/ddp/common", C10D, *BASE, "csrc/core/dear"),
     ),
+    "csrc/ddp/factors": Law(
+        "sufficient factors: gradients of Linear layers from the rows of all ranks, beside DDP's all-reduce",
+        ("csrc/ddp/common", C10D, *BASE),
+    ),
     # K-FAC
     "csrc/kfac/linalg": Law("arithmetic on raw matrices of the CPU", (*BASE, "csrc/core/kfac", "kernels/cpu")),
     "csrc/kfac/base": Law(

@@ -13,6 +13,7 @@ void bindPrague(py::module_& module);
 void bindDear(py::module_& module);
 void bindDSSync(py::module_& module);
 void bindHop(py::module_& module);
+void bindFactors(py::module_& module);  // after the groups
 void bindKfac(py::module_& module);
 void bindAuto(py::module_& module);
 void bindPipeline(py::module_& module);  // after auto

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, module) {
   torchext::bindDear(module);
   torchext::bindDSSync(module);
   torchext::bindHop(module);
+  torchext::bindFactors(module);
   torchext::bindKfac(module);
   torchext::bindAuto(module);
   torchext::bindPipeline(module);

@@ -13,7 +13,8 @@ namespace {
 constexpr std::int64_t kEnoughBytes = std::int64_t{192} << 10;
 // Integers up to it are exact in a float.
 constexpr std::int64_t kSteps = std::int64_t{1} << 24;
-constexpr double kTooMany = -1;  // rows for their place
+constexpr double kTooMany = -1;    // rows for their place
+constexpr double kAbandoned = -2;  // by this rank
 
 }  // namespace
 
@@ -44,7 +45,7 @@ void RowExchange::Message::checkSent(int rank) const {
     const double rows = number(rank, place.count);
     // Written so that what is not a number is none.
     const bool fits = rows >= 0 && rows <= static_cast<double>(place.matrix.places);
-    if (rows != kTooMany && !fits) {
+    if (rows != kTooMany && rows != kAbandoned && !fits) {
       C10_THROW_ERROR(DistBackendError, c10::str(what_, ": what rank ", rank, " has sent is no rows of batches"));
     }
   }
@@ -89,6 +90,25 @@ RowExchange::Rows RowExchange::Message::rows(int matrix) const {
   }
   return {inputs.size() == 1 ? inputs.front() : at::cat(inputs),
           gradients.size() == 1 ? gradients.front() : at::cat(gradients)};
+}
+
+bool RowExchange::Message::tooMany(int matrix) const {
+  const Place& place = places_[placeOf(matrix)];
+  for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
+    if (number(rank, place.count) == kTooMany) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::optional<int> RowExchange::Message::abandonedBy() const {
+  for (int rank = 0; rank < static_cast<int>(all_.size(0)); ++rank) {
+    if (number(rank, places_.front().count) == kAbandoned) {
+      return rank;
+    }
+  }
+  return std::nullopt;
 }
 
 RowExchange::RowExchange(std::vector<Matrix> matrices, const at::TensorOptions& options, std::optional<RowLinks> links,
@@ -176,6 +196,21 @@ void RowExchange::forget() {
   }
 }
 
+void RowExchange::forget(int matrix) {
+  Message& message = *find(matrix);
+  Message::Place& place = message.places_[message.placeOf(matrix)];
+  if (!message.left_) {
+    message.missing_ += place.usual > 0 && place.kept >= place.usual ? 1 : 0;
+    place.kept = 0;
+  }
+}
+
+void RowExchange::overflow(int matrix) {
+  Message& message = *find(matrix);
+  Message::Place& place = message.places_[message.placeOf(matrix)];
+  place.kept = std::max(place.kept, place.matrix.places + 1);
+}
+
 void RowExchange::receive() {
   if (receiving_ || !travels()) {
     return;
@@ -191,15 +226,15 @@ void RowExchange::receive() {
   }
 }
 
-void RowExchange::send(std::size_t number) {
+void RowExchange::send(std::size_t number, bool abandoned) {
   Message& message = *messages_[number];
   message.left_ = true;
   message.step_ = step_ % kSteps;
   const at::Tensor own = message.all_.select(0, rank_);
   own.select(0, 0).fill_(static_cast<double>(message.step_));
   for (const Message::Place& place : message.places_) {
-    const bool fits = place.kept <= place.matrix.places;
-    own.select(0, place.count).fill_(fits ? static_cast<double>(place.kept) : kTooMany);
+    const double kept = place.kept <= place.matrix.places ? static_cast<double>(place.kept) : kTooMany;
+    own.select(0, place.count).fill_(abandoned ? kAbandoned : kept);
   }
   if (travels()) {
     for (int distance = 1; distance < ranks_; ++distance) {
@@ -212,10 +247,24 @@ void RowExchange::send(std::size_t number) {
   when_left_(messages_[number]);
 }
 
-void RowExchange::leave() {
+void RowExchange::leave() { sendRest(/*abandoned=*/false); }
+
+void RowExchange::abandon() { sendRest(/*abandoned=*/true); }
+
+void RowExchange::sendRest(bool abandoned) {
   receive();
   for (std::size_t number = 0; number < messages_.size(); ++number) {
     if (!messages_[number]->left_) {
+      send(number, abandoned);
+    }
+  }
+}
+
+void RowExchange::leave(int matrix) {
+  receive();
+  const Message* message = find(matrix);
+  for (std::size_t number = 0; number < messages_.size(); ++number) {
+    if (messages_[number].get() == message && !message->left_) {
       send(number);
     }
   }

@@ -10,9 +10,9 @@
 // leave(). One rank alone sends nothing.
 //
 // Who decides what. Which matrices, and how many rows each rank has a place for, is the same on all ranks. Every rank
-// sends every message once a step, whatever has happened in it. That a matrix had more rows than places, or none,
-// stands in the message. Rows that come too late to be in it belong to the gradient all the same: who uses a message
-// compares.
+// sends every message once a step, whatever has happened in it. That a matrix had more rows than places, or none, or
+// that the rank has given the step up, stands in the message. Rows that come too late to be in it belong to the
+// gradient all the same: who uses a message compares.
 //
 // Threads: the owner's calls under a lock of its own. Another thread may have one message that has left, until next().
 // No call blocks but Message::wait(), next() and, where parts go in one call, leave().
@@ -63,6 +63,10 @@ class RowExchange {
     // Until those of all ranks are here. Twice is harmless.
     void wait();
     Rows rows(int matrix) const;
+    // Whether a rank had more rows than places. After wait().
+    bool tooMany(int matrix) const;
+    // A rank that has given the step up, if one has. After wait().
+    std::optional<int> abandonedBy() const;
 
    private:
     friend class RowExchange;
@@ -109,14 +113,27 @@ class RowExchange {
   void keep(int matrix, const at::Tensor& input, const at::Tensor& gradient);
   // Drops what was kept and has not left.
   void forget();
+  void forget(int matrix);
+  // Says to all ranks that this one has more rows of a matrix than can be sent. Before its message leaves.
+  void overflow(int matrix);
+  // Of the message in which a matrix is: whether it has left, and all matrices in it.
+  bool left(int matrix) const { return find(matrix)->left_; }
+  const std::vector<int>& together(int matrix) const { return find(matrix)->numbers_; }
   void leave();
+  // The same of the message in which a matrix is.
+  void leave(int matrix);
+  // As leave(), of a rank that has given the step up.
+  void abandon();
+  // Messages of other ranks are awaited, from the first row of a step until next().
+  bool underWay() const { return receiving_; }
   void next();
   std::size_t bytes() const;
 
  private:
   Message* find(int matrix) const;
   void receive();
-  void send(std::size_t number);
+  void send(std::size_t number, bool abandoned = false);
+  void sendRest(bool abandoned);
 
   std::vector<Matrix> matrices_;
   at::TensorOptions options_;

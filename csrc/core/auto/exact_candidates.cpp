@@ -1,6 +1,7 @@
 #include "core/auto/exact_candidates.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -55,10 +56,18 @@ class ExactCandidates {
     cutBuckets(candidate);
     found_.push_back(timed(candidate));
     candidate.factor_layers = factorLayers(candidate);
-    if (!candidate.factor_layers.empty()) {
+    if (const std::string why = candidate.factor_layers.empty() ? "" : refusedFactors(candidate); !why.empty()) {
+      candidate.buckets.clear();
+      found_.push_back(impossible(std::move(candidate), why));
+    } else if (!candidate.factor_layers.empty()) {
       cutBuckets(candidate);
       found_.push_back(timed(std::move(candidate)));
     }
+  }
+
+  std::string refusedFactors(const Candidate& candidate) const {
+    const auto refused = options_.refused.find(candidate.way + " factors");
+    return refused == options_.refused.end() ? "" : refused->second;
   }
 
   std::string refusal(const Candidate& candidate) const {
@@ -107,6 +116,9 @@ class ExactCandidates {
         });
       }
       std::erase_if(trial.buckets, [](const auto& bucket) { return bucket.empty(); });
+      if (candidate.way == "ddp" && trial.buckets.empty()) {
+        return std::numeric_limits<double>::infinity();  // DDP wraps no model of which it averages nothing
+      }
       return simulator_.run(trial).step_seconds;
     });
     factors_pay_ = factors_pay_ || !chosen.empty();

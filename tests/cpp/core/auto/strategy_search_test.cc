@@ -232,6 +232,20 @@ TEST(StrategySearch, WideLayersWithFewRowsGoAsRows) {
   EXPECT_EQ(chosen.buckets, (Buckets{{0}}));
   EXPECT_LT(chosen.step_seconds * 3, find(candidates, "ddp", "default").step_seconds);
   EXPECT_TRUE(std::none_of(candidates.begin(), candidates.end(), [](const auto& c) { return c.way == "factors"; }));
+  SearchOptions options;
+  options.refused = {{"dear factors", "beside DDP alone"}};
+  const auto beside_ddp = searchStrategies(profile, gigabit(4), options);
+  EXPECT_EQ(chosenOf(beside_ddp).way, "ddp");
+  EXPECT_EQ(chosenOf(beside_ddp).factor_layers, std::vector<int>{0});
+  EXPECT_EQ(find(beside_ddp, "dear", "sharded", /*factors=*/true).reason, "beside DDP alone");
+  EXPECT_FALSE(find(beside_ddp, "dear", "replicated", /*factors=*/true).possible);
+  EXPECT_TRUE(find(beside_ddp, "dear", "sharded").possible);
+  // DDP wraps no model of which it averages nothing.
+  StepProfile whole = profile;
+  whole.gradients[0].layer = 0;
+  const auto all = searchStrategies(whole, gigabit(4), options);
+  EXPECT_TRUE(
+      std::none_of(all.begin(), all.end(), [](const auto& c) { return c.way == "ddp" && !c.factor_layers.empty(); }));
   profile.layers[0].rows = 4096;
   EXPECT_EQ(find(searchStrategies(profile, gigabit(4)), "factors", "").reason, "no layer has few enough rows");
 }
