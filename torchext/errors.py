@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "BackendOptionsError",
+    "FactorGradientError",
     "KFACStateError",
     "NoSupportedLayerError",
     "ReplicaWarning",
@@ -13,6 +14,10 @@ __all__ = [
 
 class BackendOptionsError(TypeError):
     """``pg_options`` is of a type that the backend does not take."""
+
+
+class FactorGradientError(RuntimeError):
+    """A layer whose gradient is made of rows got one from elsewhere, which no rank averages."""
 
 
 class UnsupportedBackendError(ValueError):

@@ -5,6 +5,7 @@
 """
 
 from torchext.auto.candidates import Candidate, simulate
+from torchext.auto.factor_layers import FactorLayers
 from torchext.auto.link_model import LinkModel, OperationTable, calibrate
 from torchext.auto.step_profile import ParameterProfile, Profile, profile
 from torchext.auto.sync_plan import SyncPlan, plan
@@ -12,6 +13,7 @@ from torchext.auto.verification import Verification, verify
 
 __all__ = [
     "Candidate",
+    "FactorLayers",
     "LinkModel",
     "OperationTable",
     "ParameterProfile",

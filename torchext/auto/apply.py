@@ -16,7 +16,8 @@ from torchext import _C
 from torchext._attach import attach, check_dear, listed
 from torchext._version import __version__
 from torchext.auto import json_file
-from torchext.auto.all_ranks import check_same, checked_group, device_of, errors_on_all
+from torchext.auto.all_ranks import check_same, checked_group, device_of, errors_on_all, own_backend
+from torchext.auto.factor_layers import FactorLayers, why_not_factors
 from torchext.auto.planned_buckets import bucket_limits, check_profiled
 from torchext.auto.step_profile import checked_model
 from torchext.auto.step_watch import StepWatch
@@ -52,6 +53,7 @@ def apply(
         optimizers = listed(_CALLER, optimizer)
         _check_arguments(ddp_arguments)
         _check_optimizers(plan, model, optimizers)
+        _check_factors(plan, model)
     _agree(plan, model, group, ddp_arguments)
     check_profiled(_CALLER, plan.profile, model)
     if plan.world_size != group.size():
@@ -100,11 +102,30 @@ class _Maker:
         return ddp, attach(ddp, self._optimizers)
 
     def _plain(self) -> tuple[DistributedDataParallel, Synchronizer]:
-        limits = self._limits()
-        ddp = DistributedDataParallel(self._model, process_group=self._group, **limits, **self._arguments)
+        ddp = self._with_rows() if self._factor_layers else self._averaged(self._group)
         synchronizer = PlainSynchronizer(ddp, self._optimizers)
         ddp._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
         return ddp, synchronizer
+
+    @property
+    def _factor_layers(self) -> tuple[str, ...]:
+        return () if self._plan.chosen is None else self._plan.chosen.factor_layers
+
+    def _averaged(self, group: dist.ProcessGroup) -> DistributedDataParallel:
+        return DistributedDataParallel(self._model, process_group=group, **self._limits(), **self._arguments)
+
+    def _with_rows(self) -> DistributedDataParallel:
+        group = self._group if own_backend(self._group) is not None else self._new_group("dear")
+        rows = {p.name.removesuffix(".weight"): p.rows for p in self._plan.profile.parameters}
+        layers = FactorLayers(self._model, self._factor_layers, rows, group)
+        layers.install()
+        try:
+            ddp = self._averaged(group)
+        except BaseException:
+            layers.remove()
+            raise
+        layers.follow(ddp)
+        return ddp
 
     def _limits(self) -> dict[str, Any]:
         chosen = self._plan.chosen
@@ -159,6 +180,13 @@ def _check_optimizers(plan: SyncPlan, model: nn.Module, optimizers: tuple[torch.
         if plan.chosen.form == "replicated":
             raise
         raise TypeError(f"{error}. torchext.auto.plan(..., form='replicated') plans without the sharded form") from None
+
+
+def _check_factors(plan: SyncPlan, model: nn.Module) -> None:
+    for name in () if plan.chosen is None else plan.chosen.factor_layers:
+        why = why_not_factors(model, name)
+        if why is not None:
+            raise ValueError(f"{_CALLER}: the plan sends rows of {name!r}, and {why}; call torchext.auto.plan again")
 
 
 def _agree(plan: SyncPlan, model: nn.Module, group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:

@@ -8,15 +8,25 @@ from dataclasses import dataclass
 
 from torchext import _C
 from torchext.auto.link_model import LinkModel, search_tables
-from torchext.auto.step_profile import Profile
+from torchext.auto.step_profile import ParameterProfile, Profile
 from torchext.base.plain import plain
 
-__all__ = ["INEXACT", "Candidate", "checked_allow", "core_of", "search", "search_profile", "simulate"]
+__all__ = [
+    "INEXACT",
+    "Candidate",
+    "checked_allow",
+    "core_of",
+    "linear_layers",
+    "search",
+    "search_profile",
+    "simulate",
+]
 
 INEXACT = ("prague", "dssync", "hop")
 _ALLOWED = ("exact", *INEXACT)
 _HOP_GRAPH = "ring-based"  # HopOptions' default
 _MOST_RANKS = 4096
+_NOT_EXECUTED = {"dear factors": "not possible: rows of layers travel beside plain DDP"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,8 @@ class Candidate:
     """One way of synchronising gradients, and what a training step takes with it by prediction.
 
     Args:
-        way: ``"ddp"``, ``"dear"``, ``"prague"``, ``"dssync"`` or ``"hop"``.
+        way: ``"ddp"``, ``"dear"``, ``"prague"``, ``"dssync"`` or ``"hop"``. ``"factors"``, never possible, says why no
+            layer's rows travel.
         form: Of ``ddp``: ``"default"`` or ``"program"``, the buckets that are best by prediction. Of ``dear``:
             ``"sharded"`` or ``"replicated"``. Else the order of compute and average.
         partners: Of an inexact way: members of a group; of ``hop`` the neighbours that a rank sends to.
@@ -38,6 +49,7 @@ class Candidate:
         possible: Where it is False there are no times.
         chosen: Of the candidates of one search one is.
         reason: ``"chosen"``, or why not.
+        factor_layers: Names of layers whose rows travel in place of their gradients, which are in no bucket.
     """
 
     way: str
@@ -53,6 +65,7 @@ class Candidate:
     possible: bool
     chosen: bool
     reason: str
+    factor_layers: tuple[str, ...] = ()
 
 
 def simulate(
@@ -96,6 +109,7 @@ def search(
     choose: str = "auto",
     spare_bytes: float = 0.0,
     refused: dict[str, str] | None = None,
+    without_rows: Sequence[str] = (),
 ) -> list[Candidate]:
     """The candidates of a profile on a network.
 
@@ -107,17 +121,19 @@ def search(
         choose: ``"auto"``, or one of these.
         spare_bytes: Memory for what a way takes beside parameters, gradients and optimizer; 0: no limit.
         refused: What cannot be -> why; ``"dear"``, ``"dear sharded"`` and so on.
+        without_rows: Names of linear layers whose rows cannot travel.
     """
     options = _C.SearchOptions(
         inexact=[_inexact_way(way, link.world_size) for way in listed],
         choose="exact" if choose == "auto" else choose,
         spread=link.spread,
         spare_nbytes=spare_bytes,
-        refused=refused or {},
+        refused=_NOT_EXECUTED | (refused or {}),
     )
-    found = _C.search_strategies(search_profile(profile), search_tables(link), options)
-    # Exchanging rows of layers is a part of the search that has no way to run.
-    return [_candidate(core, allow) for core in found if core.way != "factors"]
+    found = _C.search_strategies(search_profile(profile, without_rows), search_tables(link), options)
+    layers = list(_layers(profile))
+    # Where there is no such layer nobody asks why.
+    return [_candidate(core, allow, layers) for core in found if core.way != "factors" or layers]
 
 
 def checked_allow(caller: str, allow: Sequence[str]) -> tuple[str, ...]:
@@ -137,9 +153,16 @@ def checked_allow(caller: str, allow: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in _ALLOWED if name in {"exact", *names})
 
 
-def search_profile(profile: Profile) -> _C.StepProfile:
-    """The profile as the search takes it."""
+def search_profile(profile: Profile, without_rows: Sequence[str] = ()) -> _C.StepProfile:
+    """The profile as the search takes it.
+
+    Args:
+        profile: Of the model.
+        without_rows: Names of linear layers whose rows cannot travel.
+    """
     kinds: dict[str, int] = {}
+    layers = _layers(profile)
+    layer_of = {f"{_prefix(name)}{kind}": at for at, name in enumerate(layers) for kind in ("weight", "bias")}
     return _C.StepProfile(
         forward_seconds=profile.forward_seconds,
         backward_seconds=profile.backward_seconds,
@@ -149,19 +172,49 @@ def search_profile(profile: Profile) -> _C.StepProfile:
                 ready_seconds=parameter.ready_seconds,
                 first_use=parameter.first_use,
                 kind=kinds.setdefault(parameter.dtype, len(kinds)),
+                layer=layer_of.get(parameter.name, -1),
             )
             for parameter in profile.parameters
+        ],
+        layers=[
+            _C.LayerRows(
+                kind="linear",
+                rows=0 if name in without_rows else weight.rows,
+                height=weight.shape[0],
+                width=weight.shape[1],
+                element_bytes=8 if weight.dtype == "torch.float64" else 4,  # rows of narrower types travel as float32
+            )
+            for name, weight in layers.items()
         ],
         step_samples=profile.step_seconds,
     )
 
 
-def core_of(candidate: Candidate) -> _C.Candidate:
-    """An exact candidate as the simulator takes it."""
-    return _C.Candidate(way=candidate.way, form=candidate.form, buckets=candidate.buckets)
+def linear_layers(profile: Profile) -> list[str]:
+    """Names of the layers whose rows may travel, as far as the profile knows."""
+    return list(_layers(profile))
 
 
-def _candidate(core: _C.Candidate, allow: Sequence[str]) -> Candidate:
+def core_of(profile: Profile, candidate: Candidate) -> _C.Candidate:
+    """An exact candidate of that profile as the simulator takes it."""
+    layers = [at for at, name in enumerate(_layers(profile)) if name in candidate.factor_layers]
+    return _C.Candidate(way=candidate.way, form=candidate.form, buckets=candidate.buckets, factor_layers=layers)
+
+
+def _layers(profile: Profile) -> dict[str, ParameterProfile]:
+    """Linear layers and their weights. Rows of embeddings have no way to travel."""
+    return {
+        parameter.name.removesuffix("weight").removesuffix("."): parameter
+        for parameter in profile.parameters
+        if parameter.kind == "linear" and parameter.name.rpartition(".")[2] == "weight"
+    }
+
+
+def _prefix(layer: str) -> str:
+    return f"{layer}." if layer else ""
+
+
+def _candidate(core: _C.Candidate, allow: Sequence[str], layers: Sequence[str]) -> Candidate:
     reason = core.reason
     if not core.exact and not core.chosen and core.possible:
         reason = f"choose={core.way!r} takes it" if core.way in allow else "not allowed (allow=...)"
@@ -179,6 +232,7 @@ def _candidate(core: _C.Candidate, allow: Sequence[str]) -> Candidate:
         possible=core.possible,
         chosen=core.chosen,
         reason=reason,
+        factor_layers=tuple(layers[at] for at in core.factor_layers),
     )
 
 

@@ -50,12 +50,17 @@ def described(profile: Profile, candidate: Candidate) -> str:
         return f"hop, {candidate.partners} neighbour{'s' * (candidate.partners > 1)}"
     if not candidate.exact:
         return f"{candidate.way}, groups of {candidate.partners}"
+    if candidate.way == "factors":
+        return "rows of layers"
     if candidate.form == "default":
         return "DDP, default buckets"
     name = "DDP" if candidate.way == "ddp" else f"dear, {candidate.form}"
+    if candidate.factor_layers:
+        count = len(candidate.factor_layers)
+        name += f", {count} layer{'s' * (count > 1)} as rows"
     sizes = [sum(profile.parameters[position].nbytes for position in bucket) / 1e6 for bucket in candidate.buckets]
     if not sizes:
-        return name if candidate.way == "dear" else f"{name}, buckets of its own"
+        return name if candidate.way == "dear" or not candidate.possible else f"{name}, buckets of its own"
     if len(sizes) == 1:
         return f"{name}, 1 bucket of {sizes[0]:.2g} MB"
     return f"{name}, {len(sizes)} buckets {min(sizes):.2g} .. {max(sizes):.2g} MB"

@@ -17,8 +17,9 @@ from torchext._version import __version__
 from torchext.auto import json_file
 from torchext.auto.all_ranks import check_same, checked_group, device_of, errors_on_all, sent_by_first
 from torchext.auto.apply import apply
-from torchext.auto.candidates import INEXACT, Candidate, checked_allow, search
+from torchext.auto.candidates import INEXACT, Candidate, checked_allow, linear_layers, search
 from torchext.auto.explanation import explanation
+from torchext.auto.factor_layers import why_not_factors
 from torchext.auto.link_model import LinkModel, calibrate, check_number
 from torchext.auto.planned_buckets import check_profiled, dear_plan
 from torchext.auto.step_profile import Profile, Step, checked_model
@@ -73,7 +74,8 @@ class SyncPlan:
         """Wraps a model and attaches it as the plan says. Collective.
 
         The ranks compare plan, model and versions before anything is built. By plain DDP, with its default buckets or
-        the plan's, the synchronizer has nothing to do; scripts need no branch. By ``dear`` the buckets are compared
+        the plan's, the synchronizer has nothing to do; scripts need no branch. Layers whose rows travel get their
+        gradients by :class:`FactorLayers`. By ``dear`` the buckets are compared
         with plain all-reduce in 66 steps after 11, and stay only if they are faster. Where the script's group is of
         another backend than the plan needs, a new one of the same ranks is made. On rank 0 a line in the log says
         once if the median of 50 steps is above 1.25 times the predicted one.
@@ -233,6 +235,7 @@ def plan(
     found: str | None = None
     with errors_on_all(_CALLER, group):
         if group.rank() == 0:
+            without_rows = _without_rows(model, profile)
             candidates = search(
                 profile,
                 link,
@@ -240,7 +243,8 @@ def plan(
                 allow=allow,
                 choose=choose,
                 spare_bytes=spare,
-                refused=_refused(model, form),
+                refused=_refused(model, form, without_rows),
+                without_rows=tuple(without_rows),
             )
             made = SyncPlan(profile, link, tuple(candidates), allow, str(torch.__version__), __version__)
             found = json_file.dumps(made)
@@ -301,8 +305,17 @@ def _spare_bytes(memory: float | None, profile: Profile) -> float:
     return spare
 
 
-def _refused(model: nn.Module, form: str) -> dict[str, str]:
+def _without_rows(model: nn.Module, profile: Profile) -> dict[str, str]:
+    """Linear layers whose rows cannot travel -> why."""
+    found = {name: why_not_factors(model, name) for name in linear_layers(profile)}
+    return {name: str(why) for name, why in found.items() if why is not None}
+
+
+def _refused(model: nn.Module, form: str, without_rows: dict[str, str]) -> dict[str, str]:
     refused: dict[str, str] = {}
+    linear = sum(type(module) is nn.Linear for module in model.modules())
+    if without_rows and len(without_rows) >= linear:
+        refused["factors"] = f"not possible: {next(iter(without_rows.values()))}"
     if form == "replicated":
         refused["dear sharded"] = "not possible: form is 'replicated'"
     for name, module in model.named_modules():

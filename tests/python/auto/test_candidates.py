@@ -87,6 +87,48 @@ def test_explain_says_what_was_measured_and_why_each_lost() -> None:
     assert any("prague, groups of 2" in line and "rho 0.333; not allowed (allow=...)" in line for line in lines)
 
 
+def with_wide_layer(rows: int) -> Profile:
+    """The last layer's weight is 2048 x 2048, and has a bias."""
+    profile = growing_profile(compute=0.03, megabytes=4.0)
+    first = profile.parameters[0]
+    weight = dataclasses.replace(
+        first, name="head.weight", shape=(2048, 2048), nbytes=4 * 2048 * 2048, kind="linear", rows=rows
+    )
+    bias = dataclasses.replace(first, name="head.bias", shape=(2048,), nbytes=4 * 2048)
+    return dataclasses.replace(profile, parameters=(weight, bias, *profile.parameters[1:]))
+
+
+def test_a_wide_layer_with_few_rows_sends_these_beside_ddp() -> None:
+    profile, link = with_wide_layer(16), ring_link(rate=25e6)
+    plan = SyncPlan(profile, link, tuple(simulate(profile, link)), ("exact",), "2.15.0", "0.2.0")
+    assert plan.chosen is not None
+    assert (plan.chosen.way, plan.chosen.form, plan.chosen.factor_layers) == ("ddp", "program", ("head",))
+    assert sorted(p for bucket in plan.chosen.buckets for p in bucket) == list(range(2, 13))
+    with_rows = [c for c in plan.candidates if c.factor_layers]
+    assert [(c.way, c.possible) for c in with_rows] == [("ddp", True), ("dear", False), ("dear", False)]
+    assert with_rows[1].reason == "not possible: rows of layers travel beside plain DDP"
+    text = plan.explain()
+    assert "DDP, 1 layer as rows, " in text
+    assert any(line.split()[:2] == ["-", "-"] and "dear, sharded, 1 layer as rows" in line for line in text.split("\n"))
+
+
+def test_layers_that_do_not_send_rows() -> None:
+    for found, reason in (
+        (simulate(with_wide_layer(2000), ring_link()), "no layer has few enough rows"),
+        (
+            search(with_wide_layer(16), ring_link(), listed=(), allow=("exact",), without_rows=("head",)),
+            "no layer has few enough rows",
+        ),
+        (
+            search(with_wide_layer(16), ring_link(), listed=(), allow=("exact",), refused={"factors": "shared"}),
+            "shared",
+        ),
+    ):
+        assert not any(candidate.factor_layers for candidate in found)
+        (why,) = (candidate for candidate in found if candidate.way == "factors")
+        assert (why.possible, why.reason) == (False, reason)
+
+
 def test_a_way_that_cannot_be_is_listed_with_the_reason() -> None:
     plan = some_plan(refused={"dear": "not possible: 'emb' has sparse gradients"})
     line = next(line for line in plan.explain().splitlines() if "dear, sharded" in line)

@@ -1,0 +1,204 @@
+"""What do rows save where a wide layer has few of them? Plain DDP against `FactorLayers`, four hosts on slow links.
+
+The gradient of a layer of 4096 x 4096 is 67 MB, its rows of a batch of 16 are 0.5 MB. Both contenders train the same
+model by SGD: one wide layer, and a head of ten outputs that is all-reduced with both. A step is forward pass, loss,
+backward pass and optimizer. Nothing is emulated but the links: four ranks share the processor of one machine, and the
+products of rows with it.
+
+Checked first: the parameters are those of one process that trains on the batches of all ranks, and the same on all
+ranks, bit for bit.
+
+Needs root, iproute2 and util-linux; anywhere else it says so and runs over loopback, which answers another question.
+
+    python benchmarks/auto/auto_factors.py                     # 2048 and 4096 at 1 Gb/s and 200 Mb/s: 4 minutes
+    python benchmarks/auto/auto_factors.py --rows 256          # where rows do not pay
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for lab
+
+import torch
+import torch.distributed as dist
+from lab.net.netlab import NetLab
+from lab.report.results import Checks, Report, in_turn
+from lab.run import cli
+from lab.run.launch import launch
+from lab.run.rank import Rank
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+CONTENDERS = "ddp,factors"
+HOSTS = 4
+RATES = "1gbit,200mbit"
+WIDTHS = "2048,4096"
+TARGETS = {"1gbit": 3.0, "200mbit": 10.0}
+OUTPUTS = 10
+LEARNING_RATE = 0.1
+WARMUP_STEPS = 2
+TOLERANCE = 1e-4
+
+
+def make_model(width: int) -> nn.Sequential:
+    """Returns the model, the same in every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, OUTPUTS))
+
+
+def batches(rank: int, width: int, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields the batches of a rank."""
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        inputs = torch.randn(rows, width, generator=generator)
+        yield inputs, torch.randint(OUTPUTS, (rows,), generator=generator)
+
+
+class Training:
+    """One contender's model."""
+
+    def __init__(self, name: str, rank: Rank, width: int, rows: int) -> None:
+        from torchext import auto
+
+        self.module = make_model(width)
+        self.layers = auto.FactorLayers(self.module, ["0"], rows) if name == "factors" else None
+        if self.layers is not None:
+            self.layers.install()
+        self.ddp = DistributedDataParallel(self.module)
+        if self.layers is not None:
+            self.layers.follow(self.ddp)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
+        self.batches = batches(rank.rank, width, rows)
+
+    def run(self, steps: int) -> list[float]:
+        """Trains; returns the milliseconds of each step."""
+        ends = []
+        data = list(itertools.islice(self.batches, steps))
+        ends.append(time.perf_counter())
+        for inputs, labels in data:
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.ddp(inputs), labels).backward()
+            self.optimizer.step()
+            ends.append(time.perf_counter())
+        return [1e3 * (end - begin) for begin, end in itertools.pairwise(ends)]
+
+    def error(self, ranks: int, width: int, rows: int) -> float:
+        """Returns how far the parameters are after the warm-up from those of one process, relative to their way."""
+        alone = make_model(width)
+        start = [parameter.detach().clone() for parameter in alone.parameters()]
+        optimizer = torch.optim.SGD(alone.parameters(), lr=LEARNING_RATE)
+        every = [batches(rank, width, rows) for rank in range(ranks)]
+        for _ in range(WARMUP_STEPS):
+            parts = [next(own) for own in every]
+            inputs, labels = (torch.cat(part) for part in zip(*parts, strict=True))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(alone(inputs), labels).backward()
+            optimizer.step()
+        worst = 0.0
+        for own, expected, begin in zip(self.module.parameters(), alone.parameters(), start, strict=True):
+            worst = max(worst, float(((own - expected).abs().max() / (expected - begin).abs().max()).detach()))
+            first = own.detach().clone()
+            dist.broadcast(first, 0)
+            worst = worst if torch.equal(first, own) else float("inf")
+        found = torch.tensor([worst], dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
+
+
+def ranks(rank: Rank) -> dict[str, Any]:
+    """Rank function: every contender in turn, each repeat in a session of its own."""
+    settings, checks = rank.settings, Checks()
+    width, rows = settings["width"], settings["rows"]
+
+    def measure(name: str) -> dict[str, Any]:
+        with rank.process_group("gloo" if name == "ddp" else "dear"):
+            training = Training(name, rank, width, rows)
+            training.run(WARMUP_STEPS)
+            if name not in checks.done:
+                checks.confirm(name, training.error(rank.world_size, width, rows), TOLERANCE)
+            checks.require(name)
+            rank.board.start_together()
+            steps = training.run(settings["steps"])
+            stats = training.layers.stats() if training.layers is not None else None
+            del training  # before its group, as DDP's reducer holds it
+        return {"steps_ms": steps, "stats": stats}
+
+    return {
+        "runs": in_turn(
+            {name: functools.partial(measure, name) for name in settings["contenders"]}, settings["repeats"]
+        ),
+        "checks": checks.done,
+    }
+
+
+def figures_of(results: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Returns of each contender the mean step of a repeat in milliseconds, on the slowest rank."""
+    return {
+        name: [
+            max(sum(steps) / len(steps) for steps in (result["runs"][name][at]["steps_ms"] for result in results))
+            for at in range(len(first))
+        ]
+        for name, first in results[0]["runs"].items()
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=3)
+    parser.add_argument("--widths", default=WIDTHS, help="of the wide layer, inputs and outputs")
+    parser.add_argument("--rates", default=RATES, help=f"of each host's link; goals are set for {', '.join(TARGETS)}")
+    parser.add_argument("--rows", type=int, default=16, help="of a rank's batch")
+    parser.add_argument("--steps", type=int, default=4, help="that are counted, each repeat")
+    parser.add_argument("--update", action="store_true", help="keep the other cases of the results that are there")
+    parsed = parser.parse_args()
+    if parsed.quick:
+        parsed.repeats, parsed.steps, parsed.widths = 1, 2, "512"
+    return parsed
+
+
+def main() -> None:
+    """Measures case by case, and writes ``auto_factors.json`` and ``.png``."""
+    args = arguments()
+    report = Report(
+        "auto_factors",
+        script=cli.script_line(),
+        unit="ms",
+        reference="ddp",
+        higher_is_better=False,
+        conditions={"hosts": HOSTS, "steps": args.steps, "warmup_steps": WARMUP_STEPS},
+    )
+    for rate in cli.names(args.rates):
+        with NetLab(HOSTS, rate=rate) as lab:
+            network = lab.describe()
+            for width in cli.names(args.widths):
+                settings = {
+                    "contenders": cli.names(args.contenders),
+                    "repeats": args.repeats,
+                    "steps": args.steps,
+                    "width": int(width),
+                    "rows": args.rows,
+                }
+                results = launch("auto_factors:ranks", ranks=HOSTS, settings=settings, deadline_s=600, lab=lab)
+                stats = {name: runs[-1]["stats"] for name, runs in results[0]["runs"].items() if runs[-1]["stats"]}
+                report.add(
+                    f"{width} x {width}, {args.rows} rows a rank, {rate}",
+                    figures_of(results),
+                    checks=results[0]["checks"],
+                    target=TARGETS.get(rate) if args.rows == 16 else None,
+                    notes={"network": network, "stats_of_rank_0": stats},
+                )
+    if args.update:
+        report.keep(args.results / f"{report.name}.json")
+    report.write(args.results)
+
+
+if __name__ == "__main__":
+    main()
