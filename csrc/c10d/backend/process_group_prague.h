@@ -53,9 +53,9 @@ class ProcessGroupPrague : public AttachableBackend {
                  R"(Members of a group, 2 to the world size; 0: 2, and from 8 workers on 4. Not with "static".)",
                  inRange(0, 1 << 20, "members of a group; 0 chooses by world size"), &Options::groupSizeFor),
           option("generator", &Options::generator,
-                 R"(Who makes the groups. "smart": "inter-intra" with several hosts, else "division"; mostly inside )"
-                 R"(racks where 3 to 64 hosts are found to be in several. "static": from rank and step, without a )"
-                 R"(generator. "ready-set": whoever arrives together. Or "random".)",
+                 R"(Who makes the groups. "smart": "inter-intra" with several hosts, else "division". Where 3 to 64 )"
+                 R"(hosts are found to be in several racks, most of its groups are inside one. "static": from rank )"
+                 R"(and step, without a generator. "ready-set": whoever arrives together. Or "random".)",
                  oneOf({"random", "division", "inter-intra", "smart", "static", "ready-set"})),
           option("order", &Options::order,
                  R"("cta": the average is formed under the next forward and backward pass, and the step applies the )"
