@@ -60,7 +60,7 @@ class LinkCalibration {
   static constexpr std::int64_t kGrowth = 4;
   static constexpr std::chrono::milliseconds kLongCall{250};
   static constexpr std::int64_t kStreamBytes = 1 << 22;
-  static constexpr std::int64_t kMostCalls = 16;
+  static constexpr std::int64_t kMostCalls = 8;
   static constexpr int kRepeats = 5;
   static constexpr int kMostRepeats = 15;
 
