@@ -283,7 +283,7 @@ def ranks(rank: Rank) -> dict[str, Any]:
         steps = in_turn(contenders, settings["repeats"])
         found[name] = {
             "checks": checks.done,
-            "steps_ms": steps,
+            "steps_ms": {which: [[round(ms, 2) for ms in run] for run in of] for which, of in steps.items()},
             "predicted_ms": {
                 f"{c.way} {c.form}": 1e3 * c.step_seconds for c in job.plan.candidates if c.exact and c.possible
             },
@@ -429,7 +429,7 @@ def measure(args: argparse.Namespace, network: str, report: Report) -> None:
         own = [result[name] for result in results]
         figures = figures_of(own)
         print(f"{network}, {name}:\n{own[0]['explanation']}")
-        notes = {key: value for key, value in own[0].items() if key not in ("checks", "steps_ms", "explanation")}
+        notes = {key: value for key, value in own[0].items() if key not in ("checks", "explanation")}
         report.add(
             f"{name}, {network}",
             figures,

@@ -1,7 +1,6 @@
 #include "core/dear/bucket_ends.h"
 
 #include <algorithm>
-#include <cstddef>
 
 #include "core/base/check.h"
 
@@ -38,12 +37,13 @@ std::map<int, std::vector<int>> endsByKind(const std::vector<int>& kinds, const 
 
 bool keepsBuckets(const std::vector<std::int64_t>& planned, const std::vector<int>& ends,
                   const std::vector<std::int64_t>& observed) {
-  std::map<std::int64_t, int> stretch_of;  // gradient -> between which two ends it is
+  std::map<std::int64_t, int> stretch_of;  // gradient -> before which end it is
   int begin = 0;
-  for (std::size_t i = 0; i < ends.size(); begin = ends[i++]) {
-    for (int place = begin; place < ends[i]; ++place) {
-      stretch_of[planned[index(place)]] = static_cast<int>(i);
+  for (const int end : ends) {
+    for (int place = begin; place < end; ++place) {
+      stretch_of[planned[index(place)]] = end;
     }
+    begin = end;
   }
   std::vector<int> stretches;
   for (const std::int64_t gradient : observed) {
