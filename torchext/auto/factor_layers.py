@@ -134,6 +134,7 @@ class FactorLayers:
         if ddp.module is not self._model:
             raise ValueError(f"{_CALLER}: follow was given a DistributedDataParallel of another model")
         self.followed = True
+        self._restore_ignored()  # DDP has read it; it would leave the parameters out of a copy's averages, too
         known_as_plain(ddp)
         core, model = self._core, weakref.ref(ddp)
 
@@ -164,10 +165,8 @@ class FactorLayers:
                 del module.forward
             for parameter in _trained(module):
                 vars(parameter).pop("_ddp_ignored", None)
-        if self._was_ignored is None:
-            vars(self._model).pop(_IGNORED, None)
-        else:
-            setattr(self._model, _IGNORED, self._was_ignored)
+        if not self.followed:
+            self._restore_ignored()
         self._core, self.followed = None, False
 
     def stats(self) -> dict[str, Any]:
@@ -180,6 +179,12 @@ class FactorLayers:
         if self._core is None:
             raise RuntimeError(f"{_CALLER}: install() comes first")
         return self._core.stats()
+
+    def _restore_ignored(self) -> None:
+        if self._was_ignored is None:
+            vars(self._model).pop(_IGNORED, None)
+        else:
+            setattr(self._model, _IGNORED, self._was_ignored)
 
     def _linear(self, number: int, inputs: torch.Tensor, module: nn.Linear) -> torch.Tensor:
         if self._core is None:

@@ -151,6 +151,7 @@ def body_numbers(rank: Rank) -> None:
     alone = copy.deepcopy(ours.module)
     alone(inputs).sum().backward()
     assert alone.first.weight.grad is not None
+    assert not hasattr(alone, "_ddp_params_and_buffers_to_ignore")  # DDP averages all of a copy
 
     # The input's gradient by itself, while the graph is kept, is no step.
     read = inputs.clone().requires_grad_()

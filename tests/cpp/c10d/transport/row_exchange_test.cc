@@ -97,6 +97,48 @@ TEST_F(RowExchangeTest, MoreRowsThanPlacesAreKnownToAll) {
     own.rows.leave();
     own.left[0]->wait();
     EXPECT_FALSE(own.left[0]->rows(4).inputs.defined());
+    EXPECT_TRUE(own.left[0]->tooMany(4));
+    EXPECT_FALSE(own.left[0]->tooMany(1));
+    EXPECT_FALSE(own.left[0]->abandonedBy());
+    own.rows.next();
+  });
+}
+
+TEST_F(RowExchangeTest, AMessageMayLeaveByItsMatrix) {
+  const World world(2);
+  onRanks(2, [&](int rank) {
+    Rank own(linksOf(world, rank));
+    own.rows.keep(4, numbers(rank, 2, 3), numbers(rank, 2, 2));
+    own.rows.keep(1, numbers(rank, 1, 2), numbers(rank, 1, 1));
+    own.rows.forget(4);
+    EXPECT_EQ(own.rows.together(1), (std::vector<int>{4, 1}));
+    EXPECT_FALSE(own.rows.left(1));
+    own.rows.leave(1);
+    own.rows.leave(4);  // it has left
+    EXPECT_TRUE(own.rows.left(4));
+    ASSERT_EQ(own.left.size(), 1U);
+    own.left[0]->wait();
+    EXPECT_FALSE(own.left[0]->rows(4).inputs.defined());
+    EXPECT_TRUE(own.left[0]->rows(1).inputs.equal(at::cat({numbers(0, 1, 2), numbers(1, 1, 2)})));
+    own.rows.next();
+    EXPECT_FALSE(own.rows.underWay());
+  });
+}
+
+TEST_F(RowExchangeTest, ARankThatGivesAStepUpSaysSo) {
+  const World world(3);
+  onRanks(3, [&](int rank) {
+    Rank own(linksOf(world, rank));
+    own.rows.keep(4, numbers(rank, 1, 3), numbers(rank, 1, 2));
+    if (rank == 1) {
+      own.rows.abandon();
+    } else {
+      own.rows.leave();
+    }
+    own.left[0]->wait();
+    EXPECT_EQ(own.left[0]->abandonedBy(), std::optional(1));
+    EXPECT_FALSE(own.left[0]->tooMany(4));
+    EXPECT_FALSE(own.left[0]->rows(4).inputs.defined());
     own.rows.next();
   });
 }
