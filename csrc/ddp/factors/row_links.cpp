@@ -1,9 +1,11 @@
 #include "ddp/factors/row_links.h"
 
 #include <chrono>
+#include <exception>
 #include <utility>
 
 #include "c10d/backend/torch_compat.h"
+#include "c10d/fault/explain_error.h"
 
 namespace torchext {
 namespace {
@@ -32,16 +34,28 @@ class RowWork final : public CompatWork {
 
 }  // namespace
 
-RowLinks rowLinks(const PointToPoint& transport, const char* what) {
-  return {.rank = transport.rank(),
-          .ranks = transport.size(),
-          .send = [transport, what](const at::Tensor& rows, int to, int tag) -> RowLinks::Work {
-            return c10::make_intrusive<RowWork>(transport, transport.send(rows, to, tag), to, what);
+RowLinks rowLinks(AttachableBackend& group, const char* what) {
+  const PointToPoint transport = group.dataTransport();
+  const auto post = [transport, health = group.health(), what](int peer, const auto& call) -> RowLinks::Work {
+    PointToPoint::WorkPtr work;
+    try {
+      work = call(transport);
+    } catch (...) {
+      // Gloo refuses a message to one that has died, maybe before anybody has said so.
+      std::rethrow_exception(explain(*health, std::current_exception(), {.name = what, .peer = peer}));
+    }
+    return c10::make_intrusive<RowWork>(transport, std::move(work), peer, what);
+  };
+  return {
+      .rank = transport.rank(),
+      .ranks = transport.size(),
+      .send = [post](const at::Tensor& rows, int to,
+                     int tag) { return post(to, [&](const PointToPoint& over) { return over.send(rows, to, tag); }); },
+      .receive =
+          [post](const at::Tensor& rows, int from, int tag) {
+            return post(from, [&](const PointToPoint& over) { return over.recv(rows, from, tag); });
           },
-          .receive = [transport, what](const at::Tensor& rows, int from, int tag) -> RowLinks::Work {
-            return c10::make_intrusive<RowWork>(transport, transport.recv(rows, from, tag), from, what);
-          },
-          .gather = nullptr};
+      .gather = nullptr};
 }
 
 }  // namespace torchext

@@ -3,12 +3,12 @@
 // A wait has the group's timeout. A failure of the group or abort() ends it, and the error names the rank.
 #pragma once
 
-#include "c10d/transport/point_to_point.h"
+#include "c10d/backend/attachable_backend.h"
 #include "c10d/transport/row_exchange.h"
 
 namespace torchext {
 
-// what: the operation in errors, a literal.
-RowLinks rowLinks(const PointToPoint& transport, const char* what);
+// what: the operation in errors, a literal. The group outlives what is returned.
+RowLinks rowLinks(AttachableBackend& group, const char* what);
 
 }  // namespace torchext

@@ -77,7 +77,7 @@ SufficientFactors::SufficientFactors(c10::intrusive_ptr<AttachableBackend> group
   }
   std::optional<RowLinks> links;
   if (group_->getSize() > 1) {
-    links = rowLinks(group_->dataTransport(), kWait);
+    links = rowLinks(*group_, kWait);
   }
   rows_ = std::make_shared<RowExchange>(matrices, at::TensorOptions(rowType(layers)), std::move(links), tag, kWho,
                                         [this](const Message& message) { left_.push_back(message); });

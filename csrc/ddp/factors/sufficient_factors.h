@@ -64,8 +64,8 @@ class SufficientFactors : public std::enable_shared_from_this<SufficientFactors>
   void expect(bool averages);
   void countRows(std::size_t layer, std::int64_t rows);
   void backwardBegins();
-  // input: [..., inputs]; gradient: [..., outputs] of that call.
-  void keep(std::size_t layer, const at::Tensor& input, const at::Tensor& gradient);
+  // number: of the layer. input: [..., inputs]; gradient: [..., outputs] of that call.
+  void keep(std::size_t number, const at::Tensor& input, const at::Tensor& gradient);
   void endPass();
 
   Stats stats() const;

@@ -1,7 +1,11 @@
 #include "c10d/transport/row_exchange.h"
 
+<<<<<<< HEAD
 #include <cmath>
 #include <limits>
+=======
+#include <latch>
+>>>>>>> factors-next
 
 #include "kit/ranks_as_threads.h"
 
@@ -211,13 +215,16 @@ TEST_F(RowExchangeTest, PartsMayGoInOneCall) {
 
 TEST_F(RowExchangeTest, APeerThatDiesEndsTheWait) {
   const World world(2);
+  std::latch left(1);  // a message to one that is dead is refused at once
   onRanks(2, [&](int rank) {
     Rank own(linksOf(world, rank));
     if (rank == 1) {
+      left.wait();
       world.kill(1);
       return;
     }
     own.rows.leave();
+    left.count_down();
     EXPECT_NE(errorOf([&] { own.rows.next(); }), "");
   });
 }
