@@ -1,11 +1,8 @@
 #include "c10d/transport/row_exchange.h"
 
-<<<<<<< HEAD
 #include <cmath>
-#include <limits>
-=======
 #include <latch>
->>>>>>> factors-next
+#include <limits>
 
 #include "kit/ranks_as_threads.h"
 
