@@ -169,7 +169,7 @@ TEST_F(RowExchangeTest, ARankInAnotherStepIsNamed) {
 
 TEST_F(RowExchangeTest, ARankThatSendsNoRowsIsNamed) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  for (const double count : {1e6, -2.0, std::nan(""), kInfinity}) {
+  for (const double count : {1e6, -3.0, std::nan(""), kInfinity}) {
     const World world(2);
     onRanks(2, [&](int rank) {
       const RowLinks links = linksOf(world, rank);
