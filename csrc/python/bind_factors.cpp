@@ -8,10 +8,11 @@ namespace torchext {
 
 void bindFactors(py::module_& module) {
   py::class_<FactorLayer>(module, "FactorLayer")
-      .def(py::init([](std::string name, at::Tensor weight, std::optional<at::Tensor> bias, std::int64_t places) {
-             return FactorLayer{std::move(name), std::move(weight), bias.value_or(at::Tensor()), places};
-           }),
-           py::kw_only(), py::arg("name"), py::arg("weight"), py::arg("bias"), py::arg("places"));
+      .def(
+          py::init([](std::string name, at::Tensor weight, const std::optional<at::Tensor>& bias, std::int64_t places) {
+            return FactorLayer{std::move(name), std::move(weight), bias.value_or(at::Tensor()), places};
+          }),
+          py::kw_only(), py::arg("name"), py::arg("weight"), py::arg("bias"), py::arg("places"));
 
   py::class_<SufficientFactors, std::shared_ptr<SufficientFactors>>(module, "SufficientFactors")
       .def(py::init([](const c10::intrusive_ptr<AttachableBackend>& group, std::vector<FactorLayer> layers) {
