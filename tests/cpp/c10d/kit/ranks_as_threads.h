@@ -21,6 +21,7 @@
 
 #include "c10d/backend/delegating_backend.h"
 #include "c10d/backend/living_backends.h"
+#include "kit/error_text.h"
 #include "kit/fake_network.h"
 
 namespace torchext::kit {
@@ -68,20 +69,6 @@ struct World {
   const std::shared_ptr<FakeNetwork> control;
   const c10::intrusive_ptr<c10d::HashStore> store;
 };
-
-// The text of what `call` throws; empty if it throws nothing.
-inline std::string errorOf(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return {};
-}
-
-inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 // Whether `done` becomes true soon.
 inline bool soon(const std::function<bool()>& done, milliseconds limit = kSoon) {

@@ -19,6 +19,7 @@
 #include "kfac/factors/factor_exchange.h"
 #include "kfac/inverses/inverse_update.h"
 #include "kfac/precondition/gradient_preconditioner.h"
+#include "kit/error_text.h"
 #include "kit/fake_communicator.h"
 
 namespace torchext::kit {
@@ -89,20 +90,6 @@ struct Parts {
   InverseUpdate inverses;
   GradientPreconditioner gradients;
 };
-
-// The text of what `call` throws; empty if it throws nothing.
-inline std::string errorOf(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return {};
-}
-
-inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 class KfacRanksTest : public ::testing::TestWithParam<Way> {
  protected:
