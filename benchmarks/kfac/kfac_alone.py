@@ -42,12 +42,14 @@ class Bound:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = []
+        self.damping: dict[int, Tensor] = {}
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 inputs, outputs = module.in_features + 1, module.out_features
                 rows = [torch.randn(ROWS, width) for width in (inputs, outputs)]
                 factors = [torch.eye(width) for width in (inputs, outputs)]
                 inverses = [torch.eye(width) for width in (inputs, outputs)]
+                self.damping |= {width: DAMPING**0.5 * torch.eye(width) for width in (inputs, outputs)}
                 self.layers.append((rows, factors, inverses, torch.randn(outputs, inputs)))
 
     def step(self, number: int) -> None:
@@ -55,7 +57,8 @@ class Bound:
             for side in range(2):
                 factors[side].addmm_(rows[side].t(), rows[side], beta=DECAY, alpha=(1 - DECAY) / ROWS)
                 if number % CYCLE == 0:
-                    inverses[side] = torch.cholesky_inverse(torch.linalg.cholesky(factors[side]))
+                    damped = factors[side] + self.damping[len(factors[side])]
+                    inverses[side] = torch.cholesky_inverse(torch.linalg.cholesky(damped))
             torch.mm(torch.mm(inverses[1], gradient), inverses[0])
 
 
@@ -123,7 +126,7 @@ class Contender:
 
     def error(self) -> float:
         """Relative distance to what the algorithm comes to in float64, after some steps."""
-        start = parameters_to_vector(self.model.parameters()).double()
+        start = parameters_to_vector(self.model.parameters()).detach().double()
         same = copy.deepcopy(self.model).double()
         other: Any = torch.optim.SGD(same.parameters(), lr=RATE, momentum=MOMENTUM)
         if self.name == "spd":
@@ -133,8 +136,9 @@ class Contender:
             other.zero_grad()
             nn.functional.cross_entropy(same(self.inputs.double()), self.targets).backward()
             other.step()
-        own, expected = (parameters_to_vector(model.parameters()).double() for model in (self.model, same))
-        return float((own - expected).norm() / (expected - start).norm())
+        with torch.no_grad():
+            own, expected = (parameters_to_vector(model.parameters()).double() for model in (self.model, same))
+            return float((own - expected).norm() / (expected - start).norm())
 
     def milliseconds(self, cycles: int) -> float:
         started = time.perf_counter()

@@ -137,52 +137,87 @@ void LinkCalibration::timeMachine(LinkMeasurement& result) {
   result.operations_per_second = static_cast<double>(2 * kSide * kSide * kRows) / seconds[1];
 }
 
-// Size by size, and at each one operation after the other.
+// Size by size, and at each one operation after the other. The first kFirstRepeats; the fastest counts in forecasts, in
+// which one lost packet would drop all larger sizes.
 void LinkCalibration::grow() {
-  for (Operation& operation : operations_) {
-    timeOf(operation, kFirstBytes);  // connections open, and memory is touched
+  for (const Operation& operation : operations_) {
+    timeOf(operation, kFirstBytes, 1);  // connections open, and memory is touched
   }
   for (std::int64_t bytes = kFirstBytes;; bytes *= kGrowth) {
+    for (Operation& operation : operations_) {
+      if (operation.growing) {
+        operation.sizes.push_back({.bytes = bytes, .calls = callsOf(bytes, forecast(operation))});
+      }
+    }
+    for (int round = 0; round < kFirstRepeats; ++round) {
+      for (Operation& operation : operations_) {
+        if (operation.growing) {
+          Size& size = operation.sizes.back();
+          size.samples.push_back(timeOf(operation, bytes, size.calls));
+        }
+      }
+    }
     std::vector<double> own;
+    own.reserve(operations_.size() + 1);
     for (const Operation& operation : operations_) {
-      own.push_back(operation.growing ? timeOf(operation, bytes) : 0.0);
+      const std::vector<double>& samples = operation.sizes.back().samples;
+      own.push_back(*std::min_element(samples.begin(), samples.end()));
     }
     own.push_back(elapsed());
     const std::vector<double> agreed = largest(own);
-    double next_size = 0.0;  // seconds of its calls, no more than linear in bytes
+    double next_size = 0.0;  // seconds of its calls
     for (std::size_t i = 0; i < operations_.size(); ++i) {
       Operation& operation = operations_[i];
       const double seconds = agreed[i];
       if (operation.growing) {
-        operation.sizes.push_back({bytes, seconds});
+        operation.sizes.back().estimate = seconds;
         const bool is_short = bytes == kFirstBytes || seconds < std::chrono::duration<double>(kLongCall).count();
         operation.growing = bytes < kMostBytes && is_short;
-        next_size += operation.growing ? static_cast<double>(kGrowth * callsOf(bytes * kGrowth)) * seconds : 0.0;
+        const double next = forecast(operation);
+        next_size += operation.growing ? static_cast<double>(callsOf(bytes * kGrowth, next)) * next : 0.0;
       }
     }
-    const double planned = agreed.back() + kRepeats * estimateOfRound() + (1 + kRepeats) * next_size;
+    const double planned = agreed.back() + (kRepeats - kFirstRepeats) * estimateOfRound() + kRepeats * next_size;
     if (next_size == 0.0 || (bytes > kFirstBytes && planned > max_seconds_)) {
       return;
     }
   }
 }
 
+double LinkCalibration::forecast(const Operation& operation) {
+  if (operation.sizes.empty()) {
+    return 0.0;
+  }
+  const double last = operation.sizes.back().estimate;
+  if (operation.sizes.size() == 1) {
+    return last;
+  }
+  const double before = operation.sizes[operation.sizes.size() - 2].estimate;
+  return std::clamp(last + static_cast<double>(kGrowth) * (last - before), last, static_cast<double>(kGrowth) * last);
+}
+
+std::int64_t LinkCalibration::callsOf(std::int64_t bytes, double seconds) {
+  const double most = std::chrono::duration<double>(kStream).count() / std::max(seconds, 1e-9);
+  const double calls = std::min(most, static_cast<double>(kStreamBytes) / static_cast<double>(bytes));
+  return static_cast<std::int64_t>(std::clamp(calls, 1.0, static_cast<double>(kMostCalls)));
+}
+
 double LinkCalibration::estimateOfRound() const {
   double seconds = 0.0;
   for (const Operation& operation : operations_) {
     for (const Size& size : operation.sizes) {
-      seconds += size.estimate * static_cast<double>(callsOf(size.bytes));
+      seconds += size.estimate * static_cast<double>(size.calls);
     }
   }
   return seconds;
 }
 
 void LinkCalibration::repeat() {
-  for (int round = 0; round < kMostRepeats; ++round) {
+  for (int round = kFirstRepeats; round < kMostRepeats; ++round) {
     const auto begin = Clock::now();
     for (Operation& operation : operations_) {
       for (Size& size : operation.sizes) {
-        size.samples.push_back(timeOf(operation, size.bytes));
+        size.samples.push_back(timeOf(operation, size.bytes, size.calls));
       }
     }
     if (round + 1 >= kRepeats) {
@@ -235,10 +270,9 @@ void LinkCalibration::barrier() {
   synchronize();
 }
 
-double LinkCalibration::timeOf(const Operation& operation, std::int64_t bytes) {
+double LinkCalibration::timeOf(const Operation& operation, std::int64_t bytes, std::int64_t calls) {
   const at::Tensor buffer = bufferOf(bytes);
   barrier();
-  const std::int64_t calls = callsOf(bytes);
   const auto start = Clock::now();
   for (std::int64_t call = 0; call < calls; ++call) {
     operation.call(buffer);

@@ -4,13 +4,15 @@
 // ShardTransport as dear does it, and sent to the next rank while one comes from the rank before (p2p). Equal rows that
 // make S bytes together are gathered by the group (rows).
 //
-// How a time is taken. After a barrier, calls follow each other until kStreamBytes have been sent, at most kMostCalls,
-// and their mean counts. In training, too, one message follows another: a message alone would pass on what a switch's
-// queues and a rate limiter's saved-up tokens take at once, and short ones would seem faster than the link.
+// How a time is taken. After a barrier, calls follow each other until kStreamBytes have been sent or kStream has
+// passed, at most kMostCalls, and their mean counts. In training, too, one message follows another: a message alone
+// would pass on what a switch's queues and a rate limiter's saved-up tokens take at once, and short ones would seem
+// faster than the link.
 //
 // How many. Sizes grow fourfold from 4 KiB on, until a call takes kLongCall or S is kMostBytes. The largest are dropped
-// where kRepeats of each would take more than `max_seconds`; two sizes are always measured. Repeats go in turn over all
-// sizes and operations, so that a disturbance hits all alike. There are more than kRepeats where time is left.
+// where kRepeats of each would take more than `max_seconds`; two sizes are always measured. What a size will take is
+// forecast from the line through the two before it, for short messages take as long as shorter ones. Repeats go in turn
+// over all sizes and operations, so that a disturbance hits all alike. There are more than kRepeats where time is left.
 //
 // What is reported. Seconds are the maximum over ranks of a rank's median. The spread compares the medians of odd and
 // of even repeats: how well two calibrations, one between the other's, agree.
@@ -60,7 +62,9 @@ class LinkCalibration {
   static constexpr std::int64_t kGrowth = 4;
   static constexpr std::chrono::milliseconds kLongCall{250};
   static constexpr std::int64_t kStreamBytes = 1 << 22;
-  static constexpr std::int64_t kMostCalls = 8;
+  static constexpr std::chrono::milliseconds kStream{100};
+  static constexpr std::int64_t kMostCalls = 3;
+  static constexpr int kFirstRepeats = 2;
   static constexpr int kRepeats = 5;
   static constexpr int kMostRepeats = 15;
 
@@ -75,7 +79,8 @@ class LinkCalibration {
  private:
   struct Size {
     std::int64_t bytes;
-    double estimate;  // seconds of the first call, the same on all ranks
+    double estimate;         // seconds of a call when it was first timed, the same on all ranks
+    std::int64_t calls = 1;  // that follow each other
     std::vector<double> samples = {};
   };
   struct Operation {
@@ -94,10 +99,10 @@ class LinkCalibration {
 
   void synchronize() const;
   void barrier();
-  static std::int64_t callsOf(std::int64_t bytes) {
-    return std::clamp<std::int64_t>(kStreamBytes / bytes, 1, kMostCalls);
-  }
-  double timeOf(const Operation& operation, std::int64_t bytes);
+  // Seconds of a call with the size that follows those measured.
+  static double forecast(const Operation& operation);
+  static std::int64_t callsOf(std::int64_t bytes, double seconds);
+  double timeOf(const Operation& operation, std::int64_t bytes, std::int64_t calls);
   at::Tensor bufferOf(std::int64_t bytes) const;
   // The largest of each over all ranks. Collective.
   std::vector<double> largest(const std::vector<double>& own);
