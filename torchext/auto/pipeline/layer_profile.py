@@ -163,9 +163,10 @@ def profile(
     repeats: int = 5,
     device: torch.device | str | None = None,
 ) -> LayerProfile:
-    """Measures each layer of a chain on one micro-batch: time, memory, bytes. Local, and without a process group.
+    """Measures each layer of a chain on one micro-batch: time, memory, bytes. Local; a process group is not needed.
 
-    Leaves no trace: parameters, gradients, buffers and torch's random numbers are as before.
+    What torch's runtime takes for an action is measured, too, with a stage that does nothing. Leaves no trace:
+    parameters, gradients, buffers, torch's random numbers and process groups are as before.
 
     Args:
         layers: An ``nn.Sequential``, or name -> module in the order in which they run. Each takes the one tensor that
@@ -211,7 +212,14 @@ def profile(
                 parameter_bytes=sum(parameter.nbytes for parameter in layer.parameters()),
             )
         )
-    return LayerProfile(tuple(made), device=found.type, compiled=any(map(is_compiled, named.values())))
+    from torchext.auto.pipeline.action_overhead import action_overhead  # torch's pipelines are slow to import
+
+    return LayerProfile(
+        tuple(made),
+        device=found.type,
+        overhead=action_overhead(found),
+        compiled=any(map(is_compiled, named.values())),
+    )
 
 
 def is_compiled(layer: nn.Module) -> bool:

@@ -66,7 +66,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Found:
-    """What the search has found; fields of a plan."""
+    """What the search has found.
+
+    Args:
+        placement: Which layers stand on which rank, and in which order they work.
+        seconds: Predicted, of a step without the optimizer.
+        bubble: Predicted, the share of all ranks' time in which they wait.
+        peak_bytes: Of each stage, planned: parameters with their state, and activations.
+        exhaustive: Whether every way to cut the layers was tried.
+        alternatives: What else was tried, the best first.
+        points: None is as fast with as little memory; memory rises, and time falls.
+    """
 
     placement: Placement
     seconds: float
