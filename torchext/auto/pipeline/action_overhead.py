@@ -42,7 +42,7 @@ def action_overhead(device: torch.device) -> float:
         schedule = torch_runtime.make_schedule(placement, stage, lambda out, target: out.sum())
         for _ in range(_STEPS + 1):
             begin = watch.mark()
-            schedule.step(x, target=x, return_outputs=False)
+            schedule.step(x, target=x)
             end = watch.mark()
             watch.wait()
             seconds.append(watch.seconds(begin, end))
