@@ -196,6 +196,7 @@ def ranks(rank: Rank) -> dict[str, Any]:
         dist.broadcast_object_list(box)
         profile, whole, split = box[0]
         even = by_depth(profile, link, even_sizes(BLOCKS + 2, STAGES), [2, 1])
+        checks.confirm("planned", frontier_error(whole), FRONTIER_TOLERANCE)
         plans = {REFERENCE: even, "plan": whole, "plan zero-bubble": split}
         contenders = {name: Contender(plan, source, of_torch=name == REFERENCE) for name, plan in plans.items()}
         for name, contender in contenders.items():
@@ -204,7 +205,6 @@ def ranks(rank: Rank) -> dict[str, Any]:
             {name: lambda c=contender: c.measure(settings["steps"]) for name, contender in contenders.items()},
             settings["repeats"],
         )
-        checks.confirm("planned", frontier_error(whole), FRONTIER_TOLERANCE)
         kept = {}
         points = whole.frontier()
         for point in itertools.islice(points, 0, None, max(1, len(points) // settings["points"])):

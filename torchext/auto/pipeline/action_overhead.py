@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from torchext.auto.pipeline import torch_runtime
 from torchext.auto.pipeline.placement import Placement
@@ -53,11 +54,11 @@ def action_overhead(device: torch.device) -> float:
 def _group_of_one() -> Iterator[dist.ProcessGroup]:
     """This rank alone: beside the groups that are there, and without a call by other ranks."""
     if dist.is_initialized():
-        group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        yield group
-        dist.destroy_process_group(group)
+        made = group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        group = dist.group.WORLD
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        made, group = None, dist.distributed_c10d._get_default_group()
+    try:
         yield group
-        dist.destroy_process_group()
+    finally:
+        dist.destroy_process_group(made)
