@@ -112,7 +112,6 @@ def ranks(rank: Rank) -> dict[str, Any]:
             "latency_ms": 1e3 * link.latency_seconds,
             "bytes_per_second": link.bytes_per_second,
             "transfer_ms": 1e3 * link.seconds("p2p", 4 * numbers),
-            "overhead_ms": 1e3 * profile.overhead,
         },
         "plan": json_file.dumps(plans["plan"]),
     }

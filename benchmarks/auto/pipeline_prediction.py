@@ -117,7 +117,6 @@ def ranks(rank: Rank) -> dict[str, Any]:
         "plans": found,
         "checks": checks.done,
         "transfer_ms": 1e3 * link.seconds("p2p", 4 * settings["numbers"]),
-        "overhead_ms": 1e3 * profile.overhead,
     }
 
 

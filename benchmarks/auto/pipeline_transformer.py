@@ -229,7 +229,6 @@ def ranks(rank: Rank) -> dict[str, Any]:
             name: {"sizes": plan.sizes, "depths": plan.depths, "predicted_ms": 1e3 * plan.predict().seconds}
             for name, plan in plans.items()
         },
-        "overhead_ms": 1e3 * profile.overhead,
     }
 
 
@@ -266,7 +265,7 @@ def main() -> None:
         found["runs"],
         checks=found["checks"],
         target=1.0,
-        notes={"plans": found["plans"], "overhead_ms": found["overhead_ms"]},
+        notes={"plans": found["plans"]},
     )
     steps.write(args.results)
     memory = Report("pipeline_frontier", unit="MiB", reference="planned", **common)

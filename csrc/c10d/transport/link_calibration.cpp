@@ -167,11 +167,15 @@ void LinkCalibration::grow() {
 }
 
 void LinkCalibration::endSlowest(double seconds_left) {
-  // Of the next size of an operation, whose calls take no more than linear in bytes.
+  // Of the next size of an operation: as much more a byte as between the last two, for a call takes latency + bytes.
   const auto secondsOfNext = [](const Operation& operation) {
+    if (!operation.growing) {
+      return 0.0;
+    }
     const Size& last = operation.sizes.back();
-    const auto calls = static_cast<double>(kGrowth * callsOf(last.bytes * kGrowth));
-    return operation.growing ? (1 + kRepeats) * calls * last.estimate : 0.0;
+    const Size& before = operation.sizes[operation.sizes.size() - 2];
+    const double call = last.estimate + kGrowth * std::max(0.0, last.estimate - before.estimate);
+    return (1 + kRepeats) * static_cast<double>(callsOf(last.bytes * kGrowth)) * call;
   };
   const auto secondsOfAll = [&] {
     double sum = 0.0;

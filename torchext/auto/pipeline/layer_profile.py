@@ -65,7 +65,8 @@ class LayerProfile:
     Args:
         layers: One or more, with names of their own.
         device: Kind of the device on which they were measured.
-        overhead: Seconds that torch's runtime takes for an action, beside the layers.
+        overhead: Seconds that torch's runtime takes for an action, beside the layers. An empty stage took 0.08 ms
+            on a CPU, so it is left at 0.
         compiled: Whether a layer is made by ``torch.compile``; torch does not split the backward pass of such ones.
 
     Raises:
@@ -163,10 +164,9 @@ def profile(
     repeats: int = 5,
     device: torch.device | str | None = None,
 ) -> LayerProfile:
-    """Measures each layer of a chain on one micro-batch: time, memory, bytes. Local; a process group is not needed.
+    """Measures each layer of a chain on one micro-batch: time, memory, bytes. Local, and without a process group.
 
-    What torch's runtime takes for an action is measured, too, with a stage that does nothing. Leaves no trace:
-    parameters, gradients, buffers, torch's random numbers and process groups are as before.
+    Leaves no trace: parameters, gradients, buffers and torch's random numbers are as before.
 
     Args:
         layers: An ``nn.Sequential``, or name -> module in the order in which they run. Each takes the one tensor that
@@ -212,14 +212,7 @@ def profile(
                 parameter_bytes=sum(parameter.nbytes for parameter in layer.parameters()),
             )
         )
-    from torchext.auto.pipeline.action_overhead import action_overhead  # torch's pipelines are slow to import
-
-    return LayerProfile(
-        tuple(made),
-        device=found.type,
-        overhead=action_overhead(found),
-        compiled=any(map(is_compiled, named.values())),
-    )
+    return LayerProfile(tuple(made), device=found.type, compiled=any(map(is_compiled, named.values())))
 
 
 def is_compiled(layer: nn.Module) -> bool:

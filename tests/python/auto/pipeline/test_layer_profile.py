@@ -77,7 +77,6 @@ def test_times_and_bytes() -> None:
     assert (first.output_bytes, last.output_bytes) == (48, 24)
     assert (first.parameter_bytes, last.parameter_bytes) == (16, 40)
     assert (found.device, found.compiled) == ("cpu", False)
-    assert 0 < found.overhead < 0.1
 
 
 def test_kept_bytes_count_each_storage_once() -> None:
@@ -104,22 +103,6 @@ def test_it_leaves_no_trace() -> None:
         assert torch.equal(tensor, before[name]), name
     assert torch.equal(model[0].weight.grad, torch.ones(16, 8))
     assert all(parameter.grad is None for name, parameter in model.named_parameters() if name != "0.weight")
-
-
-def test_no_group_is_left() -> None:
-    pipeline.profile(nn.Sequential(nn.Linear(8, 8)), torch.zeros(2, 8), repeats=1)
-    assert not dist.is_initialized()
-
-
-@pytest.mark.usefixtures("group")
-def test_groups_are_as_before() -> None:
-    def groups() -> tuple[list[str], int]:
-        world = dist.distributed_c10d._world
-        return sorted(world.pg_names.values()), world.group_count
-
-    before = groups()
-    pipeline.profile(nn.Sequential(nn.Linear(8, 8)), torch.zeros(2, 8), repeats=1)
-    assert groups() == before
 
 
 def test_random_numbers_go_on_as_before() -> None:
