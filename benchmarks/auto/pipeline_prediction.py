@@ -101,7 +101,7 @@ def ranks(rank: Rank) -> dict[str, Any]:
         profile = profile_of_first(LAYERS, settings["layer_ms"], settings["numbers"])
         for name, plan in itertools.islice(plans_of(profile, link).items(), 0, None, settings["every"]):
             of_torch = name.startswith("Schedule")
-            predicted = 1e3 * plan.predict(mode="class" if of_torch else "torch").seconds
+            predicted = 1e3 * plan.predict(mode="class" if of_torch else None).seconds
             both = torch.tensor([predicted, -predicted], dtype=torch.float64)
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
             checks.confirm(f"predicted, {name}", float(both.sum()), 1e-9)

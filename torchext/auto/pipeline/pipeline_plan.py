@@ -120,12 +120,12 @@ class PipelinePlan(Found):
         """Writes the table as torch's pipelines read it: a row for each rank."""
         Path(path).write_text(self.placement.csv())
 
-    def predict(self, *, mode: str = "torch") -> Prediction:
+    def predict(self, *, mode: str | None = None) -> Prediction:
         """Plays a step.
 
         Args:
             mode: When transfers start: ``"torch"`` where torch's runtime posts receives, ``"ideal"`` at once,
-                ``"class"`` as Schedule1F1B and ScheduleGPipe do.
+                ``"class"`` as Schedule1F1B and ScheduleGPipe do. None: as what :meth:`schedule` gives.
 
         Raises:
             ValueError: An unknown mode, or one that does not fit the order.

@@ -130,6 +130,11 @@ class Placement:
         return widths.pop() if len(widths) == 1 else 0
 
     @property
+    def is_gpipe(self) -> bool:
+        """Whether every stage takes all forward passes first: torch's ScheduleGPipe runs such a table."""
+        return self.table == warm_up_rows([self.microbatches] * len(self.stages), self.microbatches)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights are actions of their own."""
         return any(entry[1] == "W" for row in self.table for entry in map(parsed, row))

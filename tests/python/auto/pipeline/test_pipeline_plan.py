@@ -161,6 +161,9 @@ def test_a_plan_by_hand_and_its_modes() -> None:
     assert {span.kind for span in ideal.transfers} == {"SEND_F", "SEND_B"}
     with pytest.raises(ValueError, match="mode"):
         by_hand.predict(mode="best")
+    gpipe = PipelinePlan.of(profile, LINK, Placement.by_depth([1, 3], [4, 4], 4, order="gpipe"))
+    assert gpipe.seconds == gpipe.predict(mode="class").seconds  # what runs it
+    assert by_hand.predict(mode="torch") == torch_mode
 
 
 def test_a_link_that_was_measured_for_small_messages_only() -> None:
