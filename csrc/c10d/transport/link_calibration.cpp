@@ -149,43 +149,21 @@ void LinkCalibration::grow() {
     }
     own.push_back(elapsed());
     const std::vector<double> agreed = largest(own);
+    double next_size = 0.0;  // seconds of its calls, no more than linear in bytes
     for (std::size_t i = 0; i < operations_.size(); ++i) {
       Operation& operation = operations_[i];
+      const double seconds = agreed[i];
       if (operation.growing) {
-        operation.sizes.push_back({bytes, agreed[i]});
-        const bool is_short = bytes == kFirstBytes || agreed[i] < std::chrono::duration<double>(kLongCall).count();
+        operation.sizes.push_back({bytes, seconds});
+        const bool is_short = bytes == kFirstBytes || seconds < std::chrono::duration<double>(kLongCall).count();
         operation.growing = bytes < kMostBytes && is_short;
+        next_size += operation.growing ? static_cast<double>(kGrowth * callsOf(bytes * kGrowth)) * seconds : 0.0;
       }
     }
-    if (bytes > kFirstBytes) {
-      endSlowest(max_seconds_ - agreed.back() - kRepeats * estimateOfRound());
-    }
-    if (std::ranges::none_of(operations_, &Operation::growing)) {
+    const double planned = agreed.back() + kRepeats * estimateOfRound() + (1 + kRepeats) * next_size;
+    if (next_size == 0.0 || (bytes > kFirstBytes && planned > max_seconds_)) {
       return;
     }
-  }
-}
-
-void LinkCalibration::endSlowest(double seconds_left) {
-  // Of the next size of an operation: as much more a byte as between the last two, for a call takes latency + bytes.
-  const auto secondsOfNext = [](const Operation& operation) {
-    if (!operation.growing) {
-      return 0.0;
-    }
-    const Size& last = operation.sizes.back();
-    const Size& before = operation.sizes[operation.sizes.size() - 2];
-    const double call = last.estimate + kGrowth * std::max(0.0, last.estimate - before.estimate);
-    return (1 + kRepeats) * static_cast<double>(callsOf(last.bytes * kGrowth)) * call;
-  };
-  const auto secondsOfAll = [&] {
-    double sum = 0.0;
-    for (const Operation& operation : operations_) {
-      sum += secondsOfNext(operation);
-    }
-    return sum;
-  };
-  for (double planned = secondsOfAll(); planned > 0.0 && planned > seconds_left; planned = secondsOfAll()) {
-    std::ranges::max_element(operations_, {}, secondsOfNext)->growing = false;
   }
 }
 

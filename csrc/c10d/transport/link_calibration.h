@@ -8,11 +8,9 @@
 // and their mean counts. In training, too, one message follows another: a message alone would pass on what a switch's
 // queues and a rate limiter's saved-up tokens take at once, and short ones would seem faster than the link.
 //
-// How many. Sizes grow fourfold from 4 KiB on, until a call takes kLongCall or S is kMostBytes. Where kRepeats of the
-// next sizes would take more than `max_seconds`, the operation with the slowest one ends, and the others grow on: a
-// message to a neighbour is measured at sizes that a slow gather never reaches. Two sizes are always measured. Repeats
-// go in turn over all sizes and operations, so that a disturbance hits all alike. There are more than kRepeats where
-// time is left.
+// How many. Sizes grow fourfold from 4 KiB on, until a call takes kLongCall or S is kMostBytes. The largest are dropped
+// where kRepeats of each would take more than `max_seconds`; two sizes are always measured. Repeats go in turn over all
+// sizes and operations, so that a disturbance hits all alike. There are more than kRepeats where time is left.
 //
 // What is reported. Seconds are the maximum over ranks of a rank's median. The spread compares the medians of odd and
 // of even repeats: how well two calibrations, one between the other's, agree.
@@ -90,8 +88,6 @@ class LinkCalibration {
   void addOperations();
   void sendToNext(const at::Tensor& buffer);
   void grow();
-  // Ends the growth of operations until the next sizes of the others fit into the time; the same on all ranks.
-  void endSlowest(double seconds_left);
   void repeat();
   std::vector<LinkTable> tables();
   void timeMachine(LinkMeasurement& result);
