@@ -20,6 +20,7 @@ from torchext.auto.apply import apply
 from torchext.auto.candidates import INEXACT, Candidate, checked_allow, linear_layers, search
 from torchext.auto.explanation import explanation
 from torchext.auto.factor_layers import why_not_factors
+from torchext.auto.fitting_stages import stages_that_fit
 from torchext.auto.link_model import LinkModel, calibrate, check_number
 from torchext.auto.planned_buckets import check_profiled, dear_plan
 from torchext.auto.step_profile import Profile, Step, checked_model
@@ -205,8 +206,9 @@ def plan(
         RuntimeError: Before ``init_process_group``; ``step`` raised on another rank.
         TypeError: ``model`` is no module or is wrapped, ``step`` is not callable, or the group has no backend for the
             model's device.
-        ValueError: An argument out of range or that differs between ranks, a link or profile of another job, or what
-            :func:`profile` refuses.
+        ValueError: An argument out of range or that differs between ranks, a link or profile of another job, what
+            :func:`profile` refuses, or memory that the model does not fit: the message has the stages of a pipeline
+            that would.
         torch.distributed.DistBackendError: A rank was lost.
     """
     group = checked_group(_CALLER, group)
@@ -227,7 +229,7 @@ def plan(
     if profile is None:
         profile = measure(model, step, group=group)
     with errors_on_all(_CALLER, group):
-        spare = _spare_bytes(memory, profile)
+        spare = _spare_bytes(memory, profile, group.size())
     if group.size() == 1:
         return SyncPlan(profile, None, (), allow, str(torch.__version__), __version__)
     if link is None:
@@ -290,7 +292,7 @@ def _device(model: nn.Module) -> torch.device:
     return first.device if first is not None else torch.device("cpu")
 
 
-def _spare_bytes(memory: float | None, profile: Profile) -> float:
+def _spare_bytes(memory: float | None, profile: Profile, ranks: int) -> float:
     """What is left beside what every way takes; 0: no limit."""
     if memory is None:
         return 0.0
@@ -300,7 +302,8 @@ def _spare_bytes(memory: float | None, profile: Profile) -> float:
     if spare <= 0:
         raise ValueError(
             f"{_CALLER}: memory is {memory:.0f} bytes, and parameters take {parameters}, gradients {gradients} and the "
-            f"optimizer's state {state}; give more than their sum, {parameters + gradients + state}"
+            f"optimizer's state {state}; give more than their sum, {parameters + gradients + state}, or "
+            f"{stages_that_fit(profile, memory, ranks, state_tensors=_STATE_TENSORS)}"
         )
     return spare
 

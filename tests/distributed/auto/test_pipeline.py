@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, run_ranks
+from harness import Rank, launch, run_ranks
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -207,6 +209,74 @@ def test_a_plan_is_saved_loaded_run_and_verified(tmp_path: Path) -> None:
     assert first == second
     assert len(first["steps"]) == 2
     assert first["depths"] in (None, first["planned"])  # as torch itself counts
+
+
+class SavedTensors:
+    """Counts the tensors that autograd keeps from forward to backward passes."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        return SavedTensor(self, tensor)
+
+
+class SavedTensor:
+    def __init__(self, counter: SavedTensors, tensor: torch.Tensor) -> None:
+        self.counter, self.tensor = counter, tensor
+
+    def __del__(self) -> None:
+        self.counter.now -= 1
+
+
+def body_kept(rank: Rank) -> list[float]:
+    """Of each placement how many micro-batches' tensors a rank keeps at most."""
+    rank.init("gloo")
+    pp = dist.group.WORLD
+    assert pp is not None
+    model, most = network(), []
+    for depths in ([1, 1], [2, 1], [5, 2], [MICROBATCHES] * 2):
+        placement = Placement.by_depth([3, 3], depths, MICROBATCHES)
+        layers = {str(place): model[place] for place in range(3 * rank.rank, 3 * rank.rank + 3)}
+        stage = torch_runtime.make_stage(placement, layers, rank.rank, pp, None)
+        schedule = torch_runtime.make_schedule(placement, stage, loss_of)
+        x, y = batch(0)
+        for counter in (SavedTensors(), SavedTensors()):  # torch learns shapes in the first step
+            with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda saved: saved.tensor):
+                schedule.step(*([x] if stage.is_first else []), target=y if stage.is_last else None)
+        most.append(counter.most)
+    dist.destroy_process_group()
+    return [one / most[0] for one in most]
+
+
+def test_stages_keep_as_many_micro_batches_as_planned() -> None:
+    assert run_ranks(body_kept, 2) == [[1, 2, 5, MICROBATCHES], [1, 1, 2, MICROBATCHES]]
+
+
+def body_lost(rank: Rank, backend: str) -> None:
+    rank.init(backend)
+    placement = Placement.by_depth([3, 3], [2, 1], MICROBATCHES)
+    model = network()
+    layers = {str(place): model[place] for place in range(3 * rank.rank, 3 * rank.rank + 3)}
+    stage = torch_runtime.make_stage(placement, layers, rank.rank, dist.group.WORLD, None)
+    schedule = torch_runtime.make_schedule(placement, stage, loss_of)
+    x, y = batch(0)
+    for step in itertools.count():
+        schedule.step(*([x] if stage.is_first else []), target=y if stage.is_last else None)
+        if step == 0:
+            rank.report("ready")
+
+
+@pytest.mark.parametrize(("backend", "message"), [("gloo", ""), ("dear", "dear.*rank 1")])
+def test_a_rank_that_dies_in_a_step(backend: str, message: str) -> None:
+    with launch(body_lost, 2, backend) as ranks:
+        ranks.expect("ready")
+        ranks.kill(1)
+        (outcome,) = ranks.outcomes(deadline=20)
+        assert outcome.error in ("RuntimeError", "DistBackendError"), outcome.trace
+        assert re.search(message, outcome.message, re.DOTALL), outcome.message
 
 
 class Transposing(nn.Module):

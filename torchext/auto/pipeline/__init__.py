@@ -4,8 +4,10 @@
 """
 
 from torchext.auto.pipeline.layer_profile import Layer, LayerProfile, profile
-from torchext.auto.pipeline.pipeline_plan import Alternative, PipelinePlan, Point, plan
+from torchext.auto.pipeline.pipeline_plan import PipelinePlan
 from torchext.auto.pipeline.placement import Placement, Stage
+from torchext.auto.pipeline.planning import plan
+from torchext.auto.pipeline.search import Alternative, Point
 from torchext.auto.pipeline.verification import Verification, verify
 
 __all__ = [

@@ -65,7 +65,8 @@ class LayerProfile:
     Args:
         layers: One or more, with names of their own.
         device: Kind of the device on which they were measured.
-        overhead: Seconds that torch's runtime takes for an action, beside the layers.
+        overhead: Seconds that torch's runtime takes for an action, beside the layers. An empty stage took 0.08 ms
+            on a CPU, so it is left at 0.
         compiled: Whether a layer is made by ``torch.compile``; torch does not split the backward pass of such ones.
 
     Raises:

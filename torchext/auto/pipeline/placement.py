@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torchext.auto import json_file
 
-__all__ = ["ORDERS", "Placement", "Stage", "action", "parsed", "warm_up_rows"]
+__all__ = ["ORDERS", "Placement", "Stage", "action", "even_sizes", "parsed", "warm_up_rows"]
 
 ORDERS = ("1f1b", "gpipe", "zero-bubble")
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -130,6 +130,11 @@ class Placement:
         return widths.pop() if len(widths) == 1 else 0
 
     @property
+    def is_gpipe(self) -> bool:
+        """Whether every stage takes all forward passes first: torch's ScheduleGPipe runs such a table."""
+        return self.table == warm_up_rows([self.microbatches] * len(self.stages), self.microbatches)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights are actions of their own."""
         return any(entry[1] == "W" for row in self.table for entry in map(parsed, row))
@@ -141,6 +146,11 @@ class Placement:
     def fingerprint(self) -> str:
         """A short text that two placements share only if they are equal."""
         return hashlib.sha256(json_file.dumps(self).encode()).hexdigest()[:16]
+
+
+def even_sizes(layers: int, stages: int) -> list[int]:
+    """Equal numbers of layers, the first stages with one more where they do not divide."""
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def action(stage: int, kind: str, microbatch: int) -> str:

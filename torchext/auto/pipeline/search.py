@@ -66,7 +66,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Found:
-    """What the search has found; fields of a plan."""
+    """What the search has found.
+
+    Args:
+        placement: Which layers stand on which rank, and in which order they work.
+        seconds: Predicted, of a step without the optimizer.
+        bubble: Predicted, the share of all ranks' time in which they wait.
+        peak_bytes: Of each stage, planned: parameters with their state, and activations.
+        exhaustive: Whether every way to cut the layers was tried.
+        alternatives: What else was tried, the best first.
+        points: None is as fast with as little memory; memory rises, and time falls.
+    """
 
     placement: Placement
     seconds: float
@@ -166,9 +176,14 @@ def plan(profile: LayerProfile, link: LinkModel, options: Options, *, tensor: in
 
 
 def predict(
-    profile: LayerProfile, link: LinkModel, placement: Placement, *, state_factor: float = 4.0, mode: str = "torch"
+    profile: LayerProfile,
+    link: LinkModel,
+    placement: Placement,
+    *,
+    state_factor: float = 4.0,
+    mode: str | None = None,
 ) -> Prediction:
-    """One step of a placement.
+    """One step of a placement; without a mode, as what runs it posts receives and waits for sends.
 
     Raises:
         ValueError: An unknown mode, or one that does not fit the order.
@@ -185,7 +200,7 @@ def predict(
     recompute = [stage.recompute for stage in placement.stages]
     times = _C.pipeline_stage_times(_layers(profile), _link(link, [data]), options, sizes, recompute)
     table = [[(kind, stage, batch) for stage, kind, batch in map(parsed, row)] for row in placement.table]
-    run = _C.simulate_pipeline(times, table, mode, True)
+    run = _C.simulate_pipeline(times, table, mode or ("class" if placement.is_gpipe else "torch"), True)
     return Prediction(
         seconds=run.seconds,
         bubble=run.bubble,

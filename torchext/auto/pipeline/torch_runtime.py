@@ -134,7 +134,7 @@ def make_schedule(
 def public_class(placement: Placement) -> str | None:
     """The public class of torch's that takes the same order, if there is one."""
     stages, microbatches = len(placement.stages), placement.microbatches
-    if placement.table == warm_up_rows([microbatches] * stages, microbatches):
+    if placement.is_gpipe:
         return "ScheduleGPipe"
     if microbatches >= stages and placement.table == warm_up_rows(range(stages, 0, -1), microbatches):
         return "Schedule1F1B"

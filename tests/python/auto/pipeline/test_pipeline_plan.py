@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torchext.auto.pipeline import (
 from torchext.auto.pipeline.placement import warm_up_rows
 
 FAST = LinkModel.of(latency=0, bandwidth=1e15)
+TWO = chain(2)
 
 
 @pytest.fixture
@@ -86,6 +88,24 @@ def test_tensor_width_takes_its_own_profile() -> None:
     assert found.placement.world_size == 4
 
 
+def test_stages_data_width_and_order_are_chosen_together() -> None:
+    profile = LayerProfile(
+        tuple(dataclasses.replace(layer, output_bytes=20_000, parameter_bytes=50_000) for layer in chain().layers)
+    )
+    options: dict[str, Any] = {"profile": profile, "link": LINK, "world_size": 4, "microbatches": 8}
+    orders = ("1f1b", "gpipe", "zero-bubble")
+    for memory, counts in ((None, (1, 2, 4)), (1_000_000, (2, 4))):  # one rank has no room for all layers
+        free = planned(**options, memory=memory, schedules=orders)
+        alone = [
+            planned(**options, memory=memory, stages=stages, schedules=(order,))
+            for stages in counts
+            for order in orders
+        ]
+        assert {one.placement.data for one in alone} == {4 // stages for stages in counts}
+        assert free.seconds <= 1.01 * min(one.seconds for one in alone)  # of equal times the least memory
+        assert len({one.name for one in free.alternatives}) >= len(alone)
+
+
 def test_what_it_says(tmp_path: Path) -> None:
     found = planned(world_size=2, microbatches=4, stages=2)
     text = found.explain()
@@ -99,6 +119,25 @@ def test_what_it_says(tmp_path: Path) -> None:
     assert (tmp_path / "table.csv").read_text() == found.placement.csv()
     found.save(tmp_path / "plan.json")
     assert PipelinePlan.load(tmp_path / "plan.json") == found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version must be 1, got 2"),
+        ({"seconds": None}, "seconds must be a finite number, 0 or more, got None"),
+        ({"bubble": -1}, "bubble must be a finite number, 0 or more, got -1"),
+        ({"flops": 1}, "unknown key 'flops'"),
+        ({"state_factor": ...}, "the key 'state_factor' is missing"),
+    ],
+)
+def test_bad_files_of_plans(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "plan.json"
+    planned(world_size=2, microbatches=4, stages=2).save(path)
+    data = {key: value for key, value in (json.loads(path.read_text()) | change).items() if value is not ...}
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message):
+        PipelinePlan.load(path)
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -122,6 +161,9 @@ def test_a_plan_by_hand_and_its_modes() -> None:
     assert {span.kind for span in ideal.transfers} == {"SEND_F", "SEND_B"}
     with pytest.raises(ValueError, match="mode"):
         by_hand.predict(mode="best")
+    gpipe = PipelinePlan.of(profile, LINK, Placement.by_depth([1, 3], [4, 4], 4, order="gpipe"))
+    assert gpipe.seconds == gpipe.predict(mode="class").seconds  # what runs it
+    assert by_hand.predict(mode="torch") == torch_mode
 
 
 def test_a_link_that_was_measured_for_small_messages_only() -> None:
@@ -211,7 +253,7 @@ def test_arguments_of_another_type() -> None:
     ("memory", "expected"), [("12GiB", 12 << 30), ("500 MB", 500_000_000), ("1.5KiB", 1536), ("7", 7), (9, 9)]
 )
 def test_memory_as_text(memory: Any, expected: int) -> None:
-    from torchext.auto.pipeline.pipeline_plan import checked_memory
+    from torchext.auto.pipeline.planning import checked_memory
 
     assert checked_memory(memory) == expected
 
@@ -223,6 +265,17 @@ def test_compiled_layers_are_not_split() -> None:
     assert found.alternatives[-1].reason == "torch does not split the backward pass of compiled layers"
     with pytest.raises(ValueError, match="torch does not split the backward pass of compiled layers"):
         planned(profile=compiled, world_size=2, microbatches=4, schedules=("zero-bubble",))
+
+
+@pytest.mark.usefixtures("group")
+def test_compiled_layers_are_not_run_split() -> None:
+    profile = LayerProfile(tuple(dataclasses.replace(layer, name=str(place)) for place, layer in enumerate(TWO.layers)))
+    split = Placement((Stage(0, 1),), 2, "zero-bubble", (("0F0", "0I0", "0W0", "0F1", "0I1", "0W1"),))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].compile()
+    with pytest.raises(ValueError, match="the layer '1' is compiled, and torch does not split the backward pass"):
+        PipelinePlan.of(profile, LINK, split).stage(model, dist.group.WORLD)
+    PipelinePlan.of(profile, LINK, Placement.by_depth([2], [1], 2)).stage(model, dist.group.WORLD)
 
 
 def test_fewer_micro_batches_than_stages() -> None:
