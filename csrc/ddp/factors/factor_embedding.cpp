@@ -10,7 +10,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr std::size_t kWeight = 1;
+constexpr std::size_t kTable = 1;
 
 class FactorEmbedding : public torch::autograd::Function<FactorEmbedding> {
  public:
@@ -22,7 +22,7 @@ class FactorEmbedding : public torch::autograd::Function<FactorEmbedding> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    if (context->needs_input_grad(kWeight)) {
+    if (context->needs_input_grad(kTable)) {
       RowDestination::keep(*context, context->get_saved_variables().front(), gradients.front());
     }
     return {at::Tensor(), at::Tensor(), at::Tensor()};
