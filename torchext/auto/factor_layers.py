@@ -216,7 +216,7 @@ def why_not_factors(model: nn.Module, name: str) -> TypeError | ValueError | Non
         return ValueError(f"the weight of {name!r} is frozen")
     for option in _WITHOUT if isinstance(module, nn.Embedding) else ():
         if getattr(module, option) not in (None, False):
-            return ValueError(f"{name!r} has {option}={getattr(module, option)!r}, and rows give the gradient without it")
+            return ValueError(f"{name!r} has {option}={getattr(module, option)!r}, which rows cannot have")
     if weight.dtype not in _DTYPES:
         return TypeError(f"the weight of {name!r} is {weight.dtype}")
     if weight.device.type != "cpu":
