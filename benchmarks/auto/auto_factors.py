@@ -1,16 +1,17 @@
-"""What do rows save where a wide layer has few of them? Plain DDP against `FactorLayers`, four hosts on slow links.
+"""What do rows save where a large layer has few of them? Plain DDP against `FactorLayers`, four hosts on slow links.
 
-The gradient of a layer of 4096 x 4096 is 67 MB, its rows of a batch of 16 are 0.5 MB. Both contenders train the same
-model by SGD: one wide layer, and a head of ten outputs that is all-reduced with both. A step is forward pass, loss,
-backward pass and optimizer. Nothing is emulated but the links: four ranks share the processor of one machine, and the
-products of rows with it.
+The gradient of a layer of 4096 x 4096 is 67 MB, its rows of a batch of 16 are 0.5 MB. That of a table of 50257 x 256
+(GPT-2's words) is 51 MB, its rows of 64 words are 66 KB. Both contenders train the same model by SGD: one such layer,
+and a head of ten outputs that is all-reduced with both. A step is forward pass, loss, backward pass and optimizer.
+Nothing is emulated but the links: four ranks share the processor of one machine, and the products of rows with it.
 
 Checked first: the parameters are those of one process that trains on the batches of all ranks, and the same on all
 ranks, bit for bit.
 
 Needs root, iproute2 and util-linux; anywhere else it says so and runs over loopback, which answers another question.
 
-    python benchmarks/auto/auto_factors.py                     # 2048 and 4096 at 1 Gb/s and 200 Mb/s: 4 minutes
+    python benchmarks/auto/auto_factors.py                     # all layers at 1 Gb/s and 200 Mb/s: 6 minutes
+    python benchmarks/auto/auto_factors.py --layers table --update
     python benchmarks/auto/auto_factors.py --rows 256          # where rows do not pay
 """
 
@@ -40,7 +41,8 @@ from torch.nn.parallel import DistributedDataParallel
 CONTENDERS = "ddp,factors"
 HOSTS = 4
 RATES = "1gbit,200mbit"
-WIDTHS = "2048,4096"
+LAYERS = "2048,4096,table"
+WORDS, WORD_WIDTH, WORDS_A_ROW = 50257, 256, 4  # of the table
 TARGETS = {"1gbit": 3.0, "200mbit": 10.0}
 OUTPUTS = 10
 LEARNING_RATE = 0.1
@@ -48,35 +50,49 @@ WARMUP_STEPS = 2
 TOLERANCE = 1e-4
 
 
-def make_model(width: int) -> nn.Sequential:
+def rows_of(layer: str, rows: int) -> int:
+    """Returns how many rows of the layer a rank has in a step, of a batch of so many."""
+    return rows * WORDS_A_ROW if layer == "table" else rows
+
+
+def make_model(layer: str) -> nn.Sequential:
     """Returns the model, the same in every process."""
     torch.manual_seed(0)
+    if layer == "table":
+        words = nn.Embedding(WORDS, WORD_WIDTH)
+        return nn.Sequential(words, nn.Flatten(), nn.Linear(WORDS_A_ROW * WORD_WIDTH, OUTPUTS))
+    width = int(layer)
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, OUTPUTS))
 
 
-def batches(rank: int, width: int, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(rank: int, layer: str, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields the batches of a rank."""
     generator = torch.Generator().manual_seed(rank)
     while True:
-        inputs = torch.randn(rows, width, generator=generator)
+        if layer == "table":
+            inputs = torch.randint(WORDS, (rows, WORDS_A_ROW), generator=generator)
+            inputs[:, 0] = inputs[0, 0]  # a word that all have
+        else:
+            inputs = torch.randn(rows, int(layer), generator=generator)
         yield inputs, torch.randint(OUTPUTS, (rows,), generator=generator)
 
 
 class Training:
     """One contender's model."""
 
-    def __init__(self, name: str, rank: Rank, width: int, rows: int) -> None:
+    def __init__(self, name: str, rank: Rank, layer: str, rows: int) -> None:
         from torchext import auto
 
-        self.module = make_model(width)
-        self.layers = auto.FactorLayers(self.module, ["0"], rows) if name == "factors" else None
+        self.module = make_model(layer)
+        places = rows_of(layer, rows)
+        self.layers = auto.FactorLayers(self.module, ["0"], places) if name == "factors" else None
         if self.layers is not None:
             self.layers.install()
         self.ddp = DistributedDataParallel(self.module)
         if self.layers is not None:
             self.layers.follow(self.ddp)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
-        self.batches = batches(rank.rank, width, rows)
+        self.batches = batches(rank.rank, layer, rows)
 
     def run(self, steps: int) -> list[float]:
         """Trains; returns the milliseconds of each step."""
@@ -90,12 +106,12 @@ class Training:
             ends.append(time.perf_counter())
         return [1e3 * (end - begin) for begin, end in itertools.pairwise(ends)]
 
-    def error(self, ranks: int, width: int, rows: int) -> float:
+    def error(self, ranks: int, layer: str, rows: int) -> float:
         """Returns how far the parameters are after the warm-up from those of one process, relative to their way."""
-        alone = make_model(width)
+        alone = make_model(layer)
         start = [parameter.detach().clone() for parameter in alone.parameters()]
         optimizer = torch.optim.SGD(alone.parameters(), lr=LEARNING_RATE)
-        every = [batches(rank, width, rows) for rank in range(ranks)]
+        every = [batches(rank, layer, rows) for rank in range(ranks)]
         for _ in range(WARMUP_STEPS):
             parts = [next(own) for own in every]
             inputs, labels = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -116,14 +132,14 @@ class Training:
 def ranks(rank: Rank) -> dict[str, Any]:
     """Rank function: every contender in turn, each repeat in a session of its own."""
     settings, checks = rank.settings, Checks()
-    width, rows = settings["width"], settings["rows"]
+    layer, rows = settings["layer"], settings["rows"]
 
     def measure(name: str) -> dict[str, Any]:
         with rank.process_group("gloo" if name == "ddp" else "dear"):
-            training = Training(name, rank, width, rows)
+            training = Training(name, rank, layer, rows)
             training.run(WARMUP_STEPS)
             if name not in checks.done:
-                checks.confirm(name, training.error(rank.world_size, width, rows), TOLERANCE)
+                checks.confirm(name, training.error(rank.world_size, layer, rows), TOLERANCE)
             checks.require(name)
             rank.board.start_together()
             steps = training.run(settings["steps"])
@@ -137,6 +153,11 @@ def ranks(rank: Rank) -> dict[str, Any]:
         ),
         "checks": checks.done,
     }
+
+
+def described(layer: str) -> str:
+    """Returns what a case is called by."""
+    return f"table of {WORDS} x {WORD_WIDTH}" if layer == "table" else f"{layer} x {layer}"
 
 
 def figures_of(results: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -153,14 +174,14 @@ def figures_of(results: list[dict[str, Any]]) -> dict[str, list[float]]:
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=3)
-    parser.add_argument("--widths", default=WIDTHS, help="of the wide layer, inputs and outputs")
+    parser.add_argument("--layers", default=LAYERS, help="a width of a linear layer, inputs and outputs; or table")
     parser.add_argument("--rates", default=RATES, help=f"of each host's link; goals are set for {', '.join(TARGETS)}")
     parser.add_argument("--rows", type=int, default=16, help="of a rank's batch")
     parser.add_argument("--steps", type=int, default=4, help="that are counted, each repeat")
     parser.add_argument("--update", action="store_true", help="keep the other cases of the results that are there")
     parsed = parser.parse_args()
     if parsed.quick:
-        parsed.repeats, parsed.steps, parsed.widths = 1, 2, "512"
+        parsed.repeats, parsed.steps, parsed.layers = 1, 2, "512,table"
     return parsed
 
 
@@ -178,18 +199,18 @@ def main() -> None:
     for rate in cli.names(args.rates):
         with NetLab(HOSTS, rate=rate) as lab:
             network = lab.describe()
-            for width in cli.names(args.widths):
+            for layer in cli.names(args.layers):
                 settings = {
                     "contenders": cli.names(args.contenders),
                     "repeats": args.repeats,
                     "steps": args.steps,
-                    "width": int(width),
+                    "layer": layer,
                     "rows": args.rows,
                 }
                 results = launch("auto_factors:ranks", ranks=HOSTS, settings=settings, deadline_s=600, lab=lab)
                 stats = {name: runs[-1]["stats"] for name, runs in results[0]["runs"].items() if runs[-1]["stats"]}
                 report.add(
-                    f"{width} x {width}, {args.rows} rows a rank, {rate}",
+                    f"{described(layer)}, {rows_of(layer, args.rows)} rows a rank, {rate}",
                     figures_of(results),
                     checks=results[0]["checks"],
                     target=TARGETS.get(rate) if args.rows == 16 else None,

@@ -16,7 +16,7 @@ __all__ = [
     "Candidate",
     "checked_allow",
     "core_of",
-    "linear_layers",
+    "row_layers",
     "search",
     "search_profile",
     "simulate",
@@ -121,7 +121,7 @@ def search(
         choose: ``"auto"``, or one of these.
         spare_bytes: Memory for what a way takes beside parameters, gradients and optimizer; 0: no limit.
         refused: What cannot be -> why; ``"dear"``, ``"dear sharded"`` and so on.
-        without_rows: Names of linear layers whose rows cannot travel.
+        without_rows: Names of layers whose rows cannot travel.
     """
     options = _C.SearchOptions(
         inexact=[_inexact_way(way, link.world_size) for way in listed],
@@ -158,7 +158,7 @@ def search_profile(profile: Profile, without_rows: Sequence[str] = ()) -> _C.Ste
 
     Args:
         profile: Of the model.
-        without_rows: Names of linear layers whose rows cannot travel.
+        without_rows: Names of layers whose rows cannot travel.
     """
     kinds: dict[str, int] = {}
     layers = _layers(profile)
@@ -178,7 +178,7 @@ def search_profile(profile: Profile, without_rows: Sequence[str] = ()) -> _C.Ste
         ],
         layers=[
             _C.LayerRows(
-                kind="linear",
+                kind=weight.kind,
                 rows=0 if name in without_rows else weight.rows,
                 height=weight.shape[0],
                 width=weight.shape[1],
@@ -190,7 +190,7 @@ def search_profile(profile: Profile, without_rows: Sequence[str] = ()) -> _C.Ste
     )
 
 
-def linear_layers(profile: Profile) -> list[str]:
+def row_layers(profile: Profile) -> list[str]:
     """Names of the layers whose rows may travel, as far as the profile knows."""
     return list(_layers(profile))
 
@@ -202,11 +202,11 @@ def core_of(profile: Profile, candidate: Candidate) -> _C.Candidate:
 
 
 def _layers(profile: Profile) -> dict[str, ParameterProfile]:
-    """Linear layers and their weights. Rows of embeddings have no way to travel."""
+    """Linear layers and embeddings, and their weights."""
     return {
         parameter.name.removesuffix("weight").removesuffix("."): parameter
         for parameter in profile.parameters
-        if parameter.kind == "linear" and parameter.name.rpartition(".")[2] == "weight"
+        if parameter.kind in ("linear", "embedding") and parameter.name.rpartition(".")[2] == "weight"
     }
 
 

@@ -1,4 +1,4 @@
-"""Linear layers whose gradients are made of the rows of all ranks (sufficient factors), beside DDP's all-reduce."""
+"""Layers whose gradients are made of the rows of all ranks (sufficient factors), beside DDP's all-reduce."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ __all__ = ["FactorLayers", "why_not_factors"]
 _CALLER = "torchext.auto.FactorLayers"
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
+_WITHOUT = ("sparse", "max_norm", "scale_grad_by_freq")  # of an embedding: what makes its gradient another one
 
 
 class FactorLayers:
-    """Averages the gradients of some ``nn.Linear`` by the rows that they are made of (Zhang et al., USENIX ATC 2017).
+    """Averages the gradients of some layers by the rows that they are made of (Zhang et al., USENIX ATC 2017).
 
-    The gradient of a weight is the product of two matrices with one row for each sample: the layer's input, and the
-    gradient at its output. With few rows a rank these are far fewer bytes than the gradient. They leave inside the
-    backward pass, and every rank multiplies those of all ranks. ``.grad`` is DDP's up to rounding, with the same bits
-    on all ranks, when ``backward()`` returns.
+    The gradient of an ``nn.Linear`` is the product of two matrices with one row for each sample: the layer's input,
+    and the gradient at its output. That of an ``nn.Embedding`` is the sum of the latter by index. With few rows a rank
+    these are far fewer bytes than the gradient. They leave inside the backward pass, and every rank makes the gradient
+    of those of all ranks. ``.grad`` is DDP's up to rounding, with the same bits on all ranks, when ``backward()``
+    returns.
 
     Order of calls: ``install()``, ``DistributedDataParallel(model, ...)``, ``follow(ddp)``, training, ``remove()``.
     ``state_dict`` and the names of parameters stay as they are. A copy of the model has plain layers.
@@ -42,16 +44,18 @@ class FactorLayers:
     Args:
         model: The module itself, not wrapped.
         names: Of the layers, as ``named_modules`` has them.
-        rows: Of one rank in a step, all micro-batches of ``no_sync()`` together; one number or one for each name. In a
-            step in which a rank has more, the layer's gradient goes by all-reduce on all ranks.
+        rows: Of one rank in a step, all micro-batches of ``no_sync()`` together; one number or one for each name. Of
+            an embedding: indices. In a step in which a rank has more, the layer's gradient goes by all-reduce on all
+            ranks.
         group: Of a backend of torchext's whose collectives are exact, ``dear`` for one; None: the default group.
 
     Raises:
         RuntimeError: Before ``init_process_group``.
-        TypeError: ``model`` is no module or is wrapped; a layer is no plain ``nn.Linear``; the group's backend is
-            another.
-        ValueError: A layer that is not there, or that has no gradient of its own: the message has name and reason.
-            No parameter would be left for DDP, which needs one.
+        TypeError: ``model`` is no module or is wrapped; a layer is neither a plain ``nn.Linear`` nor a plain
+            ``nn.Embedding``; the group's backend is another.
+        ValueError: A layer that is not there, that has no gradient of its own, or an embedding with ``sparse``,
+            ``max_norm`` or ``scale_grad_by_freq``: the message has name and reason. No parameter would be left for DDP,
+            which needs one.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class FactorLayers:
             if error is not None:
                 raise type(error)(f"{_CALLER}: {error}")
         # Messages leave in the order of the backward pass, which is mostly that of registration turned around.
-        self._layers = [(name, module) for name, module in model.named_modules() if name in names][::-1]
+        self._layers: list[tuple[str, Any]] = [(n, module) for n, module in model.named_modules() if n in names][::-1]
         self._rows = {name: _checked_rows(name, rows) for name, _ in self._layers}
         ignored = {parameter for _, module in self._layers for parameter in _trained(module)}
         if not any(p.requires_grad and p not in ignored for p in model.parameters()):
@@ -103,10 +107,7 @@ class FactorLayers:
         """
         if self._core is not None:
             raise RuntimeError(f"{_CALLER}: install() was called already")
-        layers = [
-            _C.FactorLayer(name=name, weight=module.weight, bias=module.bias, places=self._rows[name])
-            for name, module in self._layers
-        ]
+        layers = [_core_layer(name, module, self._rows[name]) for name, module in self._layers]
         self._core = _C.SufficientFactors(self._backend, layers)
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         ignored = []
@@ -186,11 +187,13 @@ class FactorLayers:
         else:
             setattr(self._model, _IGNORED, self._was_ignored)
 
-    def _linear(self, number: int, inputs: torch.Tensor, module: nn.Linear) -> torch.Tensor:
+    def _forward(self, number: int, inputs: torch.Tensor, module: nn.Linear | nn.Embedding) -> torch.Tensor:
         if self._core is None:
-            return nn.Linear.forward(module, inputs)
+            return type(module).forward(module, inputs)
         if not self.followed and torch.is_grad_enabled():
             raise RuntimeError(f"{_CALLER}: wrap the model in DistributedDataParallel and call follow(ddp) first")
+        if isinstance(module, nn.Embedding):
+            return self._core.embedding(number, inputs, module.weight)
         return self._core.linear(number, inputs, module.weight, module.bias)
 
 
@@ -200,8 +203,10 @@ def why_not_factors(model: nn.Module, name: str) -> TypeError | ValueError | Non
     module = modules.get(name)
     if module is None:
         return ValueError(f"the model has no module {name!r}")
-    if type(module) is not nn.Linear:
-        return TypeError(f"{name!r} is {type(module).__name__}, and rows are those of nn.Linear itself")
+    if type(module) not in (nn.Linear, nn.Embedding):
+        return TypeError(
+            f"{name!r} is {type(module).__name__}, and rows are those of nn.Linear and nn.Embedding itself"
+        )
     if "forward" in vars(module):
         return TypeError(f"{name!r} has a forward pass of its own")
     weight = module._parameters.get("weight")
@@ -209,6 +214,9 @@ def why_not_factors(model: nn.Module, name: str) -> TypeError | ValueError | Non
         return ValueError(f"the weight of {name!r} is computed from others, and is no parameter")
     if not weight.requires_grad:
         return ValueError(f"the weight of {name!r} is frozen")
+    for option in _WITHOUT if isinstance(module, nn.Embedding) else ():
+        if getattr(module, option) not in (None, False):
+            return ValueError(f"{name!r} has {option}={getattr(module, option)!r}, which rows cannot have")
     if weight.dtype not in _DTYPES:
         return TypeError(f"the weight of {name!r} is {weight.dtype}")
     if weight.device.type != "cpu":
@@ -232,21 +240,29 @@ def _checked_rows(name: str, rows: int | Mapping[str, int]) -> int:
     return found
 
 
-def _trained(module: nn.Linear | nn.Module) -> list[nn.Parameter]:
+def _core_layer(name: str, module: nn.Module, rows: int) -> _C.FactorLayer:
+    if isinstance(module, nn.Embedding):
+        padding = -1 if module.padding_idx is None else module.padding_idx % module.num_embeddings
+        return _C.FactorLayer(name=name, kind="embedding", weight=module.weight, padding=padding, places=rows)
+    assert isinstance(module, nn.Linear)
+    return _C.FactorLayer(name=name, kind="linear", weight=module.weight, bias=module.bias, places=rows)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
 
 
 class _FactorForward:
-    """Stands in a layer's place as its forward pass; in a copy of the layer that of any nn.Linear."""
+    """Stands in a layer's place as its forward pass; in a copy of the layer that of any of its class."""
 
-    def __init__(self, module: nn.Linear, layers: FactorLayers | None = None, number: int = -1) -> None:
+    def __init__(self, module: nn.Linear | nn.Embedding, layers: FactorLayers | None = None, number: int = -1) -> None:
         self._module, self._layers, self._number = module, layers, number
 
     @eager_only("torchext.auto: rows of this layer are sent in the backward pass")
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if self._layers is None:
-            return nn.Linear.forward(self._module, input)
-        return self._layers._linear(self._number, input, self._module)
+            return type(self._module).forward(self._module, input)
+        return self._layers._forward(self._number, input, self._module)
 
     def __reduce__(self) -> Any:
         return _FactorForward, (self._module,)

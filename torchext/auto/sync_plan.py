@@ -17,7 +17,7 @@ from torchext._version import __version__
 from torchext.auto import json_file
 from torchext.auto.all_ranks import check_same, checked_group, device_of, errors_on_all, sent_by_first
 from torchext.auto.apply import apply
-from torchext.auto.candidates import INEXACT, Candidate, checked_allow, linear_layers, search
+from torchext.auto.candidates import INEXACT, Candidate, checked_allow, row_layers, search
 from torchext.auto.explanation import explanation
 from torchext.auto.factor_layers import why_not_factors
 from torchext.auto.fitting_stages import stages_that_fit
@@ -245,7 +245,7 @@ def plan(
                 allow=allow,
                 choose=choose,
                 spare_bytes=spare,
-                refused=_refused(model, form, without_rows),
+                refused=_refused(model, form, profile, without_rows),
                 without_rows=tuple(without_rows),
             )
             made = SyncPlan(profile, link, tuple(candidates), allow, str(torch.__version__), __version__)
@@ -309,15 +309,14 @@ def _spare_bytes(memory: float | None, profile: Profile, ranks: int) -> float:
 
 
 def _without_rows(model: nn.Module, profile: Profile) -> dict[str, str]:
-    """Linear layers whose rows cannot travel -> why."""
-    found = {name: why_not_factors(model, name) for name in linear_layers(profile)}
+    """Layers whose rows cannot travel -> why."""
+    found = {name: why_not_factors(model, name) for name in row_layers(profile)}
     return {name: str(why) for name, why in found.items() if why is not None}
 
 
-def _refused(model: nn.Module, form: str, without_rows: dict[str, str]) -> dict[str, str]:
+def _refused(model: nn.Module, form: str, profile: Profile, without_rows: dict[str, str]) -> dict[str, str]:
     refused: dict[str, str] = {}
-    linear = sum(type(module) is nn.Linear for module in model.modules())
-    if without_rows and len(without_rows) >= linear:
+    if without_rows and len(without_rows) == len(row_layers(profile)):
         refused["factors"] = f"not possible: {next(iter(without_rows.values()))}"
     if form == "replicated":
         refused["dear sharded"] = "not possible: form is 'replicated'"

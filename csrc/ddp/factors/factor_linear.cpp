@@ -1,10 +1,10 @@
 #include "ddp/factors/factor_linear.h"
 
 #include <algorithm>
-#include <utility>
 
-#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include "ddp/factors/row_destination.h"
 
 namespace torchext {
 namespace {
@@ -16,20 +16,14 @@ constexpr std::size_t kInput = 0;
 constexpr std::size_t kWeight = 1;
 constexpr std::size_t kBias = 2;
 
-// Where a call's rows go, as a node of the graph holds it.
-struct Destination : torch::CustomClassHolder {
-  Destination(std::shared_ptr<SufficientFactors> all, std::size_t number) : factors(std::move(all)), layer(number) {}
-  std::shared_ptr<SufficientFactors> factors;
-  std::size_t layer;
-};
-
 class FactorLinear : public torch::autograd::Function<FactorLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, const c10::intrusive_ptr<Destination>& destination) {
+                            const std::optional<at::Tensor>& bias,
+                            const c10::intrusive_ptr<RowDestination>& destination) {
     context->save_for_backward({input, weight});
     context->saved_data["bias"] = bias.has_value();
-    context->saved_data["destination"] = c10::IValue::make_capsule(destination);
+    destination->saveIn(*context);
     return at::linear(input, weight, bias);
   }
 
@@ -40,12 +34,7 @@ class FactorLinear : public torch::autograd::Function<FactorLinear> {
     const at::Tensor& gradient = gradients.front();
     const bool of_bias = context->saved_data["bias"].toBool() && context->needs_input_grad(kBias);
     if (context->needs_input_grad(kWeight) || of_bias) {
-      TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
-                                  "torchext.auto: a layer whose rows are sent has no gradients of gradients; leave it "
-                                  "out of the layers, or create_graph=True");
-      const auto destination =
-          c10::static_intrusive_pointer_cast<Destination>(context->saved_data["destination"].toCapsule());
-      destination->factors->keep(destination->layer, input, gradient);
+      RowDestination::keep(*context, input, gradient);
     }
     at::Tensor result;
     if (context->needs_input_grad(kInput)) {
@@ -63,7 +52,7 @@ at::Tensor factorLinear(const std::shared_ptr<SufficientFactors>& factors, std::
     return at::linear(input, weight, bias);
   }
   factors->countRows(layer, input.numel() / std::max<std::int64_t>(weight.size(1), 1));
-  return FactorLinear::apply(input, weight, bias, c10::make_intrusive<Destination>(factors, layer));
+  return FactorLinear::apply(input, weight, bias, c10::make_intrusive<RowDestination>(factors, layer));
 }
 
 }  // namespace torchext

@@ -34,7 +34,10 @@ class RowWork final : public CompatWork {
 
 }  // namespace
 
-RowLinks rowLinks(AttachableBackend& group, const char* what) {
+std::optional<RowLinks> rowLinks(AttachableBackend& group, const char* what) {
+  if (group.getSize() == 1) {
+    return std::nullopt;
+  }
   const PointToPoint transport = group.dataTransport();
   const auto post = [transport, health = group.health(), what](int peer, const auto& call) -> RowLinks::Work {
     PointToPoint::WorkPtr work;
@@ -46,7 +49,7 @@ RowLinks rowLinks(AttachableBackend& group, const char* what) {
     }
     return c10::make_intrusive<RowWork>(transport, std::move(work), peer, what);
   };
-  return {
+  return RowLinks{
       .rank = transport.rank(),
       .ranks = transport.size(),
       .send = [post](const at::Tensor& rows, int to,
@@ -56,6 +59,15 @@ RowLinks rowLinks(AttachableBackend& group, const char* what) {
             return post(from, [&](const PointToPoint& over) { return over.recv(rows, from, tag); });
           },
       .gather = nullptr};
+}
+
+int rowTags(AttachableBackend& group, std::size_t count) {
+  const int first = group.nextChannel();
+  for (std::size_t tags = AttachableBackend::kTagsPerChannel; tags < count;
+       tags += AttachableBackend::kTagsPerChannel) {
+    group.nextChannel();
+  }
+  return first;
 }
 
 }  // namespace torchext

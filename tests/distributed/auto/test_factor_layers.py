@@ -12,8 +12,8 @@ import torch.distributed as dist
 from harness import Rank, launch, run_ranks
 from made_plans import Beside, plan_for
 from made_plans import Net as Planned
+from rows_beside import EXACT, Pair, adamw, sgd
 from torch import nn
-from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -21,12 +21,13 @@ import torchext
 from torchext import auto
 from torchext.errors import FactorGradientError
 
-EXACT = 1e-6
 NAMES = ("first", "second", "maybe")
 
 
 class Net(nn.Module):
     """Some layers send rows; one is used in some steps only, on some ranks only."""
+
+    names = NAMES
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,59 +42,17 @@ class Net(nn.Module):
         hidden = torch.tanh(self.second(torch.tanh(self.first(inputs))))
         return self.head(torch.tanh(self.maybe(hidden)) + hidden if maybe else hidden)
 
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3)  # else tiny gradients count by their sign
-
-
-class Pair:
-    """One model by rows and one by plain DDP, on the same batches."""
-
-    def __init__(self, rank: Rank, optimizer: Any, *, rows: int = 16, **ddp: Any) -> None:
-        self.rank, self.steps = rank, 0
-        model, plain = Net(), Net()
-        if rank.rank:
-            for parameter in model.parameters():
-                parameter.data.add_(1)  # all get rank 0's
-        self.layers = auto.FactorLayers(model, NAMES, rows)
-        self.layers.install()
-        self.models = [DistributedDataParallel(one, **ddp) for one in (model, plain)]
-        self.layers.follow(self.models[0])
-        self.optimizers = [optimizer(one.parameters()) for one in self.models]
-
-    def backward(self, rows: int, *, maybe: bool = True, part: int = 0) -> None:
-        generator = torch.Generator().manual_seed(100 * self.steps + 10 * part + self.rank.rank)
+    @staticmethod
+    def batch(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.rand(rows, 16, generator=generator) * 2 - 1
-        for model in self.models:
-            loss = mse_loss(model(inputs, maybe=maybe), inputs[:, :3].sin(), reduction="sum") / 8
-            loss.backward()
-
-    def step(self, *, clip: bool = False) -> None:
-        for model, optimizer in zip(self.models, self.optimizers, strict=True):
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        self.steps += 1
-
-    def apart(self) -> float:
-        ours, plain = ([p.detach() for p in model.parameters()] for model in self.models)
-        for parameter in ours:
-            others = [torch.empty_like(parameter) for _ in range(self.rank.size)]
-            dist.all_gather(others, parameter)
-            assert all(torch.equal(other, parameter) for other in others)
-        return max(float((a - b).abs().max() / b.abs().max().clamp(min=0.1)) for a, b in zip(ours, plain, strict=True))
+        return inputs, inputs[:, :3].sin()
 
 
 def body_exact(rank: Rank) -> dict[str, float]:
     rank.init("dear")
     found = {}
     for name, optimizer in (("sgd", sgd), ("adamw", adamw)):
-        pair = Pair(rank, optimizer)
+        pair = Pair(rank, Net, optimizer)
         for step in range(20):
             pair.backward(1 + (step + 3 * rank.rank) % 8)  # rows vary
             pair.step(clip=step % 2 == 0)
@@ -101,7 +60,7 @@ def body_exact(rank: Rank) -> dict[str, float]:
         stats = pair.layers.stats()
         assert (stats["steps"], stats["early_messages"], stats["reductions"]) == (20, 20, 0)
 
-    pair = Pair(rank, sgd)
+    pair = Pair(rank, Net, sgd)
     for step in range(20):
         with pair.models[0].no_sync(), pair.models[1].no_sync():
             pair.backward(3, part=1)
@@ -115,7 +74,7 @@ def body_exact(rank: Rank) -> dict[str, float]:
     found["no_sync"] = pair.apart()
     assert 0 < pair.layers.stats()["reductions"] < 20
 
-    pair = Pair(rank, adamw, find_unused_parameters=True)
+    pair = Pair(rank, Net, adamw, find_unused_parameters=True)
     for step in range(20):
         last = step == 19 and rank.rank == 1  # an empty batch
         pair.backward(0 if last else 8, maybe=step % 3 == 0 or (step % 3 == 1 and rank.rank == 0))
@@ -141,7 +100,7 @@ class Checkpointed(Net):
 def body_numbers(rank: Rank) -> None:
     """Narrow types, checkpoints, compiled models, copies, and calls that are no training."""
     rank.init("dear")
-    pair = Pair(rank, sgd)
+    pair = Pair(rank, Net, sgd)
     ours, plain = pair.models
     names = list(Net().state_dict())
     assert list(ours.module.state_dict()) == names
@@ -222,7 +181,7 @@ def body_errors(rank: Rank) -> None:
         ddp(torch.ones(2, 16)).sum().backward()
 
     # All ranks raise in one pass, before DDP has begun to average, and train on.
-    pair = Pair(rank, sgd)
+    pair = Pair(rank, Net, sgd)
     broken = pair.models[0].module.head.register_full_backward_pre_hook(fail)
     with pytest.raises(LookupError):
         pair.models[0](torch.ones(2, 16)).sum().backward()
@@ -290,7 +249,7 @@ def test_what_is_refused() -> None:
 
 def body_lost(rank: Rank) -> None:
     rank.init("dear", timeout=20)
-    pair = Pair(rank, sgd)
+    pair = Pair(rank, Net, sgd)
     pair.backward(4)
     pair.step()
     rank.report("trained")

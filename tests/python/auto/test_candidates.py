@@ -112,6 +112,22 @@ def test_a_wide_layer_with_few_rows_sends_these_beside_ddp() -> None:
     assert any(line.split()[:2] == ["-", "-"] and "dear, sharded, 1 layer as rows" in line for line in text.split("\n"))
 
 
+def test_a_table_with_few_indices_sends_rows_beside_ddp() -> None:
+    profile = with_wide_layer(16)
+    table = dataclasses.replace(
+        profile.parameters[0], name="words.weight", shape=(50257, 256), nbytes=4 * 50257 * 256, kind="embedding"
+    )
+    few = dataclasses.replace(profile, parameters=(table, *profile.parameters[2:]))
+    plan = SyncPlan(
+        few, ring_link(rate=25e6), tuple(simulate(few, ring_link(rate=25e6))), ("exact",), "2.15.0", "0.2.0"
+    )
+    assert plan.chosen is not None
+    assert (plan.chosen.way, plan.chosen.factor_layers) == ("ddp", ("words",))
+    assert "DDP, 1 layer as rows, " in plan.explain()
+    many = dataclasses.replace(few, parameters=(dataclasses.replace(table, rows=30_000), *few.parameters[1:]))
+    assert not any(candidate.factor_layers for candidate in simulate(many, ring_link(rate=25e6)))
+
+
 def test_layers_that_do_not_send_rows() -> None:
     for found, reason in (
         (simulate(with_wide_layer(2000), ring_link()), "no layer has few enough rows"),

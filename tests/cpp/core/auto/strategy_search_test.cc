@@ -250,6 +250,20 @@ TEST(StrategySearch, WideLayersWithFewRowsGoAsRows) {
   EXPECT_EQ(find(searchStrategies(profile, gigabit(4)), "factors", "").reason, "no layer has few enough rows");
 }
 
+TEST(StrategySearch, ATableGoesAsRowsWhereTheseAreFewerBytes) {
+  StepProfile profile = layeredModel({std::size_t{50257} * 256 * 4, 1024}, 0.01, 0.02);
+  profile.layers = {{LayerRows::Kind::kEmbedding, 64, 50257, 256, 4}};
+  profile.gradients[1].layer = 0;
+  EXPECT_EQ(chosenOf(searchStrategies(profile, gigabit(4))).factor_layers, std::vector<int>{0});
+  const double fewest = fewestRowsToReduce(profile.layers[0], 4);
+  EXPECT_NEAR(fewest, 2.0 * 50257 * 256 * 4 / (4 * (256 * 4 + 8)), 1e-6);
+  profile.layers[0].rows = static_cast<std::size_t>(0.9 * fewest);
+  const auto few = searchStrategies(profile, gigabit(4));
+  EXPECT_FALSE(find(few, "ddp", "program", /*factors=*/true).factor_layers.empty());
+  profile.layers[0].rows = static_cast<std::size_t>(1.1 * fewest);
+  EXPECT_EQ(find(searchStrategies(profile, gigabit(4)), "factors", "").reason, "no layer has few enough rows");
+}
+
 TEST(StrategySearch, InexactWaysAreChosenByNameOnly) {
   const StepProfile profile = growingLayers(40'000'000);
   SearchOptions options;
