@@ -72,7 +72,7 @@ void ShardExchange::Operation::begin() {
   const ShardTuning& tuning = exchange_.tuning_;
   messages_ = shardMessages(rounds_, static_cast<std::byte*>(buffer_.data_ptr()),
                             {.chunk_bytes = chunk_bytes_,
-                             .element_bytes = buffer_.element_size(),
+                             .element_bytes = static_cast<std::size_t>(buffer_.element_size()),
                              .segment_bytes = tuning.segment_bytes,
                              .independent = direct_ ? tuning.messages_ahead : 0});
   receives_.resize(std::max<std::size_t>(1, std::min(tuning.messages_ahead, messages_.incoming.size())));
