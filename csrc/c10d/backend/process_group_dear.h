@@ -57,8 +57,8 @@ class ProcessGroupDear : public AttachableBackend {
                  "Train as plain DDP where that is measured to be faster."),
           option("transport", &Options::transport,
                  R"("auto": a ring of messages on the CPU, NCCL's collectives on CUDA. "hierarchical", on the CPU: a )"
-                 "ring inside each host of several ranks, else inside each rack that is measured, then one between "
-                 R"(them; of unequal size: one ring in their order. "collectives": Gloo's on the CPU, too.)",
+                 "ring inside each room, then one between rooms. Rooms are hosts of several ranks, else racks, which "
+                 R"(are measured; of unequal size they make one ring. "collectives": Gloo's on the CPU, too.)",
                  OwnChoice{}, oneOf({"auto", "hierarchical", "collectives"})),
       };
     }
