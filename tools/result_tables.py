@@ -153,8 +153,8 @@ def everyday_scripts(result: dict[str, Any], _: dict[str, str]) -> list[str]:
     return table(["backend", "equal to DDP", "replicas agree", "refused", *others], rows)
 
 
-def kfac_ablation(result: dict[str, Any], _: dict[str, str]) -> list[str]:
-    """What a step takes without a mechanism, over that of the full engine; a case a column."""
+def ablation(result: dict[str, Any], _: dict[str, str]) -> list[str]:
+    """What a step takes with or without a mechanism, over the reference's; a case a column."""
     cases, full = result["cases"], result["reference"]
     every = list(dict.fromkeys(name for case in cases for name in case["figures"] if name != full))
     rows = [[f"{full}, {result['unit']}", *(number(case["figures"][full]["median"]) for case in cases)]]
@@ -191,7 +191,8 @@ _OWN: dict[str, Callable[[dict[str, Any], dict[str, str]], list[str]]] = {
     "prague_time_to_accuracy": prague_time_to_accuracy,
     "embedding_quality": embedding_quality,
     "everyday_scripts": everyday_scripts,
-    "kfac_ablation": kfac_ablation,
+    "dear_transports_ablation": ablation,
+    "kfac_ablation": ablation,
     "chaos": chaos,
     "chaos_hop": chaos,
     "chaos_dssync": chaos,

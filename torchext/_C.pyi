@@ -619,8 +619,7 @@ class Candidate:
         form: str,
         partners: int = 0,
         buckets: Sequence[Sequence[int]] = ...,
-        algorithms: Sequence[str] = ...,
-        direct_chunk_nbytes: int = 0,
+        algorithm: str = "",
         factor_layers: Sequence[int] = ...,
         step_seconds: float = 0.0,
         compute_seconds: float = 0.0,
@@ -646,11 +645,8 @@ class Candidate:
         """Positions of the profile's gradients, buckets in the order in which they leave, without the gradients of
         factor layers. Where all are of one kind, the ends are the running sums of the lengths."""
     @property
-    def algorithms(self) -> list[str]:
-        """Of each bucket: dear's transport."""
-    @property
-    def direct_chunk_nbytes(self) -> int:
-        """Dear's: the largest chunk of a rank that goes directly."""
+    def algorithm(self) -> str:
+        """Of dear: one of the link's transports."""
     @property
     def factor_layers(self) -> list[int]:
         """Positions in the profile's layers."""

@@ -420,7 +420,7 @@ def _attach_dear(
         _check_dense("parameter", name, parameter)
     names = [name for name, _ in named]
     parameters = [parameter for _, parameter in named]
-    planned = None if plan is None else plan.dear_buckets(ddp.module, names, options.form)
+    planned = None if plan is None else plan.dear_buckets(ddp.module, names, options.form, options.transport)
     unused_allowed = ddp.find_unused_parameters or ddp.static_graph
     dedicated_group = (
         DedicatedGroup(ddp.process_group) if device.type != "cpu" or options.transport == "collectives" else None

@@ -44,7 +44,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 REFERENCE = "ddp default"
-EXACT = (REFERENCE, "ddp program", "dear replicated", "dear sharded")
+DEAR = ("dear replicated", "dear sharded")
+EXACT = (REFERENCE, "ddp program", *DEAR, *(f"{name} hierarchical" for name in DEAR))  # the last where there are racks
 INEXACT = ("bf16 (inexact)", "PowerSGD (inexact)", "PostLocalSGD 4 (inexact)")
 CONTENDERS = (*EXACT, "apply", *INEXACT)
 HOSTS = 4
@@ -111,8 +112,7 @@ class Job:
     def choosing(self, name: str) -> Any:
         """Returns the plan with another choice."""
         found = tuple(
-            dataclasses.replace(candidate, chosen=f"{candidate.way} {candidate.form}" == name)
-            for candidate in self.plan.candidates
+            dataclasses.replace(candidate, chosen=_named(candidate) == name) for candidate in self.plan.candidates
         )
         return dataclasses.replace(self.plan, candidates=found)
 
@@ -146,7 +146,7 @@ class Job:
         while not training.sync.stats().get("decided", True):
             training.run(1)
         fallen_back = chosen.way == "dear" and training.sync.stats()["mode"] == "allreduce"
-        self.decided = REFERENCE if fallen_back else f"{chosen.way} {chosen.form}"
+        self.decided = REFERENCE if fallen_back else _named(chosen)
 
 
 def _step(model: Any) -> None:
@@ -205,7 +205,9 @@ class Applied(Training):
 
         arguments: dict[str, Any] = {}
         if self.plan.chosen.way == "dear" and not self.compare:
-            options = torchext.DeAROptions(form=self.plan.chosen.form, allreduce_fallback=False)
+            chosen = self.plan.chosen
+            transport = "hierarchical" if chosen.transport == "hierarchical" else "auto"
+            options = torchext.DeAROptions(form=chosen.form, transport=transport, allreduce_fallback=False)
             group = dist.new_group(backend="dear", pg_options=options)
             arguments = {"process_group": group, "trust": True}  # the plan's link is Gloo's
         ddp, self.sync = self.plan.apply(self.module, self.optimizer, init_sync=False, **arguments)
@@ -286,11 +288,9 @@ def ranks(rank: Rank) -> dict[str, Any]:
         found[name] = {
             "checks": checks.done,
             "steps_ms": {which: [[round(ms, 2) for ms in run] for run in of] for which, of in steps.items()},
-            "predicted_ms": {
-                f"{c.way} {c.form}": 1e3 * c.step_seconds for c in job.plan.candidates if c.exact and c.possible
-            },
-            "buckets": {f"{c.way} {c.form}": len(c.buckets) for c in job.plan.candidates if c.exact},
-            "chosen": f"{job.plan.chosen.way} {job.plan.chosen.form}",
+            "predicted_ms": {_named(c): 1e3 * c.step_seconds for c in job.plan.candidates if c.exact and c.possible},
+            "buckets": {_named(c): len(c.buckets) for c in job.plan.candidates if c.exact},
+            "chosen": _named(job.plan.chosen),
             "decided": job.decided,
             "planned_s": planned,
             "explanation": job.plan.explain(),
@@ -300,7 +300,12 @@ def ranks(rank: Rank) -> dict[str, Any]:
 
 
 def _possible(plan: Any, name: str) -> bool:
-    return any(f"{c.way} {c.form}" == name and c.possible for c in plan.candidates)
+    return any(_named(c) == name and c.possible for c in plan.candidates)
+
+
+def _named(candidate: Any) -> str:
+    transport = f" {candidate.transport}" * (candidate.transport == "hierarchical")
+    return f"{candidate.way} {candidate.form}{transport}"
 
 
 # ------------------------------------------------------------------------------------------------ the report

@@ -16,18 +16,16 @@ Needs root, iproute2 and util-linux; anywhere else it says so and runs over loop
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for lab
 
 from lab.net.netlab import NetLab
+from lab.net.uplink import SAMPLE_S, counting
 from lab.report.results import Report
 from lab.run import cli
 from lab.run.launch import launch
@@ -40,7 +38,6 @@ WORKLOAD = {"layers": 20, "parameter_bytes": 10_000_000, "forward_ms": 100.0, "b
 RACKS_TARGET = 2.2
 UNIFORM_TARGET = 1.1
 IN_RACK_ROUNDS = 5  # before one crosses, where the uplink is 5 times slower than a host's link; or one more
-SAMPLE_S = 0.2
 QUIET_S = 0.6  # around a round whose bytes are counted: three samples
 
 
@@ -58,43 +55,6 @@ def arguments() -> argparse.Namespace:
     if parsed.quick:
         parsed.repeats, parsed.window, parsed.warmup = 1, 5.0, 1.0
     return parsed
-
-
-class Counter(threading.Thread):
-    """Samples the uplink's counters, and tells how many bytes crossed it between two moments."""
-
-    def __init__(self, lab: NetLab) -> None:
-        super().__init__(daemon=True)
-        self.lab = lab
-        self.samples: list[tuple[float, int]] = []
-        self.stopped = threading.Event()
-
-    def run(self) -> None:
-        """Samples until stopped."""
-        while not self.stopped.wait(SAMPLE_S):
-            self.samples.append((time.monotonic(), self.lab.uplink_bytes()))
-
-    def between(self, begin: float, end: float) -> float:
-        """Returns the bytes between two moments by ``time.monotonic()``, interpolated between samples."""
-        return self._at(end) - self._at(begin)
-
-    def _at(self, moment: float) -> float:
-        for (before, low), (after, high) in itertools.pairwise(self.samples):
-            if before <= moment <= after:
-                return low + (high - low) * (moment - before) / (after - before)
-        raise ValueError(f"dssync_racks: no sample of the uplink around {moment}")
-
-
-@contextmanager
-def counting(lab: NetLab) -> Iterator[Counter]:
-    """Counts inside the block."""
-    counter = Counter(lab)
-    counter.start()
-    try:
-        yield counter
-    finally:
-        counter.stopped.set()
-        counter.join()
 
 
 def rounds(rank: Rank) -> list[tuple[float, float]]:

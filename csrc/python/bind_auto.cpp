@@ -151,20 +151,19 @@ void bindProfile(py::module_& module) {
 
 void bindCandidate(py::module_& module) {
   py::class_<core::Candidate>(module, "Candidate")
-      .def(py::init<std::string, std::string, int, core::Buckets, std::vector<std::string>, std::size_t,
-                    std::vector<int>, double, double, double, double, double, bool, double, bool, bool, std::string>(),
+      .def(py::init<std::string, std::string, int, core::Buckets, std::string, std::vector<int>, double, double, double,
+                    double, double, bool, double, bool, bool, std::string>(),
            py::kw_only(), py::arg("way"), py::arg("form"), py::arg("partners") = 0,
-           py::arg("buckets") = core::Buckets(), py::arg("algorithms") = std::vector<std::string>(),
-           py::arg("direct_chunk_nbytes") = 0, py::arg("factor_layers") = std::vector<int>(),
-           py::arg("step_seconds") = 0.0, py::arg("compute_seconds") = 0.0, py::arg("exposed_reduce_seconds") = 0.0,
+           py::arg("buckets") = core::Buckets(), py::arg("algorithm") = "",
+           py::arg("factor_layers") = std::vector<int>(), py::arg("step_seconds") = 0.0,
+           py::arg("compute_seconds") = 0.0, py::arg("exposed_reduce_seconds") = 0.0,
            py::arg("exposed_gather_seconds") = 0.0, py::arg("extra_nbytes") = 0.0, py::arg("exact") = true,
            py::arg("rho") = 0.0, py::arg("possible") = true, py::arg("chosen") = false, py::arg("reason") = "")
       .def_readonly("way", &core::Candidate::way)
       .def_readonly("form", &core::Candidate::form)
       .def_readonly("partners", &core::Candidate::partners)
       .def_readonly("buckets", &core::Candidate::buckets)
-      .def_readonly("algorithms", &core::Candidate::algorithms)
-      .def_readonly("direct_chunk_nbytes", &core::Candidate::direct_chunk_bytes)
+      .def_readonly("algorithm", &core::Candidate::algorithm)
       .def_readonly("factor_layers", &core::Candidate::factor_layers)
       .def_readonly("step_seconds", &core::Candidate::step_seconds)
       .def_readonly("compute_seconds", &core::Candidate::compute_seconds)

@@ -2,12 +2,15 @@
 // released.
 #include "python/bind_group.h"
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "c10d/backend/shard_rooms.h"
 
 #include "c10d/threads/interruptible_task.h"
 #include "c10d/transport/hosts_of.h"
@@ -19,28 +22,40 @@
 namespace torchext {
 namespace {
 
-// As dear sends: messages on the CPU, collectives elsewhere.
-std::shared_ptr<LinkCalibration> calibrationOf(const c10::intrusive_ptr<c10d::Backend>& backend, AttachableBackend* own,
-                                               c10::Device device, double max_seconds) {
+// As dear sends: messages on the CPU, collectives elsewhere. Collective: finds rooms.
+LinkMeasurement calibrate(const c10::intrusive_ptr<c10d::Backend>& backend, AttachableBackend* own, c10::Device device,
+                          double max_seconds) {
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<LinkCalibration::Shards> shards;
   if (!device.is_cpu()) {
-    return std::make_shared<LinkCalibration>(backend, device, std::nullopt, 0,
-                                             std::make_unique<ShardCollectives>(backend), max_seconds);
+    shards.push_back({"", std::make_unique<ShardCollectives>(backend)});
+    return LinkCalibration(backend, device, std::nullopt, 0, std::move(shards), max_seconds, start).run();
   }
+  constexpr int kExchangeTags = 2;
   const PointToPoint transport = own != nullptr ? own->dataTransport() : transportOf(backend);
   const int tag = own != nullptr ? own->nextChannel() : AttachableBackend::kGroupTags;
-  constexpr int kMessages = 2;  // the exchange has the first two tags
-  return std::make_shared<LinkCalibration>(backend, device, transport, tag + kMessages,
-                                           std::make_unique<ShardExchange>(transport, tag), max_seconds);
+  shards.push_back({"", std::make_unique<ShardExchange>(transport, tag)});
+  const core::RankGrid grid = core::roomGrid(roomsOf(transport, *backend));
+  if (grid != core::ringGrid(backend->getSize())) {
+    shards.push_back(
+        {"_hierarchical", std::make_unique<ShardExchange>(transport, tag + kExchangeTags, ShardTuning(), grid)});
+  }
+  return LinkCalibration(backend, device, transport, tag + 2 * kExchangeTags, std::move(shards), max_seconds, start)
+      .run();
 }
 
 // own: of the group, where its backend is one of ours.
 LinkMeasurement calibrateLinks(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                const c10::intrusive_ptr<AttachableBackend>& own, c10::Device device,
                                double max_seconds) {
-  const auto calibration = calibrationOf(group->getBackend(device.type()), own.get(), device, max_seconds);
+  const c10::intrusive_ptr<c10d::Backend> backend = group->getBackend(device.type());
   const auto result = std::make_shared<LinkMeasurement>();
   runInterruptibly(
-      "tx_calibrate", [group, own, calibration, result] { *result = calibration->run(); }, [&] { group->abort(); });
+      "tx_calibrate",
+      [group, own, backend, device, max_seconds, result] {
+        *result = calibrate(backend, own.get(), device, max_seconds);
+      },
+      [&] { group->abort(); });
   return *result;
 }
 

@@ -198,7 +198,8 @@ class Pair:
         if not plain:
             self.sync = torchext.attach(self.ddp, self.optimizer)
             assert isinstance(self.sync, torchext.DearSynchronizer)
-            assert (self.sync._dedicated_group is not None) == bool(transport or Pair.device.type != "cpu")
+            dedicated = transport == "collectives" or Pair.device.type != "cpu"
+            assert (self.sync._dedicated_group is not None) == dedicated
         if Pair.fault is not None:
             Pair.fault(self)
 

@@ -90,7 +90,7 @@ class _Maker:
         if chosen is None or chosen.way == "ddp":
             return self._plain()
         if chosen.way == "dear":
-            group = self._group_of_dear(chosen.form)
+            group = self._group_of_dear(chosen.form, chosen.transport)
             ddp = DistributedDataParallel(self._model, process_group=group, **self._arguments)
             return ddp, attach(ddp, self._optimizers, plan=self._plan)
         options: dict[str, Any] = {"order": chosen.form}
@@ -138,17 +138,18 @@ class _Maker:
         # Of torch 2.11 and newer, undocumented. A bucket closes when it has reached its limit, and this is exact.
         return {"bucket_cap_mb_list": [nbytes / _MEBIBYTE for nbytes in limits]}
 
-    def _group_of_dear(self, form: str) -> dist.ProcessGroup:
-        """The script's own group if it is one with this form, else a new one."""
+    def _group_of_dear(self, form: str, transport: str) -> dist.ProcessGroup:
+        """The script's own group if it is one with these options, else a new one."""
         try:
             backend: Any = backend_of(self._group)
         except UnsupportedBackendError:
             backend = None
         if isinstance(backend, _C.ProcessGroupDear):
             options: Any = backend.options
-            if options.form == form and options.bucket_mb == "auto":
+            same = options.form == form and (options.transport == "hierarchical") == (transport == "hierarchical")
+            if same and options.bucket_mb == "auto":
                 return self._group
-        return self._new_group("dear", form=form)
+        return self._new_group("dear", form=form, transport=transport if transport == "hierarchical" else "auto")
 
     def _new_group(self, backend: str, **options: Any) -> dist.ProcessGroup:
         group = dist.new_group(

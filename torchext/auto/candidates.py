@@ -50,6 +50,7 @@ class Candidate:
         chosen: Of the candidates of one search one is.
         reason: ``"chosen"``, or why not.
         factor_layers: Names of layers whose rows travel in place of their gradients, which are in no bucket.
+        transport: Of ``dear``: ``"ring"`` or ``"hierarchical"``, as ``DeAROptions`` takes it.
     """
 
     way: str
@@ -66,6 +67,7 @@ class Candidate:
     chosen: bool
     reason: str
     factor_layers: tuple[str, ...] = ()
+    transport: str = ""
 
 
 def simulate(
@@ -198,7 +200,13 @@ def row_layers(profile: Profile) -> list[str]:
 def core_of(profile: Profile, candidate: Candidate) -> _C.Candidate:
     """An exact candidate of that profile as the simulator takes it."""
     layers = [at for at, name in enumerate(_layers(profile)) if name in candidate.factor_layers]
-    return _C.Candidate(way=candidate.way, form=candidate.form, buckets=candidate.buckets, factor_layers=layers)
+    return _C.Candidate(
+        way=candidate.way,
+        form=candidate.form,
+        algorithm=candidate.transport,
+        buckets=candidate.buckets,
+        factor_layers=layers,
+    )
 
 
 def _layers(profile: Profile) -> dict[str, ParameterProfile]:
@@ -233,6 +241,7 @@ def _candidate(core: _C.Candidate, allow: Sequence[str], layers: Sequence[str]) 
         chosen=core.chosen,
         reason=reason,
         factor_layers=tuple(layers[at] for at in core.factor_layers),
+        transport=core.algorithm,
     )
 
 

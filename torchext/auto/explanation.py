@@ -55,6 +55,8 @@ def described(profile: Profile, candidate: Candidate) -> str:
     if candidate.form == "default":
         return "DDP, default buckets"
     name = "DDP" if candidate.way == "ddp" else f"dear, {candidate.form}"
+    if candidate.transport not in ("", "ring"):
+        name += f", {candidate.transport}"
     if candidate.factor_layers:
         count = len(candidate.factor_layers)
         name += f", {count} layer{'s' * (count > 1)} as rows"

@@ -21,6 +21,11 @@ __all__ = ["NOISY", "LinkModel", "OperationTable", "calibrate", "check_number", 
 
 NOISY = 0.3  # share by which two calibrations of a link may differ before there is a warning
 _CALLER = "torchext.auto.calibrate"
+# Of each transport of dear's, what its two halves are called.
+_HALVES = {
+    "ring": ("reduce_scatter", "all_gather"),
+    "hierarchical": ("reduce_scatter_hierarchical", "all_gather_hierarchical"),
+}
 # Of networks that were not measured: sizes of their tables, and what a core does.
 _FORMULA_SIZES = tuple(4096 * 4**power for power in range(10))
 _FORMULA_COPIES = 5e9  # bytes a second
@@ -81,8 +86,9 @@ class LinkModel:
         device: Kind of the device whose tensors were sent: ``"cpu"`` or ``"cuda"``.
         host_of: Of each rank, a number for its host.
         tables: Operation -> table. ``all_reduce`` is the group's own; ``reduce_scatter`` and ``all_gather`` are made as
-            ``dear`` makes them; ``p2p`` sends to the next rank while one comes from the rank before (CPU only);
-            ``rows`` gathers equal rows of all ranks.
+            ``dear`` makes them, and where there are rooms (see :func:`calibrate`) those with ``_hierarchical`` as it
+            makes them with that transport; ``p2p`` sends to the next rank while one comes from the rank before (CPU
+            only); ``rows`` gathers equal rows of all ranks.
         latency_seconds: Of one hop of a link; from ``p2p``, or from ``all_reduce`` by the terms of a ring.
         bytes_per_second: Of a link, likewise.
         copy_bytes_per_second: Of a copy in memory, on the slowest rank while all copy.
@@ -176,7 +182,8 @@ class LinkModel:
     def scaled(self, *, rate: float | None = None, latency: float | None = None) -> LinkModel:
         """The same network with other links, by formula: what if it had 10 Gb/s?
 
-        Each time keeps its ratio to the formula's (ring all-reduce, and its halves).
+        Each time keeps its ratio to the formula's (ring all-reduce, and its halves). What was measured of the
+        hierarchical transport is left out.
 
         Args:
             rate: Bytes a second of a link; None: as measured.
@@ -212,7 +219,8 @@ class LinkModel:
         tables = search_tables(self).on(network)
         derived = {"all_reduce": tables.all_reduce}
         for transport in tables.transports:
-            derived |= {"reduce_scatter": transport.reduce_scatter, "all_gather": transport.all_gather}
+            halves = transport.reduce_scatter, transport.all_gather
+            derived |= dict(zip(_HALVES[transport.algorithm], halves, strict=True))
         if tables.rows is not None:
             derived["rows"] = tables.rows
         return dataclasses.replace(
@@ -268,6 +276,10 @@ def calibrate(
     from 4 KiB on that grow fourfold, up to 16 MiB or to a call of a quarter of a second. Each size is timed at least
     five times, in turn with all others. A time is the maximum over ranks of a rank's median. The group may be on any
     backend; nothing else should be sent meanwhile.
+
+    On the CPU it first finds which ranks are near each other: hosts of several ranks, else racks of hosts, by the
+    bandwidth between 3 to 64 hosts, in some 120 ms a host. Where there are several such rooms of equal size, ``dear``'s
+    hierarchical transport is timed, too.
 
     Args:
         group: A process group; None: the default one.
@@ -346,11 +358,11 @@ def _checked_ranks(world_size: int) -> int:
 def search_tables(link: LinkModel) -> _C.LinkTables:
     """The model as the search takes it."""
     tables = {name: table._table() for name, table in link.tables.items()}
-    transports = []
-    if "reduce_scatter" in tables and "all_gather" in tables:
-        transports.append(
-            _C.Transport(algorithm="ring", reduce_scatter=tables["reduce_scatter"], all_gather=tables["all_gather"])
-        )
+    transports = [
+        _C.Transport(algorithm=algorithm, reduce_scatter=tables[scatter], all_gather=tables[gather])
+        for algorithm, (scatter, gather) in _HALVES.items()
+        if scatter in tables and gather in tables
+    ]
     return _C.LinkTables(
         network=_C.Network(
             ranks=link.world_size, latency_seconds=link.latency_seconds, bytes_per_second=link.bytes_per_second

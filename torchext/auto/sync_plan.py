@@ -101,16 +101,17 @@ class SyncPlan:
         """
         return apply(self, model, optimizer, trust=trust, ddp_arguments=ddp_arguments)
 
-    def dear_buckets(self, model: nn.Module, names: Sequence[str], form: str) -> _C.DearPlan:
+    def dear_buckets(self, model: nn.Module, names: Sequence[str], form: str, transport: str) -> _C.DearPlan:
         """For :func:`torchext.attach`: the buckets, as places in ``names``.
 
         Args:
             model: The module inside of DDP.
             names: Of the parameters that DDP does not ignore, in the order of registration.
             form: Of the group's options.
+            transport: Likewise.
 
         Raises:
-            ValueError: The plan is of another model, form or way.
+            ValueError: The plan is of another model, form, transport or way.
         """
         chosen = self.chosen
         if chosen is None or chosen.way != "dear":
@@ -122,6 +123,12 @@ class SyncPlan:
             raise ValueError(
                 f"torchext.attach: the plan is for form={chosen.form!r}, and the group's DeAROptions have form={form!r}"
                 "; make the group with the plan's, or call plan.apply(model, optimizer)"
+            )
+        if (chosen.transport == "hierarchical") != (transport == "hierarchical"):
+            raise ValueError(
+                f"torchext.attach: the plan is for a transport that is {chosen.transport!r}, and the group's "
+                f"DeAROptions have transport={transport!r}; make the group with the plan's, or call "
+                "plan.apply(model, optimizer)"
             )
         check_profiled("torchext.attach", self.profile, model)
         return dear_plan(self.profile, chosen, model, names)

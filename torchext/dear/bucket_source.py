@@ -16,14 +16,15 @@ __all__ = ["BucketSource"]
 class BucketSource(Protocol):
     """A plan with buckets for ``dear``: a ``SyncPlan`` of :mod:`torchext.auto`."""
 
-    def dear_buckets(self, model: nn.Module, names: Sequence[str], form: str) -> _C.DearPlan:
+    def dear_buckets(self, model: nn.Module, names: Sequence[str], form: str, transport: str) -> _C.DearPlan:
         """The buckets, as places in ``names``.
 
         Args:
             model: The module inside of DDP.
             names: Of the parameters that DDP does not ignore, in the order of registration.
             form: Of the group's options.
+            transport: Likewise.
 
         Raises:
-            ValueError: The plan is of another model, form or way; the message names what differs.
+            ValueError: The plan is of another model, form, transport or way; the message names what differs.
         """

@@ -90,6 +90,7 @@ class NetLab:
         hosts: Number of hosts, 1 to 200.
         rate: Rate of each host's link, both ways, as ``tc`` writes it; None leaves the links as fast as they are.
         racks: Number of switches; hosts are dealt to them in blocks. More than one is joined in a chain.
+        interleaved: Hosts are dealt to the racks one at a time instead, as a scheduler may that knows none.
         uplink: Rate of the links between switches; default: ``rate``.
         fallback: Without root or the tools, whether to go on over loopback, with a printed notice, or to raise.
     """
@@ -100,6 +101,7 @@ class NetLab:
         *,
         rate: str | None = "1gbit",
         racks: int = 1,
+        interleaved: bool = False,
         uplink: str | None = None,
         fallback: bool = True,
     ) -> None:
@@ -108,6 +110,7 @@ class NetLab:
         if not 1 <= racks <= hosts:
             raise ValueError(f"netlab: racks must be 1 to hosts ({hosts}), got {racks}")
         self.hosts, self.rate, self.racks, self.uplink = hosts, rate, racks, uplink or rate
+        self.interleaved = interleaved
         self.rate_bits = math.inf if rate is None else parse_rate(rate)
         if self.uplink is not None:
             parse_rate(self.uplink)
@@ -201,7 +204,7 @@ class NetLab:
 
     def rack(self, host: int) -> int:
         """Returns the switch that ``host`` hangs on."""
-        return host * self.racks // self.hosts
+        return host % self.racks if self.interleaved else host * self.racks // self.hosts
 
     def address(self, host: int) -> str:
         """Returns the IPv4 address of ``host``, as the other hosts see it."""
@@ -282,7 +285,8 @@ class NetLab:
         """Returns the lab's settings, for a results file."""
         if not self.emulated:
             return {"network": "loopback", "reason": self._reason}
-        switch = {"racks": self.racks, "uplink": self.uplink} if self.racks > 1 else {}
+        racks = {"racks": self.racks, "interleaved": self.interleaved, "uplink": self.uplink}
+        switch = racks if self.racks > 1 else {}
         tcp = {"congestion_control": _CONGESTION_CONTROL}
         link = {"rate": self.rate, "mtu_bytes": _MTU, "queue_ms": _QUEUE_MS, **tcp}
         return {"network": "namespaces", "hosts": self.hosts, **link, **switch}

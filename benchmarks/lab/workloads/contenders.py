@@ -8,6 +8,7 @@ A contender is named by a text; one small class per way holds the lines that its
 | ``zero``, ``zero:4`` | DDP and ``ZeroRedundancyOptimizer`` |
 | ``fsdp2``, ``fsdp2:4`` | ``fully_shard(reshard_after_forward=False)``: each layer, or groups of about 4 MiB |
 | ``dear:sharded/auto`` | the backend of that name with ``form="sharded"``, ``bucket_mb="auto"`` (or a number) |
+| ``dear:sharded/2/hierarchical`` | the same with ``transport="hierarchical"`` |
 | ``dssync:grid/atc`` | the backend of that name with ``schedule="grid"``, ``order="atc"`` |
 | ``prague:smart/atc`` | the backend of that name with ``generator="smart"``, ``order="atc"`` |
 | ``hop``, ``hop:backup=1+max_ig=4`` | the backend of that name in standard mode, or with these options |
@@ -261,13 +262,14 @@ def contender(text: str, **options: Any) -> Contender:
     if way not in _OPTIONS_CLASSES:
         raise ValueError(f"contenders: {text!r} is none of {sorted([*_OVER_GLOO, *_OPTIONS_CLASSES])}")
     if variant:
-        first, _, second = variant.partition("/")
+        first, second, third = (*variant.split("/"), "", "")[:3]
         if way in _VARIANT:
             options = {**options, _VARIANT[way]: first, "order": second or "cta"}
         elif way == "hop":
             options = {**options, **_settings(text, variant)}
         else:
             options = {**options, "form": first, "bucket_mb": "auto" if second in ("", "auto") else float(second)}
+            options |= {"transport": third} if third else {}
     return Contender(name, way, options, TorchextTraining)
 
 

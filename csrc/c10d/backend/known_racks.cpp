@@ -16,7 +16,7 @@ core::RackMap KnownRacks::measure(AttachableBackend& group, const std::vector<in
   if (const auto known = get()) {
     return *known;
   }
-  core::RackMap map = measureRacks(group, host_of);
+  core::RackMap map = measureRacks(group.dataTransport(), group, host_of);
   set(map);
   return map;
 }

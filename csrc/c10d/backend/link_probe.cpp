@@ -9,6 +9,8 @@
 #include <ATen/record_function.h>
 #include <c10/util/Logging.h>
 
+#include "c10d/backend/attachable_backend.h"
+
 #include "c10d/threads/outstanding_averages.h"
 #include "core/dssync/round_robin.h"
 
@@ -27,8 +29,8 @@ constexpr int kTag = AttachableBackend::kGroupTags;
 
 class Prober {
  public:
-  explicit Prober(AttachableBackend& group)
-      : transport_(group.dataTransport()), memory_(std::make_unique<std::byte[]>(kMostBytes)) {}
+  explicit Prober(const PointToPoint& transport)
+      : transport_(transport), memory_(std::make_unique<std::byte[]>(kMostBytes)) {}
 
   // Bytes a second to `peer`, which answers meanwhile.
   double measure(int peer) {
@@ -84,12 +86,12 @@ class Prober {
 };
 
 // Every pair of `ranks`, the same on all ranks; those that are not among them only learn the result.
-Matrix measurePairs(AttachableBackend& group, const std::vector<int>& ranks) {
+Matrix measurePairs(const PointToPoint& transport, c10d::Backend& group, const std::vector<int>& ranks) {
   const int size = static_cast<int>(ranks.size());
   at::Tensor own = at::zeros({size, size}, at::kDouble);
   const auto found = std::find(ranks.begin(), ranks.end(), group.getRank());
   if (found != ranks.end()) {
-    Prober prober(group);
+    Prober prober(transport);
     const int self = static_cast<int>(found - ranks.begin());
     for (int round = 0; round < core::roundRobinRounds(size); ++round) {
       const int other = core::roundRobinPartner(size, round, self);
@@ -117,7 +119,7 @@ double best(const std::vector<double>& row) { return row.empty() ? 0.0 : *std::m
 
 }  // namespace
 
-core::RackMap measureRacks(AttachableBackend& group, const std::vector<int>& host_of) {
+core::RackMap measureRacks(const PointToPoint& transport, c10d::Backend& group, const std::vector<int>& host_of) {
   RECORD_FUNCTION("torchext::measure_racks", std::vector<c10::IValue>{});
   core::RackMap map{.host_of = host_of};
   std::vector<int> first_of_host;
@@ -126,7 +128,7 @@ core::RackMap measureRacks(AttachableBackend& group, const std::vector<int>& hos
       first_of_host.push_back(static_cast<int>(rank));
     }
   }
-  const Matrix pairs = measurePairs(group, first_of_host);
+  const Matrix pairs = measurePairs(transport, group, first_of_host);
   map.rack_of = core::findRacks(pairs);
   const auto racks = static_cast<std::size_t>(1 + *std::max_element(map.rack_of.begin(), map.rack_of.end()));
   map.uplink_bandwidth.assign(racks, 1.0);
@@ -148,11 +150,11 @@ core::RackMap measureRacks(AttachableBackend& group, const std::vector<int>& hos
   for (const std::size_t host : fastest) {
     of_racks.push_back(first_of_host[host]);
   }
-  const Matrix uplinks = measurePairs(group, of_racks);
+  const Matrix uplinks = measurePairs(transport, group, of_racks);
   for (std::size_t rack = 0; rack < racks; ++rack) {
     map.uplink_bandwidth[rack] = best(uplinks[rack]);
   }
-  LOG(INFO) << group.health()->label() << ": found " << racks << " racks of " << pairs.size()
+  LOG(INFO) << group.getBackendName() << ": found " << racks << " racks of " << pairs.size()
             << " hosts; bytes a second: hosts " << map.host_bandwidth << ", uplinks "
             << c10::Join(", ", map.uplink_bandwidth);
   return map;

@@ -10,15 +10,17 @@
 #include <chrono>
 #include <vector>
 
-#include "c10d/backend/attachable_backend.h"
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "c10d/transport/point_to_point.h"
 #include "core/transport/rack_map.h"
 
 namespace torchext {
 
 inline constexpr std::chrono::milliseconds kProbeTime{20};
 
-// Collective. host_of[rank]: dense host index. The same result on every rank, bandwidths in bytes a second. Errors are
-// those of the group's point-to-point calls.
-core::RackMap measureRacks(AttachableBackend& group, const std::vector<int>& host_of);
+// Collective. group: of the transport's ranks, for tensors on the CPU. host_of[rank]: dense host index. The same result
+// on every rank, bandwidths in bytes a second. Errors are those of the transport and of the group.
+core::RackMap measureRacks(const PointToPoint& transport, c10d::Backend& group, const std::vector<int>& host_of);
 
 }  // namespace torchext

@@ -56,9 +56,10 @@ class ProcessGroupDear : public AttachableBackend {
           option("allreduce_fallback", &Options::allreduce_fallback,
                  "Train as plain DDP where that is measured to be faster."),
           option("transport", &Options::transport,
-                 R"("auto": point-to-point on the CPU, NCCL's collectives on CUDA. "collectives": Gloo's on the CPU, )"
-                 "too.",
-                 OwnChoice{}, oneOf({"auto", "collectives"})),
+                 R"("auto": a ring of messages on the CPU, NCCL's collectives on CUDA. "hierarchical", on the CPU: a )"
+                 "ring inside each room, then one between rooms. Rooms are hosts of several ranks, else racks, which "
+                 R"(are measured; of unequal size they make one ring. "collectives": Gloo's on the CPU, too.)",
+                 OwnChoice{}, oneOf({"auto", "hierarchical", "collectives"})),
       };
     }
 

@@ -48,15 +48,15 @@ double medianSeconds(const std::function<void()>& call) {
 }  // namespace
 
 LinkCalibration::LinkCalibration(c10::intrusive_ptr<c10d::Backend> group, c10::Device device,
-                                 std::optional<PointToPoint> transport, int tag, std::unique_ptr<ShardTransport> shards,
-                                 double max_seconds)
+                                 std::optional<PointToPoint> transport, int tag, std::vector<Shards> shards,
+                                 double max_seconds, Clock::time_point start)
     : group_(std::move(group)),
       device_(device),
       transport_(std::move(transport)),
       tag_(tag),
       shards_(std::move(shards)),
       max_seconds_(max_seconds),
-      start_(Clock::now()) {
+      start_(start) {
   const auto options = at::TensorOptions().dtype(at::kFloat).device(device_);
   const std::int64_t elements = std::max<std::int64_t>(kMostBytes / 4, group_->getSize());
   memory_ = at::zeros({elements}, options);
@@ -69,17 +69,18 @@ void LinkCalibration::addOperations() {
                            std::vector<at::Tensor> tensors{buffer};
                            group_->allreduce(tensors, c10d::AllreduceOptions())->wait();
                          }});
-  if (shards_) {
+  for (const auto& [suffix, transport] : shards_) {
     const auto finish = [](const std::unique_ptr<ShardOperation>& operation) {
       operation->begin();
       operation->finish([] {});
       operation->drain();
     };
-    operations_.push_back({"reduce_scatter", [this, finish](const at::Tensor& buffer) {
-                             finish(shards_->reduceScatter(buffer, 1.0 / group_->getSize()));
+    ShardTransport* const shards = transport.get();
+    operations_.push_back({"reduce_scatter" + suffix, [this, finish, shards](const at::Tensor& buffer) {
+                             finish(shards->reduceScatter(buffer, 1.0 / group_->getSize()));
                            }});
     operations_.push_back(
-        {"all_gather", [this, finish](const at::Tensor& buffer) { finish(shards_->allGather(buffer)); }});
+        {"all_gather" + suffix, [finish, shards](const at::Tensor& buffer) { finish(shards->allGather(buffer)); }});
   }
   if (transport_) {
     operations_.push_back({"p2p", [this](const at::Tensor& buffer) { sendToNext(buffer); }});

@@ -1,8 +1,8 @@
 // LinkCalibration measures how long the operations of a group take, at sizes that grow: the tables of torchext.auto.
 //
 // What is timed. A buffer of S bytes is all-reduced by the group itself, reduce-scattered and gathered by a
-// ShardTransport as dear does it, and sent to the next rank while one comes from the rank before (p2p). Equal rows that
-// make S bytes together are gathered by the group (rows).
+// ShardTransport as dear does it, or by several, and sent to the next rank while one comes from the rank before (p2p).
+// Equal rows that make S bytes together are gathered by the group (rows).
 //
 // How a time is taken. After a barrier, calls follow each other until kStreamBytes have been sent or kStream has
 // passed, at most kMostCalls, and their mean counts. In training, too, one message follows another: a message alone
@@ -68,10 +68,16 @@ class LinkCalibration {
   static constexpr int kRepeats = 5;
   static constexpr int kMostRepeats = 15;
 
+  struct Shards {
+    std::string suffix;  // of its operations' names
+    std::unique_ptr<ShardTransport> transport;
+  };
+
   // group: for tensors on `device`. transport: null where there is none, as on CUDA; p2p is left out then. tag: one of
-  // its tags. shards: null leaves out both of its operations.
+  // its tags. shards: both operations of each are measured. max_seconds: since the start.
   LinkCalibration(c10::intrusive_ptr<c10d::Backend> group, c10::Device device, std::optional<PointToPoint> transport,
-                  int tag, std::unique_ptr<ShardTransport> shards, double max_seconds);
+                  int tag, std::vector<Shards> shards, double max_seconds,
+                  std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now());
 
   // Once. Errors are those of the group and of the transports.
   LinkMeasurement run();
@@ -113,7 +119,7 @@ class LinkCalibration {
   const c10::Device device_;
   const std::optional<PointToPoint> transport_;
   const int tag_;
-  const std::unique_ptr<ShardTransport> shards_;
+  const std::vector<Shards> shards_;
   const double max_seconds_;
   const std::chrono::steady_clock::time_point start_;
   at::Tensor memory_;    // what is sent

@@ -98,11 +98,11 @@ ComputeSpans CandidateSimulator::computeOf(const Candidate& exact) const {
 
 double CandidateSimulator::reduceSeconds(const Candidate& exact, std::size_t bytes) const {
   return isDdp(exact) ? link_.all_reduce.seconds(bytes)
-                      : copySeconds(bytes) + link_.transport(bytes).reduce_scatter.seconds(bytes);
+                      : copySeconds(bytes) + link_.transport(exact.algorithm).reduce_scatter.seconds(bytes);
 }
 
 double CandidateSimulator::gatherSeconds(const Candidate& exact, std::size_t bytes) const {
-  return isDdp(exact) ? 0 : link_.transport(bytes).all_gather.seconds(bytes) + copySeconds(bytes);
+  return isDdp(exact) ? 0 : link_.transport(exact.algorithm).all_gather.seconds(bytes) + copySeconds(bytes);
 }
 
 BucketMessage CandidateSimulator::bucketMessage(const Candidate& exact, const std::vector<Gradient>& gradients,

@@ -14,13 +14,12 @@
 namespace torchext::core {
 
 struct Candidate {
-  std::string way;                           // "ddp", "dear", or an inexact one
-  std::string form;                          // ddp: "default", "program"; dear: "sharded", "replicated"; else the order
-  int partners = 0;                          // of an inexact way
-  Buckets buckets = {};                      // without the gradients of factor layers
-  std::vector<std::string> algorithms = {};  // [bucket] dear's transport
-  std::size_t direct_chunk_bytes = 0;        // dear's: larger chunks go by the ring
-  std::vector<int> factor_layers = {};       // ascending
+  std::string way;                      // "ddp", "dear", or an inexact one
+  std::string form;                     // ddp: "default", "program"; dear: "sharded", "replicated"; else the order
+  int partners = 0;                     // of an inexact way
+  Buckets buckets = {};                 // without the gradients of factor layers
+  std::string algorithm = {};           // dear's transport, one of the link's
+  std::vector<int> factor_layers = {};  // ascending
   double step_seconds = 0;
   double compute_seconds = 0;  // of the slowest rank, with the optimizer
   double exposed_reduce_seconds = 0;
@@ -42,7 +41,7 @@ class CandidateSimulator {
   const StepProfile& profile() const { return profile_; }  // of the slowest rank
   const LinkModel& link() const { return link_; }
 
-  // An exact candidate. Each bucket goes by the transport that is best at its size on this network.
+  // An exact candidate.
   Iteration run(const Candidate& exact, bool with_timeline = false) const;
 
   // What run() counts with:

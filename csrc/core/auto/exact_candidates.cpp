@@ -36,8 +36,8 @@ class ExactCandidates {
     reference.buckets = ddpBuckets(gradients());
     found_.push_back(timed(std::move(reference)));
     addWay(named("ddp", "program"));
-    addWay(named("dear", "replicated"));
-    addWay(named("dear", "sharded"));
+    addDear("replicated");
+    addDear("sharded");
     if (const std::string why = whyNoFactors(); !why.empty()) {
       found_.push_back(impossible(named("factors", ""), why));
     }
@@ -46,6 +46,23 @@ class ExactCandidates {
 
  private:
   const std::vector<Gradient>& gradients() const { return simulator_.profile().gradients; }
+
+  // By each transport.
+  void addDear(const char* form) {
+    Candidate candidate = named("dear", form);
+    std::string why = refusal(candidate);
+    if (why.empty() && link_.transports.empty()) {
+      why = "no reduce-scatter was measured";
+    }
+    if (!why.empty()) {
+      found_.push_back(impossible(std::move(candidate), std::move(why)));
+      return;
+    }
+    for (const Transport& transport : link_.transports) {
+      candidate.algorithm = toString(transport.algorithm);
+      addWay(candidate);
+    }
+  }
 
   // The way by itself, and with layers as rows.
   void addWay(Candidate candidate) {
@@ -76,8 +93,7 @@ class ExactCandidates {
         return refused->second;
       }
     }
-    const bool unmeasured = candidate.way == "dear" && link_.transports.empty();
-    return unmeasured ? "no reduce-scatter was measured" : "";
+    return "";
   }
 
   // The best buckets for all gradients but those that go as rows.
@@ -145,12 +161,6 @@ class ExactCandidates {
       std::string reason = concat("takes ", candidate.extra_bytes / 1e6, " MB of memory where ",
                                   options_.spare_bytes / 1e6, " MB are spare");
       return impossible(std::move(candidate), std::move(reason));
-    }
-    if (candidate.way == "dear") {
-      for (const auto& bucket : candidate.buckets) {
-        candidate.algorithms.emplace_back(toString(link_.transport(bucketBytes(gradients(), bucket)).algorithm));
-      }
-      candidate.direct_chunk_bytes = link_.directChunkBytes();
     }
     const ComputeSpans compute = simulator_.computeOf(candidate);
     candidate.compute_seconds = std::accumulate(compute.forward_seconds.begin(), compute.forward_seconds.end(),

@@ -8,8 +8,9 @@
 
 namespace torchext::core {
 
-// In this order: DDP with its default buckets (the reference), DDP with the program's, dear replicated, dear sharded.
-// The last three also with layers as rows, where that pays; where it pays nowhere a candidate "factors" says why.
+// In this order: DDP with its default buckets (the reference), DDP with the program's, dear replicated, dear sharded,
+// each of these two by every transport. All but the first also with layers as rows, where that pays; where it pays
+// nowhere a candidate "factors" says why.
 std::vector<Candidate> exactCandidates(const StepProfile& profile, const LinkModel& link, const SearchOptions& options);
 
 }  // namespace torchext::core

@@ -5,33 +5,18 @@
 #include "core/base/check.h"
 
 namespace torchext::core {
-namespace {
 
-double bothHalves(const Transport& transport, std::size_t bytes) {
-  return transport.reduce_scatter.seconds(bytes) + transport.all_gather.seconds(bytes);
-}
-
-}  // namespace
-
-const Transport& LinkModel::transport(std::size_t bytes) const {
-  if (transports.empty()) {
-    throwInvalid("number of transports", 0, "1 or more");
-  }
-  return *std::min_element(transports.begin(), transports.end(), [&](const Transport& a, const Transport& b) {
-    return bothHalves(a, bytes) < bothHalves(b, bytes);
-  });
-}
-
-std::size_t LinkModel::directChunkBytes() const {
-  std::size_t most = 0;
-  for (const Transport& measured : transports) {
-    for (const auto& [bytes, seconds] : measured.reduce_scatter.points()) {
-      if (transport(bytes).algorithm == Algorithm::kDirect) {
-        most = std::max(most, bytes / index(network.ranks));
-      }
+const Transport& LinkModel::transport(const std::string& algorithm) const {
+  const auto found = std::ranges::find_if(
+      transports, [&](const Transport& measured) { return toString(measured.algorithm) == algorithm; });
+  if (found == transports.end()) {
+    std::string measured;
+    for (const Transport& each : transports) {
+      measured += concat(measured.empty() ? "" : ", ", toString(each.algorithm));
     }
+    throwInvalid("algorithm", algorithm, measured.empty() ? "none, for none was measured" : measured);
   }
-  return most;
+  return *found;
 }
 
 LinkModel LinkModel::on(const Network& other) const {

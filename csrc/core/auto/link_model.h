@@ -24,10 +24,8 @@ struct LinkModel {
   double copy_bytes_per_second = 0;   // into a flat buffer, or out of it; 0: not measured, and free
   double operations_per_second = 0;   // of a matrix product; 0: not measured, and free
 
-  // The transport of a bucket of that size: least of both halves together, the first of equals.
-  const Transport& transport(std::size_t bytes) const;
-  // The largest chunk of a rank that is best exchanged directly, of the sizes that tables have; 0 where none is.
-  std::size_t directChunkBytes() const;
+  // std::invalid_argument naming those that were measured.
+  const Transport& transport(const std::string& algorithm) const;
   // The same network with other ranks or links (scaledTable); transports that do not fit it are left out.
   LinkModel on(const Network& other) const;
 };

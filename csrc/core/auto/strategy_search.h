@@ -2,7 +2,8 @@
 //
 //   StepProfile (the model) + LinkModel (the network) -> candidates, best first -> the chosen one
 // Exact candidates: DDP with its default buckets (the reference), DDP with the program's buckets, dear sharded and dear
-// replicated, and the last three with layers as rows. Inexact ones are listed beside them, and chosen only by name.
+// replicated by every transport, and all but the first with layers as rows. Inexact ones are listed beside them, and
+// chosen only by name.
 // Pure and deterministic, one thread; less than a second for 1,000 tensors.
 #pragma once
 

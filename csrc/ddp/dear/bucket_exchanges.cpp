@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
+#include "c10d/backend/shard_rooms.h"
 #include "c10d/fault/explain_error.h"
 #include "c10d/transport/shard_collectives.h"
 #include "c10d/transport/shard_exchange.h"
@@ -32,6 +33,18 @@ std::vector<at::Tensor> chunksOf(const ShardBuckets& buckets, int world_size) {
   return chunks;
 }
 
+std::unique_ptr<ShardExchange> exchangeOf(ProcessGroupDear& group, int channel) {
+  const PointToPoint transport = group.dataTransport();
+  if (group.dearOptions().transport != "hierarchical") {
+    return std::make_unique<ShardExchange>(transport, channel);
+  }
+  const core::RankGrid grid = core::roomGrid(roomsOf(transport, group));
+  if (grid.sides.size() == 1 && group.getRank() == 0) {
+    LOG(WARNING) << "dear: transport is hierarchical, and there are no rooms of equal size: one ring in their order";
+  }
+  return std::make_unique<ShardExchange>(transport, channel, ShardTuning(), grid);
+}
+
 }  // namespace
 
 BucketExchanges::BucketExchanges(c10::intrusive_ptr<ProcessGroupDear> group, const std::vector<at::Tensor>& parameters,
@@ -46,7 +59,7 @@ BucketExchanges::BucketExchanges(c10::intrusive_ptr<ProcessGroupDear> group, con
           dedicated_group->abortBecauseOf(rank, reason);
         });
   } else {
-    transfers_ = std::make_unique<ShardExchange>(group_->dataTransport(), channel_);
+    transfers_ = exchangeOf(*group_, channel_);
   }
   const c10::Device device = parameters_.empty() ? c10::Device(c10::kCPU) : parameters_.front().device();
   exchange_ = std::make_shared<ExchangeThread>(device, [this](const std::exception_ptr& error) { fail(error); });

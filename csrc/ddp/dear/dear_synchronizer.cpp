@@ -79,6 +79,7 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
   AgreementFields fields{agreementOf("parameters", parameters_, described),
                          {"type of device", c10::DeviceTypeName(device.type(), /*lower_case=*/true)},
                          {"transport by collectives", static_cast<bool>(make_dedicated_group)},
+                         {"transport hierarchical", options.transport == "hierarchical"},
                          {"bucket_mb", bucket == 0 ? std::nullopt : std::optional(bucket)},
                          {"ends of the plan's buckets", c10::str(plan.ends)},
                          {"gradient in order", namesOf(plan.gradient_order, names_)},

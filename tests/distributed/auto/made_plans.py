@@ -75,6 +75,7 @@ def candidate(way: str, form: str, buckets: tuple[tuple[int, ...], ...], **other
         "possible": True,
         "chosen": False,
         "reason": "slower",
+        "transport": "ring" if way == "dear" else "",
     }
     return Candidate(way=way, form=form, buckets=buckets, **fields | others)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
 from made_plans import Beside, Net, bucket_bytes, plan_for
+from pretended_hosts import be_on_host, needs_root
 from torch import nn
 
 import torchext
@@ -71,6 +72,32 @@ def body_exact(rank: Rank) -> dict[str, float]:
 
 def test_exact_plans_train_as_one_process_does() -> None:
     for worst in run_ranks(body_exact, 2, deadline=120):
+        assert max(worst.values()) < EXACT, worst
+
+
+def body_hierarchical(rank: Rank) -> dict[str, float]:
+    be_on_host(rank.rank % 2)
+    rank.init("gloo")
+    worst = {}
+    for form in ("sharded", "replicated"):
+        model = Net()
+        plan = plan_for(model, "dear", form, ranks=rank.size)
+        assert plan.chosen is not None
+        chosen = dataclasses.replace(plan.chosen, transport="hierarchical")
+        plan = dataclasses.replace(plan, candidates=(plan.candidates[0], chosen))
+        beside = Beside(rank, model, plan, adamw, trust=True)
+        options: Any = torchext.backend_of(beside.ddp.process_group).options
+        assert options.transport == "hierarchical"
+        beside.run(20)
+        worst[form] = beside.apart()
+        beside.sync.detach()
+    dist.destroy_process_group()
+    return worst
+
+
+@needs_root
+def test_a_plan_by_the_hierarchical_transport() -> None:
+    for worst in run_ranks(body_hierarchical, 4, deadline=120):
         assert max(worst.values()) < EXACT, worst
 
 

@@ -128,6 +128,7 @@ def body_attach(rank: Rank) -> list[str]:
     attach("fast", TypeError)
     attach(plan, ValueError, form="replicated")
     attach(plain, ValueError, form="sharded")
+    attach(plan, ValueError, form="sharded", transport="hierarchical")
     other = dataclasses.replace(
         plan, profile=dataclasses.replace(plan.profile, parameters=plan.profile.parameters[::-1])
     )
@@ -152,6 +153,7 @@ def test_attach_refuses_plans_that_do_not_fit() -> None:
         "plan must be a torchext.auto.SyncPlan, got str",
         "the plan is for form='sharded', and the group's DeAROptions have form='replicated'",
         "the plan has chosen 'ddp', and not dear",
+        "a transport that is 'ring', and the group's DeAROptions have transport='hierarchical'",
         "gradient in order[0] is head.bias on rank 0 and first.weight on rank 1",
         "the group's DeAROptions have bucket_mb=2",
     ]

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, free_port, launch, run_ranks
+from pretended_hosts import be_on_host, needs_root
 
 import torchext
 from torchext import _C, auto
@@ -47,6 +48,24 @@ def test_all_ranks_have_the_same_tables(backend: str, ranks: int) -> None:
     assert link["bytes_per_second"] > 1e6
     assert link["copy_bytes_per_second"] > 1e6
     assert link["operations_per_second"] > 1e6
+
+
+HALVES = {"reduce_scatter_hierarchical", "all_gather_hierarchical"}
+
+
+def body_rooms(rank: Rank, backend: str) -> Any:
+    be_on_host(rank.rank % 2)
+    return body_calibrate(rank, backend, 0.5)
+
+
+@needs_root
+@pytest.mark.parametrize("backend", ["gloo", "dear"])
+def test_hosts_of_several_ranks_are_rooms(backend: str) -> None:
+    results = run_ranks(body_rooms, 4, backend)
+    link, _ = results[0]
+    assert all(other == link for other, _ in results)
+    assert link["host_of"] == (0, 1, 0, 1)
+    assert set(link["tables"]) > HALVES
 
 
 def test_the_largest_sizes_are_dropped_where_time_is_short() -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.sanitize
     ("options", "text"),
     [
         ({"form": "split"}, r'form must be one of sharded, replicated; got "split"'),
-        ({"transport": "nccl"}, r'transport must be one of auto, collectives; got "nccl"'),
+        ({"transport": "nccl"}, r'transport must be one of auto, hierarchical, collectives; got "nccl"'),
         ({"bucket_mb": "big"}, r'bucket_mb must be "auto" or in \[0.001, 4096\] MiB, got "big"'),
         ({"bucket_mb": 0}, r"bucket_mb must be .* got 0"),
         ({"bucket_mb": 5000}, r"bucket_mb must be .* got 5000"),

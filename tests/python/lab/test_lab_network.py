@@ -104,6 +104,12 @@ def test_the_uplink_limits_racks_and_not_their_insides() -> None:
         assert measures(50e6, 220e6, lambda: lab.measure_rate(0, 1, seconds=0.5))
 
 
+def test_hosts_are_dealt_in_blocks_or_one_at_a_time() -> None:
+    lab = netlab.NetLab(5, racks=2, interleaved=True)
+    assert [lab.rack(host) for host in range(5)] == [0, 1, 0, 1, 0]
+    assert [netlab.NetLab(5, racks=2).rack(host) for host in range(5)] == [0, 0, 0, 1, 1]
+
+
 def test_without_root_the_lab_is_loopback_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

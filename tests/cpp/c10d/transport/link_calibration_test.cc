@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "c10d/transport/shard_exchange.h"
@@ -28,8 +29,9 @@ class LinkCalibrationTest : public kit::RanksTest {
     onRanks(ranks, [&](int rank) {
       const auto backend = network.connect(rank);
       const PointToPoint transport = transportOf(backend);
-      LinkCalibration calibration(backend, c10::kCPU, transport, kCalibrationTag + 2,
-                                  std::make_unique<ShardExchange>(transport, kCalibrationTag), max_seconds);
+      std::vector<LinkCalibration::Shards> shards;
+      shards.push_back({"", std::make_unique<ShardExchange>(transport, kCalibrationTag)});
+      LinkCalibration calibration(backend, c10::kCPU, transport, kCalibrationTag + 2, std::move(shards), max_seconds);
       const auto place = static_cast<std::size_t>(rank);
       const std::string error = kit::errorOf([&] { results[place] = calibration.run(); });
       if (errors != nullptr) {

@@ -108,11 +108,10 @@ LinkModel measuredOn(const Network& network) {
   return link;
 }
 
-TEST(LinkModel, TakesTheBestTransportAtEachSize) {
+TEST(LinkModel, FindsATransportByItsName) {
   const LinkModel link = measuredOn({4, {1e-4, 1e8}});
-  EXPECT_EQ(link.transport(4096).algorithm, Algorithm::kDirect);
-  EXPECT_EQ(link.transport(1U << 24U).algorithm, Algorithm::kHalving);
-  EXPECT_EQ(link.directChunkBytes(), 65536U / 4);
+  EXPECT_EQ(link.transport("halving").algorithm, Algorithm::kHalving);
+  EXPECT_THROW_MESSAGE(link.transport("hierarchical"), std::invalid_argument, "allowed ring, direct, halving");
 }
 
 TEST(LinkModel, OnAnotherNetworkWhatDoesNotFitIsLeftOut) {

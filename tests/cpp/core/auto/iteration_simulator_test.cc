@@ -202,6 +202,7 @@ TEST(CandidateSimulator, RowsTakeThePlaceOfALayersGradients) {
   EXPECT_EQ(ddp.timeline.back().activity, Activity::kOptimizer);
   // Sharded: reduces 10 and 0.8, no products; the parameters are gathered, 10 each, the first layer's first.
   rows.way = "dear";
+  rows.algorithm = "ring";
   rows.form = "sharded";
   const Iteration sharded = simulateCandidate(profile, link, rows);
   EXPECT_DOUBLE_EQ(sharded.step_seconds, 20 + 1 + 2 + 10 + 0.8);

@@ -39,6 +39,7 @@ inline Candidate withEnds(const StepProfile& profile, const char* way, const cha
   Candidate candidate;
   candidate.way = way;
   candidate.form = form;
+  candidate.algorithm = "ring";
   candidate.buckets = bucketsOfEnds(gradientsByKind(profile.gradients), {ends});
   return candidate;
 }

@@ -77,6 +77,7 @@ TEST(PartitionSearch, IsNeverWorseThanItsSeeds) {
     const PositionsByKind by_kind = gradientsByKind(profile.gradients);
     Candidate candidate;
     candidate.way = "dear";
+    candidate.algorithm = "ring";
     candidate.form = "sharded";
     std::set<EndsByKind> asked;
     const auto step = [&](const EndsByKind& ends) {
@@ -164,11 +165,32 @@ TEST(StrategySearch, GrowingLayersAtAGigabit) {
   EXPECT_EQ(chosenOf(candidates).way, "dear");
   EXPECT_EQ(chosenOf(candidates).reason, "chosen");
   EXPECT_EQ(reference.reason, "slower; the reference");
-  EXPECT_EQ(sharded.algorithms, std::vector<std::string>(sharded.buckets.size(), "ring"));
+  EXPECT_EQ(sharded.algorithm, "ring");
   EXPECT_EQ(find(candidates, "factors", "").reason, "no layer whose rows could be sent");
   EXPECT_NEAR(reference.compute_seconds, 0.3, 1e-12);
   EXPECT_NEAR(reference.step_seconds,
               reference.compute_seconds + reference.exposed_reduce_seconds + reference.exposed_gather_seconds, 1e-9);
+}
+
+TEST(StrategySearch, DearByTheTransportThatIsFaster) {
+  LinkModel link = gigabit(4);
+  const Transport& ring = link.transports.front();
+  const auto times = [](const CostTable& table, double factor) {
+    std::vector<CostPoint> points = table.points();
+    for (CostPoint& point : points) {
+      point.seconds *= factor;
+    }
+    return CostTable(points);
+  };
+  for (const double factor : {0.5, 2.0}) {
+    LinkModel both = link;
+    both.transports.push_back(
+        {Algorithm::kHierarchical, times(ring.reduce_scatter, factor), times(ring.all_gather, factor)});
+    const auto candidates = searchStrategies(growingLayers(40'000'000), both);
+    EXPECT_EQ(chosenOf(candidates).algorithm, factor < 1 ? "hierarchical" : "ring");
+    const auto dear = std::ranges::count_if(candidates, [](const Candidate& each) { return each.way == "dear"; });
+    EXPECT_EQ(dear, 4);
+  }
 }
 
 TEST(StrategySearch, CandidatesAreInOrderAndRepeat) {

@@ -194,7 +194,7 @@ TEST(BayesianTunerOracle, StartsFromTheExactOptimum) {
     BayesianTunerOptions options = BayesianTunerOptions::forModel(setting.profile.gradientBytes());
     const auto& gradients = setting.profile.gradients;
     const BucketCost reduce = [&](std::size_t bytes) {
-      return setting.link.transport(bytes).reduce_scatter.seconds(bytes);
+      return setting.link.transport("ring").reduce_scatter.seconds(bytes);
     };
     const EndsByKind optimum = optimalEnds(gradients, gradientsByKind(gradients), reduce);
     options.start_mb =

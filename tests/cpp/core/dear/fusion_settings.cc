@@ -120,6 +120,7 @@ double FusionSetting::seconds(double limit_mb) const {
   const PositionsByKind by_kind = gradientsByKind(profile.gradients);
   Candidate dear;
   dear.way = "dear";
+  dear.algorithm = "ring";
   dear.form = "sharded";
   dear.buckets =
       bucketsOfEnds(by_kind, uniformEnds(profile.gradients, by_kind, static_cast<std::size_t>(limit_mb * kMb)));

@@ -1,0 +1,67 @@
+"""Training by "dear" is single-process training by every transport, wherever the ranks are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Rank, run_ranks
+from pretended_hosts import be_on_host, needs_root
+from sharded import EXACT, FORMS, Pair, made, sgd
+from torch import nn
+
+import torchext
+
+PLACES = {
+    "in order": (0, 0, 1, 1),
+    "interleaved": (0, 1, 0, 1),
+    "of unequal size": (0, 0, 0, 1),
+    "one": (0, 0, 0, 0),
+}
+
+
+def deep() -> nn.Module:
+    """Buckets that go along the grid, and small ones that go directly."""
+    return nn.Sequential(nn.Linear(16, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 4))
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Damped: of many weights the gradients are but rounding, and would make steps of their own."""
+    return torch.optim.AdamW(parameters, lr=0.01, eps=0.03)
+
+
+def body_trains(rank: Rank, form: str, places: tuple[int, ...]) -> dict[str, float]:
+    be_on_host(places[rank.rank])
+    rank.init("gloo")
+    return {
+        f"{optimizer.__name__}, {bucket_mb} MiB": Pair(
+            rank, made(deep), optimizer, form=f"{form} over hierarchical", bucket_mb=bucket_mb
+        )
+        .run(6)
+        .done()
+        for optimizer in (sgd, adamw)
+        for bucket_mb in (0.1, 1.0)
+    }
+
+
+@needs_root
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("places", PLACES)
+def test_over_rooms(form: str, places: str) -> None:
+    for worst in run_ranks(body_trains, 4, form, PLACES[places], deadline=120):
+        assert max(worst.values()) < EXACT, str(worst)
+
+
+def body_differs(rank: Rank) -> None:
+    rank.init("gloo")
+    options = torchext.DeAROptions(transport=("auto", "hierarchical")[rank.rank])
+    group = dist.new_group(backend="dear", pg_options=options)
+    model = nn.parallel.DistributedDataParallel(made(deep), process_group=group)
+    with pytest.raises(dist.DistBackendError, match="transport hierarchical is False on rank 0 and True on rank 1"):
+        torchext.attach(model, sgd(model.parameters()))
+
+
+def test_ranks_that_differ_learn_of_it() -> None:
+    run_ranks(body_differs, 2)
