@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include <pybind11/functional.h>
@@ -82,7 +83,11 @@ auto ofForm(Form& (DearSynchronizer::*form)(), Result (Form::*method)(Arguments.
 void bindDear(py::module_& module) {
   bindOptions<DearOptions>(module, kDearDoc);
 
-  bindBackend<ProcessGroupDear>(module, "ProcessGroupDear");
+  bindBackend<ProcessGroupDear>(module, "ProcessGroupDear")
+      .def(py::init(
+               [](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<DearOptions>& options,
+                  const std::string& name) { return makeBackend<ProcessGroupDear>(rank, size, inner, options, name); }),
+           py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), py::arg("name"), NoGil());
 
   py::class_<DearPlan>(module, "DearPlan")
       .def(py::init([](std::vector<std::int64_t> gradient_order, std::vector<int> ends,
