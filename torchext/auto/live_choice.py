@@ -37,6 +37,7 @@ __all__ = ["AutoSynchronizer", "attach_choosing"]
 _CALLER = "torchext.attach"
 _WARM_UP_STEPS = 3
 _MEASURED_STEPS = 5
+_BEFORE = _WARM_UP_STEPS + _MEASURED_STEPS
 # What DistributedDataParallel is made with, and keeps.
 _FIXED_IN_DDP = {
     "ddp program": "not possible: the buckets of this DDP model are fixed; plan.apply makes one with the plan's",
@@ -124,7 +125,7 @@ class AutoSynchronizer(PlainSynchronizer):
             return self._plan.explain()
         if self._decided:
             return f"plain DDP: {self._reason}"
-        return f"not decided yet: {max(0, self._number)} of {_WARM_UP_STEPS + _MEASURED_STEPS} steps"
+        return f"not decided yet: {min(self._steps.taken, _BEFORE)} of {_BEFORE} steps"
 
     def synchronize(self) -> None:  # noqa: D102  # inherited
         if self._dear is not None:
@@ -196,7 +197,7 @@ class AutoSynchronizer(PlainSynchronizer):
         self._number += 1
         if self._number == _WARM_UP_STEPS:
             self._recorder = _Recorder(ddp.module)
-        if self._number >= _WARM_UP_STEPS + _MEASURED_STEPS:
+        if self._number >= _BEFORE:
             self._decide()
         elif self._recorder is not None:
             self._recorder.begin()

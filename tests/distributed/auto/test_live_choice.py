@@ -162,7 +162,7 @@ def test_ranks_have_one_plan_of_measured_links_and_steps() -> None:
     assert len({plan for plan, *_ in results}) == 1
     for _, text, apart, told in results:
         assert apart < EXACT
-        assert told == ["not decided yet: 0 of 8 steps", "not decided yet: 4 of 8 steps"]
+        assert told == ["not decided yet: 0 of 8 steps", "not decided yet: 5 of 8 steps"]
         assert "DDP, default buckets" in text
         assert "not possible: the buckets of this DDP model are fixed" in text
         assert "not possible: this DDP model averages all gradients itself" in text
@@ -219,9 +219,8 @@ def body_plain(rank: Rank) -> dict[str, str]:
             steps(ddp, own)
             found[name] = reason(sync)
         model = Net()
-        ddp, own = DistributedDataParallel(model), None
-        own = sgd(model.parameters())
-        ddp.register_comm_hook(None, _average)
+        ddp, own = DistributedDataParallel(model), sgd(model.parameters())
+        ddp.register_comm_hook(None, lambda _, bucket: average(bucket))
         sync = torchext.attach(ddp, own)
         steps(ddp, own)
         found["hook"] = reason(sync)
@@ -235,7 +234,7 @@ def body_plain(rank: Rank) -> dict[str, str]:
     return found
 
 
-def _average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def average(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -270,6 +269,8 @@ def body_methods(rank: Rank) -> None:
                 sync.clip_grad_norm_(-1.0)
             with pytest.raises(RuntimeError, match="attached already"):
                 torchext.attach(beside.ddp, beside.optimizer)
+            beside.optimizer.zero_grad()
+            beside.twin_optimizer.zero_grad()
             beside.backward()
             assert float(sync.clip_grad_norm_(float("inf"))) > 0
             beside.optimizer.step()
@@ -364,7 +365,7 @@ def test_bad_input_is_refused_on_all_ranks() -> None:
         "plan must be a torchext.auto.SyncPlan, got str",
         "the optimizer does not own",
         "bucket_mb=2.0, and the backend 'torchext' chooses buckets by itself",
-        "parameter 0 is even.weight",
+        "parameter 0 is 'even.weight",
     )
     for found in run_ranks(body_refused, 2):
         for text, want in zip(found, wanted, strict=True):
@@ -390,7 +391,7 @@ def body_groups(rank: Rank, name: str) -> list[str]:
         beside.sync.detach()
     model = Net()
     own = sgd(model.parameters())
-    ddp, sync = plan.apply(model, own)
+    ddp, sync = plan.apply(model, own, trust=True)
     assert isinstance(sync, torchext.DearSynchronizer)
     assert ddp.process_group is dist.group.WORLD
     sync.detach()
