@@ -15,7 +15,7 @@ import importlib
 import warnings
 from typing import Any
 
-BACKENDS: tuple[str, ...] = ("dear", "dssync", "hop", "prague")
+BACKENDS: tuple[str, ...] = ("dear", "dssync", "hop", "prague", "torchext")
 DEVICES: tuple[str, ...] = ("cpu", "cuda")
 
 

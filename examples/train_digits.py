@@ -42,6 +42,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 TORCHEXT_BACKENDS = {
     "prague": "PragueOptions",
     "dear": "DeAROptions",
+    "torchext": "DeAROptions",
     "dssync": "DSSyncOptions",
     "hop": "HopOptions",
 }

@@ -176,7 +176,7 @@ LAWS: dict[str, Law] = {
     "torchext/auto": Law(
         "network and model are measured, and ways of synchronising gradients predicted, chosen and applied",
         (
-            *("torchext/_attach.py", "torchext/ddp", "torchext/backends"),
+            *("torchext/_attach.py", "torchext/dear", "torchext/ddp", "torchext/backends"),
             *("torchext/errors.py", "torchext/_version.py", "torchext/base"),
         ),
     ),

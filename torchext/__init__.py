@@ -20,6 +20,7 @@ from torchext import nn, ops
 from torchext._attach import attach
 from torchext._C import ProcessGroupDear, ProcessGroupDSSync, ProcessGroupHop, ProcessGroupPrague
 from torchext.backends import backend_of, register
+from torchext.ddp.attach_checks import attachers
 from torchext.ddp.synchronizer import Synchronizer
 from torchext.dear.dear_synchronizer import DearSynchronizer
 from torchext.decentralized.hop_synchronizer import HopSynchronizer
@@ -55,6 +56,14 @@ __all__ = [
 join = join_running_job  # its name until 0.1
 
 register()
+
+
+def _attach_choosing(*given: Any) -> Synchronizer:
+    synchronizer: Synchronizer = importlib.import_module("torchext.auto.live_choice").attach_choosing(*given)
+    return synchronizer
+
+
+attachers["torchext"] = _attach_choosing
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext.backends import backend_of, is_wrapped
 from torchext.base.plain import plain
-from torchext.ddp.attach_checks import before_averaging, before_dear
+from torchext.ddp.attach_checks import attachers, before_averaging, before_dear
 from torchext.ddp.synchronizer import Synchronizer, abandon_ended, active_synchronizers, ignored_parameters
 from torchext.ddp.wrapped_optimizer import unwrapped
 from torchext.dear.bucket_source import BucketSource
@@ -32,13 +32,14 @@ from torchext.elastic.join import forget_newcomer, newcomer_of
 from torchext.elastic.membership import Membership
 from torchext.elastic.newcomers import Newcomer
 
-__all__ = ["attach", "check_dear", "listed"]
+__all__ = ["attach", "attach_planned", "check_dear", "listed", "why_not_dear"]
 
 _MEBIBYTE = 1 << 20
 _AVERAGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
+_Attached = TypeVar("_Attached", bound=Synchronizer)
 
 
 def listed(caller: str, optimizer: Any) -> Optimizers:
@@ -157,6 +158,9 @@ def attach(
             ``bucket_mb``. After 11 steps they are compared with plain all-reduce, in 66 more, and stay if they are
             faster. Where gradients come in another order than planned, sizes are tried as without a plan.
 
+    On the backend ``torchext`` the model trains as plain DDP for 8 steps, which are measured. Then it goes on by the
+    exact way that is predicted to be fastest: :class:`torchext.auto.AutoSynchronizer`.
+
     A model that is no longer needed wants ``detach()`` on every rank: if it is only forgotten, its threads and buffers
     stay until its group ends, because the other workers still count on it.
 
@@ -185,6 +189,10 @@ def attach(
     newcomer = newcomer_of(ddp_model.process_group)
     if newcomer is None:
         _check_not_wrapped(ddp_model)
+        own_attach = attachers.get(backend_of(ddp_model.process_group).name())
+        if own_attach is not None and plan is None:
+            _check_left_open(ddp_model.process_group, bucket_mb, on_peer_failure)
+            return own_attach(ddp_model, optimizers)
     if bucket_mb != "auto" and _is_hop(ddp_model, newcomer):
         raise ValueError(
             f"torchext.attach: bucket_mb must be 'auto' with hop, which sends whole models, got {bucket_mb!r}; leave "
@@ -214,9 +222,7 @@ def attach(
     else:
         assert isinstance(backend, _C.ProcessGroupDear)  # backend_of has refused all others
         synchronizer = _attach_dear(backend, ddp_model, optimizers, None if bucket_mb == "auto" else bucket_mb, plan)
-    ddp_model._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
-    _leave_at_exit(synchronizer)
-    return synchronizer
+    return _kept(ddp_model, synchronizer)
 
 
 def _check_plan(plan: object, bucket_mb: object, group: dist.ProcessGroup) -> None:
@@ -236,6 +242,17 @@ def _check_plan(plan: object, bucket_mb: object, group: dist.ProcessGroup) -> No
         raise ValueError(
             f"torchext.attach: the plan has buckets, and the group's DeAROptions have bucket_mb="
             f"{backend.options.bucket_mb!r}; leave one of the two out"
+        )
+
+
+def _check_left_open(group: dist.ProcessGroup, bucket_mb: object, on_peer_failure: str) -> None:
+    """Refuses what a backend that chooses by itself cannot do."""
+    if on_peer_failure == "continue":
+        _check_can_continue(group)
+    if bucket_mb != "auto":
+        raise ValueError(
+            f"torchext.attach: bucket_mb is {bucket_mb!r}, and the backend {backend_of(group).name()!r} chooses "
+            "buckets by itself; leave it out, or make the group with backend='dear'"
         )
 
 
@@ -380,15 +397,33 @@ def check_dear(model: nn.Module, optimizers: Optimizers, form: str) -> None:
         check_stepped(optimizer, form)
 
 
-def _attach_dear(
-    backend: _C.ProcessGroupDear,
-    ddp: DistributedDataParallel,
-    optimizers: Optimizers,
-    bucket_mb: float | None,
-    plan: BucketSource | None,
-) -> Synchronizer:
-    options: Any = backend.options  # declared as those of any backend
-    check_dear(ddp.module, optimizers, options.form)
+def why_not_dear(ddp: DistributedDataParallel, optimizers: Optimizers, form: str) -> str:
+    """Why ``dear`` cannot train this model with these optimizers; empty: it can."""
+    try:
+        _dear_parameters(ddp, optimizers, form)
+    except (TypeError, ValueError) as error:
+        return str(error).removeprefix("torchext.attach: ")
+    return ""
+
+
+def attach_planned(ddp: DistributedDataParallel, optimizers: Optimizers, plan: BucketSource) -> DearSynchronizer:
+    """Turns a model over to ``dear`` that :func:`attach` has given another synchronizer. Collective.
+
+    Args:
+        ddp: The model, on a group of ``dear``'s class; between two steps.
+        optimizers: Its own.
+        plan: With the buckets.
+    """
+    backend = backend_of(ddp.process_group)
+    assert isinstance(backend, _C.ProcessGroupDear)
+    return _kept(ddp, _attach_dear(backend, ddp, optimizers, None, plan))
+
+
+def _dear_parameters(
+    ddp: DistributedDataParallel, optimizers: Optimizers, form: str
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """What ``dear`` trains of a model; raises where it cannot."""
+    check_dear(ddp.module, optimizers, form)
     if ddp._comm_hooks:
         raise ValueError(
             "torchext.attach: the model has a communication hook (register_comm_hook), which dear would pass by; use "
@@ -418,6 +453,19 @@ def _attach_dear(
                 "trains a model on one device"
             )
         _check_dense("parameter", name, parameter)
+    return named
+
+
+def _attach_dear(
+    backend: _C.ProcessGroupDear,
+    ddp: DistributedDataParallel,
+    optimizers: Optimizers,
+    bucket_mb: float | None,
+    plan: BucketSource | None,
+) -> DearSynchronizer:
+    options: Any = backend.options  # declared as those of any backend
+    named = _dear_parameters(ddp, optimizers, options.form)
+    device = named[0][1].device if named else torch.device("cpu")
     names = [name for name, _ in named]
     parameters = [parameter for _, parameter in named]
     planned = None if plan is None else plan.dear_buckets(ddp.module, names, options.form, options.transport)
@@ -428,6 +476,13 @@ def _attach_dear(
     make_dedicated_group = None if dedicated_group is None else dedicated_group.make
     core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, planned, make_dedicated_group)
     return DearSynchronizer(core, ddp, optimizers, parameters, dedicated_group)
+
+
+def _kept(ddp: DistributedDataParallel, synchronizer: _Attached) -> _Attached:
+    """Keeps it as long as its model, and has it leave in order when the script ends."""
+    ddp._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
+    _leave_at_exit(synchronizer)
+    return synchronizer
 
 
 def _leave_at_exit(synchronizer: Synchronizer) -> None:

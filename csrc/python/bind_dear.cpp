@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include <pybind11/functional.h>
@@ -82,21 +83,28 @@ auto ofForm(Form& (DearSynchronizer::*form)(), Result (Form::*method)(Arguments.
 void bindDear(py::module_& module) {
   bindOptions<DearOptions>(module, kDearDoc);
 
-  bindBackend<ProcessGroupDear>(module, "ProcessGroupDear");
+  bindBackend<ProcessGroupDear>(module, "ProcessGroupDear")
+      .def(py::init(
+               [](int rank, int size, const InnerBackends& inner, const c10::intrusive_ptr<DearOptions>& options,
+                  const std::string& name) { return makeBackend<ProcessGroupDear>(rank, size, inner, options, name); }),
+           py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("options"), py::arg("name"), NoGil());
 
   py::class_<DearPlan>(module, "DearPlan")
       .def(py::init([](std::vector<std::int64_t> gradient_order, std::vector<int> ends,
-                       std::vector<std::int64_t> forward_order) {
+                       std::vector<std::int64_t> forward_order, bool hierarchical) {
              DearPlan plan;
              plan.gradient_order = std::move(gradient_order);
              plan.ends = std::move(ends);
              plan.forward_order = std::move(forward_order);
+             plan.hierarchical = hierarchical;
              return plan;
            }),
-           py::kw_only(), py::arg("gradient_order"), py::arg("ends"), py::arg("forward_order"))
+           py::kw_only(), py::arg("gradient_order"), py::arg("ends"), py::arg("forward_order"),
+           py::arg("hierarchical") = false)
       .def_readonly("gradient_order", &DearPlan::gradient_order)
       .def_readonly("ends", &DearPlan::ends)
-      .def_readonly("forward_order", &DearPlan::forward_order);
+      .def_readonly("forward_order", &DearPlan::forward_order)
+      .def_readonly("hierarchical", &DearPlan::hierarchical);
 
   py::class_<DearSynchronizer, Synchronizer, std::shared_ptr<DearSynchronizer>>(module, "DearSynchronizer")
       .def("expect_backward", &DearSynchronizer::expectBackward, py::arg("exchanges"), NoGil())

@@ -21,6 +21,7 @@ OPTIONS = {
     "dssync": torchext.DSSyncOptions,
     "hop": torchext.HopOptions,
     "dear": torchext.DeAROptions,
+    "torchext": torchext.DeAROptions,
 }
 
 

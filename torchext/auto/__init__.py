@@ -7,11 +7,13 @@
 from torchext.auto.candidates import Candidate, simulate
 from torchext.auto.factor_layers import FactorLayers
 from torchext.auto.link_model import LinkModel, OperationTable, calibrate
+from torchext.auto.live_choice import AutoSynchronizer
 from torchext.auto.step_profile import ParameterProfile, Profile, profile
 from torchext.auto.sync_plan import SyncPlan, plan
 from torchext.auto.verification import Verification, verify
 
 __all__ = [
+    "AutoSynchronizer",
     "Candidate",
     "FactorLayers",
     "LinkModel",

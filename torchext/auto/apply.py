@@ -29,7 +29,7 @@ from torchext.errors import UnsupportedBackendError
 if TYPE_CHECKING:
     from torchext.auto.sync_plan import SyncPlan
 
-__all__ = ["apply"]
+__all__ = ["apply", "told_of"]
 
 _CALLER = "SyncPlan.apply"
 _MEBIBYTE = 1 << 20
@@ -146,10 +146,11 @@ class _Maker:
             backend = None
         if isinstance(backend, _C.ProcessGroupDear):
             options: Any = backend.options
-            same = options.form == form and (options.transport == "hierarchical") == (transport == "hierarchical")
-            if same and options.bucket_mb == "auto":
+            hierarchical = options.transport == "hierarchical"
+            same = options.transport == "auto" or hierarchical == (transport == "hierarchical")
+            if same and options.form == form and options.bucket_mb == "auto":
                 return self._group
-        return self._new_group("dear", form=form, transport=transport if transport == "hierarchical" else "auto")
+        return self._new_group("dear", form=form)  # its transport follows the plan
 
     def _new_group(self, backend: str, **options: Any) -> dist.ProcessGroup:
         group = dist.new_group(
@@ -192,21 +193,28 @@ def _check_factors(plan: SyncPlan, model: nn.Module) -> None:
 
 def _agree(plan: SyncPlan, model: nn.Module, group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
     """All ranks have the same plan, model and versions; nothing is built before that is known."""
-    parameters = [
-        f"{name}, {parameter.dtype}, {tuple(parameter.shape)}, {'trained' if parameter.requires_grad else 'frozen'}"
-        for name, parameter in model.named_parameters()
-    ]
     text = json_file.dumps(plan)
     values: dict[str, Any] = {
         "the plan (its hash)": hashlib.sha256(text.encode()).hexdigest()[:16],
-        "torch": str(torch.__version__),
-        "torchext": __version__,
-        "the number of parameters": len(parameters),
-        **{f"parameter {at}": text for at, text in enumerate(parameters)},
+        **told_of(model),
         "arguments of DistributedDataParallel": sorted(arguments),
     }
     values |= {name: bool(arguments.get(name)) for name in _SAME_ARGUMENTS}
     check_same(_CALLER, group, values, kind=dist.DistBackendError)
+
+
+def told_of(model: nn.Module) -> dict[str, Any]:
+    """What ranks must have alike of a model and of versions, by name."""
+    parameters = [
+        f"{name}, {parameter.dtype}, {tuple(parameter.shape)}, {'trained' if parameter.requires_grad else 'frozen'}"
+        for name, parameter in model.named_parameters()
+    ]
+    return {
+        "torch": str(torch.__version__),
+        "torchext": __version__,
+        "the number of parameters": len(parameters),
+        **{f"parameter {at}": text for at, text in enumerate(parameters)},
+    }
 
 
 def _check_network(plan: SyncPlan, group: dist.ProcessGroup, device: torch.device) -> None:

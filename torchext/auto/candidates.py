@@ -122,7 +122,7 @@ def search(
         allow: Of these, which may be chosen.
         choose: ``"auto"``, or one of these.
         spare_bytes: Memory for what a way takes beside parameters, gradients and optimizer; 0: no limit.
-        refused: What cannot be -> why; ``"dear"``, ``"dear sharded"`` and so on.
+        refused: What cannot be -> why; ``"dear"``, ``"dear sharded"``, ``"dear hierarchical"`` and so on.
         without_rows: Names of layers whose rows cannot travel.
     """
     options = _C.SearchOptions(

@@ -189,7 +189,7 @@ class FactorLayers:
 
     def _forward(self, number: int, inputs: torch.Tensor, module: nn.Linear | nn.Embedding) -> torch.Tensor:
         if self._core is None:
-            return type(module).forward(module, inputs)
+            return _plain_forward(module, inputs)
         if not self.followed and torch.is_grad_enabled():
             raise RuntimeError(f"{_CALLER}: wrap the model in DistributedDataParallel and call follow(ddp) first")
         if isinstance(module, nn.Embedding):
@@ -252,6 +252,12 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
 
 
+def _plain_forward(module: nn.Linear | nn.Embedding, inputs: torch.Tensor) -> torch.Tensor:
+    forward: Any = type(module).forward
+    output: torch.Tensor = forward(module, inputs)
+    return output
+
+
 class _FactorForward:
     """Stands in a layer's place as its forward pass; in a copy of the layer that of any of its class."""
 
@@ -261,7 +267,7 @@ class _FactorForward:
     @eager_only("torchext.auto: rows of this layer are sent in the backward pass")
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if self._layers is None:
-            return type(self._module).forward(self._module, input)
+            return _plain_forward(self._module, input)
         return self._layers._forward(self._number, input, self._module)
 
     def __reduce__(self) -> Any:

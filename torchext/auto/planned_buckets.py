@@ -77,7 +77,12 @@ def dear_plan(profile: Profile, candidate: Candidate, model: nn.Module, names: S
     used = sorted(
         (parameter.first_use, place[parameter.name]) for parameter in profile.parameters if parameter.name in place
     )
-    return _C.DearPlan(gradient_order=order, ends=ends, forward_order=[at for _, at in used] + rest)
+    return _C.DearPlan(
+        gradient_order=order,
+        ends=ends,
+        forward_order=[at for _, at in used] + rest,
+        hierarchical=candidate.transport == "hierarchical",
+    )
 
 
 def bucket_limits(profile: Profile, candidate: Candidate, model: nn.Module, *, registered: bool) -> list[int] | None:

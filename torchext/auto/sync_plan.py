@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from torchext.auto.step_profile import Profile, Step, checked_model
 from torchext.auto.step_profile import profile as measure
 from torchext.ddp.synchronizer import Synchronizer
 
-__all__ = ["SyncPlan", "plan"]
+__all__ = ["SyncPlan", "plan", "plan_of", "planned_by_first", "why_no_dear"]
 
 _CALLER = "torchext.auto.plan"
 _STATE_TENSORS = 2  # of an optimizer, by parameter: Adam's
@@ -124,7 +124,7 @@ class SyncPlan:
                 f"torchext.attach: the plan is for form={chosen.form!r}, and the group's DeAROptions have form={form!r}"
                 "; make the group with the plan's, or call plan.apply(model, optimizer)"
             )
-        if (chosen.transport == "hierarchical") != (transport == "hierarchical"):
+        if transport != "auto" and (chosen.transport == "hierarchical") != (transport == "hierarchical"):
             raise ValueError(
                 f"torchext.attach: the plan is for a transport that is {chosen.transport!r}, and the group's "
                 f"DeAROptions have transport={transport!r}; make the group with the plan's, or call "
@@ -238,26 +238,48 @@ def plan(
     with errors_on_all(_CALLER, group):
         spare = _spare_bytes(memory, profile, group.size())
     if group.size() == 1:
-        return SyncPlan(profile, None, (), allow, str(torch.__version__), __version__)
+        return plan_of(profile, None, (), allow)
     if link is None:
         link = calibrate(group, device=device)
+    known, network = profile, link
+
+    def candidates() -> list[Candidate]:
+        without_rows = _without_rows(model, known)
+        return search(
+            known,
+            network,
+            listed=INEXACT,
+            allow=allow,
+            choose=choose,
+            spare_bytes=spare,
+            refused=_refused(model, form, known, without_rows),
+            without_rows=tuple(without_rows),
+        )
+
+    return planned_by_first(_CALLER, group, profile, link, candidates, allow)
+
+
+def planned_by_first(
+    caller: str,
+    group: dist.ProcessGroup,
+    profile: Profile,
+    link: LinkModel,
+    candidates: Callable[[], Sequence[Candidate]],
+    allow: tuple[str, ...] = ("exact",),
+) -> SyncPlan:
+    """Has rank 0 search, and sends its plan to all. Collective."""
     found: str | None = None
-    with errors_on_all(_CALLER, group):
+    with errors_on_all(caller, group):
         if group.rank() == 0:
-            without_rows = _without_rows(model, profile)
-            candidates = search(
-                profile,
-                link,
-                listed=INEXACT,
-                allow=allow,
-                choose=choose,
-                spare_bytes=spare,
-                refused=_refused(model, form, profile, without_rows),
-                without_rows=tuple(without_rows),
-            )
-            made = SyncPlan(profile, link, tuple(candidates), allow, str(torch.__version__), __version__)
-            found = json_file.dumps(made)
+            found = json_file.dumps(plan_of(profile, link, candidates(), allow))
     return json_file.loads(SyncPlan, sent_by_first(group, found), "rank 0's plan")
+
+
+def plan_of(
+    profile: Profile, link: LinkModel | None, candidates: Sequence[Candidate], allow: tuple[str, ...] = ("exact",)
+) -> SyncPlan:
+    """A plan that is made here and now."""
+    return SyncPlan(profile, link, tuple(candidates), allow, str(torch.__version__), __version__)
 
 
 def _check_choice(choose: str, allow: tuple[str, ...], form: str) -> None:
@@ -327,7 +349,15 @@ def _refused(model: nn.Module, form: str, profile: Profile, without_rows: dict[s
         refused["factors"] = f"not possible: {next(iter(without_rows.values()))}"
     if form == "replicated":
         refused["dear sharded"] = "not possible: form is 'replicated'"
+    why = why_no_dear(model)
+    if why:
+        refused["dear"] = f"not possible: {why}"
+    return refused
+
+
+def why_no_dear(model: nn.Module) -> str:
+    """What of a model ``dear`` cannot train; empty: nothing."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            refused["dear"] = f"not possible: {name!r} has sparse gradients"
-    return refused
+            return f"{name!r} has sparse gradients"
+    return ""

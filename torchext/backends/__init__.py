@@ -89,6 +89,8 @@ BACKENDS: dict[str, BackendClass] = {
     "dssync": BackendClass(options=_C.DSSyncOptions, create=_C.ProcessGroupDSSync),
     "hop": BackendClass(options=_C.HopOptions, create=_C.ProcessGroupHop),
     "prague": BackendClass(options=_C.PragueOptions, create=_C.ProcessGroupPrague),
+    # Last: DeAROptions alone mean "dear".
+    "torchext": BackendClass(options=_C.DeAROptions, create=functools.partial(_C.ProcessGroupDear, name="torchext")),
 }
 
 

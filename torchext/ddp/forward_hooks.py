@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchext.ddp.under_way import Arrivals
 
-__all__ = ["Hook", "OutputHook", "tensors_in", "wait_in_front"]
+__all__ = ["Hook", "OutputHook", "is_compiled", "tensors_in", "wait_in_front"]
 
 
 class _Nothing:
@@ -56,7 +56,7 @@ def wait_in_front(ddp: DistributedDataParallel, arrivals: Arrivals) -> list[Remo
     Returns:
         The hooks.
     """
-    compiled = any(_is_compiled(module) for module in ddp.modules())
+    compiled = any(is_compiled(module) for module in ddp.modules())
     scripted = [module for module in ddp.modules() if isinstance(module, torch.jit.ScriptModule)]
     handles = []
     if compiled or scripted:
@@ -85,7 +85,8 @@ def _is_graph(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module runs as a graph of torch.compile."""
     # By name: importing torch._dynamo to ask takes seconds.
     return type(module).__name__ == "OptimizedModule" or _is_graph(module)
 

@@ -20,6 +20,7 @@ from torchext.options import LONGEST_TIMEOUT
 
 __all__ = ["forget_newcomer", "join_running_job", "newcomer_of"]
 
+_NOT_JOINED = ("dear", "torchext")  # each worker holds what dies with it
 _newcomer: Newcomer | None = None
 
 
@@ -62,8 +63,8 @@ def join_running_job(
     global _newcomer
     if dist.is_initialized():
         raise RuntimeError("torchext.join_running_job after init_process_group; it takes its place")
-    if backend not in BACKENDS or backend == "dear":
-        can = ", ".join(repr(name) for name in sorted(BACKENDS) if name != "dear")
+    if backend not in BACKENDS or backend in _NOT_JOINED:
+        can = ", ".join(repr(name) for name in sorted(BACKENDS) if name not in _NOT_JOINED)
         raise ValueError(f"torchext.join_running_job: backend must be one of {can}, got {backend!r}")
     options = options_for(backend, pg_options)
     if not isinstance(timeout, timedelta):

@@ -69,7 +69,9 @@ class ProcessGroupDear : public AttachableBackend {
     c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
   };
 
-  ProcessGroupDear(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options);
+  // name: "dear", or "torchext" where torchext.attach() is to choose between plain DDP and dear.
+  ProcessGroupDear(int rank, int size, InnerBackends inner, c10::intrusive_ptr<Options> options,
+                   const std::string& name = "dear");
   ~ProcessGroupDear() override;
 
   const Options& dearOptions() const { return *dear_options_; }

@@ -88,7 +88,8 @@ class ExactCandidates {
   }
 
   std::string refusal(const Candidate& candidate) const {
-    for (const std::string& key : {candidate.way, candidate.way + " " + candidate.form}) {
+    for (const std::string& key :
+         {candidate.way, candidate.way + " " + candidate.form, candidate.way + " " + candidate.algorithm}) {
       if (const auto refused = options_.refused.find(key); refused != options_.refused.end()) {
         return refused->second;
       }

@@ -33,9 +33,9 @@ std::vector<at::Tensor> chunksOf(const ShardBuckets& buckets, int world_size) {
   return chunks;
 }
 
-std::unique_ptr<ShardExchange> exchangeOf(ProcessGroupDear& group, int channel) {
+std::unique_ptr<ShardExchange> exchangeOf(ProcessGroupDear& group, int channel, bool hierarchical) {
   const PointToPoint transport = group.dataTransport();
-  if (group.dearOptions().transport != "hierarchical") {
+  if (!hierarchical) {
     return std::make_unique<ShardExchange>(transport, channel);
   }
   const core::RankGrid grid = core::roomGrid(roomsOf(transport, group));
@@ -48,7 +48,7 @@ std::unique_ptr<ShardExchange> exchangeOf(ProcessGroupDear& group, int channel) 
 }  // namespace
 
 BucketExchanges::BucketExchanges(c10::intrusive_ptr<ProcessGroupDear> group, const std::vector<at::Tensor>& parameters,
-                                 const MakeDedicatedGroup& make_dedicated_group)
+                                 bool hierarchical, const MakeDedicatedGroup& make_dedicated_group)
     : group_(std::move(group)), parameters_(parameters), channel_(group_->nextChannel()) {
   if (make_dedicated_group) {
     dedicated_group_ = make_dedicated_group();
@@ -59,7 +59,7 @@ BucketExchanges::BucketExchanges(c10::intrusive_ptr<ProcessGroupDear> group, con
           dedicated_group->abortBecauseOf(rank, reason);
         });
   } else {
-    transfers_ = exchangeOf(*group_, channel_);
+    transfers_ = exchangeOf(*group_, channel_, hierarchical);
   }
   const c10::Device device = parameters_.empty() ? c10::Device(c10::kCPU) : parameters_.front().device();
   exchange_ = std::make_shared<ExchangeThread>(device, [this](const std::exception_ptr& error) { fail(error); });

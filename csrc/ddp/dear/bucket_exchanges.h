@@ -49,7 +49,7 @@ class BucketExchanges {
 
   // Collective. parameters: outlive this. make_dedicated_group: see DearSynchronizer.
   BucketExchanges(c10::intrusive_ptr<ProcessGroupDear> group, const std::vector<at::Tensor>& parameters,
-                  const MakeDedicatedGroup& make_dedicated_group);
+                  bool hierarchical, const MakeDedicatedGroup& make_dedicated_group);
   BucketExchanges(const BucketExchanges&) = delete;
   BucketExchanges& operator=(const BucketExchanges&) = delete;
 

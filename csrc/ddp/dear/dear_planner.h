@@ -35,6 +35,7 @@ struct DearPlan {
   std::vector<int> ends;  // of explicit buckets (core/dear/bucket_ends.h); empty: by bucket_bytes
   std::vector<std::int64_t> gradient_order;
   std::vector<std::int64_t> forward_order;
+  bool hierarchical = false;  // the transport where the group's options leave it open; read when a model is attached
   friend bool operator==(const DearPlan&, const DearPlan&) = default;
 };
 

@@ -76,10 +76,11 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
   const c10::Device device = parameters_.empty() ? c10::Device(c10::kCPU) : parameters_.front().device();
   const double bucket = bucket_mb.value_or(options.bucket_mb);
   const DearPlan& plan = planner_.plan();
+  const bool hierarchical = options.transport == "hierarchical" || plan.hierarchical;
   AgreementFields fields{agreementOf("parameters", parameters_, described),
                          {"type of device", c10::DeviceTypeName(device.type(), /*lower_case=*/true)},
                          {"transport by collectives", static_cast<bool>(make_dedicated_group)},
-                         {"transport hierarchical", options.transport == "hierarchical"},
+                         {"transport hierarchical", hierarchical},
                          {"bucket_mb", bucket == 0 ? std::nullopt : std::optional(bucket)},
                          {"ends of the plan's buckets", c10::str(plan.ends)},
                          {"gradient in order", namesOf(plan.gradient_order, names_)},
@@ -87,7 +88,7 @@ DearSynchronizer::DearSynchronizer(c10::intrusive_ptr<ProcessGroupDear> group, s
   const AgreementFields same = optionsAgreement(options, group_->getSize());
   fields.insert(fields.end(), same.begin(), same.end());
   agreeOnAttach(*group_, fields);
-  exchanges_ = std::make_unique<BucketExchanges>(group_, parameters_, make_dedicated_group);
+  exchanges_ = std::make_unique<BucketExchanges>(group_, parameters_, hierarchical, make_dedicated_group);
   if (replicated_) {
     form_ = std::make_unique<ReplicatedForm>(parameters_, names_, pass_, *exchanges_);
   } else {

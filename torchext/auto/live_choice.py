@@ -1,0 +1,332 @@
+"""The backend ``torchext``: the first steps of a DDP model are measured, and it goes on by the fastest exact way."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from torchext._attach import attach_planned, why_not_dear
+from torchext.auto.all_ranks import check_same, device_of, errors_on_all, gathered
+from torchext.auto.apply import told_of
+from torchext.auto.candidates import Candidate, search
+from torchext.auto.explanation import described
+from torchext.auto.link_model import LinkModel, calibrate
+from torchext.auto.model_profile import Profile
+from torchext.auto.step_marks import Marks, StepMarks
+from torchext.auto.step_profile import merged
+from torchext.auto.step_watch import StepWatch
+from torchext.auto.sync_plan import SyncPlan, plan_of, planned_by_first, why_no_dear
+from torchext.backends import backend_of
+from torchext.base.eager_only import eager_only
+from torchext.ddp.forward_hooks import Hook
+from torchext.ddp.plain_synchronizer import PlainSynchronizer
+from torchext.ddp.step_hooks import after_step
+from torchext.dear.dear_synchronizer import DearSynchronizer
+
+__all__ = ["AutoSynchronizer", "attach_choosing"]
+
+_CALLER = "torchext.attach"
+_WARM_UP_STEPS = 3
+_MEASURED_STEPS = 5
+_BEFORE = _WARM_UP_STEPS + _MEASURED_STEPS
+# What DistributedDataParallel is made with, and keeps.
+_FIXED_IN_DDP = {
+    "ddp program": "not possible: the buckets of this DDP model are fixed; plan.apply makes one with the plan's",
+    "factors": "not possible: this DDP model averages all gradients itself; plan.apply makes one that leaves some out",
+}
+_logger = logging.getLogger("torchext")
+
+
+def attach_choosing(ddp: DistributedDataParallel, optimizers: tuple[torch.optim.Optimizer, ...]) -> AutoSynchronizer:
+    """What :func:`torchext.attach` does with a model on the backend ``torchext``. Collective.
+
+    Args:
+        ddp: The model, checked.
+        optimizers: Its own, checked.
+    """
+    group = ddp.process_group
+    link: LinkModel | None = None
+    options: Any = backend_of(group).options
+    if group.size() > 1:
+        with errors_on_all(_CALLER, group):
+            if options.bucket_mb != "auto":
+                raise ValueError(
+                    f"{_CALLER}: the group's DeAROptions have bucket_mb={options.bucket_mb!r}, and the backend "
+                    "'torchext' chooses buckets by itself; leave it out, or make the group with backend='dear'"
+                )
+            device = device_of(_CALLER, group, _device(ddp.module))
+        check_same(_CALLER, group, told_of(ddp.module) | {"form": options.form}, kind=dist.DistBackendError)
+        link = calibrate(group, device=device)
+    synchronizer = AutoSynchronizer(ddp, optimizers, link, options.form, options.transport)
+    ddp._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
+    return synchronizer
+
+
+class AutoSynchronizer(PlainSynchronizer):
+    """Trains as plain DDP for 8 steps, 5 of which are measured, and then by the fastest exact way.
+
+    :func:`torchext.attach` returns it for models on the backend ``torchext``, and has measured the links. In the
+    forward pass that begins the ninth step rank 0 plans for all ranks. Plain DDP stays unless ``dear`` is predicted to
+    be faster by more than 3 %, and by more than two calibrations differ. ``dear`` then compares its buckets with plain
+    all-reduce in 77 steps, and stays if these are measured faster. The model is that of plain DDP throughout.
+
+    ``stats()`` are those of what trains: of plain DDP ``steps``, ``mode`` and ``decided``; else of ``dear``.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        link: LinkModel | None,
+        form: str,
+        transport: str,
+    ) -> None:
+        super().__init__(ddp, optimizers)
+        self._link, self._form, self._transport = link, form, transport
+        self._plan: SyncPlan | None = None
+        self._reason = ""  # why there is no plan, when it is decided
+        self._dear: DearSynchronizer | None = None  # trains the model since the switch
+        self._steps = _StepCount(optimizers)
+        self._begun: int | None = None  # steps taken when the current one began
+        self._number = -1  # of the current step
+        self._recorder: _Recorder | None = None
+        self._decided = False
+        own = weakref.ref(self)
+
+        @eager_only("torchext: the first steps of a model are measured")
+        def enter() -> None:
+            alive = own()
+            if alive is not None:
+                alive._enter_forward()
+
+        self._choosing: list[RemovableHandle] = [ddp.register_forward_pre_hook(Hook(enter)), *self._steps.handles]
+
+    @property
+    def plan(self) -> SyncPlan | None:
+        """What was decided, and all that was considered; None until then, and where the steps could not be measured."""
+        return self._plan
+
+    @property
+    def dear(self) -> DearSynchronizer | None:
+        """What trains the model by ``dear``, with its calls for sharded checkpoints; None where plain DDP does."""
+        return self._dear
+
+    def explain(self) -> str:
+        """What was measured, every candidate and why it lost; before that how far it is."""
+        if self._plan is not None:
+            return self._plan.explain()
+        if self._decided:
+            return f"plain DDP: {self._reason}"
+        return f"not decided yet: {min(self._steps.taken, _BEFORE)} of {_BEFORE} steps"
+
+    def synchronize(self) -> None:  # noqa: D102  # inherited
+        if self._dear is not None:
+            self._dear.synchronize()
+        else:
+            super().synchronize()
+
+    @contextlib.contextmanager
+    def averaged(self, *, optimizer_state: bool = True) -> Iterator[nn.Module]:  # noqa: D102  # inherited
+        average = super().averaged if self._dear is None else self._dear.averaged
+        with average(optimizer_state=optimizer_state) as module:
+            yield module
+
+    def wait(self) -> None:  # noqa: D102  # inherited
+        if self._dear is not None:
+            self._dear.wait()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # noqa: D102  # inherited
+        if self._dear is not None:
+            return self._dear.clip_grad_norm_(max_norm, norm_type)
+        return super().clip_grad_norm_(max_norm, norm_type)
+
+    def stats(self) -> dict[str, Any]:  # noqa: D102  # inherited
+        if self._dear is not None:
+            return self._dear.stats()
+        return super().stats() | {"decided": self._decided}
+
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102  # inherited
+        return super().state_dict() if self._dear is None else self._dear.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102  # inherited
+        if self._dear is not None:
+            self._dear.load_state_dict(state)
+        else:
+            super().load_state_dict(state)
+
+    def detach(self) -> None:
+        """The model goes on as plain DDP, also where nothing has been decided yet. Safe twice.
+
+        Raises:
+            torch.distributed.DistBackendError: As :meth:`torchext.DearSynchronizer.detach`.
+        """
+        self._stop_choosing()
+        try:
+            if self._dear is not None:
+                self._dear.detach()
+        finally:
+            super().detach()
+
+    def _check_attached(self, what: str) -> None:
+        super()._check_attached(what)
+        group = self._ddp.process_group
+        if group not in dist.distributed_c10d._world.pg_map:
+            raise RuntimeError(f"Synchronizer.{what}: the process group has ended; call it before, or detach()")
+        failure = backend_of(group).failure[1]
+        if failure:
+            raise dist.DistBackendError(f"torchext: the group of an attached model has failed: {failure}")
+
+    def _enter_forward(self) -> None:
+        ddp = self._ddp
+        if self._decided or self._averaging or not (torch.is_grad_enabled() and ddp.training):
+            return
+        if ddp._join_config.enable:  # a rank without inputs would answer nothing of what comes
+            self._settle("DistributedDataParallel.join() is in use")
+            return
+        if self._begun == self._steps.taken:
+            return  # another pass of the same step
+        self._begun = self._steps.taken
+        self._number += 1
+        if self._number == _WARM_UP_STEPS:
+            self._recorder = _Recorder(ddp.module)
+        if self._number >= _BEFORE:
+            self._decide()
+        elif self._recorder is not None:
+            self._recorder.begin()
+
+    def _decide(self) -> None:
+        """Collective."""
+        recorder, group = self._recorder, self._ddp.process_group
+        assert recorder is not None  # since the warm-up
+        with errors_on_all(_CALLER, group):
+            own = recorder.profile()
+        profiles = gathered(group, own)
+        known = [profile for profile in profiles if profile is not None]
+        if len(known) < len(profiles):
+            self._settle("a measured step left no gradients")
+            return
+        try:
+            profile = merged(_CALLER, known)
+        except ValueError:  # on all ranks
+            self._settle("ranks have gradients of different parameters")
+            return
+        self._plan = self._planned(profile)
+        self._settle("")
+        if self._plan.chosen is not None:
+            self._follow_plan(self._plan, self._plan.chosen)
+
+    def _planned(self, profile: Profile) -> SyncPlan:
+        if self._link is None:
+            return plan_of(profile, None, ())
+        link, group = self._link, self._ddp.process_group
+        why = why_no_dear(self._ddp.module) or why_not_dear(self._ddp, self._optimizers, self._form)
+        why = next(filter(None, gathered(group, why)), "")
+        other = "replicated" if self._form == "sharded" else "sharded"
+        refused = _FIXED_IN_DDP | {f"dear {other}": f"not possible: form is {self._form!r}"}
+        if why:
+            refused["dear"] = f"not possible: {why}"
+        if self._transport != "auto":  # which follows the plan
+            other = "ring" if self._transport == "hierarchical" else "hierarchical"
+            refused[f"dear {other}"] = f"not possible: transport is {self._transport!r}"
+
+        def candidates() -> list[Candidate]:
+            return search(profile, link, listed=(), allow=("exact",), refused=refused)
+
+        return planned_by_first(_CALLER, group, profile, link, candidates)
+
+    def _follow_plan(self, plan: SyncPlan, chosen: Candidate) -> None:
+        speaks = self._ddp.process_group.rank() == 0
+        if chosen.way == "dear":
+            dear = attach_planned(self._ddp, self._optimizers, plan)
+            dear._core.steps = self._core.steps
+            self._dear = dear
+            dear._enter_forward()  # of the pass that has begun; its hook is called from the next one on
+        if speaks:
+            _logger.info("torchext: trains by %s", described(plan.profile, chosen))
+        StepWatch(self, self._optimizers[0], chosen.step_seconds, speaks=speaks)
+
+    def _settle(self, reason: str) -> None:
+        self._decided, self._reason = True, reason
+        self._stop_choosing()
+        if reason and self._ddp.process_group.rank() == 0:
+            _logger.info("torchext: trains by plain DDP: %s", reason)
+
+    def _stop_choosing(self) -> None:
+        for handle in self._choosing:
+            handle.remove()
+        self._choosing.clear()
+        if self._recorder is not None:
+            self._recorder.remove()
+            self._recorder = None
+
+
+class _StepCount:
+    """Counts the steps of a model: those of the optimizer that has taken the most."""
+
+    def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        self._counts = [0] * len(optimizers)
+        self.handles = [after_step(optimizer, self._counting(at)) for at, optimizer in enumerate(optimizers)]
+
+    @property
+    def taken(self) -> int:
+        return max(self._counts)
+
+    def _counting(self, place: int) -> Any:
+        counts = self._counts
+
+        @eager_only("torchext: steps are counted")
+        def count(*_: Any) -> None:
+            counts[place] += 1
+
+        return count
+
+
+class _Recorder:
+    """Marks the steps of the script's own training."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._marks = StepMarks(model, own_steps=False)
+        self._steps: list[Marks] = []
+        self._pending = False  # the root's forward pass begins a step
+        self._handles = self._marks.hooks()
+        self._handles.append(model.register_forward_pre_hook(Hook(self._enter_root), prepend=True))  # first of all
+
+    def begin(self) -> None:
+        """The next pass of the model begins a step. DDP broadcasts buffers before, which is no compute."""
+        self._pending = True
+
+    def profile(self) -> Profile | None:
+        """Of the steps so far; None where one has no gradients."""
+        self._marks.watch.wait()
+        watch = self._marks.watch
+        for marks in self._steps:
+            if not marks.ready:
+                return None
+            begin = marks.begin
+            # Then DDP waits for the averages, which is no compute either.
+            marks.end = max(marks.ready.values(), key=lambda mark: watch.seconds(begin, mark))
+        return self._marks.profile(self._steps) if self._steps else None
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter_root(self) -> None:
+        if self._pending:
+            self._pending = False
+            self._steps.append(self._marks.begin())
+
+
+def _device(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
