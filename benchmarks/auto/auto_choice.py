@@ -237,8 +237,8 @@ class PowerSGD(Training):
     def wrap(self) -> nn.Module:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-        # One bucket: the hook all-reduces anew in callbacks, and Gloo's threads may order those of two buckets differently
-        # on each rank, which then wait for each other.
+        # One bucket: the hook all-reduces anew in callbacks, and Gloo's threads may order those of two buckets
+        # differently on each rank, which then wait for each other.
         ddp = DistributedDataParallel(self.module, init_sync=False, bucket_cap_mb=4096)
         state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=LOCAL_FROM)
         ddp.register_comm_hook(state, powerSGD_hook)

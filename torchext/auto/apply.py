@@ -150,7 +150,7 @@ class _Maker:
             same = options.transport == "auto" or hierarchical == (transport == "hierarchical")
             if same and options.form == form and options.bucket_mb == "auto":
                 return self._group
-        return self._new_group("dear", form=form)  # its transport follows the plan
+        return self._new_group("dear", form=form, transport=transport if transport == "hierarchical" else "auto")
 
     def _new_group(self, backend: str, **options: Any) -> dist.ProcessGroup:
         group = dist.new_group(
