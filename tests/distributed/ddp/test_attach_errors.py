@@ -315,7 +315,7 @@ def test_ranks_that_disagree() -> None:
 def body_moved(rank: Rank) -> list[tuple[str, str, float]]:
     rank.init()
     errors = []
-    for what, backend in itertools.product(("parameter", "buffer"), ("prague", "hop")):
+    for what, backend in itertools.product(("parameter", "buffer", "order"), ("prague", "hop")):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         ddp = DistributedDataParallel(model, process_group=new_group(backend))
         optimizer = sgd(ddp)
@@ -323,15 +323,17 @@ def body_moved(rank: Rank) -> list[tuple[str, str, float]]:
         step(ddp, optimizer)
         if what == "parameter":
             model[0].weight.data = model[0].weight.data.double()
-        else:
+        elif what == "buffer":
             model[1].running_mean.data = model[1].running_mean.data.double()
+        else:  # which DDP's reducer would not follow
+            model[0].weight.data = model[0].weight.data.t().contiguous().t()
         errors.append(elapsed_error(optimizer.step))
     return errors
 
 
 def test_tensors_given_other_memory() -> None:
     for errors in run_ranks(body_moved, 2):
-        for (kind, text, seconds), index in zip(errors, (0, 0, 4, 4), strict=True):
+        for (kind, text, seconds), index in zip(errors, (0, 0, 4, 4, 0, 0), strict=True):
             assert kind == "RuntimeError"
             assert f"parameter or buffer {index} " in text and "before it is wrapped" in text, text
             assert seconds < DEADLINE

@@ -269,6 +269,39 @@ def test_a_gradient_that_a_step_has_used_up_is_not_read_in_the_sharded_form() ->
     assert run_ranks(read_after_the_step, 2) == [True, True]
 
 
+# ---- Gradients that a hook takes ----
+
+
+def taken(script: Script) -> torch.Tensor:
+    """Gradients are moved elsewhere as they come, averaged by the script, and put back."""
+    model = script.wrap(wide())
+    optimizer = momentum(model.parameters())
+    script.attach(optimizer)
+    found: dict[torch.Tensor, torch.Tensor] = {}
+
+    def take(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        found[parameter] = parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    for _ in range(3):
+        with model.no_sync():
+            loss(script).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(found[parameter], group=script.group)
+            parameter.grad = found[parameter] / 2
+        optimizer.step()
+        optimizer.zero_grad()
+    return script.result()
+
+
+@pytest.mark.parametrize("form", ATTACHED)
+def test_gradients_that_a_hook_takes_away(form: str) -> None:
+    assert max(run_ranks(apart, 2, form, taken)) < 1e-6
+
+
 # ---- Gradients that are kept over a step ----
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
@@ -336,6 +369,31 @@ def frozen_later(script: Script, before_the_step: bool) -> torch.Tensor:
 @pytest.mark.parametrize("form", DEAR)
 def test_frozen_with_a_gradient(form: str, before_the_step: bool) -> None:
     assert max(run_ranks(apart, 2, form, frozen_later, before_the_step)) < 1e-6
+
+
+def body_kept_by_one(rank: Rank, without: bool) -> str:
+    """Only rank 1 adds to a gradient that a change is missing of: that of rank 0 is zeros, or not there."""
+    rank.init("gloo")
+    script = Script(rank, "dear-sharded")
+    model = script.wrap(wide(), find_unused_parameters=without)
+    optimizer = momentum(model.parameters())
+    script.attach(optimizer)
+    try:
+        for _ in range(3):
+            (loss(script) * rank.rank).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+            if without and rank.rank == 0:
+                model.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_a_lost_change_on_one_rank_is_told_to_all(without: bool) -> None:
+    for found in run_ranks(body_kept_by_one, 2, without, deadline=20):
+        assert "was changed before the last step" in found and "zero_grad()" in found, found
 
 
 def body_looks_alone(rank: Rank) -> str:
