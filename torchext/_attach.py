@@ -184,6 +184,7 @@ def attach(
         raise ValueError(f"torchext.attach: on_peer_failure must be 'raise' or 'continue', got {on_peer_failure!r}")
     if plan is not None:
         _check_plan(plan, bucket_mb, ddp_model.process_group)
+    _check_shared(ddp_model)
     _check_others(ddp_model, on_peer_failure)
     membership = None
     newcomer = newcomer_of(ddp_model.process_group)
@@ -253,6 +254,25 @@ def _check_left_open(group: dist.ProcessGroup, bucket_mb: object, on_peer_failur
         raise ValueError(
             f"torchext.attach: bucket_mb is {bucket_mb!r}, and the backend {backend_of(group).name()!r} chooses "
             "buckets by itself; leave it out, or make the group with backend='dear'"
+        )
+
+
+def _check_shared(ddp: DistributedDataParallel) -> None:
+    """Refuses parameters of another attached model: both would exchange them, one behind the other's back."""
+
+    def shared() -> list[str]:
+        theirs = set[int]().union(*(other._trained for other in active_synchronizers()))
+        ignored = ignored_parameters(ddp)
+        named = ddp.module.named_parameters()
+        return [name for name, p in named if p.requires_grad and id(p) in theirs and id(p) not in ignored]
+
+    if shared():
+        gc.collect()  # models that are gone may wait in cycles
+    if names := shared():
+        raise ValueError(
+            f"torchext.attach: {len(names)} of the model's parameters ({_shown(names)}) are those of a model that is "
+            "attached already; to wrap a module anew call detach() of what attach returned for it first, and put "
+            "models that share parameters into one module under one DistributedDataParallel"
         )
 
 

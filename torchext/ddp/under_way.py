@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ class Arrivals(abc.ABC):
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
         self._positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+        self._one_at_a_time = threading.RLock()  # a script's threads may touch tensors at once
         weakref.finalize(self, _forget, [id(tensor) for tensor in tensors], weakref.ref(self)).atexit = False
 
     def expect(self, positions: Iterable[int]) -> None:
@@ -74,7 +76,12 @@ class Arrivals(abc.ABC):
         """Waits for those of a module's own tensors that are under way."""
         expected = [position for position in positions if isinstance(self._tensors[position], UnderWay)]
         if expected:
-            self.arrive_all(expected)
+            self.arrive(expected)
+
+    def arrive(self, positions: Sequence[int]) -> None:
+        """As :meth:`arrive_all`, in any thread."""
+        with self._one_at_a_time:
+            self.arrive_all(positions)
 
     def enter_graph(self, positions: Sequence[int]) -> None:
         """Waits for tensors that code outside of torch's dispatch reads, and settles them if it can."""
@@ -153,7 +160,7 @@ def _arrive(tensor: Any) -> None:
         _expected.pop(id(tensor), None)
         _make_plain(tensor)
     else:
-        arrivals.arrive_all([entry[1]])
+        arrivals.arrive([entry[1]])
 
 
 def _as_plain(tensor: Any, action: Callable[[Any], Any]) -> Any:

@@ -291,7 +291,8 @@ class DearParameters(Arrivals):
 
     def any_rank(self, flag: torch.Tensor) -> None:
         """See :class:`SliceOwner`."""
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        with _on_all_ranks():
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
 
     def whole(self, position: int) -> torch.Tensor:
         """See :class:`SliceOwner`."""
@@ -324,7 +325,8 @@ class DearParameters(Arrivals):
         ]
         norms = torch.stack(own)
         norms = norms if infinite else norms**order
-        dist.all_reduce(norms, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self._group)
+        with _on_all_ranks():
+            dist.all_reduce(norms, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self._group)
         norms = norms if infinite else norms ** (1.0 / order)
         return {position: norm.to(part.dtype) for (position, part), norm in zip(parts.items(), norms, strict=True)}
 
@@ -332,7 +334,8 @@ class DearParameters(Arrivals):
         """Makes all averaged gradients the parameters' own, whole. Collective."""
         assert self._slices is not None
         states: dict[int, dict[str, Any]] = {position: {"grad": part} for position, part in self._parts().items()}
-        whole = self._slices.whole(states)
+        with _on_all_ranks():
+            whole = self._slices.whole(states)
         for position in self._reduced:
             gradient = whole[position]["grad"] if position in whole else None
             set_own_gradient(self._parameters[position], gradient)
@@ -340,3 +343,15 @@ class DearParameters(Arrivals):
                 self._sliced[position].settled = gradient
         self._changed = False
         self.drop()
+
+
+@contextlib.contextmanager
+def _on_all_ranks() -> Iterator[None]:
+    """Inside, all ranks look at gradients in slices; where some do not come, the others are told what it was."""
+    try:
+        yield
+    except dist.DistBackendError as error:
+        raise type(error)(
+            "dear: gradients are in slices in the sharded form, and to look at them is collective: do it on every "
+            f"rank, or take DeAROptions(form='replicated') ({error})"
+        ) from error

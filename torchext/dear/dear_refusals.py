@@ -6,13 +6,18 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["ELEMENTWISE", "check_stepped", "refuse_copies"]
+__all__ = ["ELEMENTWISE", "ONE_BY_ONE", "check_stepped", "refuse_copies"]
 
 # Each element of a parameter is stepped by itself: a slice is stepped as the whole would be.
 ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
     *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD),
     torch.optim.Rprop,
+)
+# Each parameter is stepped by itself, when the optimizer is asked to, with what its state and its group say.
+ONE_BY_ONE = (
+    *ELEMENTWISE,
+    *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
 )
 _NOT_COPIED = (
     "dear: an attached optimizer cannot be copied or pickled, its parameters are stepped for a model and a group of "

@@ -131,6 +131,15 @@ class DearState:
         """What is stepped of a parameter."""
         return self._parts[position]
 
+    def versions(self) -> list[int]:
+        """Numbers that tell whether what is stepped has been written."""
+        return [part._version for part in self._parts.values()]
+
+    @property
+    def parts(self) -> Iterable[int]:
+        """The positions of parameters of which there is one; it holds the parameter's memory."""
+        return self._parts.keys()
+
     def _part(self, position: int) -> nn.Parameter:
         if position not in self._parts:
             self._parts[position] = nn.Parameter(self._core.stepped(position))

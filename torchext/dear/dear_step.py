@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
 from torchext import _C
 from torchext.base.eager_only import STEP_IS_EAGER, eager_only
-from torchext.ddp.step_hooks import unhooked, unhooked_step
+from torchext.ddp.step_hooks import closure_of, unhooked, unhooked_step, with_closure
 from torchext.dear.dear_parameters import DearParameters
-from torchext.dear.dear_refusals import ELEMENTWISE, refuse_copies
+from torchext.dear.dear_refusals import ONE_BY_ONE, refuse_copies
 from torchext.dear.dear_state import DearState, groups_of
 from torchext.dear.deferred_step import DeferredStep
 
@@ -28,6 +29,9 @@ class DearStep:
 
     The optimizer's hooks are called around it, once. Inside, the class's own step is done: on the model's parameters
     while DDP's reducer averages; on this rank's slices in the sharded form; later in the replicated form.
+
+    That is so for classes of ``torch.optim``. Of others nobody knows when they call their closure, what else they are
+    given, what they return and what they keep beside their state: they step at once, but for the sharded form's slices.
 
     Args:
         core: The C++ synchronizer.
@@ -55,21 +59,26 @@ class DearStep:
         self._deferred, self._own, self._begins, self._ends = deferred, own, begins, ends
         self._step = unhooked_step(optimizer)
         self.under_way = False
+        self._versions: list[int] = []  # of slices, when they were about to be stepped
         attributes = optimizer.__dict__
         # Somebody's own, a scheduler's say, which only counts; another may do more than the class's.
         self._before = {name: attributes[name] for name in _REPLACED if name in attributes}
         before = self._before.get("step")
-        self._own_step = None if before is None or hasattr(before, "_wrapped_by_lr_sched") else before
+        counted = hasattr(before, "_wrapped_by_lr_sched")
+        self._own_step = None if before is None or counted else before
+        self._known = type(optimizer) in ONE_BY_ONE and self._own_step is None
         # One that is not torch's does more than clear gradients, and is called after these have been cleared.
         own_class = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
         self._cleared = optimizer.zero_grad if own_class or "zero_grad" in self._before else None
 
         @functools.wraps(type(optimizer).step)
-        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **others: Any) -> Any:
-            return self._do(closure, others)
+        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._do(args, kwargs)
 
-        hooked = torch.optim.Optimizer.profile_hook_step(_with_name(step))
-        optimizer.step = self._now = types.MethodType(eager_only(STEP_IS_EAGER)(hooked), optimizer)  # type: ignore[method-assign]
+        hooked: Any = eager_only(STEP_IS_EAGER)(torch.optim.Optimizer.profile_hook_step(_with_name(step)))
+        if counted:  # or the scheduler that was made before takes this for a step that it cannot count, and warns
+            hooked._wrapped_by_lr_sched = True
+        optimizer.step = self._now = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         attributes["__deepcopy__"] = attributes["__reduce_ex__"] = refuse_copies
 
@@ -85,49 +94,90 @@ class DearStep:
             if name in self._before:
                 attributes[name] = self._before[name]
 
-    def _plainly(self, closure: Callable[[], Any] | None, others: dict[str, Any]) -> Any:
-        return self._step(self._optimizer, **({} if closure is None else {"closure": closure}), **others)
+    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._step(self._optimizer, *args, **kwargs)
 
-    def _do(self, closure: Callable[[], Any] | None, others: dict[str, Any]) -> Any:
-        loss = None
+    def _do(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._known and (self._core.allreduce or not self._state.sharded):
+            return self._do_at_once(args, kwargs)
+        loss, closure = None, closure_of(args, kwargs)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            others["closure"] = lambda: loss
-        self.under_way = True
-        try:
-            self._take(others)
-        finally:
-            self.under_way = False
+            args, kwargs = with_closure(args, kwargs, lambda: self._passed(loss))
+        with self._inside():
+            self._begins()
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
+            if self._core.allreduce:
+                self._run(args, kwargs)
+            elif self._state.sharded:
+                self._step_slices(args, kwargs)
+            else:
+                self._deferred.remember()
+            self._ends()
         return loss
 
-    def _take(self, others: dict[str, Any]) -> None:
-        self._begins()
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
-        if self._core.allreduce:
-            self._run(others)
-        elif self._state.sharded:
-            self._step_slices(others)
-        else:
-            self._deferred.remember()
-        self._ends()
+    def _passed(self, loss: Any) -> Any:
+        """What a closure gives whose passes have been made before the step."""
+        if self._state.sharded and not self._core.allreduce and self._state.versions() != self._versions:
+            raise RuntimeError(
+                f"dear: {type(self._optimizer).__name__}.step() calls its closure when it has moved parameters, of "
+                "which each rank has a slice in the sharded form; take DeAROptions(form='replicated')"
+            )
+        return loss
 
-    def _run(self, others: dict[str, Any]) -> None:
+    def _do_at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The step, on the parameters and with whole gradients; passes of its closure are a part of it."""
+        closure, begun = closure_of(args, kwargs), False
+
+        def begin() -> None:
+            nonlocal begun
+            begun = True
+            self._begins()
+            if not self._core.allreduce:
+                self._parameters.settle_rest()
+
+        def then() -> Any:
+            loss = closure()  # type: ignore[misc]
+            begin()  # only now: what was there before may be gradients of no_sync(), to which the closure has added
+            return loss
+
+        with self._inside():
+            if closure is None:
+                begin()
+            else:
+                args, kwargs = with_closure(args, kwargs, then)
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]
+            result = self._run(args, kwargs)
+            if not begun:  # it has not called its closure
+                begin()
+            self._ends()
+        return result
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self.under_way = True
+        try:
+            yield
+        finally:
+            self.under_way = False
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._own_step is None:
-            self._step(self._optimizer, **others)
-            return
+            return self._step(self._optimizer, *args, **kwargs)
         with unhooked(self._optimizer):
-            self._own_step(**others)
+            return self._own_step(*args, **kwargs)
 
-    def _step_slices(self, others: dict[str, Any]) -> None:
+    def _step_slices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Steps what has arrived while the rest is on its way.
 
         Otherwise the link would be idle while everything is stepped, between the last reduce-scatter and the first
         all-gather.
         """
         optimizer, parameters = self._optimizer, self._parameters
-        in_parts = type(optimizer) in ELEMENTWISE and self._own_step is None
+        in_parts = self._known
         with self._state.as_slices() as position_of:
+            self._versions = self._state.versions()
             groups = optimizer.param_groups
             held = [position_of(part) for group in groups for part in group["params"]]
             left = {position for position in held if position is not None}
@@ -142,22 +192,24 @@ class DearStep:
                     and known <= bucket < arrived
                 }
                 if early:
-                    self._step_of(early, groups_of(groups, early, position_of), others)
+                    self._step_of(early, groups_of(groups, early, position_of), args, kwargs)
                     left -= early
                 known = arrived
             # Without those that have been stepped, but what is no parameter of the model.
             stepped = {position for position in held if position is not None} - left
             rest = [{**g, "params": [p for p in g["params"] if position_of(p) not in stepped]} for g in groups]
-            self._step_of(left, rest if stepped else groups, others)
+            self._step_of(left, rest if stepped else groups, args, kwargs)
         parameters.spend(self._own())
 
-    def _step_of(self, positions: set[int], groups: list[dict[str, Any]], others: dict[str, Any]) -> None:
+    def _step_of(
+        self, positions: set[int], groups: list[dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         for position in positions:
             self._state.part_of(position).grad = self._parameters.own_slice(position)
         optimizer, whole = self._optimizer, self._optimizer.param_groups
         optimizer.param_groups = groups
         try:
-            self._run(others)
+            self._run(args, kwargs)
         finally:
             optimizer.param_groups = whole
 

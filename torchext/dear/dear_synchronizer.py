@@ -19,6 +19,7 @@ from torchext import _C
 from torchext.backends import backend_of
 from torchext.base.eager_only import eager_only
 from torchext.ddp.forward_hooks import Hook, OutputHook, tensors_in
+from torchext.ddp.shared_memory import SharedMemory
 from torchext.ddp.step_round import StepRound
 from torchext.ddp.synchronizer import Synchronizer, _check_max_norm
 from torchext.dear.dear_parameters import DearParameters
@@ -112,7 +113,9 @@ class DearSynchronizer(Synchronizer):
                 optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait()),
             ]
+        self._memory = SharedMemory(parameters)
         self._synced = True  # the last forward pass was not inside no_sync()
+        self._in_forward = False  # a forward pass has begun, in which DDP's reducer is kept out
         self._static_recorded = False
         self._reduced = True  # DDP's reducer has averaged gradients so far
         core.on_reduced(_weakly(self._parameters, DearParameters.reduced))
@@ -284,6 +287,8 @@ class DearSynchronizer(Synchronizer):
                 "dear: DistributedDataParallel.join() is not supported: a rank that has no more inputs would have to "
                 "answer exchanges that DDP does not see; give all ranks as many (DistributedSampler does)"
             )
+        if self._in_forward:  # it has ended with what hooks are not called for, KeyboardInterrupt say
+            self._give_reducer_back()
         self._synced = ddp.require_backward_grad_sync
         self._core.wait_tensors([])  # raises where the group has failed
         self._parameters.before_pass()
@@ -292,17 +297,23 @@ class DearSynchronizer(Synchronizer):
             ddp.require_backward_grad_sync = False
             # With a static graph DDP would record the first backward pass, which it does not see.
             self._static_recorded, ddp._static_graph_delay_allreduce_enqueued = _static_recorded(ddp), True
+            self._in_forward = True
 
     def _leave_forward(self, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
         self._watch_backward(output)
         if not self._core.allreduce:
-            self._ddp.require_backward_grad_sync = self._synced
-            self._ddp.require_forward_param_sync = self._synced  # the next forward pass, of any kind, goes by it
-            self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
+            self._give_reducer_back()
             if self._core.replicated:
                 self.wait()  # for parameters that this forward pass did not use: the coming backward pass takes over
+
+    def _give_reducer_back(self) -> None:
+        """What :meth:`_enter_forward` has told DDP's reducer is over."""
+        self._in_forward = False
+        self._ddp.require_backward_grad_sync = self._synced
+        self._ddp.require_forward_param_sync = self._synced  # the next forward pass, of any kind, goes by it
+        self._ddp._static_graph_delay_allreduce_enqueued = self._static_recorded
 
     @eager_only("dear looks at the outputs of forward passes")
     def _watch_backward(self, output: Any) -> None:
@@ -353,8 +364,18 @@ class DearSynchronizer(Synchronizer):
         self._core.after_step()
         if self._sharded and not self._core.allreduce and not self._reduced:
             self._parameters.expect_values()  # all are gathered, whoever has stepped
+        if not self._reduced and (held := self._memory_of_scripts()):
+            self._parameters.arrive_all(held)
         with torch.inference_mode(False):  # of who calls the step: state may be made anew
             self._follow()
+
+    def _memory_of_scripts(self) -> list[int]:
+        """The positions of parameters whose memory a script has kept, who reads it without asking."""
+        own = [int(self._core.bucket_count > 0)] * len(self._memory)
+        for state in self._states:
+            for position in state.parts:
+                own[position] += 1  # a slice
+        return self._memory.held_by_others(own)
 
     def _wait_tensors(self, positions: list[int]) -> None:
         if self._sharded and self._round.is_partial:

@@ -6,6 +6,7 @@ Whoever looks at the optimizer's state meanwhile has the rest of the step done f
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -17,16 +18,9 @@ from torchext import _C
 from torchext.ddp.step_hooks import unhooked_step
 from torchext.ddp.under_way import own_gradient, set_own_gradient
 from torchext.dear.dear_parameters import DearParameters
-from torchext.dear.dear_refusals import ELEMENTWISE
 from torchext.dear.dear_state import groups_of, in_order
 
 __all__ = ["DeferredStep"]
-
-# Optimizers that step each parameter by itself; others step all of them at once, when the first one is needed.
-_ONE_BY_ONE = (
-    *ELEMENTWISE,
-    *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
-)
 
 _OF_SCALER = ("grad_scale", "found_inf")
 
@@ -54,7 +48,7 @@ class DeferredStep:
 
     Args:
         core: The C++ synchronizer.
-        optimizer: Its class's step is what is done.
+        optimizer: Steps each parameter by itself; its class's step is what is done.
         parameters: The model's.
         names: Theirs.
         wait: Waits until no gradient is under way, and calls :meth:`finish`.
@@ -80,7 +74,6 @@ class DeferredStep:
         self._own = own
         self._groups: list[dict[str, Any]] = []  # as they were, for the step under way
         self._left: dict[int, _Gradient] = {}  # by position: not stepped yet
-        self._one_by_one = type(optimizer) in _ONE_BY_ONE
         self._state: Any = None  # of that step, whatever a script has put in its place since
         self._scaler: dict[str, torch.Tensor | None] = {}  # what a GradScaler has told a fused optimizer, for that step
         self.running = False
@@ -121,11 +114,6 @@ class DeferredStep:
 
     def apply(self, positions: Iterable[int]) -> None:
         """Does the step for the parameters at these positions, where that has not been done; gradients are there."""
-        if not self._left:
-            return
-        if not self._one_by_one:
-            self._wait()
-            return
         wanted = [position for position in positions if position in self._left]
         if wanted:
             self._run(wanted)
@@ -145,7 +133,7 @@ class DeferredStep:
         optimizer = self._optimizer
         groups = optimizer.param_groups
         own = groups_of(self._groups, positions, self._parameters.position_of)
-        optimizer.param_groups = [group for group in own if group["params"]] if self._one_by_one else own
+        optimizer.param_groups = [group for group in own if group["params"]]
         self.running = True  # who looks at the state now is the step
         state, optimizer.state = optimizer.state, self._state
         kept = len(optimizer.state)
@@ -167,10 +155,6 @@ class DeferredStep:
             for name in self._scaler:
                 del attributes[name]
             attributes.update(now)
-        if not self._one_by_one:
-            # What the step itself has changed, a counter say; what others have changed since, stays.
-            for group, before, after in zip(groups, self._groups, own, strict=True):
-                group.update({k: v for k, v in after.items() if k != "params" and v is not before.get(k)})
 
     def _put_gradients(self, chosen: dict[int, _Gradient]) -> dict[int, torch.Tensor | None]:
         """Makes gradients the parameters' own; returns those that are to be it after the step, where it is others."""
@@ -233,6 +217,12 @@ def _in_no_mode(step: Callable[..., Any]) -> Callable[[torch.optim.Optimizer], N
     """The step, out of the modes that a forward pass may be in; without gradients, as all steps."""
 
     def alone(optimizer: torch.optim.Optimizer) -> None:
+        if _is_recorded():
+            _in_a_thread(lambda: without_modes(optimizer))
+        else:
+            without_modes(optimizer)
+
+    def without_modes(optimizer: torch.optim.Optimizer) -> None:
         devices = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
         with contextlib.ExitStack() as modes:
             modes.enter_context(torch.inference_mode(False))  # first: it turns gradients on
@@ -242,6 +232,21 @@ def _in_no_mode(step: Callable[..., Any]) -> Callable[[torch.optim.Optimizer], N
             step(optimizer)
 
     return alone
+
+
+def _is_recorded() -> bool:
+    """Whether something takes operations of this thread for its own: a transform, a tracer, a mode."""
+    return bool(
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _in_a_thread(action: Callable[[], None]) -> None:
+    """Does it in a thread of its own, which is in none of them."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        threads.submit(action).result()
 
 
 def _kept(value: Any) -> Any:

@@ -166,7 +166,8 @@ def _whole(value: Any) -> Any:
         if value.gone:
             raise RuntimeError(
                 "dear: in the sharded form the averaged gradient is in slices, which are gone after optimizer.step() "
-                "and optimizer.zero_grad(); read it before, or take DeAROptions(form='replicated')"
+                "and optimizer.zero_grad(); read it before, or take DeAROptions(form='replicated'). Where a model goes "
+                "through something with its gradients (model.to(), torch.compile), call optimizer.zero_grad() first"
             )
         return value.owner.whole(value.position) if value.settled is None else value.settled
     if isinstance(value, dict):

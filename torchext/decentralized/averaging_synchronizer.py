@@ -22,7 +22,8 @@ from torchext import _C
 from torchext.backends import backend_of, group_of_one
 from torchext.ddp.forward_hooks import Hook
 from torchext.ddp.replica_notice import ReplicaNotice
-from torchext.ddp.step_hooks import after_step, before_step
+from torchext.ddp.shared_memory import SharedMemory
+from torchext.ddp.step_hooks import after_step, before_step, calls_closure_first, closure_of, with_closure
 from torchext.ddp.step_round import StepRound
 from torchext.ddp.synchronizer import Synchronizer, active_synchronizers
 from torchext.ddp.under_way import Arrivals
@@ -65,6 +66,7 @@ class AveragingSynchronizer(Synchronizer):
         self._membership: Membership | None = None
         self._make_core: Callable[[Any], _C.AveragingSynchronizer] | None = None
         self._tensors = (*tensors, *self._frozen)
+        self._memory = SharedMemory(tensors)
         self._buffers = ReassignedBuffers(ddp.module, tensors)
         self._stepping = False  # the optimizer's step is under way
         self._awaits_closure: torch.optim.Optimizer | None = None  # steps, and its closure has not been called
@@ -152,13 +154,14 @@ class AveragingSynchronizer(Synchronizer):
     def _before_step(self, *given: Any) -> tuple[Any, Any] | None:
         """In front of the step, or, with a closure, behind its passes: the average hides under these.
 
-        LBFGS compares the losses of several passes, between which nobody else may change parameters.
+        LBFGS compares the losses of several passes, between which nobody else may change parameters. A class of
+        somebody's own may have moved them before it calls its closure, and put them back after it.
         """
         self._stepping = True
-        optimizer, args, kwargs = given
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        optimizer, (_, *others), kwargs = given
+        closure = closure_of(tuple(others), kwargs)
         self._awaits_closure = None  # of a step that ended with its closure's error
-        if closure is None or isinstance(optimizer, torch.optim.LBFGS):
+        if closure is None or not calls_closure_first(optimizer):
             self._begin_step(optimizer)
             return None
         self._check_step()
@@ -169,7 +172,8 @@ class AveragingSynchronizer(Synchronizer):
             self._begin_awaited_step()
             return loss
 
-        return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
+        args, kwargs = with_closure(tuple(others), kwargs, then)
+        return (optimizer, *args), kwargs
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._buffers.restore()
@@ -208,6 +212,12 @@ class AveragingSynchronizer(Synchronizer):
 
         self._persist(end_step)
         self._arrivals.expect_all()
+        if held := self._memory_of_scripts():
+            self._arrivals.arrive_all(held)
+
+    def _memory_of_scripts(self) -> list[int]:
+        """The positions of tensors whose memory a script has kept, who reads it without asking."""
+        return self._memory.held_by_others([_HELD] * len(self._memory))
 
     def _synchronize(self) -> None:
         self._round.close()
@@ -426,6 +436,9 @@ def _refuse_join(name: str, **_: Any) -> None:
         "has no more inputs; give all ranks as many (DistributedSampler does), or use prague"
     )
 
+
+# How often the C++ side holds the memory of what is averaged: in the buckets, and where it was when it was attached.
+_HELD = 2
 
 # Of stats(), what adds up over several groups.
 _COUNTERS = {

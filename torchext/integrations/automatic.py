@@ -8,7 +8,6 @@ trainable parameters, on all ranks or on none.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import gc
 import itertools
@@ -205,15 +204,11 @@ def attach_found(
     everywhere = torch.tensor(int(bool(found)), device="cpu")
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=ddp.process_group)
     if found and everywhere.item():
-        counted = [optimizer for optimizer in found if hasattr(optimizer.step, "_wrapped_by_lr_sched")]
         try:
             synchronizer = attach(ddp, found)
         except (TypeError, ValueError) as error:
             reason = str(error)
         else:
-            for optimizer in counted:  # a scheduler would warn that it does not count steps, of which it is told
-                with contextlib.suppress(AttributeError):
-                    optimizer.step.__func__._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
             if say is not None and first:
                 say(
                     f"attached {type(ddp.module).__name__} with {_names(found)} to {name}, "

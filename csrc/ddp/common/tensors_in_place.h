@@ -66,7 +66,9 @@ class TensorsInPlace {
     return writes;
   }
 
-  // Before tensors are packed. c10::Error that names the first tensor that is of another shape, dtype or device now.
+  // Before tensors are packed. c10::Error that names the first tensor that is of another shape, dtype or device now, or
+  // a parameter in another order: DDP's reducer writes gradients by the strides that parameters had, and, where it has
+  // a hook, reads them by those that they have.
   void takeBack(const std::string& backend) {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
@@ -75,11 +77,13 @@ class TensorsInPlace {
         continue;
       }
       TORCH_CHECK(tensors_[i].sizes() == kept.sizes() && tensors_[i].options().type_equal(kept.options()) &&
-                      tensors_[i].device() == kept.device(),
+                      tensors_[i].device() == kept.device() &&
+                      (!tensors_[i].requires_grad() || sameOrder(tensors_[i], kept)),
                   backend, ": parameter or buffer ", i,
                   " (in order of registration) has been given other memory since torchext.attach (model.to(), .data = "
                   "...) of another kind: it is ",
-                  tensors_[i].toString(), tensors_[i].sizes(), ", and was ", kept.toString(), kept.sizes(),
+                  tensors_[i].toString(), tensors_[i].sizes(), " with strides ", tensors_[i].strides(), ", and was ",
+                  kept.toString(), kept.sizes(), " with strides ", kept.strides(),
                   "; change a model before it is wrapped in DistributedDataParallel and attached");
       kept.copy_(tensors_[i]);
       tensors_[i].set_data(kept);
@@ -87,6 +91,16 @@ class TensorsInPlace {
   }
 
  private:
+  // Of tensors of one shape.
+  static bool sameOrder(const at::Tensor& one, const at::Tensor& other) {
+    for (std::int64_t dim = 0; dim < one.dim(); ++dim) {
+      if (one.size(dim) > 1 && one.stride(dim) != other.stride(dim)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   // Tensors of inference mode have none, and cannot be written outside of it.
   std::uint32_t versionOf(std::size_t index) const {
     return tensors_[index].is_inference() ? 0

@@ -6,7 +6,8 @@ namespace torchext {
 
 void LocalGradients::note(std::size_t parameter) {
   const at::Tensor& gradient = parameters_[parameter].grad();
-  memory_[parameter] = gradient.layout() == at::kStrided ? gradient.data_ptr() : nullptr;
+  const bool dense = gradient.defined() && gradient.layout() == at::kStrided;
+  memory_[parameter] = dense ? gradient.data_ptr() : nullptr;
 }
 
 void LocalGradients::noteAll() {

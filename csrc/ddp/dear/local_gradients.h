@@ -20,7 +20,7 @@ class LocalGradients {
   LocalGradients(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names)
       : parameters_(parameters), names_(names), memory_(parameters.size(), nullptr) {}
 
-  // That of this parameter, as it is now; one that is not dense is not known.
+  // That of this parameter, as it is now; one that is not dense, or that a hook has taken away, is not known.
   void note(std::size_t parameter);
   void noteAll();
   void averaged(std::size_t parameter) { memory_[parameter] = nullptr; }

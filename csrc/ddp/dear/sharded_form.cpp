@@ -9,7 +9,8 @@ namespace torchext {
 ShardedForm::ShardedForm(const ProcessGroupDear& group, const std::vector<at::Tensor>& parameters,
                          const std::vector<std::string>& names, const DearPlan& plan, const BackwardPass& pass,
                          LocalGradients& local, BucketExchanges& exchanges)
-    : rank_(group.getRank()),
+    : health_(group.health()),
+      rank_(group.getRank()),
       world_size_(group.getSize()),
       parameters_(parameters),
       names_(names),
@@ -65,16 +66,21 @@ void ShardedForm::beforeAccumulation(std::size_t parameter) {
   }
 }
 
-// With what a script has done to averaged gradients before a step, the parameters' own are not in accord.
+// With what a script has done to averaged gradients before a step, the parameters' own are not in accord. Those of
+// another rank may be zero or none, and are then what they would be: it goes on and waits for this rank's, or is told.
 void ShardedForm::checkNotLost(std::size_t parameter) {
   if (lost_.empty() || lost_[parameter] == nullptr) {
     return;
   }
   const at::Tensor& own = parameters_[parameter].grad();
-  TORCH_CHECK(!own.defined() || own.data_ptr() != lost_[parameter] || !own.any().item<bool>(), "dear: the gradient of ",
-              names_[parameter], " was changed before the last step and is added to after it, ",
-              "where that change is lost; call optimizer.zero_grad() after each step, or take ",
-              "DeAROptions(form='replicated')");
+  if (own.defined() && own.data_ptr() == lost_[parameter] && own.any().item<bool>()) {
+    const std::string text =
+        c10::str("the gradient of ", names_[parameter],
+                 " was changed before the last step and is added to after it, where that change is lost; call "
+                 "optimizer.zero_grad() after each step, or take DeAROptions(form='replicated')");
+    health_->poison(rank_, text);
+    TORCH_CHECK(false, "dear: ", text);
+  }
   lost_[parameter] = nullptr;
 }
 

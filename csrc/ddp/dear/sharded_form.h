@@ -9,12 +9,14 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/ATen.h>
 
+#include "c10d/fault/group_health.h"
 #include "ddp/dear/backward_pass.h"
 #include "ddp/dear/bucket_exchanges.h"
 #include "ddp/dear/dear_form.h"
@@ -55,6 +57,7 @@ class ShardedForm : public DearForm {
   void checkNotLost(std::size_t parameter);
   void gatherParameters();
 
+  const std::shared_ptr<GroupHealth> health_;
   const int rank_;
   const int world_size_;
   const std::vector<at::Tensor>& parameters_;

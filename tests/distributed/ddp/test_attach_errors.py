@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attached import new_group
 from harness import Rank, elapsed_error, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -153,6 +155,30 @@ def test_refused_at_once() -> None:
     assert run_ranks(body_refused, 2) == [True] * 2
 
 
+def body_shared(rank: Rank, backend: str) -> None:
+    """Two wrappers of the same parameters: a module that is wrapped anew, and a part that two models have."""
+    rank.init(backend)
+    encoder = nn.Linear(4, 4)
+    model, other = nn.Sequential(encoder, nn.Linear(4, 1)), nn.Sequential(encoder, nn.Linear(4, 2))
+    first = DistributedDataParallel(model)
+    sync = torchext.attach(first, sgd(first))
+    for module in (model, other):
+        again = DistributedDataParallel(module)
+        with pytest.raises(ValueError, match=r"\(0\.weight, .* are those of a model .* call detach\(\) of what"):
+            torchext.attach(again, sgd(again))
+    sync.detach()
+    again = DistributedDataParallel(model)
+    optimizer = sgd(again)
+    sync = torchext.attach(again, optimizer)
+    step(again, optimizer)
+    sync.detach()
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_parameters_of_another_attached_model(backend: str) -> None:
+    run_ranks(body_shared, 2, backend)
+
+
 def body_zero_redundancy(rank: Rank, backend: str) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -289,23 +315,25 @@ def test_ranks_that_disagree() -> None:
 def body_moved(rank: Rank) -> list[tuple[str, str, float]]:
     rank.init()
     errors = []
-    for what in ("parameter", "buffer"):
+    for what, backend in itertools.product(("parameter", "buffer", "order"), ("prague", "hop")):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        ddp = DistributedDataParallel(model, process_group=prague())
+        ddp = DistributedDataParallel(model, process_group=new_group(backend))
         optimizer = sgd(ddp)
         torchext.attach(ddp, optimizer)
         step(ddp, optimizer)
         if what == "parameter":
             model[0].weight.data = model[0].weight.data.double()
-        else:
+        elif what == "buffer":
             model[1].running_mean.data = model[1].running_mean.data.double()
+        else:  # which DDP's reducer would not follow
+            model[0].weight.data = model[0].weight.data.t().contiguous().t()
         errors.append(elapsed_error(optimizer.step))
     return errors
 
 
 def test_tensors_given_other_memory() -> None:
     for errors in run_ranks(body_moved, 2):
-        for (kind, text, seconds), index in zip(errors, (0, 4), strict=True):
+        for (kind, text, seconds), index in zip(errors, (0, 0, 4, 4, 0, 0), strict=True):
             assert kind == "RuntimeError"
             assert f"parameter or buffer {index} " in text and "before it is wrapped" in text, text
             assert seconds < DEADLINE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import dataclasses
 import pickle
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside_ddp import ATTACHED, Script, apart, wide
-from harness import run_ranks
+from harness import Rank, run_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 
@@ -160,9 +163,56 @@ def extension(script: Script) -> torch.Tensor:
     return script.result()
 
 
+def kept_memory(script: Script) -> torch.Tensor:
+    """What has the memory of parameters, kept from before the first step, and read as it is after each."""
+    model = wide()
+    vector = nn.utils.parameters_to_vector(list(model[0].parameters())).detach()
+    nn.utils.vector_to_parameters(vector, model[0].parameters())  # views of it
+    script.wrap(model)
+    kept = [vector, model[2].weight.data, *model[4].state_dict().values()]
+    array = model[2].bias.detach().numpy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    script.attach(optimizer)
+    seen = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss(script.ddp(script.inputs())).backward()
+        optimizer.step()
+        seen += [tensor.flatten().clone() for tensor in kept] + [torch.from_numpy(array.copy())]
+    script.result()
+    return torch.cat(seen)
+
+
+def transformed(script: Script) -> torch.Tensor:
+    """What functions of parameters are made of, right after a step: derivatives, traces, and passes without values."""
+    inputs = torch.ones(2, 16)
+    seen: list[torch.Tensor] = []
+    evaluations: list[Callable[[nn.Module], Any]] = [
+        lambda model: torch.func.jvp(model, (inputs,), (inputs,))[1],
+        lambda model: torch.func.jacrev(model)(inputs[0]),
+        lambda model: torch.jit.trace(model, inputs)(inputs),
+        lambda model: make_fx(model)(inputs)(inputs),
+        without_values,
+    ]
+
+    def step(model: nn.Sequential) -> torch.Tensor:
+        if (number := len(seen)) < len(evaluations):
+            seen.append(evaluations[number](model).detach().flatten())
+        return loss(script.ddp(script.inputs()))
+
+    weights = train(script, step)
+    return torch.cat([*seen, weights])
+
+
+def without_values(model: nn.Module) -> torch.Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        shape = model(torch.ones(2, 16)).shape
+    return torch.tensor(shape, dtype=torch.float32)
+
+
 SCRIPTS = [
     *(part_before, penalty_before, functional_weight, average_of_a_list, clipped_weights),
-    *(copies, collective, extension),
+    *(copies, collective, extension, kept_memory, transformed),
 ]
 
 
@@ -170,6 +220,53 @@ SCRIPTS = [
 @pytest.mark.parametrize("form", ATTACHED)
 def test_parameters_are_those_of_plain_ddp(form: str, script: Callable[[Script], torch.Tensor]) -> None:
     assert max(run_ranks(apart, 2, form, script)) < 1e-6
+
+
+def by_threads(script: Script, form: str) -> torch.Tensor:
+    """Several threads read all parameters at once after each step."""
+
+    def norms(model: nn.Module) -> torch.Tensor:
+        return torch.stack([parameter.detach().norm() for parameter in model.parameters()])
+
+    seen: list[torch.Tensor] = []
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+
+        def step(model: nn.Sequential) -> torch.Tensor:
+            if script.attached and form in ("dear", "dear-replicated"):
+                script.sync.wait()  # whose steps are made in the thread that reads
+            seen.extend(threads.map(norms, [model] * 3))
+            return loss(script.ddp(script.inputs()))
+
+        weights = train(script, step)
+    return torch.cat([*seen, weights])
+
+
+@pytest.mark.parametrize("form", ATTACHED)
+def test_threads_that_read_at_once(form: str) -> None:
+    assert max(run_ranks(apart, 2, form, by_threads, form)) < 1e-6
+
+
+def body_held(rank: Rank, form: str) -> list[int]:
+    """The parameters for which every step would wait, without need."""
+    rank.init("gloo")
+    script = Script(rank, form)
+    script.wrap(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.TransformerEncoderLayer(8, 2, 8)))
+    optimizer = torch.optim.AdamW(script.ddp.parameters())
+    script.attach(optimizer)
+    held, losses = [], []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(loss(script.ddp(script.inputs())))
+        losses[-1].backward()
+        optimizer.step()
+        held += script.sync._memory_of_scripts()
+    script.result()
+    return held
+
+
+@pytest.mark.parametrize("form", ATTACHED)
+def test_nobody_but_the_script_holds_memory_of_parameters(form: str) -> None:
+    assert run_ranks(body_held, 2, form) == [[], []]
 
 
 @dataclasses.dataclass

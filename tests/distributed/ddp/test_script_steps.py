@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from beside_ddp import ATTACHED, DEAR, Script, apart, wide
 from harness import Rank, elapsed_error, run_ranks
 from torch import nn
@@ -254,7 +256,9 @@ def read_after_the_step(rank: Rank) -> bool:
         optimizer.step()
         gradient = script.ddp.module[2].weight.grad
         assert gradient is not None and gradient.shape == (400, 400)
-        with pytest.raises(RuntimeError, match=r"slices, which are gone after .*form='replicated'"):
+        with pytest.raises(
+            RuntimeError, match=r"slices, which are gone after .*form='replicated'.*zero_grad\(\) first"
+        ):
             gradient.abs()
         clear()
         assert script.ddp.module[2].weight.grad is None or not script.ddp.module[2].weight.grad.any()
@@ -263,6 +267,39 @@ def read_after_the_step(rank: Rank) -> bool:
 
 def test_a_gradient_that_a_step_has_used_up_is_not_read_in_the_sharded_form() -> None:
     assert run_ranks(read_after_the_step, 2) == [True, True]
+
+
+# ---- Gradients that a hook takes ----
+
+
+def taken(script: Script) -> torch.Tensor:
+    """Gradients are moved elsewhere as they come, averaged by the script, and put back."""
+    model = script.wrap(wide())
+    optimizer = momentum(model.parameters())
+    script.attach(optimizer)
+    found: dict[torch.Tensor, torch.Tensor] = {}
+
+    def take(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        found[parameter] = parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    for _ in range(3):
+        with model.no_sync():
+            loss(script).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(found[parameter], group=script.group)
+            parameter.grad = found[parameter] / 2
+        optimizer.step()
+        optimizer.zero_grad()
+    return script.result()
+
+
+@pytest.mark.parametrize("form", ATTACHED)
+def test_gradients_that_a_hook_takes_away(form: str) -> None:
+    assert max(run_ranks(apart, 2, form, taken)) < 1e-6
 
 
 # ---- Gradients that are kept over a step ----
@@ -332,3 +369,99 @@ def frozen_later(script: Script, before_the_step: bool) -> torch.Tensor:
 @pytest.mark.parametrize("form", DEAR)
 def test_frozen_with_a_gradient(form: str, before_the_step: bool) -> None:
     assert max(run_ranks(apart, 2, form, frozen_later, before_the_step)) < 1e-6
+
+
+def body_kept_by_one(rank: Rank, without: bool) -> str:
+    """Only rank 1 adds to a gradient that a change is missing of: that of rank 0 is zeros, or not there."""
+    rank.init("gloo")
+    script = Script(rank, "dear-sharded")
+    model = script.wrap(wide(), find_unused_parameters=without)
+    optimizer = momentum(model.parameters())
+    script.attach(optimizer)
+    try:
+        for _ in range(3):
+            (loss(script) * rank.rank).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+            if without and rank.rank == 0:
+                model.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_a_lost_change_on_one_rank_is_told_to_all(without: bool) -> None:
+    for found in run_ranks(body_kept_by_one, 2, without, deadline=20):
+        assert "was changed before the last step" in found and "zero_grad()" in found, found
+
+
+def body_looks_alone(rank: Rank) -> str:
+    rank.init("gloo")
+    script = Script(rank, "dear-sharded")
+    script.wrap(wide())
+    script.attach(momentum(script.ddp.parameters()))
+    loss(script).backward()
+    if rank.rank == 1:
+        dist.destroy_process_group(script.group)
+        return ""
+    return elapsed_error(lambda: script.ddp.module[0].weight.grad.norm())[1]
+
+
+def test_a_rank_that_looks_at_a_gradient_alone_is_told_to_do_it_on_all() -> None:
+    found, _ = run_ranks(body_looks_alone, 2)
+    assert "do it on every rank, or take DeAROptions(form='replicated')" in found, found
+
+
+# ---- Passes that are interrupted ----
+
+
+def interrupted(script: Script) -> torch.Tensor:
+    """KeyboardInterrupt in a forward pass, for which torch calls no forward hooks; the script goes on."""
+    model = script.wrap(wide())
+    optimizer = momentum(model.parameters())
+    script.attach(optimizer)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for round_ in range(4):
+        optimizer.zero_grad()
+        if round_ == 2:
+            handle = model.module[2].register_forward_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                loss(script)
+            handle.remove()
+        loss(script).backward()
+        optimizer.step()
+    return script.result()
+
+
+@pytest.mark.parametrize("form", ATTACHED)
+def test_an_interrupted_forward_pass(form: str) -> None:
+    assert max(run_ranks(apart, 2, form, interrupted)) < 1e-6
+
+
+# ---- What torch says of steps ----
+
+
+def scheduled(script: Script, early: bool) -> torch.Tensor:
+    model = script.wrap(wide())
+    optimizer = momentum(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2) if early else None
+        script.attach(optimizer)
+        scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss(script).backward()
+            optimizer.step()
+            scheduler.step()
+        return script.result()
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("form", ATTACHED)
+def test_a_scheduler_does_not_warn(form: str, early: bool) -> None:
+    assert max(run_ranks(apart, 2, form, scheduled, early)) < 1e-6
