@@ -147,7 +147,8 @@ void LinkCalibration::grow() {
   for (std::int64_t bytes = kFirstBytes;; bytes *= kGrowth) {
     for (Operation& operation : operations_) {
       if (operation.growing) {
-        operation.sizes.push_back({.bytes = bytes, .calls = callsOf(bytes, forecast(operation))});
+        operation.sizes.push_back(
+            {.bytes = bytes, .estimate = 0.0, .calls = callsOf(bytes, forecast(operation)), .samples = {}});
       }
     }
     for (int round = 0; round < kFirstRepeats; ++round) {
