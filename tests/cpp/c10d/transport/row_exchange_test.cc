@@ -171,6 +171,7 @@ TEST_F(RowExchangeTest, ARankThatSendsNoRowsIsNamed) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   for (const double count : {1e6, -3.0, std::nan(""), kInfinity}) {
     const World world(2);
+    std::latch looked(1);  // until then rank 1 may not close its connections
     onRanks(2, [&](int rank) {
       const RowLinks links = linksOf(world, rank);
       if (rank == 1) {
@@ -178,11 +179,15 @@ TEST_F(RowExchangeTest, ARankThatSendsNoRowsIsNamed) {
         const at::Tensor message = at::zeros({1, 1 + 2 + 2 * (3 + 2) + 2 * (2 + 1)}, at::kDouble);
         message[0][2] = count;
         links.send(message, 0, kRowTag)->wait();
+        looked.wait();
         return;
       }
       Rank own(links);
-      own.rows.leave();
-      const std::string error = errorOf([&] { own.left[0]->wait(); });
+      const std::string error = errorOf([&] {
+        own.rows.leave();
+        own.left[0]->wait();
+      });
+      looked.count_down();
       EXPECT_TRUE(has(error, "who: what rank 1 has sent is no rows")) << error;
     });
   }

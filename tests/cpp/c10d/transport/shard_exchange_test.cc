@@ -187,7 +187,7 @@ TEST_F(ShardExchangeTest, NamesARankThatDiesAtAnyMessage) {
   EXPECT_GE(errors, 8) << "too few deaths fell into the call";
 }
 
-// Rank 3 never comes, and aborts.
+// Rank 3 never comes, and aborts. Who hears of its closed connection before its reason names that.
 TEST_F(ShardExchangeTest, AnAbortEndsItsWaits) {
   const World world(4);
   GroupOptions options("dear", seconds(30));
@@ -209,7 +209,7 @@ TEST_F(ShardExchangeTest, AnAbortEndsItsWaits) {
           run(*exchange.reduceScatter(buffer, 1.0));
           run(*exchange.allGather(buffer));
         });
-        EXPECT_TRUE(has(error, "rank 3 called abort()")) << error;
+        EXPECT_TRUE(has(error, "rank 3")) << error;
       });
 }
 
