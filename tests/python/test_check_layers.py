@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # for tools; at the end, so that torchext stays the installed one
 
-from tools.check_layers import LAWS, Law, circles, findings, table  # noqa: E402
+from tools.check_layers import circles, findings, table  # noqa: E402
+from tools.layer_laws import LAWS, Law  # noqa: E402
 
 CPP = {
     "csrc/core/base": Law("numbers"),
