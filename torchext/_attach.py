@@ -21,7 +21,13 @@ from torchext import _C
 from torchext.backends import backend_of, is_wrapped
 from torchext.base.plain import plain
 from torchext.ddp.attach_checks import attachers, before_averaging, before_dear
-from torchext.ddp.synchronizer import Synchronizer, abandon_ended, active_synchronizers, ignored_parameters
+from torchext.ddp.synchronizer import (
+    Synchronizer,
+    abandon_ended,
+    active_synchronizers,
+    exchanged_parameters,
+    ignored_parameters,
+)
 from torchext.ddp.wrapped_optimizer import unwrapped
 from torchext.dear.bucket_source import BucketSource
 from torchext.dear.dear_refusals import check_stepped
@@ -261,7 +267,7 @@ def _check_shared(ddp: DistributedDataParallel) -> None:
     """Refuses parameters of another attached model: both would exchange them, one behind the other's back."""
 
     def shared() -> list[str]:
-        theirs = set[int]().union(*(other._trained for other in active_synchronizers()))
+        theirs = exchanged_parameters()
         ignored = ignored_parameters(ddp)
         named = ddp.module.named_parameters()
         return [name for name, p in named if p.requires_grad and id(p) in theirs and id(p) not in ignored]

@@ -30,6 +30,7 @@ from torchext.base.eager_only import eager_only
 from torchext.ddp.forward_hooks import Hook
 from torchext.ddp.plain_synchronizer import PlainSynchronizer
 from torchext.ddp.step_hooks import after_step
+from torchext.ddp.synchronizer import Synchronizer
 from torchext.dear.dear_synchronizer import DearSynchronizer
 
 __all__ = ["AutoSynchronizer", "attach_choosing"]
@@ -175,6 +176,9 @@ class AutoSynchronizer(PlainSynchronizer):
                 self._dear.detach()
         finally:
             super().detach()
+
+    def _may_exchange(self) -> bool:
+        return Synchronizer._is_active(self)  # once it has switched
 
     def _check_attached(self, what: str) -> None:
         super()._check_attached(what)

@@ -21,7 +21,7 @@ from torchext.ddp.forward_hooks import wait_in_front
 from torchext.ddp.step_guard import refuse_other_optimizers
 from torchext.ddp.under_way import Arrivals
 
-__all__ = ["Synchronizer", "abandon_ended", "active_synchronizers", "ignored_parameters"]
+__all__ = ["Synchronizer", "abandon_ended", "active_synchronizers", "exchanged_parameters", "ignored_parameters"]
 
 _attached: weakref.WeakValueDictionary[int, Synchronizer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -30,6 +30,11 @@ _numbers = itertools.count()
 def active_synchronizers() -> list[Synchronizer]:
     """Those that may still train, in the order of attaching: not detached, and their groups live."""
     return [synchronizer for _, synchronizer in sorted(_attached.items()) if synchronizer._is_active()]
+
+
+def exchanged_parameters() -> set[int]:
+    """The ids of parameters that a synchronizer exchanges, or may come to exchange."""
+    return set[int]().union(*(other._trained for other in _attached.values() if other._may_exchange()))
 
 
 def abandon_ended(optimizer: torch.optim.Optimizer) -> None:
@@ -239,6 +244,9 @@ class Synchronizer(abc.ABC):
 
     def _is_active(self) -> bool:
         return not self._detached and self._ddp.process_group in dist.distributed_c10d._world.pg_map
+
+    def _may_exchange(self) -> bool:
+        return self._is_active()
 
     def _continues(self) -> bool:
         """Whether a worker's death makes its process group anew."""

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include <ATen/record_function.h>
 #include <c10/util/Logging.h>
@@ -29,8 +30,8 @@ constexpr int kTag = AttachableBackend::kGroupTags;
 
 class Prober {
  public:
-  explicit Prober(const PointToPoint& transport)
-      : transport_(transport), memory_(std::make_unique<std::byte[]>(kMostBytes)) {}
+  explicit Prober(PointToPoint transport)
+      : transport_(std::move(transport)), memory_(std::make_unique<std::byte[]>(kMostBytes)) {}
 
   // Bytes a second to `peer`, which answers meanwhile.
   double measure(int peer) {
