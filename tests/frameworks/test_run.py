@@ -114,7 +114,7 @@ def test_a_module_runs_and_a_missing_script_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train.py"], "--backend is missing: allowed dear, dssync, hop, prague. usage: torchrun"),
+        (["train.py"], "--backend is missing: allowed dear, dssync, hop, prague, torchext. usage: torchrun"),
         (["--backend", "dear", "--option", "form=both", "train.py"], "form"),
     ],
 )

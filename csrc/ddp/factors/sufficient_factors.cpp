@@ -213,9 +213,13 @@ void SufficientFactors::endLocalPass() {
 void SufficientFactors::settle(Lock& lock, bool writes) {
   rows();  // there is a group
   const std::shared_ptr<RowWaits> waits = waits_;
-  Settling& settling = settling_ ? *settling_ : settling_.emplace();
+  if (!settling_) {
+    settling_ = Settling{};
+  }
+  Settling& settling = *settling_;
   while (settling.arrivals.size() < left_.size()) {
-    settling.arrivals.push_back(waits->begin([message = left_[settling.arrivals.size()]] { message->wait(); }));
+    const Message& next = left_[settling.arrivals.size()];
+    settling.arrivals.push_back(waits->begin([message = next] { message->wait(); }));
   }
   const auto await = [&](const std::shared_future<void>& done) {
     mutex_.without(lock, [&] {
