@@ -1,6 +1,7 @@
 #include "core/transport/shard_schedule.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
 #include <numeric>
 
@@ -20,7 +21,7 @@ class SideRing {
   int rank(int distance) const { return grid_.order[index(place_ + (wrapped(own_ + distance) - own_) * stride_)]; }
   // The chunks of the part that the rank at that distance keeps.
   std::vector<int> part(int distance) const {
-    const auto begin = grid_.order.begin() + first_ + wrapped(own_ + distance) * stride_;
+    const auto begin = grid_.order.begin() + first_ + std::ptrdiff_t{wrapped(own_ + distance)} * stride_;
     std::vector<int> chunks(begin, begin + stride_);
     std::sort(chunks.begin(), chunks.end());
     return chunks;
@@ -37,9 +38,9 @@ class SideRing {
   int own_;
 };
 
-// Rounds of a reduce-scatter in the order of sides; each side's own rounds by `addRounds`.
+// Rounds of a reduce-scatter in the order of sides; each side's own rounds by `add_rounds`.
 template <class AddRounds>
-void forEachSide(const RankGrid& grid, int rank, const AddRounds& addRounds) {
+void forEachSide(const RankGrid& grid, int rank, const AddRounds& add_rounds) {
   const auto found = std::find(grid.order.begin(), grid.order.end(), rank);
   if (found == grid.order.end()) {
     throwInvalid("rank", rank, concat("one of the ", grid.order.size(), " in the grid"));
@@ -50,7 +51,7 @@ void forEachSide(const RankGrid& grid, int rank, const AddRounds& addRounds) {
   for (const int side : grid.sides) {
     stride /= side;
     const SideRing ring(grid, place, first, side, stride);
-    addRounds(ring, side);
+    add_rounds(ring, side);
     first += ring.own() * stride;
   }
 }

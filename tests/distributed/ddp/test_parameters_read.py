@@ -18,6 +18,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import torchext
 
 
 def loss(output: torch.Tensor) -> torch.Tensor:
@@ -314,3 +317,25 @@ def opaque(script: Script, kind: str, then: str) -> torch.Tensor:
 @pytest.mark.parametrize("form", ["dear-sharded", "dear-replicated", "dear"])
 def test_outputs_without_tensors(form: str, kind: str, then: str) -> None:
     assert max(run_ranks(apart, 2, form, opaque, kind, then)) < 1e-6
+
+
+def body_nothing_kept(rank: Rank, backend: str) -> list[int]:
+    """How many parameters the step waits for, because somebody seems to hold their memory."""
+    rank.init(backend)
+    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    sync: Any = torchext.attach(ddp, optimizer)
+    held = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        held.append(len(sync._memory_of_scripts()))
+    sync.detach()
+    return held
+
+
+@pytest.mark.parametrize("backend", ["dear", "dssync", "hop", "prague"])
+def test_a_plain_loop_keeps_no_memory_of_parameters(backend: str) -> None:
+    """Else each step would wait for all that is under way."""
+    assert run_ranks(body_nothing_kept, 2, backend) == [[0] * 4] * 2
