@@ -60,6 +60,7 @@ def make_model(layer: str) -> nn.Sequential:
     torch.manual_seed(0)
     if layer == "table":
         words = nn.Embedding(WORDS, WORD_WIDTH)
+        nn.init.normal_(words.weight, std=0.02)  # as language models do; next to 1 a step would be lost in rounding
         return nn.Sequential(words, nn.Flatten(), nn.Linear(WORDS_A_ROW * WORD_WIDTH, OUTPUTS))
     width = int(layer)
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, OUTPUTS))
