@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor, device
 from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, Store, Work
@@ -121,9 +121,10 @@ class DeAROptions(GroupOptions):
     def transport(self) -> str: ...
 
 class ProcessGroupDear(AttachableBackend):
-    def __init__(
-        self, rank: int, size: int, inner: InnerBackends, options: DeAROptions, name: str = "dear"
-    ) -> None: ...
+    @overload
+    def __init__(self, rank: int, size: int, inner: InnerBackends, options: DeAROptions) -> None: ...
+    @overload
+    def __init__(self, rank: int, size: int, inner: InnerBackends, options: DeAROptions, name: str) -> None: ...
     @property
     def options(self) -> DeAROptions: ...
 
