@@ -2,11 +2,10 @@
 
 Suites: cpp, asan, tsan (CMake and ctest), python, distributed, everyday, frameworks, packaging (pytest), slow (pytest,
 those marked slow). Without names, all but slow. --every N: of the suites that start processes only each N-th case.
-MAX_JOBS: compilers at a time, and tests, unless TEST_JOBS says
-otherwise for them.
-A suite that breaks before it can count is one failure; the others still run. At the end stand the slowest cases, and
-what each suite counted and took. The last line is always "N passed, N failed, N skipped", and the exit status is 0 only
-if nothing failed and something ran.
+MAX_JOBS: compilers at a time, and tests, unless TEST_JOBS says otherwise for them.
+A suite that breaks before it can count is one failure; the others still run. At the end stand the slowest cases, those
+that failed, and what each suite counted and took. The last line is always "N passed, N failed, N skipped", and the exit
+status is 0 only if nothing failed and something ran.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,11 +40,12 @@ SLOWEST = 10  # cases that are listed at the end
 
 @dataclass
 class Counts:
-    """What one suite, or all of them, counted."""
+    """What one suite, or all of them, counted, and the names of the cases that failed."""
 
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    names: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
@@ -54,6 +54,7 @@ class Counts:
         self.passed += other.passed
         self.failed += other.failed
         self.skipped += other.skipped
+        self.names += other.names
         return self
 
 
@@ -81,6 +82,7 @@ def read_report(report: Path) -> tuple[Counts, list[tuple[float, str]]]:
         times.append((float(case.get("time") or 0), whole))
         if case.find("failure") is not None or case.find("error") is not None:
             counts.failed += 1
+            counts.names.append(whole)
         elif case.find("skipped") is not None:
             counts.skipped += 1
         else:
@@ -155,7 +157,8 @@ def main() -> int:
         lines.append(f"{suite:<12} {counts}, {time.monotonic() - started:.0f} s")
         total += counts
     slowest = [f"{seconds:6.1f} s  {name}" for seconds, name in heapq.nlargest(SLOWEST, cases)]
-    print("\nThe slowest cases:", *slowest, "", *lines, total, sep="\n", flush=True)
+    failed = ["The failed cases:", *(f"  {name}" for name in total.names), ""] if total.names else []
+    print("\nThe slowest cases:", *slowest, "", *failed, *lines, total, sep="\n", flush=True)
     return 0 if total.failed == 0 and total.passed > 0 else 1
 
 

@@ -177,7 +177,6 @@ class DearStep:
         optimizer, parameters = self._optimizer, self._parameters
         in_parts = self._known
         with self._state.as_slices() as position_of:
-            self._versions = self._state.versions()
             groups = optimizer.param_groups
             held = [position_of(part) for group in groups for part in group["params"]]
             left = {position for position in held if position is not None}
@@ -208,6 +207,7 @@ class DearStep:
             self._state.part_of(position).grad = self._parameters.own_slice(position)
         optimizer, whole = self._optimizer, self._optimizer.param_groups
         optimizer.param_groups = groups
+        self._versions = self._state.versions()  # the parts before this one have moved theirs
         try:
             self._run(args, kwargs)
         finally:

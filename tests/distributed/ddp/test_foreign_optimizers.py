@@ -13,6 +13,7 @@ import torch
 from attached import Trainer, everywhere, flat
 from beside_ddp import ATTACHED, DEAR, Script, apart, wide
 from harness import Rank, elapsed_error, run_ranks
+from torch import nn
 
 STEPS = 4
 EXACT = 1e-6
@@ -141,6 +142,30 @@ def body_refused(rank: Rank) -> str:
 def test_slices_that_have_moved_before_the_closure_are_refused() -> None:
     for found in run_ranks(body_refused, 2):
         assert "Claiming.step() calls its closure when it has moved" in found and "form='replicated'" in found, found
+
+
+def closure_of_torch(script: Script) -> torch.Tensor:
+    """Of an optimizer of torch's own, whose parameters are stepped in parts as they arrive."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    script.wrap(nn.Sequential(nn.Linear(16, 128), *layers))
+    optimizer = torch.optim.SGD(script.ddp.parameters(), lr=0.05, momentum=0.9)
+    script.attach(optimizer)
+    for _ in range(STEPS):
+        inputs = script.inputs()
+
+        def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = script.ddp(inputs).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        assert torch.is_tensor(optimizer.step(closure))
+    return script.result()
+
+
+@pytest.mark.parametrize("form", ATTACHED)
+def test_a_closure_of_a_step_in_parts(form: str) -> None:
+    assert max(run_ranks(apart, 2, form, closure_of_torch)) < EXACT
 
 
 def closure_after_no_sync(script: Script) -> torch.Tensor:
