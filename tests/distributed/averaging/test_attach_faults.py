@@ -298,7 +298,10 @@ def test_an_exception_in_training_reaches_the_others(tmp_path: Path, backend: st
         assert rank == 1 or "DistBackendError" in ended.err, ended
 
 
-@pytest.mark.parametrize(("backend", "order"), [("dssync", "cta"), ("dssync", "atc"), ("dear", "sharded")])
+@pytest.mark.parametrize(
+    ("backend", "order"),
+    [pytest.param("dssync", "cta", marks=pytest.mark.slow), ("dssync", "atc"), ("dear", "sharded")],
+)
 def test_who_ends_early_ends_the_others(tmp_path: Path, backend: str, order: str) -> None:
     """As with DDP, they need it in their next step: an error at once, and no wait for the group's timeout."""
     start = time.monotonic()

@@ -23,9 +23,8 @@ from typing import Any
 
 import pytest
 import torch
+from case_choice import quick_on
 from harness import Rank, launch
-
-from torchext.backends import BACKENDS
 
 WORLD_SIZE = 3
 # Seconds for one test. Far above what any takes, far below a job's limit.
@@ -194,9 +193,7 @@ def passing_for_gloo(part: str) -> list[str]:
 @pytest.mark.timeout(1800)
 # All backends forward these calls by one class.
 @pytest.mark.parametrize("part", ["collectives", "ddp"])
-@pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=() if name == "prague" else pytest.mark.slow) for name in sorted(BACKENDS)]
-)
+@pytest.mark.parametrize("backend", quick_on("prague"))
 def test_what_passes_for_gloo_passes_for_ours(backend: str, part: str) -> None:
     pytest.importorskip("expecttest")
     pytest.importorskip("numpy")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from case_choice import quick_on
 
 pytestmark = pytest.mark.sanitize
 
@@ -83,7 +84,7 @@ print("parent ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("backend", ["prague", "hop", "dssync", "dear"])
+@pytest.mark.parametrize("backend", quick_on("prague", "dear"))
 def test_a_forked_child_ends_and_its_parent_trains_on(backend: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -56,7 +56,7 @@ def skip_without_torchext() -> None:
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(params=["gloo", "prague", "dear", *(pytest.param(name, marks=SLOW) for name in ("dssync", "hop"))])
+@pytest.fixture(params=["prague", *(pytest.param(name, marks=SLOW) for name in ("gloo", "dear", "dssync", "hop"))])
 def backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name != "gloo":

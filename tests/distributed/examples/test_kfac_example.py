@@ -16,7 +16,7 @@ from processes import run, torchrun  # noqa: E402
 pytest.importorskip("sklearn", reason="the example's data are in scikit-learn")
 
 
-@pytest.mark.parametrize(("workers", "optimizer"), [(1, "spd"), (2, "pad")])
+@pytest.mark.parametrize(("workers", "optimizer"), [pytest.param(1, "spd", marks=pytest.mark.slow), (2, "pad")])
 def test_reaches_the_loss(tmp_path: Path, workers: int, optimizer: str) -> None:
     script = EXAMPLES / "train_kfac.py"
     arguments = [f"--optimizer={optimizer}", "--target=0.1", "--plan"]

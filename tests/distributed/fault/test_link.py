@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from case_choice import quick_on
 from harness import DEADLINE
 from test_two_hosts import Host, hosts, ip  # noqa: F401
 
 import torchext
-from torchext.backends import BACKENDS
 
-pytestmark = [pytest.mark.sanitize, pytest.mark.parametrize("backend", sorted(BACKENDS))]
+pytestmark = pytest.mark.sanitize
 
 SCRIPT = """
     import sys, time
@@ -98,6 +98,7 @@ def cable(pair: list[Host], state: str) -> None:
     ip("-n", pair[0].namespace, "link", "set", pair[0].device, state)
 
 
+@pytest.mark.parametrize("backend", quick_on("hop"))
 def test_a_flap_of_two_seconds_is_no_alarm(hosts: list[Host], tmp_path: Path, backend: str) -> None:  # noqa: F811
     with two_ranks(hosts, tmp_path, backend, 5, 60, 0, 5, 1000) as processes:
         time.sleep(0.5)
@@ -108,6 +109,7 @@ def test_a_flap_of_two_seconds_is_no_alarm(hosts: list[Host], tmp_path: Path, ba
             assert re.match(r"went on for [0-9.]+ s \(-1, ''\)", line), line
 
 
+@pytest.mark.parametrize("backend", quick_on("dssync"))
 def test_a_cable_that_is_pulled(hosts: list[Host], tmp_path: Path, backend: str) -> None:  # noqa: F811
     with two_ranks(hosts, tmp_path, backend, 1.5, 60, 0, 30, 1000) as processes:
         time.sleep(0.5)
@@ -124,6 +126,7 @@ def slow(pair: list[Host]) -> None:
         subprocess.run(["ip", "netns", "exec", host.namespace, *shape.split()], check=True)
 
 
+@pytest.mark.parametrize("backend", quick_on("dear"))
 def test_a_slow_cable_is_no_fault(hosts: list[Host], tmp_path: Path, backend: str) -> None:  # noqa: F811
     """An all_reduce that takes longer than the timeout while its bytes flow: 12 MB over 20 Mb/s, and 2 s."""
     slow(hosts)
@@ -133,6 +136,7 @@ def test_a_slow_cable_is_no_fault(hosts: list[Host], tmp_path: Path, backend: st
             assert took and float(took.group(1)) > 2, line
 
 
+@pytest.mark.parametrize("backend", quick_on("prague"))
 def test_the_limit_of_a_whole_operation(hosts: list[Host], tmp_path: Path, backend: str) -> None:  # noqa: F811
     """``operation_timeout`` ends what would take 20 s of flowing bytes, on both ranks."""
     slow(hosts)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
+from case_choice import quick_on
 from harness import Rank, elapsed_error, free_port, launch, run_ranks
 from test_faults import loop_of_all_reduce
 
@@ -191,7 +192,7 @@ def body_store(rank: Rank, port: int, backend: str) -> Any:
     return torchext.backend_of().failure
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", quick_on("prague"))
 def test_a_group_outlives_the_store(backend: str) -> None:
     port = free_port()
     server = subprocess.Popen([sys.executable, "-c", STORE, str(port)], stdout=subprocess.PIPE, text=True)

@@ -65,7 +65,7 @@ def hosts() -> Iterator[list[Host]]:
         yield pair
 
 
-@pytest.mark.parametrize("backend", ["gloo", "prague"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "prague"])
 def test_trains_across_two_hosts(backend: str, hosts: list[Host], tmp_path: Path) -> None:
     # Asked of the interpreter that will run the script: this one may see the source folder, where nothing is built.
     if backend != "gloo" and not installed("torchext"):

@@ -206,8 +206,12 @@ TEST_F(ShardExchangeTest, AnAbortEndsItsWaits) {
         ShardExchange exchange(group.dataTransport(), 3, kShort, core::roomGrid({0, 0, 1, 1}));
         const at::Tensor buffer = numbers(rank, 4000);
         const std::string error = errorOf([&] {
-          run(*exchange.reduceScatter(buffer, 1.0));
-          run(*exchange.allGather(buffer));
+          try {
+            run(*exchange.reduceScatter(buffer, 1.0));
+            run(*exchange.allGather(buffer));
+          } catch (...) {
+            std::rethrow_exception(explainToAll(*group.health(), std::current_exception(), {.name = "training"}));
+          }
         });
         EXPECT_TRUE(has(error, "rank 3")) << error;
       });

@@ -1,0 +1,26 @@
+"""Which cases of the multi-process tests are quick, that is run by ``make test``; all others are marked slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchext.backends import BACKENDS
+
+
+def quick_on(*names: str) -> list[Any]:
+    """All backends, as values of a parameter; those not named are slow, where all share the class under test."""
+    assert set(names) <= set(BACKENDS), names
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in sorted(BACKENDS)]
+
+
+def combinations_only(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Cases of one function that can be left out so that each value of each parameter still occurs."""
+    values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
+    missing, left = set().union(*values.values()), list(cases)
+    while missing:
+        best = max(left, key=lambda case: len(values[case] & missing))
+        left.remove(best)
+        missing -= values[best]
+    return left
