@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import collections
 import functools
 import gc
-import os
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext.backends import backend_of, is_wrapped
 from torchext.base.plain import plain
-from torchext.ddp.attach_checks import attachers, before_averaging, before_dear
+from torchext.ddp.attach_checks import Optimizers, attachers, shown, stepped_by
+from torchext.ddp.lifetime import keep_with_model
 from torchext.ddp.synchronizer import (
     Synchronizer,
     abandon_ended,
@@ -30,22 +27,16 @@ from torchext.ddp.synchronizer import (
 )
 from torchext.ddp.wrapped_optimizer import unwrapped
 from torchext.dear.bucket_source import BucketSource
-from torchext.dear.dear_refusals import check_stepped
-from torchext.dear.dear_synchronizer import DearSynchronizer, DedicatedGroup
-from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
+from torchext.dear.dear_attachment import attach_dear
+from torchext.decentralized.averaging_attachment import attach_averaging, check_averaging
 from torchext.decentralized.hop_synchronizer import HopSynchronizer
 from torchext.elastic.join import forget_newcomer, newcomer_of
 from torchext.elastic.membership import Membership
 from torchext.elastic.newcomers import Newcomer
 
-__all__ = ["attach", "attach_planned", "check_dear", "listed", "why_not_dear"]
+__all__ = ["attach", "listed"]
 
 _MEBIBYTE = 1 << 20
-_AVERAGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-Optimizers = tuple[torch.optim.Optimizer, ...]
-_Attached = TypeVar("_Attached", bound=Synchronizer)
 
 
 def listed(caller: str, optimizer: Any) -> Optimizers:
@@ -96,18 +87,18 @@ def _check(ddp: DistributedDataParallel, optimizers: Optimizers) -> None:
             "in its life; keep the first Synchronizer, or wrap the module in a new DistributedDataParallel"
         )
     ignored = ignored_parameters(ddp)
-    owners = collections.Counter(part for own in optimizers for part in {id(p) for p in _stepped_by((own,))})
+    owners = collections.Counter(part for own in optimizers for part in {id(p) for p in stepped_by((own,))})
     named = [(name, p) for name, p in ddp.module.named_parameters() if id(p) not in ignored]
     names = [name for name, p in named if p.requires_grad and not owners[id(p)]]
     if names:
         raise ValueError(
             f"torchext.attach: the optimizer does not own {len(names)} of the model's trainable parameters "
-            f"({_shown(names)}); pass the optimizer that steps them all, or a list of those that do"
+            f"({shown(names)}); pass the optimizer that steps them all, or a list of those that do"
         )
     names = [name for name, p in named if owners[id(p)] > 1]
     if names:
         raise ValueError(
-            f"torchext.attach: {len(names)} of the model's parameters ({_shown(names)}) would be stepped more than "
+            f"torchext.attach: {len(names)} of the model's parameters ({shown(names)}) would be stepped more than "
             "once; pass each optimizer once, and optimizers that share no parameter"
         )
     for name, tensor in named:
@@ -116,16 +107,6 @@ def _check(ddp: DistributedDataParallel, optimizers: Optimizers) -> None:
                 f"torchext.attach: parameter {name!r} is {tensor.dtype}; trained are only those of floating point. "
                 "Freeze it (requires_grad_(False)) before the model is wrapped, or have DDP ignore it"
             )
-
-
-def _stepped_by(optimizers: Optimizers) -> Iterator[torch.Tensor]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def attach(
@@ -210,7 +191,7 @@ def attach(
             "torchext.attach: a worker that joins is attached as those it joins are, with on_peer_failure='continue'"
         )
     if newcomer is not None or not isinstance(backend_of(ddp_model.process_group), _C.ProcessGroupDear):
-        _check_averaging(ddp_model, optimizers)  # before the others count on a newcomer
+        check_averaging(ddp_model, optimizers)  # before the others count on a newcomer
     if on_peer_failure == "continue":
         if newcomer is None:
             _check_can_continue(ddp_model.process_group)
@@ -223,13 +204,13 @@ def attach(
         bucket_bytes = int((4.0 if bucket_mb == "auto" else bucket_mb) * _MEBIBYTE)
         attach_core: Any = _C.attach_prague if isinstance(backend, _C.ProcessGroupPrague) else _C.attach_dssync
         attach_core = functools.partial(attach_core, bucket_bytes=bucket_bytes)
-        synchronizer = _attach_averaging(attach_core, ddp_model, optimizers, membership)
+        synchronizer = attach_averaging(attach_core, ddp_model, optimizers, membership)
     elif isinstance(backend, _C.ProcessGroupHop):
-        synchronizer = _attach_averaging(_C.attach_hop, ddp_model, optimizers, membership, HopSynchronizer)
+        synchronizer = attach_averaging(_C.attach_hop, ddp_model, optimizers, membership, HopSynchronizer)
     else:
         assert isinstance(backend, _C.ProcessGroupDear)  # backend_of has refused all others
-        synchronizer = _attach_dear(backend, ddp_model, optimizers, None if bucket_mb == "auto" else bucket_mb, plan)
-    return _kept(ddp_model, synchronizer)
+        synchronizer = attach_dear(backend, ddp_model, optimizers, None if bucket_mb == "auto" else bucket_mb, plan)
+    return keep_with_model(ddp_model, synchronizer)
 
 
 def _check_plan(plan: object, bucket_mb: object, group: dist.ProcessGroup) -> None:
@@ -276,7 +257,7 @@ def _check_shared(ddp: DistributedDataParallel) -> None:
         gc.collect()  # models that are gone may wait in cycles
     if names := shared():
         raise ValueError(
-            f"torchext.attach: {len(names)} of the model's parameters ({_shown(names)}) are those of a model that is "
+            f"torchext.attach: {len(names)} of the model's parameters ({shown(names)}) are those of a model that is "
             "attached already; to wrap a module anew call detach() of what attach returned for it first, and put "
             "models that share parameters into one module under one DistributedDataParallel"
         )
@@ -339,188 +320,3 @@ def _check_can_continue(group: dist.ProcessGroup) -> None:
             "torchext.attach: on_peer_failure='continue' is for decentralized training; dear's workers hold a slice of"
             " the optimizer's state each, which dies with them. Let torchrun --max-restarts go on from a checkpoint"
         )
-
-
-def _check_averaging(ddp: DistributedDataParallel, optimizers: Optimizers) -> None:
-    """Refuses what decentralized workers cannot train."""
-    for optimizer in optimizers:
-        for check in before_averaging:
-            check(ddp.module, optimizer)
-    if ddp._comm_hooks:
-        raise ValueError(
-            "torchext.attach: the model has a communication hook (register_comm_hook), and gradients of decentralized "
-            "workers are not communicated; leave it out"
-        )
-    for name, child in ddp.module.named_modules():
-        if isinstance(child, nn.SyncBatchNorm):
-            raise ValueError(
-                f"torchext.attach: {name!r} is a SyncBatchNorm, which needs all workers in every forward pass; "
-                "decentralized workers run at their own pace. Use BatchNorm: its statistics are averaged"
-            )
-    ignored = ignored_parameters(ddp)
-    named = [*(("parameter", *found) for found in ddp.module.named_parameters())]
-    named += [("buffer", *found) for found in ddp.module.named_buffers()]
-    for what, name, tensor in named:
-        if id(tensor) in ignored:
-            continue
-        if tensor.dtype in _AVERAGED:
-            _check_dense(what, name, tensor)
-        elif tensor.requires_grad:
-            raise TypeError(
-                f"torchext.attach: {what} {name!r} is {tensor.dtype}; averaged are float32, float64, float16 and "
-                "bfloat16. Convert it, freeze it before the model is wrapped, or have DDP ignore it"
-            )
-
-
-def _check_dense(what: str, name: str, tensor: torch.Tensor) -> None:
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        raise TypeError(
-            f"torchext.attach: {what} {name!r} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, "
-            "and shares or skips memory; make it dense with .contiguous()"
-        )
-
-
-def _attach_averaging(
-    attach_core: Callable[..., Any],
-    ddp: DistributedDataParallel,
-    optimizers: Optimizers,
-    membership: Membership | None,
-    kind: type[AveragingSynchronizer] = AveragingSynchronizer,
-) -> Synchronizer:
-    """Attaches to a decentralized backend. attach_core: of backend and tensors to a C++ synchronizer."""
-    ignored = ignored_parameters(ddp)
-    shared = [parameter for parameter in ddp.module.parameters() if id(parameter) not in ignored]
-    parameters = [parameter for parameter in shared if parameter.requires_grad]
-    frozen = [parameter for parameter in shared if not parameter.requires_grad]
-    buffers = [buffer for buffer in ddp.module.buffers() if buffer.dtype in _AVERAGED and id(buffer) not in ignored]
-
-    def make_core(backend: Any) -> Any:
-        return attach_core(backend, parameters, buffers, frozen)
-
-    try:
-        core = make_core(backend_of(ddp.process_group))
-    except torch.distributed.DistBackendError as error:
-        if membership is None or not membership.is_newcomer:
-            raise
-        # One of them is lost already: the others count on this one to go on with them.
-        membership.fail(error)
-        core = membership.renew(error, make_core)
-    backend = backend_of(ddp.process_group)
-    ddp.broadcast_buffers = False
-    synchronizer = kind(core, ddp, optimizers, [*parameters, *buffers])
-    if not isinstance(backend, _C.ProcessGroupPrague):
-        synchronizer.refuse_uneven_inputs(backend.name())
-    if membership is not None:
-        synchronizer.enable_elastic(membership, make_core)
-    return synchronizer
-
-
-def check_dear(model: nn.Module, optimizers: Optimizers, form: str) -> None:
-    """Refuses optimizers, and pairs of a model and an optimizer, that a form of ``dear`` cannot train."""
-    for optimizer in optimizers:
-        for check in before_dear:
-            check(model, optimizer, form)
-        check_stepped(optimizer, form)
-
-
-def why_not_dear(ddp: DistributedDataParallel, optimizers: Optimizers, form: str) -> str:
-    """Why ``dear`` cannot train this model with these optimizers; empty: it can."""
-    try:
-        _dear_parameters(ddp, optimizers, form)
-    except (TypeError, ValueError) as error:
-        return str(error).removeprefix("torchext.attach: ")
-    return ""
-
-
-def attach_planned(ddp: DistributedDataParallel, optimizers: Optimizers, plan: BucketSource) -> DearSynchronizer:
-    """Turns a model over to ``dear`` that :func:`attach` has given another synchronizer. Collective.
-
-    Args:
-        ddp: The model, on a group of ``dear``'s class; between two steps.
-        optimizers: Its own.
-        plan: With the buckets.
-    """
-    backend = backend_of(ddp.process_group)
-    assert isinstance(backend, _C.ProcessGroupDear)
-    return _kept(ddp, _attach_dear(backend, ddp, optimizers, None, plan))
-
-
-def _dear_parameters(
-    ddp: DistributedDataParallel, optimizers: Optimizers, form: str
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """What ``dear`` trains of a model; raises where it cannot."""
-    check_dear(ddp.module, optimizers, form)
-    if ddp._comm_hooks:
-        raise ValueError(
-            "torchext.attach: the model has a communication hook (register_comm_hook), which dear would pass by; use "
-            "another backend with it, or leave it out"
-        )
-    ignored = ignored_parameters(ddp)
-    owned = {id(parameter) for parameter in _stepped_by(optimizers)}
-    both = [name for name, p in ddp.module.named_parameters() if id(p) in ignored & owned and p.requires_grad]
-    if both:
-        raise ValueError(
-            f"torchext.attach: DDP was told to ignore {_shown(both)}, and dear steps with averaged gradients alone; "
-            "give what is ignored an optimizer of its own"
-        )
-    named = [(name, parameter) for name, parameter in ddp.module.named_parameters() if id(parameter) not in ignored]
-    own = ignored.union(id(parameter) for _, parameter in named)
-    others = sum(id(parameter) not in own for parameter in _stepped_by(optimizers))
-    if others:
-        raise ValueError(
-            f"torchext.attach: the optimizer owns {others} parameters that are not the model's, whose gradients dear "
-            "would not average; give them an optimizer of their own"
-        )
-    device = named[0][1].device if named else torch.device("cpu")
-    for name, parameter in named:
-        if parameter.device != device:
-            raise TypeError(
-                f"torchext.attach: parameter {name!r} is on {parameter.device} and {named[0][0]!r} on {device}; dear "
-                "trains a model on one device"
-            )
-        _check_dense("parameter", name, parameter)
-    return named
-
-
-def _attach_dear(
-    backend: _C.ProcessGroupDear,
-    ddp: DistributedDataParallel,
-    optimizers: Optimizers,
-    bucket_mb: float | None,
-    plan: BucketSource | None,
-) -> DearSynchronizer:
-    options: Any = backend.options  # declared as those of any backend
-    named = _dear_parameters(ddp, optimizers, options.form)
-    device = named[0][1].device if named else torch.device("cpu")
-    names = [name for name, _ in named]
-    parameters = [parameter for _, parameter in named]
-    planned = None if plan is None else plan.dear_buckets(ddp.module, names, options.form, options.transport)
-    unused_allowed = ddp.find_unused_parameters or ddp.static_graph
-    dedicated_group = (
-        DedicatedGroup(ddp.process_group) if device.type != "cpu" or options.transport == "collectives" else None
-    )
-    make_dedicated_group = None if dedicated_group is None else dedicated_group.make
-    core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, planned, make_dedicated_group)
-    return DearSynchronizer(core, ddp, optimizers, parameters, dedicated_group)
-
-
-def _kept(ddp: DistributedDataParallel, synchronizer: _Attached) -> _Attached:
-    """Keeps it as long as its model, and has it leave in order when the script ends."""
-    ddp._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
-    _leave_at_exit(synchronizer)
-    return synchronizer
-
-
-def _leave_at_exit(synchronizer: Synchronizer) -> None:
-    """Has it leave in order when the script ends."""
-    reference, process = weakref.ref(synchronizer), os.getpid()
-
-    def leave() -> None:
-        alive = reference()
-        # After an uncaught exception there is nothing to keep: the peers are told the reason instead. A forked child
-        # owes nothing.
-        if alive is not None and getattr(sys, "last_value", None) is None and os.getpid() == process:
-            alive._leave_at_exit()
-
-    atexit.register(leave)
-    weakref.finalize(synchronizer, atexit.unregister, leave).atexit = False

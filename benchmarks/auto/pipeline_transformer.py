@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +34,7 @@ from lab.report.results import Checks, Report, in_turn
 from lab.run import cli
 from lab.run.launch import launch
 from lab.run.rank import Rank
-from torch.distributed.pipelining import Schedule1F1B
+from lab.workloads.planned_stage import PlannedStage
 from train_pipeline import MICROBATCH, batch, loss_of, network, text
 
 from torchext import auto
@@ -87,35 +85,22 @@ class _Kept:
         self._counter.take(self.tensor, -1)
 
 
-class Contender:
-    """A plan of the transformer on this rank."""
+class Contender(PlannedStage):
+    """This rank's stage of a plan of the transformer."""
 
     def __init__(self, plan: PipelinePlan, source: torch.Tensor, *, of_torch: bool = False) -> None:
-        world = dist.group.WORLD
-        assert world is not None
-        self._stage = plan.stage(network(BLOCKS), world)
-        self._schedule: Any = (
-            Schedule1F1B(self._stage, MICROBATCHES, loss_of) if of_torch else plan.schedule(self._stage, loss_of)
-        )
         self._x, self._y = batch(source, 0, 0, MICROBATCHES * MICROBATCH)
-
-    def step(self) -> list[torch.Tensor]:
-        """Runs the passes of one step; returns the losses on the last stage."""
-        losses: list[torch.Tensor] = []
-        inputs = [self._x] if self._stage.is_first else []
-        target = self._y if self._stage.is_last else None
-        self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
-        return losses
+        super().__init__(plan, network(BLOCKS), loss_of, self._x, self._y, of_torch=of_torch)
 
     def error(self) -> float:
         """Returns how far gradients are from one process's, over the largest, the worst of all ranks."""
-        self._clear()
+        self.clear()
         self.step()
         whole = network(BLOCKS)
         loss_of(whole(self._x), self._y).backward()
         gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
         worst = torch.zeros(())
-        for name, parameter in self._stage.submod.named_parameters():
+        for name, parameter in self.layers.named_parameters():
             expected = gradients[name]
             assert expected is not None
             found = parameter.grad if parameter.grad is not None else torch.full_like(expected, torch.inf)
@@ -123,31 +108,14 @@ class Contender:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return float(worst)
 
-    def measure(self, steps: int) -> float:
-        """Returns the milliseconds of the median step; of each step the slowest rank counts."""
-        times = []
-        for _ in range(steps):
-            self._clear()
-            dist.barrier()
-            begin = time.perf_counter()
-            self.step()
-            taken = torch.tensor(time.perf_counter() - begin)
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-            times.append(1e3 * taken.item())
-        return statistics.median(times)
-
     def kept_bytes(self) -> list[int]:
         """Returns the most bytes that each stage keeps in a step."""
-        counter = KeptBytes(self._stage.submod)
+        counter = KeptBytes(self.layers)
         with counter.hooks():
             self.step()
         found = [0] * STAGES
         dist.all_gather_object(found, counter.peak)
         return found
-
-    def _clear(self) -> None:
-        for parameter in self._stage.submod.parameters():
-            parameter.grad = None
 
 
 def planned_kept(plan: PipelinePlan) -> list[float]:

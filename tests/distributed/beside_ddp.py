@@ -83,3 +83,12 @@ def apart(rank: Rank, form: str, script: Callable[..., torch.Tensor], *args: Any
 def wide() -> nn.Sequential:
     """Large enough that parameters are still on their way when the next line reads them."""
     return nn.Sequential(nn.Linear(16, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 4))
+
+
+def loss(script: Script) -> torch.Tensor:
+    """Of the next inputs."""
+    return (script.ddp(script.inputs()) - 1).square().mean()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
-from torchext._attach import attach, check_dear, listed
+from torchext._attach import attach, listed
 from torchext._version import __version__
 from torchext.auto import json_file
 from torchext.auto.all_ranks import check_same, checked_group, device_of, errors_on_all, own_backend
@@ -24,6 +24,7 @@ from torchext.auto.step_watch import StepWatch
 from torchext.backends import BACKENDS, backend_of
 from torchext.ddp.plain_synchronizer import PlainSynchronizer
 from torchext.ddp.synchronizer import Synchronizer
+from torchext.dear.dear_attachment import check_dear
 from torchext.errors import UnsupportedBackendError
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from torchext._attach import attach_planned, why_not_dear
 from torchext.auto.all_ranks import check_same, device_of, errors_on_all, gathered
 from torchext.auto.apply import told_of
 from torchext.auto.candidates import Candidate, search
@@ -31,6 +30,7 @@ from torchext.ddp.forward_hooks import Hook
 from torchext.ddp.plain_synchronizer import PlainSynchronizer
 from torchext.ddp.step_hooks import after_step
 from torchext.ddp.synchronizer import Synchronizer
+from torchext.dear.dear_attachment import attach_planned, why_not_dear
 from torchext.dear.dear_synchronizer import DearSynchronizer
 
 __all__ = ["AutoSynchronizer", "attach_choosing"]

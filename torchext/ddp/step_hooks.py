@@ -20,9 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    *("after_step", "before_step", "calls_closure_first", "closure_of", "unhooked", "unhooked_step", "with_closure"),
-]
+__all__ = ["after_step", "before_step", "unhooked", "unhooked_step"]
 
 Hook = Callable[[torch.optim.Optimizer, Any, Any], Any]
 
@@ -35,25 +33,6 @@ def before_step(optimizer: torch.optim.Optimizer, hook: Hook) -> RemovableHandle
 def after_step(optimizer: torch.optim.Optimizer, hook: Hook) -> RemovableHandle:
     """As ``register_step_post_hook``, for the outermost of nested calls of ``step()``."""
     return optimizer.register_step_post_hook(_outermost(optimizer, hook))
-
-
-def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step calls a closure once, and before it does anything else: so do all of torch's but LBFGS."""
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments of a step; a class of somebody's own may take something else first."""
-    given = args[0] if args else kwargs.get("closure")
-    return given if callable(given) else None
-
-
-def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with another closure in the place of theirs."""
-    return ((closure, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": closure})
 
 
 @contextlib.contextmanager

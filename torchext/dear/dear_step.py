@@ -12,7 +12,8 @@ import torch
 
 from torchext import _C
 from torchext.base.eager_only import STEP_IS_EAGER, eager_only
-from torchext.ddp.step_hooks import closure_of, unhooked, unhooked_step, with_closure
+from torchext.ddp.step_closures import closure_of, with_closure, with_closure_then
+from torchext.ddp.step_hooks import unhooked, unhooked_step
 from torchext.dear.dear_parameters import DearParameters
 from torchext.dear.dear_refusals import ONE_BY_ONE, refuse_copies
 from torchext.dear.dear_state import DearState, groups_of
@@ -128,7 +129,7 @@ class DearStep:
 
     def _do_at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step, on the parameters and with whole gradients; passes of its closure are a part of it."""
-        closure, begun = closure_of(args, kwargs), False
+        begun = False
 
         def begin() -> None:
             nonlocal begun
@@ -137,16 +138,11 @@ class DearStep:
             if not self._core.allreduce:
                 self._parameters.settle_rest()
 
-        def then() -> Any:
-            loss = closure()  # type: ignore[misc]
-            begin()  # only now: what was there before may be gradients of no_sync(), to which the closure has added
-            return loss
-
         with self._inside():
-            if closure is None:
+            if closure_of(args, kwargs) is None:
                 begin()
-            else:
-                args, kwargs = with_closure(args, kwargs, then)
+            else:  # behind it: what was there before may be gradients of no_sync(), to which the closure has added
+                args, kwargs = with_closure_then(args, kwargs, begin)
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
             result = self._run(args, kwargs)
             if not begun:  # it has not called its closure

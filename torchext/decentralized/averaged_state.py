@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 from torchext import _C
 
-__all__ = ["AveragedState"]
+__all__ = ["AVERAGED_DTYPES", "AveragedState"]
+
+# A tensor of a model, or of its optimizer's state, is averaged if it is of one of these.
+AVERAGED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 # One all-reduce takes so many bytes at most: what it needs of memory besides the averages.
 _RUN_BYTES = 32 << 20
-_AVERAGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _CPU = torch.device("cpu")
 
 _Values = dict[str, Any]
@@ -163,7 +165,7 @@ def _kind(value: Any) -> tuple[Any, str | None, torch.Size] | None:
         return type(value), None, torch.Size()
     if type(value) is not torch.Tensor or value.layout != torch.strided:
         return None
-    if value.dtype in _AVERAGED or (not value.dim() and value.dtype in (torch.int64, torch.int32)):
+    if value.dtype in AVERAGED_DTYPES or (not value.dim() and value.dtype in (torch.int64, torch.int32)):
         return value.dtype, value.device.type, value.shape
     return None
 

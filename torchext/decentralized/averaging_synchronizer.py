@@ -23,7 +23,8 @@ from torchext.backends import backend_of, group_of_one
 from torchext.ddp.forward_hooks import Hook
 from torchext.ddp.replica_notice import ReplicaNotice
 from torchext.ddp.shared_memory import SharedMemory
-from torchext.ddp.step_hooks import after_step, before_step, calls_closure_first, closure_of, with_closure
+from torchext.ddp.step_closures import StepBehindClosure
+from torchext.ddp.step_hooks import after_step, before_step
 from torchext.ddp.step_round import StepRound
 from torchext.ddp.synchronizer import Synchronizer, active_synchronizers
 from torchext.ddp.under_way import Arrivals
@@ -53,6 +54,7 @@ class AveragingSynchronizer(Synchronizer):
     ) -> None:
         super().__init__(core, ddp, optimizers, _AveragedTensors(self, tensors))
         self._round = StepRound(self._optimizers, self._begin_round, self._end_round)
+        self._behind_closure = StepBehindClosure(self._begin_step)
         for optimizer in self._optimizers:
             self._handles += [before_step(optimizer, self._before_step), after_step(optimizer, self._after_step)]
         if len(self._optimizers) > 1:
@@ -69,7 +71,6 @@ class AveragingSynchronizer(Synchronizer):
         self._memory = SharedMemory(tensors)
         self._buffers = ReassignedBuffers(ddp.module, tensors)
         self._stepping = False  # the optimizer's step is under way
-        self._awaits_closure: torch.optim.Optimizer | None = None  # steps, and its closure has not been called
         self._collectives = 0  # since attach: exact averages, and looks for newcomers
         self._restored = False  # averaged() has nothing to restore any more
         self._averaged_states: list[AveragedState] = []  # inside averaged()
@@ -151,43 +152,22 @@ class AveragingSynchronizer(Synchronizer):
     def _wait_tensors(self, positions: list[int]) -> None:
         self._persist(lambda: self._core.wait_tensors(positions))
 
-    def _before_step(self, *given: Any) -> tuple[Any, Any] | None:
-        """In front of the step, or, with a closure, behind its passes: the average hides under these.
-
-        LBFGS compares the losses of several passes, between which nobody else may change parameters. A class of
-        somebody's own may have moved them before it calls its closure, and put them back after it.
-        """
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._stepping = True
-        optimizer, (_, *others), kwargs = given
-        closure = closure_of(tuple(others), kwargs)
-        self._awaits_closure = None  # of a step that ended with its closure's error
-        if closure is None or not calls_closure_first(optimizer):
+        put_off = self._behind_closure.put_off(optimizer, args, kwargs)
+        if put_off is None:
             self._begin_step(optimizer)
-            return None
-        self._check_step()
-        self._awaits_closure = optimizer
-
-        def then() -> Any:
-            loss = closure()
-            self._begin_awaited_step()
-            return loss
-
-        args, kwargs = with_closure(tuple(others), kwargs, then)
-        return (optimizer, *args), kwargs
+        else:
+            self._check_step()
+        return put_off
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._buffers.restore()
         self._check_step()
         self._round.begins(optimizer)
 
-    def _begin_awaited_step(self) -> None:
-        optimizer, self._awaits_closure = self._awaits_closure, None
-        if optimizer is not None:
-            with torch.no_grad():
-                self._begin_step(optimizer)
-
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._begin_awaited_step()  # an optimizer that did not call its closure
+        self._behind_closure.begin()  # an optimizer that did not call its closure
         self._buffers.restore()
         self._round.ends(optimizer)
         self._stepping = False

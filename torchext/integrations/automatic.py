@@ -26,6 +26,7 @@ from torchext._attach import attach
 from torchext.backends import backend_of
 from torchext.backends.unattached import known_as_plain
 from torchext.base.eager_only import eager_only
+from torchext.ddp.attach_checks import shown
 from torchext.ddp.forward_hooks import Hook
 from torchext.ddp.step_hooks import _watch_steps
 from torchext.ddp.synchronizer import Synchronizer, ignored_parameters
@@ -159,18 +160,14 @@ def _explain(
     several = [trained[key] for key, count in counts.items() if count > 1]
     if several:
         return (
-            f"{_names(having)} have the same parameters ({_shown(several)}); keep one optimizer of them, or call "
+            f"{_names(having)} have the same parameters ({shown(several)}); keep one optimizer of them, or call "
             "torchext.attach(model, optimizer) with the one that steps, before the first training forward"
         )
     missing = [name for key, name in trained.items() if key not in counts]
     return (
         f"{_names(having)} {'does' if len(having) == 1 else 'do'} not have {len(missing)} of the model's trainable "
-        f"parameters ({_shown(missing)}); freeze them before the model is wrapped, or give them to an optimizer, too"
+        f"parameters ({shown(missing)}); freeze them before the model is wrapped, or give them to an optimizer, too"
     )
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _names(optimizers: list[torch.optim.Optimizer]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B
 
 from lab.workloads.emulated import SleepClock
+from lab.workloads.planned_stage import PlannedStage
 from torchext.auto import pipeline
 from torchext.auto.pipeline import LayerProfile, PipelinePlan
 
@@ -95,55 +94,26 @@ def profile_of_first(layers: int, layer_ms: float, numbers: int) -> LayerProfile
     return box[0]
 
 
-class SleepingPipeline:
-    """A plan of sleeping layers on this rank, with its schedule.
+class SleepingPipeline(PlannedStage):
+    """This rank's stage of a plan of sleeping layers.
 
     Args:
         plan: One stage a rank.
         layer_ms: Of each pass of a layer.
         numbers: In an activation.
-        of_torch: Runs torch's Schedule1F1B, which waits for its sends, and not the plan's table.
+        of_torch: As of PlannedStage.
     """
 
     def __init__(self, plan: PipelinePlan, layer_ms: float, numbers: int, *, of_torch: bool = False) -> None:
-        world = dist.group.WORLD
-        assert world is not None
-        microbatches = plan.placement.microbatches
-        self._stage = plan.stage(sleeping_model(len(plan.profile.layers), layer_ms), world)
-        self._schedule: Any = (
-            Schedule1F1B(self._stage, microbatches, _loss_of) if of_torch else plan.schedule(self._stage, _loss_of)
-        )
-        self._x = torch.zeros(microbatches, numbers)
-
-    def step(self) -> None:
-        """Runs the passes of one step."""
-        inputs = [self._x] if self._stage.is_first else []
-        self._schedule.step(*inputs, target=self._x if self._stage.is_last else None, return_outputs=False)
+        model = sleeping_model(len(plan.profile.layers), layer_ms)
+        x = torch.zeros(plan.placement.microbatches, numbers)
+        super().__init__(plan, model, loss_of, x, x, of_torch=of_torch)
 
     def error(self) -> float:
         """Returns how far a weight's gradient is off after one step, the worst of all ranks."""
-        parameters = list(self._stage.submod.parameters())
-        for parameter in parameters:
-            parameter.grad = None
+        self.clear()
         self.step()
-        gradients = [p.grad if p.grad is not None else torch.full((), torch.inf) for p in parameters]
+        gradients = [p.grad if p.grad is not None else torch.full((), torch.inf) for p in self.layers.parameters()]
         worst = torch.stack([(gradient - 1).abs() for gradient in gradients]).max()
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return float(worst)
-
-    def measure(self, steps: int) -> float:
-        """Returns the milliseconds of the median step; of each step the slowest rank counts."""
-        times = []
-        for _ in range(steps):
-            dist.barrier()
-            begin = time.perf_counter()
-            self.step()
-            taken = torch.tensor(time.perf_counter() - begin)
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-            times.append(1e3 * taken.item())
-        return statistics.median(times)
-
-
-def _loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Takes little time, whatever the size of an activation."""
-    return out[..., :1].sum()

@@ -4,13 +4,10 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <c10/util/ScopeExit.h>
 
-#include "c10d/fault/explain_error.h"
-#include "c10d/fault/fault_points.h"
 #include "c10d/fault/orderly_exit_scope.h"
 #include "c10d/threads/outstanding_averages.h"
 #include "ddp/common/attach_agreement.h"
@@ -46,7 +43,6 @@ HopSynchronizer::HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, cons
       mode_(group_->hopOptions().mode()),
       serial_(group_->hopOptions().order == "serial"),
       model_(parameters, buffers),
-      transfer_buffers_(transferBuffersOf(model_.parameters(), model_.buffers())),
       tensors_(parameters, buffers),
       replica_average_(*group_, model_.parameters(), model_.buffers(), FrozenParameters(frozen)) {
   const int channel = group_->nextChannel();
@@ -58,11 +54,12 @@ HopSynchronizer::HopSynchronizer(c10::intrusive_ptr<ProcessGroupHop> group, cons
   fields.insert(fields.end(), options.begin(), options.end());
   agreeOnAttach(*group_, fields);
   if (group_->getSize() > 1) {
-    mailbox_ = std::make_shared<HopMailbox>(group_, HopSetup{.graph = graph_,
-                                                             .mode = mode_,
-                                                             .model_bytes = model_.bytes(),
-                                                             .digest = digestOf(tensors_.tensors()),
-                                                             .channel = channel});
+    exchange_ = std::make_shared<HopExchange>(group_, model_, tensors_,
+                                              HopSetup{.graph = graph_,
+                                                       .mode = mode_,
+                                                       .model_bytes = model_.bytes(),
+                                                       .digest = digestOf(tensors_.tensors()),
+                                                       .channel = channel});
   }
   shutdown_callback_ = group_->addShutdownCallback([this] { leave(std::chrono::milliseconds(1500)); });
 }
@@ -71,140 +68,74 @@ HopSynchronizer::~HopSynchronizer() { HopSynchronizer::leave(std::chrono::second
 
 // ---- An iteration ----
 
-// What fails in the middle of an exchange leaves others waiting for it, whether or not the script goes on.
-template <class Body>
-void HopSynchronizer::orTellAll(Body body) {
-  try {
-    body();
-  } catch (...) {
-    std::rethrow_exception(explainToAll(*group_->health(), std::current_exception(), OpInfo{.name = "training"}));
-  }
-}
-
-void HopSynchronizer::publish(bool send) {
-  tensors_.takeBack("hop");
-  tensors_.note();
-  exchange_ = group_->flights().begin("exchange", "all_reduce", transfer_buffers_, transfer_buffers_);
-  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
-  std::byte* block = mailbox->ownBlock(tag_);
-  orTellAll([&] {
-    const auto start = Clock::now();
-    model_.pack(block);
-    stats_.copy_ms += millisecondsSince(start);
-    mailbox->publish(tag_, send);
-    faultPoint(FaultPoint::kHopPublished);
-  });
-  own_block_ = block;
-}
-
-void HopSynchronizer::average() {
-  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
-  const auto inputs = mailbox->take();
-  orTellAll([&] {
-    faultPoint(FaultPoint::kHopTaken);
-    RECORD_FUNCTION("torchext::hop::average", std::vector<c10::IValue>{});
-    const auto start = Clock::now();
-    model_.assign(inputs, own_block_, tensors_.endRound());
-    stats_.copy_ms += millisecondsSince(start);
-    mailbox->release();
-  });
-  exchange_.done();
-  own_block_ = nullptr;
-}
-
 void HopSynchronizer::begin() {
-  if (mailbox_ && !inForkedChild() && !serial_ && !averaged_ && own_block_ == nullptr) {
+  const std::shared_ptr<HopExchange> exchange = exchange_;
+  if (exchange && !inForkedChild() && !serial_ && !averaged_ && !exchange->isPublished()) {
     const at::NoGradGuard no_grad;
-    publish(true);
+    exchange->publish();
   }
 }
 
 void HopSynchronizer::beforeStep() {
   group_->health()->checkProcess("training");
   waitAll();
-  if (!mailbox_ || serial_ || averaged_) {
+  const std::shared_ptr<HopExchange> exchange = exchange_;
+  if (!exchange || serial_ || averaged_) {
     return;
   }
   const at::NoGradGuard no_grad;
-  if (own_block_ == nullptr) {
-    publish(true);
+  if (!exchange->isPublished()) {
+    exchange->publish();
   }
-  average();
+  exchange->average();
   averaged_ = true;
 }
 
 void HopSynchronizer::afterStep() {
   const at::NoGradGuard no_grad;
-  if (mailbox_ && !serial_ && !averaged_) {
+  if (exchange_ && !serial_ && !averaged_) {
     beforeStep();  // a step without its pre-hook
   }
   waitAll();  // serial: a closure that steps twice
   ++iteration_;
-  ++stats_.steps;
-  if (!mailbox_) {
+  ++steps_made_;
+  const std::shared_ptr<HopExchange> exchange = exchange_;
+  if (!exchange) {
     return;
   }
   if (serial_) {
-    publish(true);
+    exchange->publish();
     exchanging_ = true;
   } else {
     averaged_ = false;
-    moveOn();
-    publish(true);
+    moveOn(*exchange);
+    exchange->publish();
   }
 }
 
 // Serial: the exchange that the last step began.
-void HopSynchronizer::finishIteration() {
+void HopSynchronizer::finishIteration(HopExchange& exchange) {
   group_->health()->checkProcess("training");
   const at::NoGradGuard no_grad;
-  average();
+  exchange.average();
   exchanging_ = false;
-  moveOn();
+  moveOn(exchange);
 }
 
 // To the next iteration, over some others if this worker is late.
-void HopSynchronizer::moveOn() {
-  const int jump = mode_.skips() ? core::plannedJump(mode_, mailbox_->lag()) : 1;
-  if (jump > 1) {
-    tag_ += jump - 1;
-    iteration_ += jump - 1;
-    stats_.skipped += jump - 1;
-    entering_ = Entering::kJump;
-  } else {
-    ++tag_;
-    entering_ = Entering::kNext;
-  }
-  enter();
-}
-
-// Again where what a signal's handler raised has ended a wait in here: training may go on after it.
-void HopSynchronizer::enter() {
-  const std::shared_ptr<HopMailbox> mailbox = mailbox_;
-  if (entering_ == Entering::kJump) {
-    RECORD_FUNCTION("torchext::hop::skip", std::vector<c10::IValue>{});
-    if (own_block_ == nullptr) {
-      mailbox->enter(tag_);
-      publish(false);  // all who would receive it have passed
-    }
-    average();
-    ++tag_;
-    entering_ = Entering::kNext;
-  }
-  if (entering_ == Entering::kNext) {
-    mailbox->enter(tag_);
-    entering_ = Entering::kNo;
-  }
+void HopSynchronizer::moveOn(HopExchange& exchange) {
+  iteration_ += exchange.advance();
+  exchange.enter();
 }
 
 void HopSynchronizer::waitTensors(const std::vector<std::int64_t>& /*tensors*/) { waitAll(); }
 
 void HopSynchronizer::waitAll() {
-  if (mailbox_) {
-    mailbox_->checkUsable();
-    enter();
+  if (const std::shared_ptr<HopExchange> exchange = exchange_) {
+    exchange->checkUsable();
+    exchange->enter();
     if (exchanging_) {
-      finishIteration();
+      finishIteration(*exchange);
     }
   }
 }
@@ -232,16 +163,9 @@ void HopSynchronizer::meet(const std::function<void()>& task) {
 }
 
 void HopSynchronizer::drain(bool finally) {
-  if (const std::shared_ptr<HopMailbox> mailbox = mailbox_) {
-    mailbox->drain(finally);
-    exchange_.done();  // all have met: nobody averages with what was published last
+  if (const std::shared_ptr<HopExchange> exchange = exchange_) {
+    exchange->drain(finally);
   }
-}
-
-void HopSynchronizer::beginSession() {
-  drain(false);
-  tag_ = 0;
-  own_block_ = nullptr;
   averaged_ = false;
 }
 
@@ -250,8 +174,8 @@ void HopSynchronizer::synchronize() {
   tensors_.takeBack("hop");
   const at::NoGradGuard no_grad;
   meet([this] {
-    beginSession();
-    stats_.consensus_distance = replica_average_.form();
+    drain(false);
+    consensus_distance_ = replica_average_.form();
   });
 }
 
@@ -261,8 +185,8 @@ void HopSynchronizer::enterAverage() {
   tensors_.takeBack("hop");
   const at::NoGradGuard no_grad;
   meet([this] {
-    beginSession();
-    stats_.consensus_distance = replica_average_.enter();
+    drain(false);
+    consensus_distance_ = replica_average_.enter();
   });
 }
 
@@ -286,16 +210,15 @@ void HopSynchronizer::leave(std::chrono::milliseconds limit) {
   group_->removeShutdownCallback(shutdown_callback_);          // first: another thread may be leaving with the group
   const std::shared_ptr<void> itself = group_->release(this);  // may be the last owner: goes last
   const bool orderly = !std::exchange(detached_, true) && limit.count() > 0;
-  if (!mailbox_) {
+  const std::shared_ptr<HopExchange> exchange = exchange_;
+  if (!exchange) {
     return;
   }
   if (orderly) {
     group_->announceLeaving();
-    bool met = false;
     const auto left = [&](std::chrono::milliseconds within) {
       try {
-        met = mailbox_->drain(true, within);
-        return met;
+        return exchange->drain(true, within);
       } catch (const std::exception& error) {
         LOG(INFO) << "hop: left without the others: " << error.what();
         return true;
@@ -308,23 +231,18 @@ void HopSynchronizer::leave(std::chrono::milliseconds limit) {
       const OrderlyExitScope orderly_exit;
       group_->abortWithReason(c10::str("rank ", group_->getRank(), " left while others still trained with it"));
     }
-    if (met) {
-      exchange_.done();
-    }
   }
-  mailbox_->stop();
-  last_stats_ = mailbox_->stats();
-  mailbox_ = nullptr;
+  exchange->stop();
+  last_stats_ = exchange->stats();
+  exchange_ = nullptr;
 }
 
 // ---- Figures ----
 
 HopStats HopSynchronizer::hopStats() const {
-  HopStats result = mailbox_ ? mailbox_->stats() : last_stats_;
-  result.steps = stats_.steps;
-  result.skipped = stats_.skipped;
-  result.copy_ms = stats_.copy_ms;
-  result.consensus_distance = stats_.consensus_distance;
+  HopStats result = exchange_ ? exchange_->stats() : last_stats_;
+  result.steps = steps_made_;
+  result.consensus_distance = consensus_distance_;
   return result;
 }
 

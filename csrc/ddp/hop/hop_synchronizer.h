@@ -10,8 +10,7 @@
 // Floating-point buffers (BatchNorm statistics) are averaged with the parameters. In the parallel order a forward
 // changes them while their neighbours' are on the way; the average is corrected by what it added. What the user writes
 // into parameters meanwhile is kept, see TensorsInPlace.
-// Skipping happens in afterStep() (serial: before the next forward): the worker takes the tokens of the iterations it
-// skips, averages with what has come for the last of them, and goes on behind it. steps() tells.
+// Skipping happens in afterStep() (serial: before the next forward), see HopExchange. steps() tells.
 // Begin: the first model of a session goes out in the first beforeStep(), so that parameters may be loaded after attach
 // or after an average.
 // synchronize() and averaged(): a worker that comes there first is not waited for by those that still train (sessions,
@@ -30,7 +29,7 @@
 #include "ddp/common/replica_average.h"
 #include "ddp/common/synchronizer.h"
 #include "ddp/common/tensors_in_place.h"
-#include "ddp/hop/hop_mailbox.h"
+#include "ddp/hop/hop_exchange.h"
 #include "ddp/hop/hop_model.h"
 #include "ddp/hop/hop_stats.h"
 
@@ -72,43 +71,31 @@ class HopSynchronizer : public AveragingSynchronizer {
   int gapBound() const;
 
  private:
-  template <class Body>
-  void orTellAll(Body body);
-  void publish(bool send);
-  void average();
-  void finishIteration();
-  void moveOn();
-  void enter();
+  void finishIteration(HopExchange& exchange);
+  void moveOn(HopExchange& exchange);
   void checkAttached() const;
   void meet(const std::function<void()>& task);
   void drain(bool finally);
-  void beginSession();
 
   const c10::intrusive_ptr<ProcessGroupHop> group_;
   const core::CommunicationGraph graph_;
   const core::HopMode mode_;
   const bool serial_;
   const HopModel model_;
-  const std::vector<at::Tensor> transfer_buffers_;  // of the model
   TensorsInPlace tensors_;
   ReplicaAverage replica_average_;
   // Null in a group of one, and after leave(), which a signal's handler may call in any wait: who waits in it keeps a
   // copy, and the wait ends with an error.
-  std::shared_ptr<HopMailbox> mailbox_;
+  std::shared_ptr<HopExchange> exchange_;
 
-  std::int64_t iteration_ = 0;            // since attach
-  std::int64_t tag_ = 0;                  // in this session
-  const std::byte* own_block_ = nullptr;  // what was published for tag_; null: nothing was
-  FlightRecord exchange_;                 // of what was published
-  // On the way to tag_: over skipped iterations to the one that is averaged in passing, or to the next one to compute.
-  enum class Entering { kNo, kJump, kNext };
-  Entering entering_ = Entering::kNo;
-  bool averaged_ = false;    // parallel: the parameters are those of temp
-  bool exchanging_ = false;  // serial: the average of this iteration is not formed
-  bool meeting_ = false;     // with all others, in synchronize(), averaged() or detach()
+  std::int64_t iteration_ = 0;  // since attach
+  bool averaged_ = false;       // parallel: the parameters are those of temp
+  bool exchanging_ = false;     // serial: the average of this iteration is not formed
+  bool meeting_ = false;        // with all others, in synchronize(), averaged() or detach()
   bool detached_ = false;
-  HopStats stats_;       // what the mailbox does not count
-  HopStats last_stats_;  // the mailbox's, when it is gone
+  std::int64_t steps_made_ = 0;    // without what was skipped
+  double consensus_distance_ = 0;  // at the last exact average
+  HopStats last_stats_;            // the exchange's, when it is gone
   std::uint64_t shutdown_callback_ = 0;
 };
 
