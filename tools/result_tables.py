@@ -191,7 +191,6 @@ _OWN: dict[str, Callable[[dict[str, Any], dict[str, str]], list[str]]] = {
     "prague_time_to_accuracy": prague_time_to_accuracy,
     "embedding_quality": embedding_quality,
     "everyday_scripts": everyday_scripts,
-    "dear_transports_ablation": ablation,
     "kfac_ablation": ablation,
     "chaos": chaos,
     "chaos_hop": chaos,
