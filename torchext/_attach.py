@@ -38,7 +38,7 @@ from torchext.elastic.join import forget_newcomer, newcomer_of
 from torchext.elastic.membership import Membership
 from torchext.elastic.newcomers import Newcomer
 
-__all__ = ["attach", "attach_planned", "check_dear", "listed", "why_not_dear"]
+__all__ = ["attach", "check_dear", "listed", "prepare_planned", "why_not_dear"]
 
 _MEBIBYTE = 1 << 20
 _AVERAGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -228,7 +228,7 @@ def attach(
         synchronizer = _attach_averaging(_C.attach_hop, ddp_model, optimizers, membership, HopSynchronizer)
     else:
         assert isinstance(backend, _C.ProcessGroupDear)  # backend_of has refused all others
-        synchronizer = _attach_dear(backend, ddp_model, optimizers, None if bucket_mb == "auto" else bucket_mb, plan)
+        synchronizer = _prepare_dear(backend, ddp_model, optimizers, None if bucket_mb == "auto" else bucket_mb, plan)()
     return _kept(ddp_model, synchronizer)
 
 
@@ -432,17 +432,23 @@ def why_not_dear(ddp: DistributedDataParallel, optimizers: Optimizers, form: str
     return ""
 
 
-def attach_planned(ddp: DistributedDataParallel, optimizers: Optimizers, plan: BucketSource) -> DearSynchronizer:
-    """Turns a model over to ``dear`` that :func:`attach` has given another synchronizer. Collective.
+def prepare_planned(
+    ddp: DistributedDataParallel, optimizers: Optimizers, plan: BucketSource
+) -> Callable[[], DearSynchronizer]:
+    """Readies ``dear`` for a model that :func:`attach` has given another synchronizer. Collective.
 
     Args:
-        ddp: The model, on a group of ``dear``'s class; between two steps.
+        ddp: The model, on a group of ``dear``'s class.
         optimizers: Its own.
         plan: With the buckets.
+
+    Returns:
+        Turns the model over: between two steps, and no collective.
     """
     backend = backend_of(ddp.process_group)
     assert isinstance(backend, _C.ProcessGroupDear)
-    return _kept(ddp, _attach_dear(backend, ddp, optimizers, None, plan))
+    make = _prepare_dear(backend, ddp, optimizers, None, plan)
+    return lambda: _kept(ddp, make())
 
 
 def _dear_parameters(
@@ -482,13 +488,14 @@ def _dear_parameters(
     return named
 
 
-def _attach_dear(
+def _prepare_dear(
     backend: _C.ProcessGroupDear,
     ddp: DistributedDataParallel,
     optimizers: Optimizers,
     bucket_mb: float | None,
     plan: BucketSource | None,
-) -> DearSynchronizer:
+) -> Callable[[], DearSynchronizer]:
+    """What of attaching to ``dear`` is collective; what it returns does the rest."""
     options: Any = backend.options  # declared as those of any backend
     named = _dear_parameters(ddp, optimizers, options.form)
     device = named[0][1].device if named else torch.device("cpu")
@@ -501,7 +508,7 @@ def _attach_dear(
     )
     make_dedicated_group = None if dedicated_group is None else dedicated_group.make
     core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, planned, make_dedicated_group)
-    return DearSynchronizer(core, ddp, optimizers, parameters, dedicated_group)
+    return functools.partial(DearSynchronizer, core, ddp, optimizers, parameters, dedicated_group)
 
 
 def _kept(ddp: DistributedDataParallel, synchronizer: _Attached) -> _Attached:
