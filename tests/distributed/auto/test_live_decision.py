@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Rank, run_ranks
+from harness import Rank, elapsed_error, run_ranks
 from made_plans import ROWS, Net
 from test_live_choice import BEFORE, EXACT, adamw, at_once, chosen, sgd
 from torch import nn
@@ -194,3 +194,29 @@ def test_ranks_decide_together_whatever_each_does() -> None:
             assert max(apart) < EXACT, apart
             wanted = ["plain DDP: ranks have taken different numbers of steps", "dear"]
             assert told == wanted[: len(told)]
+
+
+def body_skips_while_compared(rank: Rank) -> list[Any]:
+    rank.init("torchext")
+    with chosen("dear", "replicated"):
+        model = Net()
+        ddp, optimizer = DistributedDataParallel(model), sgd(model.parameters())
+        sync = torchext.attach(ddp, optimizer)
+
+        def train() -> None:
+            for step in range(BEFORE + 77):
+                optimizer.zero_grad()
+                loss_of(ddp, step).backward()
+                if rank.rank or step != BEFORE + 4:
+                    optimizer.step()
+
+        found = elapsed_error(train)
+        assert sync.stats()["decided"] is False
+    return list(found)
+
+
+def test_a_rank_that_skips_alone_while_dear_compares_ends_all_with_an_error() -> None:
+    for kind, text, seconds in run_ranks(body_skips_while_compared, 2):
+        assert kind == "DistBackendError"
+        assert "make different calls" in text
+        assert seconds < 20
