@@ -27,7 +27,7 @@ from torchext.ddp.synchronizer import (
 )
 from torchext.ddp.wrapped_optimizer import unwrapped
 from torchext.dear.bucket_source import BucketSource
-from torchext.dear.dear_attachment import attach_dear
+from torchext.dear.dear_attachment import prepare_dear
 from torchext.decentralized.averaging_attachment import attach_averaging, check_averaging
 from torchext.decentralized.hop_synchronizer import HopSynchronizer
 from torchext.elastic.join import forget_newcomer, newcomer_of
@@ -209,7 +209,7 @@ def attach(
         synchronizer = attach_averaging(_C.attach_hop, ddp_model, optimizers, membership, HopSynchronizer)
     else:
         assert isinstance(backend, _C.ProcessGroupDear)  # backend_of has refused all others
-        synchronizer = attach_dear(backend, ddp_model, optimizers, None if bucket_mb == "auto" else bucket_mb, plan)
+        synchronizer = prepare_dear(backend, ddp_model, optimizers, None if bucket_mb == "auto" else bucket_mb, plan)()
     return keep_with_model(ddp_model, synchronizer)
 
 

@@ -8,6 +8,7 @@ Where it is not, their reference is ``local``: gradients stay each rank's own, a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -18,11 +19,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
+from torchext import auto
+from torchext.auto import candidates, live_choice
 
-REFERENCE, LOCAL = "gloo", "local"
+REFERENCE, LOCAL, CHOOSING = "gloo", "local", "torchext"
 DEAR = ("dear-sharded", "dear-replicated", "dear-default")
 AVERAGING = ("prague", "dssync", "hop")
-FORMS = (*AVERAGING, *DEAR)
+FORMS = (*AVERAGING, *DEAR)  # CHOOSING is plain DDP first, and then one of dear's
 
 # Small enough that every model has several buckets.
 BUCKET_MB = 0.001
@@ -45,6 +48,7 @@ def options(form: str, timeout: timedelta) -> Any:
             allreduce_fallback=False, form="replicated", bucket_mb=BUCKET_MB, timeout=timeout
         ),
         "dear-default": lambda: torchext.DeAROptions(timeout=timeout),
+        CHOOSING: lambda: torchext.DeAROptions(allreduce_fallback=False, timeout=timeout),
     }
     return makers[form]() if form in makers else None
 
@@ -129,5 +133,23 @@ def _average(states: list[dict[str, Any]]) -> dict[str, Any]:
     return average
 
 
+_LINKS = auto.LinkModel.of(latency=1e-4, bandwidth=1e8)
+
+
+def attach_choosing(ddp: DistributedDataParallel, optimizer: Any) -> Any:
+    """On the backend ``torchext``, which decides after two passes here, for ``dear`` where that can train the model."""
+    search = candidates.search
+
+    def choose(*given: Any, **others: Any) -> list[auto.Candidate]:
+        found = search(*given, **others)
+        wanted = next((c for c in found if c.possible and c.way == "dear" and not c.factor_layers), None)
+        return [dataclasses.replace(c, chosen=c is wanted) if wanted else c for c in found]
+
+    live_choice._WARM_UP_STEPS, live_choice._BEFORE = 1, 2
+    live_choice.search = choose
+    live_choice.calibrate = lambda *_, **__: _LINKS
+    return torchext.attach(ddp, optimizer)
+
+
 def attacher(form: str) -> Callable[..., Any]:
-    return {REFERENCE: PlainSync, LOCAL: LocalSync}.get(form, torchext.attach)
+    return {REFERENCE: PlainSync, LOCAL: LocalSync, CHOOSING: attach_choosing}.get(form, torchext.attach)

@@ -21,7 +21,7 @@ from setups import Setup
 PROLOGUE = '''"""{title}
 
     torchrun --nproc-per-node 2 THIS_FILE FORM
-    # gloo, prague, dssync, hop, dear-sharded, dear-replicated, dear-default
+    # gloo, prague, dssync, hop, dear-sharded, dear-replicated, dear-default, torchext
 """
 import contextlib, copy, io, os, sys
 from collections import defaultdict
@@ -43,7 +43,7 @@ OPTIONS = dict(
 )
 OPTIONS["dear-sharded"] = lambda: torchext.DeAROptions(allreduce_fallback=False, form="sharded", bucket_mb=0.001)
 OPTIONS["dear-replicated"] = lambda: torchext.DeAROptions(allreduce_fallback=False, form="replicated", bucket_mb=0.001)
-OPTIONS["dear-default"] = lambda: torchext.DeAROptions()
+OPTIONS["dear-default"] = OPTIONS["torchext"] = lambda: torchext.DeAROptions()
 dist.init_process_group(FORM.partition("-")[0], pg_options=OPTIONS[FORM]())
 torch.set_default_dtype(torch.{dtype})
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ from torchext.backends import backend_of
 from torchext.base.eager_only import eager_only
 from torchext.ddp.forward_hooks import Hook
 from torchext.ddp.plain_synchronizer import PlainSynchronizer
-from torchext.ddp.step_hooks import after_step
+from torchext.ddp.reduced_passes import ReducedPasses
+from torchext.ddp.step_hooks import after_step, before_step
 from torchext.ddp.synchronizer import Synchronizer
-from torchext.dear.dear_attachment import attach_planned, why_not_dear
+from torchext.dear.dear_attachment import prepare_planned, why_not_dear
 from torchext.dear.dear_synchronizer import DearSynchronizer
 
 __all__ = ["AutoSynchronizer", "attach_choosing"]
@@ -75,10 +77,12 @@ def attach_choosing(ddp: DistributedDataParallel, optimizers: tuple[torch.optim.
 class AutoSynchronizer(PlainSynchronizer):
     """Trains as plain DDP for 8 steps, 5 of which are measured, and then by the fastest exact way.
 
-    :func:`torchext.attach` returns it for models on the backend ``torchext``, and has measured the links. In the
-    forward pass that begins the ninth step rank 0 plans for all ranks. Plain DDP stays unless ``dear`` is predicted to
-    be faster by more than 3 %, and by more than two calibrations differ. ``dear`` then compares its buckets with plain
-    all-reduce in 77 steps, and stays if these are measured faster. The model is that of plain DDP throughout.
+    :func:`torchext.attach` returns it for models on the backend ``torchext``, and has measured the links. A step is
+    here a backward pass in which DDP averages: these all ranks make equally often and in one order. At the end of the
+    eighth rank 0 plans for all ranks. Plain DDP stays unless ``dear`` is predicted to be faster by more than 3 %, and
+    by more than two calibrations differ. ``dear`` takes over in front of the next forward pass, or behind the step
+    whose closure has made the eighth pass. It compares its buckets with plain all-reduce in 77 steps, and stays if
+    these are measured faster. The model is that of plain DDP throughout.
 
     ``stats()`` are those of what trains: of plain DDP ``steps``, ``mode`` and ``decided``; else of ``dear``.
     """
@@ -95,12 +99,12 @@ class AutoSynchronizer(PlainSynchronizer):
         self._link, self._form, self._transport = link, form, transport
         self._plan: SyncPlan | None = None
         self._reason = ""  # why there is no plan, when it is decided
-        self._dear: DearSynchronizer | None = None  # trains the model since the switch
-        self._steps = _StepCount(optimizers)
-        self._begun: int | None = None  # steps taken when the current one began
-        self._number = -1  # of the current step
-        self._recorder: _Recorder | None = None
         self._decided = False
+        self._switch: Callable[[], DearSynchronizer] | None = None  # to dear, which is decided and still to come
+        self._dear: DearSynchronizer | None = None  # trains the model since the switch
+        self._reduced = 0  # backward passes in which DDP has averaged
+        self._begun = False  # the pass that is the next of them
+        self._recorder: _Recorder | None = None
         own = weakref.ref(self)
 
         @eager_only("torchext: the first steps of a model are measured")
@@ -109,7 +113,10 @@ class AutoSynchronizer(PlainSynchronizer):
             if alive is not None:
                 alive._enter_forward()
 
-        self._choosing: list[RemovableHandle] = [ddp.register_forward_pre_hook(Hook(enter)), *self._steps.handles]
+        self._entering: RemovableHandle = ddp.register_forward_pre_hook(Hook(enter))
+        self._passes = ReducedPasses(ddp, self._pass_reduced)
+        self._steps = _Steps(optimizers)
+        self._handles += self._steps.handles
 
     @property
     def plan(self) -> SyncPlan | None:
@@ -127,7 +134,7 @@ class AutoSynchronizer(PlainSynchronizer):
             return self._plan.explain()
         if self._decided:
             return f"plain DDP: {self._reason}"
-        return f"not decided yet: {min(self._steps.taken, _BEFORE)} of {_BEFORE} steps"
+        return f"not decided yet: {self._reduced} of {_BEFORE} steps"
 
     def synchronize(self) -> None:  # noqa: D102  # inherited
         if self._dear is not None:
@@ -170,8 +177,9 @@ class AutoSynchronizer(PlainSynchronizer):
         Raises:
             torch.distributed.DistBackendError: As :meth:`torchext.DearSynchronizer.detach`.
         """
-        self._stop_choosing()
+        self._stop_measuring()
         try:
+            self._take_over()
             if self._dear is not None:
                 self._dear.detach()
         finally:
@@ -190,22 +198,27 @@ class AutoSynchronizer(PlainSynchronizer):
             raise dist.DistBackendError(f"torchext: the group of an attached model has failed: {failure}")
 
     def _enter_forward(self) -> None:
-        ddp = self._ddp
-        if self._decided or self._averaging or not (torch.is_grad_enabled() and ddp.training):
+        if self._averaging or not torch.is_grad_enabled():
             return
-        if ddp._join_config.enable:  # a rank without inputs would answer nothing of what comes
+        if self._switch is not None:
+            self._take_over()
+            assert self._dear is not None
+            self._dear._enter_forward()  # of the pass that has begun; its hook is called from the next one on
+        elif self._ddp._join_config.enable:  # a rank without inputs would answer nothing of what comes
             self._settle("DistributedDataParallel.join() is in use")
-            return
-        if self._begun == self._steps.taken:
-            return  # another pass of the same step
-        self._begun = self._steps.taken
-        self._number += 1
-        if self._number == _WARM_UP_STEPS:
-            self._recorder = _Recorder(ddp.module)
-        if self._number >= _BEFORE:
+        elif not self._begun:
+            self._begun = True
+            if self._reduced == _WARM_UP_STEPS:
+                self._recorder = _Recorder(self._ddp.module)
+            if self._recorder is not None:
+                self._recorder.begin()
+
+    def _pass_reduced(self) -> None:
+        """At the end of a backward pass in which DDP has averaged."""
+        self._reduced += 1
+        self._begun = False
+        if self._reduced == _BEFORE:
             self._decide()
-        elif self._recorder is not None:
-            self._recorder.begin()
 
     def _decide(self) -> None:
         """Collective."""
@@ -213,7 +226,10 @@ class AutoSynchronizer(PlainSynchronizer):
         assert recorder is not None  # since the warm-up
         with errors_on_all(_CALLER, group):
             own = recorder.profile()
-        profiles = gathered(group, own)
+        profiles, taken = zip(*gathered(group, (own, self._steps.taken)), strict=True)
+        if any(steps != taken[0] for steps in taken):  # the trials of dear are counted in steps
+            self._settle("ranks have taken different numbers of steps")
+            return
         known = [profile for profile in profiles if profile is not None]
         if len(known) < len(profiles):
             self._settle("a measured step left no gradients")
@@ -223,10 +239,11 @@ class AutoSynchronizer(PlainSynchronizer):
         except ValueError:  # on all ranks
             self._settle("ranks have gradients of different parameters")
             return
-        self._plan = self._planned(profile)
+        plan = self._planned(profile)
+        if plan.chosen is not None:
+            self._follow_plan(plan, plan.chosen)
+        self._plan = plan
         self._settle("")
-        if self._plan.chosen is not None:
-            self._follow_plan(self._plan, self._plan.chosen)
 
     def _planned(self, profile: Profile) -> SyncPlan:
         if self._link is None:
@@ -248,50 +265,62 @@ class AutoSynchronizer(PlainSynchronizer):
         return planned_by_first(_CALLER, group, profile, link, candidates)
 
     def _follow_plan(self, plan: SyncPlan, chosen: Candidate) -> None:
+        """Collective."""
         speaks = self._ddp.process_group.rank() == 0
         if chosen.way == "dear":
-            dear = attach_planned(self._ddp, self._optimizers, plan)
-            dear._core.steps = self._core.steps
-            self._dear = dear
-            dear._enter_forward()  # of the pass that has begun; its hook is called from the next one on
+            self._switch = prepare_planned(self._ddp, self._optimizers, plan)
+            if self._steps.under_way:  # its closure has made this pass
+                self._steps.then = self._take_over
         if speaks:
             _logger.info("torchext: trains by %s", described(plan.profile, chosen))
         StepWatch(self, self._optimizers[0], chosen.step_seconds, speaks=speaks)
 
+    def _take_over(self) -> None:
+        """Has ``dear`` train from now on, between two steps, if that is decided. Not collective."""
+        switch, self._switch = self._switch, None
+        self._entering.remove()
+        if switch is not None:
+            self._dear = switch()
+            self._dear._core.steps = self._core.steps
+
     def _settle(self, reason: str) -> None:
         self._decided, self._reason = True, reason
-        self._stop_choosing()
+        self._stop_measuring()
+        if self._switch is None:
+            self._entering.remove()
         if reason and self._ddp.process_group.rank() == 0:
             _logger.info("torchext: trains by plain DDP: %s", reason)
 
-    def _stop_choosing(self) -> None:
-        for handle in self._choosing:
-            handle.remove()
-        self._choosing.clear()
+    def _stop_measuring(self) -> None:
+        self._passes.remove()
         if self._recorder is not None:
             self._recorder.remove()
             self._recorder = None
 
 
-class _StepCount:
-    """Counts the steps of a model: those of the optimizer that has taken the most."""
+class _Steps:
+    """Counts the steps of each optimizer, and knows whether one is under way."""
 
     def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-        self._counts = [0] * len(optimizers)
-        self.handles = [after_step(optimizer, self._counting(at)) for at, optimizer in enumerate(optimizers)]
+        self.taken = [0] * len(optimizers)
+        self.under_way = False
+        self.then: Callable[[], None] | None = None  # called once, behind the step that is under way
+        self.handles: list[RemovableHandle] = []
+        for place, optimizer in enumerate(optimizers):
+            self.handles.append(before_step(optimizer, self._begin))
+            self.handles.append(after_step(optimizer, functools.partial(self._end, place)))
 
-    @property
-    def taken(self) -> int:
-        return max(self._counts)
+    @eager_only("torchext: steps are counted")
+    def _begin(self, *_: Any) -> None:
+        self.under_way = True
 
-    def _counting(self, place: int) -> Any:
-        counts = self._counts
-
-        @eager_only("torchext: steps are counted")
-        def count(*_: Any) -> None:
-            counts[place] += 1
-
-        return count
+    @eager_only("torchext: steps are counted")
+    def _end(self, place: int, *_: Any) -> None:
+        self.taken[place] += 1
+        self.under_way = False
+        then, self.then = self.then, None
+        if then is not None:
+            then()
 
 
 class _Recorder:

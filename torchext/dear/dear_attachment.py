@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torchext.dear.bucket_source import BucketSource
 from torchext.dear.dear_refusals import check_stepped
 from torchext.dear.dear_synchronizer import DearSynchronizer, DedicatedGroup
 
-__all__ = ["attach_dear", "attach_planned", "check_dear", "why_not_dear"]
+__all__ = ["check_dear", "prepare_dear", "prepare_planned", "why_not_dear"]
 
 
 def check_dear(model: nn.Module, optimizers: Optimizers, form: str) -> None:
@@ -37,17 +39,23 @@ def why_not_dear(ddp: DistributedDataParallel, optimizers: Optimizers, form: str
     return ""
 
 
-def attach_planned(ddp: DistributedDataParallel, optimizers: Optimizers, plan: BucketSource) -> DearSynchronizer:
-    """Turns a model over to ``dear`` that :func:`attach` has given another synchronizer. Collective.
+def prepare_planned(
+    ddp: DistributedDataParallel, optimizers: Optimizers, plan: BucketSource
+) -> Callable[[], DearSynchronizer]:
+    """Readies ``dear`` for a model that :func:`attach` has given another synchronizer. Collective.
 
     Args:
-        ddp: The model, on a group of ``dear``'s class; between two steps.
+        ddp: The model, on a group of ``dear``'s class.
         optimizers: Its own.
         plan: With the buckets.
+
+    Returns:
+        Turns the model over: between two steps, and no collective.
     """
     backend = backend_of(ddp.process_group)
     assert isinstance(backend, _C.ProcessGroupDear)
-    return keep_with_model(ddp, attach_dear(backend, ddp, optimizers, None, plan))
+    make = prepare_dear(backend, ddp, optimizers, None, plan)
+    return lambda: keep_with_model(ddp, make())
 
 
 def _dear_parameters(
@@ -87,14 +95,14 @@ def _dear_parameters(
     return named
 
 
-def attach_dear(
+def prepare_dear(
     backend: _C.ProcessGroupDear,
     ddp: DistributedDataParallel,
     optimizers: Optimizers,
     bucket_mb: float | None,
     plan: BucketSource | None,
-) -> DearSynchronizer:
-    """Attaches to ``dear``. Collective.
+) -> Callable[[], DearSynchronizer]:
+    """Does what of attaching to ``dear`` is collective; what it returns does the rest.
 
     Args:
         backend: The model's.
@@ -115,4 +123,4 @@ def attach_dear(
     )
     make_dedicated_group = None if dedicated_group is None else dedicated_group.make
     core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, planned, make_dedicated_group)
-    return DearSynchronizer(core, ddp, optimizers, parameters, dedicated_group)
+    return functools.partial(DearSynchronizer, core, ddp, optimizers, parameters, dedicated_group)

@@ -111,9 +111,12 @@ def body_exact(rank: Rank, form: str) -> dict[str, float]:
     for name, model, optimizer, ddp, how in cases:
         with chosen("dear", form):
             beside = LiveBeside(rank, model, optimizer, **ddp)
-            beside.run(BEFORE, **how)
+            beside.run(BEFORE - 1, **how)
             assert beside.auto.plan is None
-            assert beside.sync.stats() == {"steps": BEFORE, "mode": "allreduce", "decided": False}
+            assert beside.sync.stats() == {"steps": BEFORE - 1, "mode": "allreduce", "decided": False}
+            beside.run(1, **how)
+            assert beside.auto.plan is not None
+            assert beside.sync.stats() == {"steps": BEFORE, "mode": "allreduce", "decided": True}
             beside.run(12, **how)
         stats = beside.sync.stats()
         assert (stats["steps"], stats["mode"]) == (BEFORE + 12, "dear"), stats

@@ -230,7 +230,7 @@ def body_groups(rank: Rank, name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["prague", "hop"])
+@pytest.mark.parametrize("name", ["prague", "hop", "torchext"])
 def test_subgroups_and_meshes(name: str) -> None:
     assert run_ranks(body_groups, 4, name) == [True] * 4
 
@@ -248,7 +248,7 @@ def body_split(rank: Rank, name: str) -> Any:
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="split_group of torch 2.11's own Gloo hangs at times")
-@pytest.mark.parametrize("name", ["prague", "hop"])
+@pytest.mark.parametrize("name", ["prague", "hop", "torchext"])
 def test_split(name: str) -> None:
     names = run_ranks(body_split, 3, name)
     assert names in ([name, None, name], [None] * 3)

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import torchext
 from torchext import auto
+from torchext.errors import BackendOptionsError
 
 
 @pytest.fixture
@@ -57,15 +59,27 @@ def test_name_is_what_the_user_typed(group: None) -> None:
     assert isinstance(torchext.backend_of(), torchext.ProcessGroupDear)
 
 
+@pytest.mark.parametrize("options", [torchext.PragueOptions(), {"form": "sharded"}], ids=["prague's", "dict"])
+def test_options_of_another_kind_are_refused(options: Any) -> None:
+    with pytest.raises(BackendOptionsError, match=r"pg_options for backend 'torchext' is .*DeAROptions"):
+        dist.init_process_group("torchext", store=HashStore(), rank=0, world_size=1, pg_options=options)
+    assert not dist.is_initialized()
+
+
+def test_a_model_without_trained_parameters_is_refused_by_ddp(group: None) -> None:
+    with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
+        DistributedDataParallel(Slow().requires_grad_(False))
+
+
 def test_one_rank_has_nothing_to_synchronise(group: None) -> None:
     ddp, optimizer, sync = attached()
     assert sync.explain() == "not decided yet: 0 of 8 steps"
-    train(ddp, optimizer, 8)
-    assert (sync.plan, sync.explain()) == (None, "not decided yet: 8 of 8 steps")
+    train(ddp, optimizer, 7)
+    assert (sync.plan, sync.explain()) == (None, "not decided yet: 7 of 8 steps")
     train(ddp, optimizer, 1)
     assert sync.plan is not None
     assert sync.explain() == sync.plan.explain() == "1 rank: nothing to synchronise"
-    assert sync.stats() == {"steps": 9, "mode": "allreduce", "decided": True}
+    assert sync.stats() == {"steps": 8, "mode": "allreduce", "decided": True}
 
 
 def test_profile_is_that_of_the_scripts_own_steps(group: None) -> None:
@@ -94,23 +108,74 @@ def test_nothing_of_the_measurement_is_left(group: None) -> None:
     assert sync.stats()["decided"]
 
 
-def test_evaluation_and_passes_of_one_step_count_for_nothing(group: None) -> None:
+def test_only_passes_that_ddp_averages_count(group: None) -> None:
     ddp, optimizer, sync = attached()
-    for _ in range(12):
-        ddp(torch.ones(3, 4))  # no step follows
+    inputs = torch.ones(3, 4)
     with torch.no_grad():
-        ddp(torch.ones(3, 4))
-    ddp.eval()
-    ddp(torch.ones(3, 4))
-    ddp.train()
+        ddp(inputs)
+    with ddp.no_sync():
+        ddp(inputs).sum().backward()
+    ddp.module(inputs).sum().backward()
+    for _ in range(12):
+        ddp(inputs)  # no backward pass follows
+        optimizer.step()
+    torch.autograd.grad(ddp(inputs).sum(), list(ddp.parameters()))  # which DDP does not see
     assert sync.explain() == "not decided yet: 0 of 8 steps"
     train(ddp, optimizer, 2)
     assert sync.explain() == "not decided yet: 2 of 8 steps"
+    output = ddp(inputs).sum()
+    output.backward(retain_graph=True)
+    output.backward()  # which DDP leaves to the script
+    assert sync.explain() == "not decided yet: 3 of 8 steps"
 
 
-def test_steps_without_gradients_leave_plain_ddp(group: None) -> None:
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+
+    def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [head(inputs).sum() for head in self.heads]
+
+
+def test_a_pass_in_parts_counts_when_ddp_is_done(group: None) -> None:
+    ddp = DistributedDataParallel(Heads())
+    sync = torchext.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    first, second = ddp(torch.ones(3, 4))
+    first.backward()
+    assert sync.explain() == "not decided yet: 0 of 8 steps"
+    second.backward()
+    assert sync.explain() == "not decided yet: 1 of 8 steps"
+
+
+class Checkpointed(Slow):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.first, inputs.requires_grad_(), use_reentrant=True)
+        return checkpoint(self.second, hidden, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Slow, {}),
+        (Slow, {"find_unused_parameters": True}),
+        (Slow, {"static_graph": True}),
+        (Checkpointed, {}),
+        (Checkpointed, {"static_graph": True}),
+    ],
+)
+def test_passes_of_every_kind_of_model_count(group: None, kind: type[nn.Module], options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(kind(), **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    sync = torchext.attach(ddp, optimizer)
+    for steps in range(1, 4):
+        train(ddp, optimizer, 1)
+        assert sync.explain() == f"not decided yet: {steps} of 8 steps"
+
+
+def test_the_wrapper_may_stay_in_evaluation_mode(group: None) -> None:
     ddp, optimizer, sync = attached()
-    for _ in range(10):
-        ddp(torch.ones(3, 4))
-        optimizer.step()
-    assert (sync.plan, sync.explain()) == (None, "plain DDP: a measured step left no gradients")
+    ddp.eval()
+    ddp.module.train()  # as frameworks do
+    train(ddp, optimizer, 8)
+    assert sync.stats()["decided"]

@@ -278,6 +278,7 @@ TEST_P(EveryBackendTest, ShutsDownInTimeWithPendingCalls) {
   });
 }
 
+// The backend "torchext" is dear's class under another name.
 INSTANTIATE_TEST_SUITE_P(Backends, EveryBackendTest,
                          ::testing::Values(BackendMaker{"prague", &makeGroup<ProcessGroupPrague>},
                                            BackendMaker{"hop", &makeGroup<ProcessGroupHop>},
