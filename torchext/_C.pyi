@@ -768,17 +768,26 @@ class PipelineLayer:
 class PipelineLink:
     """The network between neighbouring stages, and that of the replicas of a stage."""
 
-    def __init__(self, *, transfer: CostTable, all_reduce: Mapping[int, CostTable] = ...) -> None:
-        """all_reduce: by data width. Widths without a table, but 1, are no candidates."""
+    def __init__(
+        self, *, transfer: CostTable, all_reduce: Mapping[int, CostTable] = ..., shared_ports: bool = False
+    ) -> None:
+        """all_reduce: by data width. Widths without a table, but 1, are no candidates. shared_ports: what a rank sends
+        to both neighbours at a time goes over one port, and what it receives over another."""
     @staticmethod
     def straight(
-        *, latency_seconds: float, bytes_per_second: float, all_reduce: Mapping[int, CostTable] = ...
+        *,
+        latency_seconds: float,
+        bytes_per_second: float,
+        all_reduce: Mapping[int, CostTable] = ...,
+        shared_ports: bool = False,
     ) -> PipelineLink:
         """A transfer takes latency + nbytes / rate. A rate of infinity is allowed."""
     @property
     def transfer(self) -> CostTable: ...
     @property
     def all_reduce(self) -> dict[int, CostTable]: ...
+    @property
+    def shared_ports(self) -> bool: ...
 
 class PipelineOptions:
     """What a plan may be."""
@@ -872,7 +881,7 @@ class PlannedPipeline:
     def table(self) -> list[list[tuple[str, int, int]]]: ...
     @property
     def seconds(self) -> float:
-        """In mode "ideal"."""
+        """In mode "ideal"; where ports are shared, as torch runs it. So are those of alternatives and frontier."""
     @property
     def bubble(self) -> float: ...
     @property
@@ -898,9 +907,11 @@ class StageTimes:
         transfer_seconds: float = 0.0,
         sync_seconds: float = 0.0,
         split_sync_seconds: float = 0.0,
+        port_seconds: float = 0.0,
     ) -> None:
         """backward_seconds: None, the sum of both parts. transfer_seconds: of the output, and of its gradient back.
-        sync_seconds: the all-reduce, after the last B; split_sync_seconds: after the last W."""
+        sync_seconds: the all-reduce, after the last B; split_sync_seconds: after the last W. port_seconds: of
+        transfer_seconds, how long the ports of both ranks are taken; 0 everywhere: links are independent."""
     @property
     def forward_seconds(self) -> float: ...
     @property
@@ -915,6 +926,8 @@ class StageTimes:
     def sync_seconds(self) -> float: ...
     @property
     def split_sync_seconds(self) -> float: ...
+    @property
+    def port_seconds(self) -> float: ...
 
 class PipelineSpan:
     @property
@@ -965,8 +978,8 @@ def simulate_pipeline(
     mode: str = "ideal",
     with_timeline: bool = False,
 ) -> PipelineRun:
-    """mode: "ideal", "torch" (a transfer waits for its receive, where torch's runtime posts it) or "class" (as
-    Schedule1F1B and ScheduleGPipe do). A deadlock is a ValueError naming rank and action."""
+    """mode: "ideal" (links are independent), "torch" (a transfer waits for its receive, where torch's runtime posts it)
+    or "class" (as Schedule1F1B and ScheduleGPipe do). A deadlock is a ValueError naming rank and action."""
 
 def pipeline_depth_table(depths: Sequence[int], microbatches: int) -> list[list[tuple[str, int, int]]]:
     """Stage j runs depths[j] forwards, then B and F in turns, then Bs. Depths never rise. All M: GPipe."""

@@ -1,8 +1,8 @@
 """How long does the search for the best pipeline take, by stages, micro-batches, layers and family of orders?
 
 Models of random layers, a transfer that takes a third of a layer's forward, no limit of memory and a limit that leaves
-little more than 1F1B's depths, and a frontier of four points. Nothing is measured but the search itself, in one thread:
-it takes no network and no tensor.
+little more than 1F1B's depths, a frontier of four points, and a network on which transfers of a rank share its port.
+Nothing is measured but the search itself, in one thread: it takes no network and no tensor.
 
 Checked first: the planned step is the simulator's, each stage keeps the memory, and no even split in the order of
 torch's Schedule1F1B that fits is faster.
@@ -30,7 +30,8 @@ TARGET_SECONDS = {8: 2.0, 64: 10.0}  # by stages
 KEPT_NBYTES = 1_000_000
 TRANSFER_SECONDS = 0.3
 FRONTIER_POINTS = 4
-VARIANTS = ("1f1b", "1f1b tight", "zero-bubble", "frontier")
+VARIANTS = ("1f1b", "1f1b tight", "zero-bubble", "frontier", "shared ports")
+OUTPUT_NBYTES = 1_000_000
 
 
 def make_layers(count: int) -> list[_C.PipelineLayer]:
@@ -45,6 +46,7 @@ def make_layers(count: int) -> list[_C.PipelineLayer]:
                 backward_input_seconds=seconds,
                 backward_weight_seconds=seconds,
                 kept_nbytes=round(seconds * KEPT_NBYTES),
+                output_nbytes=OUTPUT_NBYTES,
             )
         )
     return layers
@@ -63,24 +65,26 @@ def make_options(stages: int, microbatches: int, count: int, variant: str) -> _C
     )
 
 
-def make_link() -> _C.PipelineLink:
+def make_link(variant: str) -> _C.PipelineLink:
     """Returns transfers of one length."""
-    return _C.PipelineLink.straight(latency_seconds=TRANSFER_SECONDS, bytes_per_second=float("inf"))
+    return _C.PipelineLink.straight(
+        latency_seconds=0.0, bytes_per_second=OUTPUT_NBYTES / TRANSFER_SECONDS, shared_ports=variant == "shared ports"
+    )
 
 
-def search_seconds(layers: list[_C.PipelineLayer], options: _C.PipelineOptions) -> float:
+def search_seconds(layers: list[_C.PipelineLayer], link: _C.PipelineLink, options: _C.PipelineOptions) -> float:
     """Returns the time of one search."""
     begun = time.perf_counter()
-    _C.plan_pipeline(layers, make_link(), options)
+    _C.plan_pipeline(layers, link, options)
     return time.perf_counter() - begun
 
 
-def error_of(layers: list[_C.PipelineLayer], options: _C.PipelineOptions) -> float:
+def error_of(layers: list[_C.PipelineLayer], link: _C.PipelineLink, options: _C.PipelineOptions) -> float:
     """Returns how far the plan is off the simulator; infinity where an even split is faster."""
-    plan = _C.plan_pipeline(layers, make_link(), options)
+    plan = _C.plan_pipeline(layers, link, options)
     sizes = [stage.last - stage.first + 1 for stage in plan.stages]
-    stages = _C.pipeline_stage_times(layers, make_link(), options, sizes)
-    run = _C.simulate_pipeline(stages, plan.table)
+    stages = _C.pipeline_stage_times(layers, link, options, sizes)
+    run = _C.simulate_pipeline(stages, plan.table, "torch" if link.shared_ports else "ideal")
     if run.most_in_flight != [stage.depth for stage in plan.stages] or sum(sizes) != len(layers):
         return float("inf")
     if plan.seconds > 1.01 * min(alternative.seconds for alternative in plan.alternatives):
@@ -108,8 +112,10 @@ def main() -> None:
         }
         checks = Checks()
         for variant, allowed in options.items():
-            checks.confirm(variant, error_of(layers, allowed), 1e-12)
-        figures = in_turn({v: lambda o=o, ls=layers: search_seconds(ls, o) for v, o in options.items()}, repeats)
+            checks.confirm(variant, error_of(layers, make_link(variant), allowed), 1e-12)
+        figures = in_turn(
+            {v: lambda v=v, o=o, ls=layers: search_seconds(ls, make_link(v), o) for v, o in options.items()}, repeats
+        )
         report.add(f"{stages} stages, {microbatches} micro-batches, {count} layers", figures, checks=checks.done)
     report.write(arguments.results, log_scale=True)
 

@@ -45,11 +45,12 @@ TableRows rowsOfTable(const core::PipelineTable& table) {
   return rows;
 }
 
-core::PipelineLink straightLink(double latency_seconds, double bytes_per_second, AllReduceTables all_reduce) {
+core::PipelineLink straightLink(double latency_seconds, double bytes_per_second, AllReduceTables all_reduce,
+                                bool shared_ports) {
   if (!(bytes_per_second > 0)) {
     core::throwInvalid("bytes_per_second", bytes_per_second, "above 0");
   }
-  return {core::CostTable::line(latency_seconds, 1 / bytes_per_second), std::move(all_reduce)};
+  return {core::CostTable::line(latency_seconds, 1 / bytes_per_second), std::move(all_reduce), shared_ports};
 }
 
 core::PipelineOptions makeOptions(int world_size, int microbatches, std::optional<double> memory_bytes,
@@ -80,10 +81,10 @@ core::PipelineOptions makeOptions(int world_size, int microbatches, std::optiona
 
 core::StageTimes makeStage(double forward_seconds, double backward_input_seconds, double backward_weight_seconds,
                            std::optional<double> backward_seconds, double transfer_seconds, double sync_seconds,
-                           double split_sync_seconds) {
+                           double split_sync_seconds, double port_seconds) {
   const double backward = backward_seconds.value_or(backward_input_seconds + backward_weight_seconds);
   return {forward_seconds,  backward_input_seconds, backward_weight_seconds, backward,
-          transfer_seconds, sync_seconds,           split_sync_seconds};
+          transfer_seconds, sync_seconds,           split_sync_seconds,      port_seconds};
 }
 
 core::PipelineTable zeroBubbleTable(const std::vector<core::StageTimes>& stages, const std::vector<int>& limits,
@@ -125,12 +126,13 @@ void bindPipelineInput(py::module_& module) {
       .def_readonly("parameter_nbytes", &core::PipelineLayer::parameter_bytes);
 
   py::class_<core::PipelineLink>(module, "PipelineLink")
-      .def(py::init<core::CostTable, AllReduceTables>(), py::kw_only(), py::arg("transfer"),
-           py::arg("all_reduce") = AllReduceTables())
+      .def(py::init<core::CostTable, AllReduceTables, bool>(), py::kw_only(), py::arg("transfer"),
+           py::arg("all_reduce") = AllReduceTables(), py::arg("shared_ports") = false)
       .def_static("straight", &straightLink, py::kw_only(), py::arg("latency_seconds"), py::arg("bytes_per_second"),
-                  py::arg("all_reduce") = AllReduceTables())
+                  py::arg("all_reduce") = AllReduceTables(), py::arg("shared_ports") = false)
       .def_readonly("transfer", &core::PipelineLink::transfer)
-      .def_readonly("all_reduce", &core::PipelineLink::all_reduce);
+      .def_readonly("all_reduce", &core::PipelineLink::all_reduce)
+      .def_readonly("shared_ports", &core::PipelineLink::shared_ports);
 
   const core::PipelineOptions defaults;
   py::class_<core::PipelineOptions>(module, "PipelineOptions")
@@ -145,14 +147,16 @@ void bindPipelineInput(py::module_& module) {
   py::class_<core::StageTimes>(module, "StageTimes")
       .def(py::init(&makeStage), py::kw_only(), py::arg("forward_seconds"), py::arg("backward_input_seconds"),
            py::arg("backward_weight_seconds"), py::arg("backward_seconds") = std::nullopt,
-           py::arg("transfer_seconds") = 0.0, py::arg("sync_seconds") = 0.0, py::arg("split_sync_seconds") = 0.0)
+           py::arg("transfer_seconds") = 0.0, py::arg("sync_seconds") = 0.0, py::arg("split_sync_seconds") = 0.0,
+           py::arg("port_seconds") = 0.0)
       .def_readonly("forward_seconds", &core::StageTimes::forward_seconds)
       .def_readonly("backward_input_seconds", &core::StageTimes::backward_input_seconds)
       .def_readonly("backward_weight_seconds", &core::StageTimes::backward_weight_seconds)
       .def_readonly("backward_seconds", &core::StageTimes::backward_seconds)
       .def_readonly("transfer_seconds", &core::StageTimes::transfer_seconds)
       .def_readonly("sync_seconds", &core::StageTimes::sync_seconds)
-      .def_readonly("split_sync_seconds", &core::StageTimes::split_sync_seconds);
+      .def_readonly("split_sync_seconds", &core::StageTimes::split_sync_seconds)
+      .def_readonly("port_seconds", &core::StageTimes::port_seconds);
 }
 
 void bindPipelinePlan(py::module_& module) {

@@ -17,8 +17,18 @@ from torchext.auto import json_file
 from torchext.auto.all_ranks import check_same, checked_group, device_of, errors_on_all, own_backend
 from torchext.base.plain import plain
 
-__all__ = ["NOISY", "LinkModel", "OperationTable", "calibrate", "check_number", "search_tables", "shown_bytes"]
+__all__ = [
+    "FORMULA",
+    "NOISY",
+    "LinkModel",
+    "OperationTable",
+    "calibrate",
+    "check_number",
+    "search_tables",
+    "shown_bytes",
+]
 
+FORMULA = "formula"  # the backend of networks that were not measured
 NOISY = 0.3  # share by which two calibrations of a link may differ before there is a warning
 _CALLER = "torchext.auto.calibrate"
 # Of each transport of dear's, what its two halves are called.
@@ -137,7 +147,7 @@ class LinkModel:
         reduced = tuple((size, _C.collective_seconds("ring", network, size)) for size in _FORMULA_SIZES)
         sent = tuple((size, latency + size / bandwidth) for size in _FORMULA_SIZES)
         return cls(
-            backend="formula",
+            backend=FORMULA,
             device="cpu",
             host_of=tuple(range(world_size)),
             tables={

@@ -22,7 +22,7 @@ struct StageOrder {
   std::vector<bool> recompute;
   std::vector<int> depths;    // most in flight; of 1f1b and gpipe these are the table
   std::vector<int> limits;    // of the list scheduler; none: torch's own zero bubble, or another family
-  double seconds = 0;         // in mode "ideal"
+  double seconds = 0;         // in mode "ideal"; of PortSearch as torch runs it
   double ranked_seconds = 0;  // what orders are compared by
   double peak_bytes = 0;      // the largest of a stage
 };
@@ -43,6 +43,9 @@ class OrderSearch {
   std::vector<StageTimes> times(const StageSizes& sizes, const std::vector<bool>& recompute) const;
   PipelineTable table(const StageOrder& order);
   double least(const StageSizes& sizes) const;  // leastSeconds
+  // [stage] the most in flight that memory and options allow.
+  std::vector<int> limits(const StageOrder& order, double memory_bytes) const;
+  double peakBytes(const StageOrder& order) const;
 
  private:
   std::optional<StageOrder> search(const StageSizes& sizes, double memory_bytes, double below, bool thorough);
@@ -51,8 +54,6 @@ class OrderSearch {
                   bool thorough);
   bool findSplit(StageOrder& order, const std::vector<StageTimes>& times, const std::vector<int>& limits,
                  bool thorough);
-  std::vector<int> limits(const StageOrder& order, double memory_bytes) const;
-  double peakBytes(const StageOrder& order) const;
 
   const StageCosts& costs_;
   const PipelineOptions& options_;

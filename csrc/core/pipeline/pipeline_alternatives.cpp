@@ -8,6 +8,8 @@
 #include "core/base/check.h"
 #include "core/pipeline/depth_simulator.h"
 #include "core/pipeline/pipeline_orders.h"
+#include "core/pipeline/pipeline_simulator.h"
+#include "core/pipeline/port_search.h"
 
 namespace torchext::core {
 namespace {
@@ -23,13 +25,22 @@ std::string whyLost(double seconds, double plan_seconds) {
   return percent <= 100 * kAsFast ? "as fast within 1 %, and needs more memory" : concat(percent, " % slower");
 }
 
+// With shared ports as the class runs it.
+double evenSeconds(FamilySearch& search, const StageSizes& sizes, const std::vector<int>& depths) {
+  const std::vector<bool> recompute(sizes.size(), false);
+  const std::vector<StageTimes> stages = search.orders().times(sizes, recompute);
+  if (search.costs().sharedPorts()) {
+    return simulateTable(stages, depthTable(depths, search.microbatches()), PipelineMode::kClass).seconds;
+  }
+  return DepthSimulator(search.microbatches()).seconds(stages, depths);
+}
+
 // torch's own: an even split in the order of Schedule1F1B.
 PipelineAlternative evenAlternative(FamilySearch& search, double memory_bytes, double plan_seconds) {
   const std::string name = concat(search.shape(), ", even 1f1b");
   const std::vector<double> shares(index(search.stages()), 1.0);
   const StageSizes sizes = sharedPartition(std::vector<double>(index(search.costs().layers()), 1.0), shares);
   const std::vector<int> depths = classDepths(search.stages(), search.microbatches());
-  const std::vector<bool> recompute(sizes.size(), false);
   int first = 0;
   for (std::size_t j = 0; j < sizes.size(); ++j) {
     const int last = first + sizes[j] - 1;
@@ -39,8 +50,7 @@ PipelineAlternative evenAlternative(FamilySearch& search, double memory_bytes, d
     }
     first = last + 1;
   }
-  DepthSimulator simulator(search.microbatches());
-  const double seconds = simulator.seconds(search.orders().times(sizes, recompute), depths);
+  const double seconds = evenSeconds(search, sizes, depths);
   return alternativeOf(name, seconds, whyLost(seconds, plan_seconds));
 }
 

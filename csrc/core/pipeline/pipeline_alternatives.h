@@ -9,9 +9,6 @@
 
 namespace torchext::core {
 
-// Times that differ by less are equal, and memory decides.
-inline constexpr double kAsFast = 0.01;
-
 struct PipelineAlternative {
   std::string name;    // "4 stages x 2, zero-bubble", "4 stages x 2, even 1f1b", "8 stages"
   double seconds = 0;  // infinity: does not fit

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
+
+#include "core/pipeline/port_search.h"
 
 namespace torchext::core {
 namespace {
@@ -25,10 +28,13 @@ std::vector<FrontierPoint> pipelineFrontier(PipelineCandidates& candidates, doub
   std::vector<FrontierPoint> points;
   double ratio = 1;
   for (int i = 0; i < most_points; ++i) {
-    const auto found = candidates.best(memory_bytes, std::numeric_limits<double>::infinity(),
-                                       i == 0 ? SearchEffort::kFull : SearchEffort::kWarm);
+    auto found = candidates.best(memory_bytes, std::numeric_limits<double>::infinity(),
+                                 i == 0 ? SearchEffort::kFull : SearchEffort::kWarm);
     if (!found) {
       break;
+    }
+    if (found->search->costs().sharedPorts()) {
+      found->order = PortSearch(*found->search, memory_bytes, 1.0 / most_points).improved(std::move(found->order));
     }
     const FrontierPoint point = pointOf(*found);
     if (i == 0 && point.memory_bytes > 0 && most_points > 1) {

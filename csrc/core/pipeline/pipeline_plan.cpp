@@ -10,12 +10,12 @@
 #include "core/base/check.h"
 #include "core/pipeline/pipeline_candidates.h"
 #include "core/pipeline/pipeline_simulator.h"
+#include "core/pipeline/port_search.h"
 
 namespace torchext::core {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr double kAsFast = 0.01;      // times are equal then, and memory decides
 constexpr int kMostThriftSteps = 10;  // each a search for less memory
 
 [[noreturn]] void throwTooSmall(const PipelineCandidates& candidates, double memory_bytes) {
@@ -42,6 +42,30 @@ FoundOrder chooseOrder(PipelineCandidates& candidates, FoundOrder fastest) {
     }
   }
   return chosen;
+}
+
+// Improves each search's best for shared ports; the best of them.
+FoundOrder chooseWithPorts(PipelineCandidates& candidates, std::vector<std::optional<StageOrder>>& bests,
+                           double memory_bytes) {
+  std::optional<FoundOrder> chosen;
+  for (std::size_t i = 0; i < bests.size(); ++i) {
+    FamilySearch& search = candidates.searches()[i];
+    if (bests[i]) {
+      bests[i] = PortSearch(search, memory_bytes).improved(*std::move(bests[i]));
+      if (!chosen || isBetter(*bests[i], chosen->order)) {
+        chosen = {*bests[i], &search};
+      }
+    }
+  }
+  return *std::move(chosen);
+}
+
+PipelineRun playPlan(const FoundOrder& found, const PipelineTable& table) {
+  OrderSearch& orders = found.search->orders();
+  if (found.search->costs().sharedPorts()) {
+    return playAsTorch(orders, found.order);
+  }
+  return simulateTable(orders.times(found.order.sizes, found.order.recompute), table, PipelineMode::kIdeal);
 }
 
 std::vector<PlannedStage> plannedStages(const FoundOrder& found) {
@@ -77,14 +101,14 @@ PlannedPipeline planPipeline(const std::vector<PipelineLayer>& layers, const Pip
   if (!fastest) {
     throwTooSmall(candidates, memory_bytes);
   }
-  const FoundOrder chosen = chooseOrder(candidates, std::move(*fastest));
+  const FoundOrder chosen = link.shared_ports ? chooseWithPorts(candidates, bests, memory_bytes)
+                                              : chooseOrder(candidates, std::move(*fastest));
   PlannedPipeline plan;
   plan.stages = plannedStages(chosen);
   plan.microbatches = chosen.search->microbatches();
   plan.order = chosen.search->family();
   plan.table = chosen.search->orders().table(chosen.order);
-  const PipelineRun run = simulateTable(chosen.search->orders().times(chosen.order.sizes, chosen.order.recompute),
-                                        plan.table, PipelineMode::kIdeal);
+  const PipelineRun run = playPlan(chosen, plan.table);
   plan.seconds = run.seconds;
   plan.bubble = run.bubble;
   plan.exhaustive = candidates.exhaustive();

@@ -4,7 +4,9 @@
 //     for each number of stages p that divides the world (data width d = world / p, and d divides the micro-batches)
 //       for each family of orders (family_search)
 //         partitions (stage_partition) -> limits of depth from memory -> order (order_search) -> seconds
-//     -> of those within 1 % of the fastest the one with the lowest peak of memory; of equals the faster one
+//     -> of those within 1 % of the fastest the one with the lowest peak of memory; of equals the faster one. Where
+//     ports
+//        are shared, each family's best is improved for that first (port_search)
 //     -> the plan, what lost and why, and the frontier of memory and time (pipeline_frontier)
 // Training stays exact: only who computes what, and when, is chosen. Pure and deterministic, one thread.
 //
@@ -39,7 +41,7 @@ struct PlannedPipeline {
   int microbatches = 1;  // of one replica
   OrderFamily order = OrderFamily::k1F1B;
   PipelineTable table;
-  double seconds = 0;  // mode "ideal"
+  double seconds = 0;  // mode "ideal", as of all alternatives; where ports are shared, as torch runs it
   double bubble = 0;
   bool exhaustive = false;                        // all partitions were tried
   std::vector<PipelineAlternative> alternatives;  // best first

@@ -49,6 +49,9 @@ void checkStages(const std::vector<StageTimes>& stages) {
     checkSpan("transfer_seconds", stages[i].transfer_seconds, of);
     checkSpan("sync_seconds", stages[i].sync_seconds, of);
     checkSpan("split_sync_seconds", stages[i].split_sync_seconds, of);
+    if (!(stages[i].port_seconds >= 0 && stages[i].port_seconds <= stages[i].transfer_seconds)) {
+      throwInvalid("port_seconds", stages[i].port_seconds, concat("0 to transfer_seconds; it is of ", of));
+    }
   }
 }
 

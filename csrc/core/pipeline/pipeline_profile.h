@@ -24,6 +24,7 @@ struct PipelineLayer {
 struct PipelineLink {
   CostTable transfer = CostTable::line(0, 0);  // between neighbouring stages, in one direction
   std::map<int, CostTable> all_reduce;         // by data width; widths without a table, but 1, are no candidates
+  bool shared_ports = false;                   // what a rank sends to both neighbours at a time goes over one port
 };
 
 // What a simulator knows of a stage.
@@ -35,6 +36,7 @@ struct StageTimes {
   double transfer_seconds = 0;         // of its output to the next stage, and of the gradient back; the last has none
   double sync_seconds = 0;             // of its gradients' all-reduce, what comes after the last B
   double split_sync_seconds = 0;       // the same after the last W
+  double port_seconds = 0;             // of transfer_seconds, the time of the bytes; 0: links are independent
 };
 
 // std::invalid_argument naming the first bad value and its layer or data width; on no layer, too.

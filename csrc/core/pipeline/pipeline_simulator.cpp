@@ -8,7 +8,7 @@
 #include "core/base/check.h"
 #include "core/base/enum_names.h"
 #include "core/pipeline/pipeline_program.h"
-#include "core/pipeline/transfer_link.h"
+#include "core/pipeline/transfer_network.h"
 
 namespace torchext::core {
 namespace {
@@ -33,25 +33,18 @@ class Simulation {
              bool with_timeline)
       : stages_(stages),
         program_(program),
+        network_(stages, index(microbatches), ideal),
         next_(stages.size(), 0),
         now_(stages.size(), 0.0),
         busy_(stages.size(), 0.0),
         end_(stages.size(), 0.0),
         splits_(stages.size(), false),
-        with_timeline_(with_timeline) {
-    for (std::size_t j = 0; j + 1 < stages.size(); ++j) {
-      forward_.emplace_back(stages[j].transfer_seconds, index(microbatches), ideal);
-      backward_.emplace_back(stages[j].transfer_seconds, index(microbatches), ideal);
-    }
-  }
+        with_timeline_(with_timeline) {}
 
   PipelineRun run() {
-    for (bool progress = true; progress;) {
-      progress = false;
-      for (std::size_t rank = 0; rank < stages_.size(); ++rank) {
-        progress |= advance(rank);
-      }
-    }
+    do {
+      advanceAll();
+    } while (network_.advance());
     checkDone();
     PipelineRun run;
     for (std::size_t rank = 0; rank < stages_.size(); ++rank) {
@@ -70,6 +63,15 @@ class Simulation {
   }
 
  private:
+  void advanceAll() {
+    for (bool progress = true; progress;) {
+      progress = false;
+      for (std::size_t rank = 0; rank < stages_.size(); ++rank) {
+        progress |= advance(rank);
+      }
+    }
+  }
+
   // All steps that nothing holds up. False: none.
   bool advance(std::size_t rank) {
     const std::size_t before = next_[rank];
@@ -83,15 +85,23 @@ class Simulation {
     const int m = step.action.microbatch;
     switch (step.action.kind) {
       case ActionKind::kReceiveForward:
-        forward_[rank - 1].post(now_[rank]);
+        network_.postForward(rank, now_[rank]);
         return true;
       case ActionKind::kReceiveBackward:
-        backward_[rank].post(now_[rank]);
+        network_.postBackward(rank, now_[rank]);
         return true;
       case ActionKind::kSendForward:
-        return step.waits ? waitUntil(rank, forward_[rank].arrived(m)) : send(forward_[rank], rank, m);
+        if (step.waits) {
+          return waitUntil(rank, network_.forward(rank).arrived(m));
+        }
+        network_.sendForward(rank, m, now_[rank]);
+        return true;
       case ActionKind::kSendBackward:
-        return step.waits ? waitUntil(rank, backward_[rank - 1].arrived(m)) : send(backward_[rank - 1], rank, m);
+        if (step.waits) {
+          return waitUntil(rank, network_.backward(rank - 1).arrived(m));
+        }
+        network_.sendBackward(rank, m, now_[rank]);
+        return true;
       default:
         return waitUntil(rank, inputArrived(rank, step.action)) && compute(rank, step.action);
     }
@@ -100,11 +110,11 @@ class Simulation {
   double inputArrived(std::size_t rank, const PipelineAction& action) const {
     switch (action.kind) {
       case ActionKind::kForward:
-        return rank == 0 ? 0 : forward_[rank - 1].arrived(action.microbatch);
+        return rank == 0 ? 0 : network_.forward(rank - 1).arrived(action.microbatch);
       case ActionKind::kBackwardWeight:
         return 0;
       default:
-        return rank + 1 == stages_.size() ? 0 : backward_[rank].arrived(action.microbatch);
+        return rank + 1 == stages_.size() ? 0 : network_.backward(rank).arrived(action.microbatch);
     }
   }
 
@@ -115,8 +125,6 @@ class Simulation {
     now_[rank] = std::max(now_[rank], seconds);
     return true;
   }
-
-  bool send(TransferLink& link, std::size_t rank, int microbatch) { return link.send(microbatch, now_[rank]), true; }
 
   bool compute(std::size_t rank, const PipelineAction& action) {
     const double begin = now_[rank];
@@ -163,7 +171,7 @@ class Simulation {
       for (const ProgramStep& step : program_[rank]) {
         const bool forward = step.action.kind == ActionKind::kSendForward;
         if (!step.waits && (forward || step.action.kind == ActionKind::kSendBackward)) {
-          const TransferLink& link = forward ? forward_[rank] : backward_[rank - 1];
+          const TransferLink& link = forward ? network_.forward(rank) : network_.backward(rank - 1);
           const double end = link.arrived(step.action.microbatch);
           run.transfers.push_back({static_cast<int>(rank), step.action, end - link.seconds(), end});
         }
@@ -174,13 +182,12 @@ class Simulation {
 
   const std::vector<StageTimes>& stages_;
   const PipelineProgram& program_;
+  TransferNetwork network_;
   std::vector<std::size_t> next_;  // [rank] its next step, as the others
   std::vector<double> now_;
   std::vector<double> busy_;
   std::vector<double> end_;  // of its last computation
   std::vector<bool> splits_;
-  std::vector<TransferLink> forward_;   // [j] from stage j to the next
-  std::vector<TransferLink> backward_;  // [j] back to stage j
   bool with_timeline_;
   std::vector<PipelineSpan> spans_;
 };

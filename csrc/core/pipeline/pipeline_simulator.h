@@ -2,8 +2,9 @@
 //
 // Ranks run their rows in order. F(j,m) needs F(j-1,m)'s output, B or I(j,m) the gradient of B or I(j+1,m), W(j,m) its
 // I(j,m). Between two ranks one transfer at a time moves in each direction, in the order of the sends.
-//   "ideal"  a transfer begins once it has been sent
-//   "torch"  and once its receive has been posted, where torch's runtime posts it: Gloo moves nothing before
+//   "ideal"  a transfer begins once it has been sent, as if it had the network alone
+//   "torch"  and once its receive has been posted, where torch's runtime posts it: Gloo moves nothing before. Transfers
+//            of a rank share its port where stages have port_seconds (transfer_network)
 //   "class"  the same, as torch's Schedule1F1B and ScheduleGPipe post and wait (classProgram)
 // The step ends with the last action of a stage and its sync.
 #pragma once

@@ -46,10 +46,13 @@ StageCosts::StageCosts(const std::vector<PipelineLayer>& layers, const PipelineL
   backward_weight_ = prefixSums(layers, &PipelineLayer::backward_weight_seconds);
   kept_ = prefixSums(layers, &PipelineLayer::kept_bytes);
   parameters_ = prefixSums(layers, &PipelineLayer::parameter_bytes);
+  const double latency = link.transfer.seconds(0);
   for (const PipelineLayer& layer : layers) {
     transfer_.push_back(link.transfer.seconds(layer.output_bytes));
+    port_.push_back(link.shared_ports ? transfer_.back() - latency : 0);
   }
   transfer_.back() = 0;
+  port_.back() = 0;
 }
 
 bool StageCosts::skipsInputGradient(int first) const { return first == 0 && !rules_.first_input_gradient; }
@@ -72,6 +75,7 @@ StageTimes StageCosts::times(int first, int last, bool recompute) const {
   }
   times.backward_seconds += recompute ? forward : 0;
   times.transfer_seconds = transfer_[index(last)];
+  times.port_seconds = port_[index(last)];
   if (rules_.data > 1) {
     times.sync_seconds = sync(first, last, false).exposed_seconds;
     times.split_sync_seconds = sync(first, last, true).exposed_seconds;

@@ -33,6 +33,7 @@ class StageCosts {
   StageCosts(const std::vector<PipelineLayer>& layers, const PipelineLink& link, const StageRules& rules);
 
   int layers() const { return static_cast<int>(layers_.size()); }
+  bool sharedPorts() const { return link_.shared_ports; }
   // Layers first..last of a stage. recompute: its B runs the forward once more.
   StageTimes times(int first, int last, bool recompute) const;
   const StageSync& sync(int first, int last, bool split) const;
@@ -58,6 +59,7 @@ class StageCosts {
   std::vector<double> kept_;
   std::vector<double> parameters_;
   std::vector<double> transfer_;  // [layer] of its output
+  std::vector<double> port_;      // [layer] of that, the time of the bytes where ports are shared
   mutable std::unordered_map<int, StageSync> syncs_;
 };
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import json
 import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch import nn
 
 from torchext.auto import json_file
 from torchext.auto.link_model import check_number
+from torchext.auto.pipeline.layer_chain import LayerChain, without_trace
 from torchext.auto.step_profile import Stopwatch, checked_model
 from torchext.base.plain import plain
 
@@ -181,7 +180,8 @@ def profile(
     Raises:
         TypeError: Layers that are wrapped, attached or sharded; a layer that gives something else than a tensor.
         ValueError: ``repeats`` is out of range, a layer that does not take what the one before gives, an output that
-            does not depend on the input, or layers that share a parameter.
+            does not depend on the input, a layer that uses a tensor of another one beside its input, or layers that
+            share a parameter.
     """
     repeats = plain(repeats)
     if isinstance(repeats, bool) or not isinstance(repeats, int) or not 1 <= repeats <= _MOST_REPEATS:
@@ -194,9 +194,10 @@ def profile(
     found = parameters[0].device if parameters else microbatch.device
     if device is not None and torch.device(device).type != found.type:
         raise ValueError(f"{_CALLER}: device is {device}, and the layers are on {found}; move them first")
-    chain = _Chain(named, microbatch.detach().to(found), Stopwatch(found))
-    with _without_trace(list(named.values()), found):
+    chain = LayerChain(_CALLER, named, microbatch.detach().to(found), Stopwatch(found))
+    with without_trace(list(named.values()), found):
         kept = chain.kept_bytes()
+        chain.check_neighbours()
         runs = [chain.run() for _ in range(repeats + 1)][1:]  # the first one warms up
     made = []
     for place, (name, layer) in enumerate(named.items()):
@@ -236,125 +237,3 @@ def check_shared(caller: str, named: Mapping[str, nn.Module]) -> None:
                     f"{caller}: the layers {owner!r} and {name!r} share a parameter, and stages do not; give each its "
                     "own, or make one layer of all from the one to the other"
                 )
-
-
-class _Chain:
-    """The layers, and one micro-batch that runs through them."""
-
-    def __init__(self, layers: Mapping[str, nn.Module], microbatch: torch.Tensor, watch: Stopwatch) -> None:
-        self._layers, self._microbatch, self._watch = layers, microbatch, watch
-        self.output_bytes: list[int] = []
-
-    def kept_bytes(self) -> list[int]:
-        """Of each layer what it saves for the backward pass; what several save counts for the first of them."""
-        tensors = [t for layer in self._layers.values() for t in (*layer.parameters(), *layer.buffers())]
-        seen = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, self._microbatch)}
-        kept = []
-        with torch.enable_grad():
-            x, before = self._microbatch, ""
-            alive: list[torch.Tensor] = []  # so that no storage takes the place of another
-            for name, layer in self._layers.items():
-                total = 0
-
-                def pack(tensor: torch.Tensor) -> torch.Tensor:
-                    nonlocal total
-                    storage = tensor.untyped_storage()
-                    if storage.data_ptr() not in seen:
-                        seen.add(storage.data_ptr())
-                        alive.append(tensor.detach())
-                        total += storage.nbytes()
-                    return tensor
-
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    x = self._called(name, layer, x, before)
-                alive.append(x.detach())
-                self.output_bytes.append(x.nbytes)
-                kept.append(total)
-                before = name
-        return kept
-
-    def run(self) -> list[tuple[float, float, float]]:
-        """Seconds of each layer: forward, backward to the input, whole backward."""
-        times = []
-        x = self._microbatch
-        for name, layer in self._layers.items():
-            first = x is self._microbatch
-            x = x.detach()
-            # Nobody wants the gradient of what the first layer gets.
-            x.requires_grad_(not first and (x.is_floating_point() or x.is_complex()))
-            with torch.enable_grad():
-                taken = x.clone()  # a layer may write into what it gets
-                forward, out = self._timed(functools.partial(layer, taken))
-            times.append((forward, *self._backward(name, layer, x, out)))
-            x = out
-        return times
-
-    def _backward(self, name: str, layer: nn.Module, x: torch.Tensor, out: torch.Tensor) -> tuple[float, float]:
-        wanted: list[torch.Tensor] = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-        if not out.requires_grad:
-            if x.requires_grad:
-                self._raise_independent(name)
-            return 0.0, 0.0
-        gradient = torch.ones_like(out)
-        inputs = 0.0
-        if x.requires_grad:
-            inputs, found = self._timed(
-                lambda: torch.autograd.grad(out, x, gradient, retain_graph=True, allow_unused=True)
-            )
-            if found[0] is None:
-                self._raise_independent(name)
-        whole, _ = self._timed(
-            lambda: torch.autograd.grad(out, [x] * x.requires_grad + wanted, gradient, allow_unused=True)
-        )
-        return inputs, whole
-
-    def _timed(self, call: Any) -> tuple[float, Any]:
-        self._watch.wait()
-        begin = self._watch.mark()
-        value = call()
-        end = self._watch.mark()
-        self._watch.wait()
-        return self._watch.seconds(begin, end), value
-
-    @staticmethod
-    def _raise_independent(name: str) -> None:
-        raise ValueError(
-            f"{_CALLER}: what the layer {name!r} gives does not depend on what it gets; layers must be a chain, for "
-            "torch's stages talk to their neighbours only"
-        )
-
-    @staticmethod
-    def _called(name: str, layer: nn.Module, x: torch.Tensor, before: str) -> torch.Tensor:
-        try:
-            out = layer(x)
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            if not before:
-                raise
-            raise ValueError(
-                f"{_CALLER}: the layer {name!r} does not take what {before!r} gives, a tensor of shape "
-                f"{tuple(x.shape)} and type {x.dtype}; layers must be a chain, for torch's stages talk to their "
-                f"neighbours only: {error}"
-            ) from error
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(
-                f"{_CALLER}: the layer {name!r} gives {type(out).__name__}, and stages hand one tensor on; let it "
-                "return a tensor"
-            )
-        return out
-
-
-@contextlib.contextmanager
-def _without_trace(layers: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Puts buffers and random numbers back; gradients are not touched inside."""
-    modules = [(module, dict(module._buffers)) for layer in layers for module in layer.modules()]
-    buffers = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
-    devices = [] if device.type == "cpu" else [device]
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            yield
-    finally:
-        with torch.no_grad():
-            for module, own in modules:
-                module._buffers.update(own)
-            for buffer, value in buffers:
-                buffer.copy_(value)

@@ -124,8 +124,9 @@ class PipelinePlan(Found):
         """Plays a step.
 
         Args:
-            mode: When transfers start: ``"torch"`` where torch's runtime posts receives, ``"ideal"`` at once,
-                ``"class"`` as Schedule1F1B and ScheduleGPipe do. None: as what :meth:`schedule` gives.
+            mode: When transfers start: ``"torch"`` where torch's runtime posts receives, ``"class"`` where Schedule1F1B
+                and ScheduleGPipe do. In both, transfers of a rank share its port if the link was measured. ``"ideal"``:
+                at once, and each by itself. None: as what :meth:`schedule` gives.
 
         Raises:
             ValueError: An unknown mode, or one that does not fit the order.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchext import _C
-from torchext.auto.link_model import LinkModel
+from torchext.auto.link_model import FORMULA, LinkModel
 from torchext.auto.pipeline.layer_profile import LayerProfile
 from torchext.auto.pipeline.placement import Placement, Stage, action, parsed
 
@@ -230,10 +230,14 @@ def _layers(profile: LayerProfile) -> list[_C.PipelineLayer]:
 def _link(link: LinkModel, widths: Sequence[int]) -> _C.PipelineLink:
     reduced = {width: _C.CostTable(_all_reduce(link, width)) for width in widths if width > 1}
     sent = link.tables.get("p2p")
+    shared = link.backend != FORMULA  # a formula knows no ports
     if sent is not None:
-        return _C.PipelineLink(transfer=_C.CostTable(sent.points), all_reduce=reduced)
+        return _C.PipelineLink(transfer=_C.CostTable(sent.points), all_reduce=reduced, shared_ports=shared)
     return _C.PipelineLink.straight(
-        latency_seconds=link.latency_seconds, bytes_per_second=link.bytes_per_second, all_reduce=reduced
+        latency_seconds=link.latency_seconds,
+        bytes_per_second=link.bytes_per_second,
+        all_reduce=reduced,
+        shared_ports=shared,
     )
 
 

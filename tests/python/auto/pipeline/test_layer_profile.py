@@ -59,6 +59,32 @@ class Constant(nn.Module):
         return self.weight * 2
 
 
+class Shelf:
+    """Where a layer puts a tensor that a later one takes."""
+
+    tensor = torch.zeros(())
+
+
+class Puts(nn.Module):
+    def __init__(self, shelf: Shelf, inner: nn.Module, *, its_input: bool) -> None:
+        super().__init__()
+        self.inner, self.shelf, self.its_input = inner, shelf, its_input
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        self.shelf.tensor = x if self.its_input else out
+        return out
+
+
+class Takes(nn.Module):
+    def __init__(self, shelf: Shelf) -> None:
+        super().__init__()
+        self.shelf = shelf
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shelf.tensor
+
+
 @pytest.fixture
 def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -188,6 +214,31 @@ def test_what_is_no_chain(layers: Any, error: type[Exception], message: str) -> 
         pipeline.profile(layers, torch.zeros(2, 8), repeats=1)
 
 
+@pytest.mark.parametrize(
+    ("puts", "its_input"),
+    [(0, False), (1, True), (1, False)],
+    ids=["an output", "an input", "an output without weights"],
+)
+def test_a_tensor_that_skips_a_layer(puts: int, its_input: bool) -> None:
+    shelf = Shelf()
+    layers: dict[str, nn.Module] = {"a": nn.Linear(8, 8), "b": nn.Tanh(), "c": nn.Linear(8, 8), "d": Takes(shelf)}
+    name = "ab"[puts]
+    layers[name] = Puts(shelf, layers[name], its_input=its_input)
+    with pytest.raises(
+        ValueError,
+        match=f"the layer 'd' uses a tensor of '{name}' that is not its input; layers must be a chain, .*neighbours "
+        f"only: make one layer of all from '{name}' to 'd'",
+    ):
+        pipeline.profile(layers, torch.zeros(2, 8), repeats=1)
+
+
+def test_a_layer_may_skip_inside_of_itself() -> None:
+    shelf = Shelf()
+    block = nn.Sequential(Puts(shelf, nn.Linear(8, 8), its_input=True), nn.Tanh(), Takes(shelf))
+    found = pipeline.profile({"a": nn.Linear(8, 8), "block": block, "c": nn.Linear(8, 2)}, torch.zeros(2, 8), repeats=1)
+    assert found.names == ("a", "block", "c")
+
+
 def test_layers_that_share_a_parameter() -> None:
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
     last.weight = first.weight
@@ -201,6 +252,11 @@ def test_wrapped_and_sharded_layers() -> None:
         pipeline.profile(DistributedDataParallel(nn.Linear(8, 8)), torch.zeros(2, 8))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the layer 'a': the model is wrapped"):
         pipeline.profile({"a": DistributedDataParallel(nn.Linear(8, 8))}, torch.zeros(2, 8))
+
+    attached = DistributedDataParallel(nn.Linear(8, 8))
+    attached._torchext_synchronizer = nn.Identity()  # as attach leaves it
+    with pytest.raises(TypeError, match="the layer 'a': the model is attached"):
+        pipeline.profile({"a": attached}, torch.zeros(2, 8))
 
     class FSDPModule(nn.Linear):  # as fully_shard names the class that it puts before a module's
         pass

@@ -58,6 +58,21 @@ def test_a_front_loaded_plan_beats_equal_stages() -> None:
     assert (found.peak_bytes[0] - 400 * found.sizes[0]) == 1000 * found.sizes[0] * found.depths[0]
 
 
+def test_measured_networks_share_the_ports_of_ranks() -> None:
+    measured = dataclasses.replace(LINK, backend="gloo")
+    placement = Placement.by_depth([2, 2, 2, 2], [7, 5, 3, 1], 8)
+    profile = chain(output=250_000)  # 2 ms a transfer
+    shared, alone = (PipelinePlan.of(profile, link, placement) for link in (measured, LINK))
+    assert shared.seconds > alone.seconds
+    assert shared.predict(mode="ideal").seconds == alone.predict(mode="ideal").seconds
+    found = planned(profile=profile, link=measured, world_size=4, microbatches=8, stages=4)
+    assert found.seconds == pytest.approx(found.predict().seconds)
+    assert found.seconds <= shared.seconds
+    small = chain(output=0)
+    shared, alone = (PipelinePlan.of(small, link, placement) for link in (measured, LINK))
+    assert shared.seconds == pytest.approx(alone.seconds)
+
+
 def test_memory_bounds_the_depths() -> None:
     free = planned(world_size=2, microbatches=4, stages=2)
     tight = planned(world_size=2, microbatches=4, stages=2, memory=max(free.peak_bytes) - 1)
