@@ -133,7 +133,17 @@ def _average(states: list[dict[str, Any]]) -> dict[str, Any]:
     return average
 
 
-_LINKS = auto.LinkModel.of(latency=1e-4, bandwidth=1e8)
+_SECONDS = auto.OperationTable(((4096, 1e-4), (65536, 1e-3)))
+_LINKS = auto.LinkModel(
+    backend=CHOOSING,
+    device="cpu",
+    host_of=(0, 0),
+    tables=dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), _SECONDS),
+    latency_seconds=1e-4,
+    bytes_per_second=1e8,
+    copy_bytes_per_second=1e9,
+    operations_per_second=1e10,
+)
 
 
 def attach_choosing(ddp: DistributedDataParallel, optimizer: Any) -> Any:
