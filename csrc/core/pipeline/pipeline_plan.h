@@ -4,9 +4,8 @@
 //     for each number of stages p that divides the world (data width d = world / p, and d divides the micro-batches)
 //       for each family of orders (family_search)
 //         partitions (stage_partition) -> limits of depth from memory -> order (order_search) -> seconds
-//     -> of those within 1 % of the fastest the one with the lowest peak of memory; of equals the faster one. Where
-//     ports
-//        are shared, each family's best is improved for that first (port_search)
+//     -> where ports are shared, each family's best is improved for that (port_search)
+//     -> of those within 1 % of the fastest the one with the lowest peak of memory; of equals the faster one
 //     -> the plan, what lost and why, and the frontier of memory and time (pipeline_frontier)
 // Training stays exact: only who computes what, and when, is chosen. Pure and deterministic, one thread.
 //
