@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from comparisons import judge
+from forms import CHOOSING
 from generator import random_script
 from pool import Pool, open_pool
 from script import Script
@@ -13,6 +14,7 @@ from setups import EXACT
 
 SCRIPTS = 200
 CHUNK = 10
+CHOOSING_SCRIPTS = 24
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,12 @@ def test_no_silent_difference(pool: Pool, first: int) -> None:
             f"seed {seed} on {form}: {comparison.kind} {comparison.detail}" for form, comparison in case.wrong.items()
         ]
     assert not wrong, "\n".join([*wrong, "shrink one: python tests/everyday/fuzz.py SEED --forms FORM"])
+
+
+def test_no_silent_difference_where_dear_takes_over(pool: Pool) -> None:
+    judged = [judge(pool, random_script(seed), [CHOOSING]).comparisons[CHOOSING] for seed in range(CHOOSING_SCRIPTS)]
+    wrong = [f"seed {seed}: {found.kind} {found.detail}" for seed, found in enumerate(judged) if found.wrong]
+    assert not wrong, "\n".join([*wrong, f"shrink one: python tests/everyday/fuzz.py SEED --forms {CHOOSING}"])
 
 
 def test_a_seed_is_a_script() -> None:
