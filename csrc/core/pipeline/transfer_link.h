@@ -29,7 +29,12 @@ class TransferLink {
   void post(double now) { posted_[posted_count_++] = now; }
 
   // When the next receive was posted of which the sender does not know; kUnknown: there is none.
-  double unannounced() const { return announced_ < posted_count_ ? posted_[announced_] : kUnknown; }
+  double unannounced() const {
+    if (announced_ == posted_count_) {
+      return kUnknown;
+    }
+    return posted_[announced_];
+  }
   // The sender knows of that receive from then on.
   void announce(double seconds) { posted_[announced_++] = seconds; }
 
