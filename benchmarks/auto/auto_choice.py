@@ -242,9 +242,9 @@ def main() -> None:
     )
     for network in cli.names(args.networks):
         measure(args, network, report)
-    if args.update:
-        report.keep(args.results / f"{report.name}.json")
-    report.write(args.results, picture=picture)
+        if args.update:
+            report.keep(args.results / f"{report.name}.json")
+        report.write(args.results, picture=picture)  # each time: a network takes minutes
     summary(report)
 
 

@@ -30,6 +30,7 @@ WARMUP_STEPS = 4
 _LEAD_STEPS = 2
 TOLERANCE = {"bf16 (inexact)": 1e-2, "PowerSGD (inexact)": 1e-2}
 EXACT_TOLERANCE = 1e-4
+_groups: list[Any] = []  # kept until the process ends
 
 
 class Job:
@@ -190,6 +191,8 @@ class PowerSGD(Training):
         ddp = DistributedDataParallel(self.module, init_sync=False, bucket_cap_mb=4096)
         state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=LOCAL_FROM)
         ddp.register_comm_hook(state, powerSGD_hook)
+        # The hook's callbacks own the group, too. Were one the last owner, Gloo's thread would join itself.
+        _groups.append(dist.group.WORLD)
         return ddp
 
 
