@@ -33,8 +33,8 @@ demo: install  ## installs torchext from source into .venv and runs the demo
 test: install  ## everything: C++ (plain, ASan + UBSan, TSan), Python, distributed, everyday, frameworks, packaging
 	@$(RUN) tools/run_tests.py $(SUITES)
 
-test-quick: install  ## C++ (plain), Python, and each eighth case of distributed and everyday
-	@$(RUN) tools/run_tests.py --every 8 cpp python distributed everyday
+test-quick: install  ## C++ (plain), Python, and each sixteenth case of distributed and everyday
+	@$(RUN) tools/run_tests.py --every 16 cpp python distributed everyday
 
 lint: deps  ## ruff, mypy --strict, clang-format, layers, pages, prose, tables, clang-tidy
 	@bash tools/lint.sh "$(DEPS)/bin/python" "$(DEPS_HOME)/clang-tidy" $(CXX_FILES)
