@@ -26,6 +26,7 @@ INEXACT = ("prague", "dssync", "hop")
 _ALLOWED = ("exact", *INEXACT)
 _HOP_GRAPH = "ring-based"  # HopOptions' default
 _MOST_RANKS = 4096
+_OPTIMIZER_COPIES = 1.5  # two are read and one is written, where a copy reads one and writes one
 _NOT_EXECUTED = {"dear factors": "not possible: rows of layers travel beside plain DDP"}
 
 
@@ -40,7 +41,7 @@ class Candidate:
             ``"sharded"`` or ``"replicated"``. Else the order of compute and average.
         partners: Of an inexact way: members of a group; of ``hop`` the neighbours that a rank sends to.
         buckets: Of an exact way: positions in ``Profile.parameters``, buckets in the order in which they leave.
-        step_seconds: Of one training step, without the optimizer's own work.
+        step_seconds: Of one training step, with the work of the plainest optimizer.
         compute_seconds: Of forward and backward pass on the slowest rank.
         exposed_seconds: Of the step, what compute waits for communication.
         extra_bytes: Memory for buckets, beside gradients.
@@ -132,7 +133,7 @@ def search(
         spare_nbytes=spare_bytes,
         refused=_NOT_EXECUTED | (refused or {}),
     )
-    found = _C.search_strategies(search_profile(profile, without_rows), search_tables(link), options)
+    found = _C.search_strategies(search_profile(profile, link, without_rows), search_tables(link), options)
     layers = list(_layers(profile))
     # Where there is no such layer nobody asks why.
     return [_candidate(core, allow, layers) for core in found if core.way != "factors" or layers]
@@ -155,13 +156,17 @@ def checked_allow(caller: str, allow: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in _ALLOWED if name in {"exact", *names})
 
 
-def search_profile(profile: Profile, without_rows: Sequence[str] = ()) -> _C.StepProfile:
-    """The profile as the search takes it.
+def search_profile(profile: Profile, link: LinkModel, without_rows: Sequence[str] = ()) -> _C.StepProfile:
+    """The profile as the search takes it, with the work of the plainest optimizer.
+
+    That one reads parameters and gradients, and writes parameters. What others do besides is in no profile.
 
     Args:
         profile: Of the model.
+        link: Says how fast a rank copies.
         without_rows: Names of layers whose rows cannot travel.
     """
+    copied = _OPTIMIZER_COPIES * profile.gradient_bytes
     kinds: dict[str, int] = {}
     layers = _layers(profile)
     layer_of = {f"{_prefix(name)}{kind}": at for at, name in enumerate(layers) for kind in ("weight", "bias")}
@@ -178,6 +183,7 @@ def search_profile(profile: Profile, without_rows: Sequence[str] = ()) -> _C.Ste
             )
             for parameter in profile.parameters
         ],
+        optimizer_seconds=copied / link.copy_bytes_per_second if link.copy_bytes_per_second > 0 else 0.0,
         layers=[
             _C.LayerRows(
                 kind=weight.kind,

@@ -76,7 +76,7 @@ def draw_timeline(
     """
     figure, rows = figure_with_rows(len(candidates), 1.2 + 1.4 * len(candidates))
     for axes, candidate in zip(rows, candidates, strict=True):
-        step = _C.simulate_candidate(search_profile(profile), search_tables(link), core_of(profile, candidate))
+        step = _C.simulate_candidate(search_profile(profile, link), search_tables(link), core_of(profile, candidate))
         busy = []
         for span in step.timeline:
             begin, length = 1e3 * span.begin_seconds, 1e3 * (span.end_seconds - span.begin_seconds)

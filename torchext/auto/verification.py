@@ -25,7 +25,7 @@ class Verification:
 
     Args:
         way: By which the model trains, in words.
-        predicted_ms: Of a step, without the optimizer's own work.
+        predicted_ms: Of a step, with the work of the plainest optimizer.
         measured_ms: The median of the last steps, on the slowest rank.
         steps: How many were looked at.
     """
@@ -45,8 +45,8 @@ def verify(plan: SyncPlan, sync: Synchronizer, steps: int = 20) -> Verification:
     """Compares the predicted step with the last steps that the script has taken. Collective.
 
     Nothing is run and nothing changes: ``apply`` has noted when each step of the optimizer ended. So what is measured
-    is the script's own step, with the optimizer's work and the reading of data, of which the prediction has none. Call
-    it after ``steps`` steps and one more; with ``dear`` after 80, when it is decided that the plan's buckets stay.
+    is the script's own step, with the reading of data and all of the optimizer's work. The prediction has plain SGD's.
+    Call it after ``steps`` steps and one more; with ``dear`` after 80, when it is decided that the plan's buckets stay.
 
     Args:
         plan: That was applied.
