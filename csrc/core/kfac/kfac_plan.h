@@ -19,7 +19,8 @@
 //              update, unfused
 //
 // comm-opt, mem-opt and hybrid are KAISA's (Pauloski et al., SC 2021), dp is DP-KFAC (arXiv 2206.15143) and changes the
-// maths: all others give the same result. d-kfac is the plain algorithm that the papers compare with.
+// maths: all others give the same result. Owners under dp follow from the sizes of factors alone, so that every run has
+// the same ones, whatever it measured. d-kfac is the plain algorithm that the papers compare with.
 //
 // Pure: the same arguments give the same plan on every rank. Errors: std::invalid_argument.
 #pragma once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -66,6 +67,14 @@ def train(model: nn.Module, optimizer: Any, steps: int, *, first: int = 0, rank:
 
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "damping": 0.01, "inverse_update_steps": 3}
+
+
+def check_alike(models: Sequence[nn.Module], plans: Sequence[object], atol: float) -> None:
+    """Two models have the same parameters. Plans depend on measured costs, and are part of the error."""
+    one, other = (dict(model.named_parameters()) for model in models)
+    differences = {name: float((one[name] - other[name]).detach().abs().max()) for name in one}
+    alike = all(difference <= atol for difference in differences.values())  # nan is not
+    assert alike, "\n".join([f"parameters differ by {differences}, allowed {atol}; the plans:", *map(str, plans)])
 
 
 def run_alone(rank: Rank, steps: int, method: str) -> Tensor:

@@ -147,6 +147,26 @@ TEST(KfacPlan, KaisasFamilyDiffersInItsWorkers) {
   EXPECT_EQ(predictKfac(dp, in).exchange, 0);
 }
 
+// Another owner is another result there. The layers are those of tests/distributed/kfac/kfac_net.py, of which the third
+// once belonged to rank 1 or 2, whichever was expected to be done sooner.
+TEST(KfacPlan, DpsOwnersAreTheSameWhateverWasMeasured) {
+  KfacPlanInput in;
+  in.ranks = 3;
+  in.gradient_bytes = {320, 608, 336, 1656, 216};
+  constexpr std::size_t kDims[][2] = {{4, 10}, {2, 19}, {6, 7}, {9, 23}, {3, 9}};
+  for (int layer = 4; layer >= 0; --layer) {
+    for (const std::size_t dim : kDims[layer]) {
+      in.tasks.push_back({layer, dim, layer == 1 ? 2U : 1U, 8 * packedSize(dim), 8 * packedSize(dim), dim == 7});
+    }
+  }
+  for (const InversionCost inversion :
+       {InversionCost{1e-6, 1e-10}, InversionCost{1e-6, 2e-10}, InversionCost{1e-6, 0}, InversionCost{0, 1e-10}}) {
+    in.costs.inversion = inversion;
+    EXPECT_EQ(makeKfacPlan(KfacStrategy::kDp, in).layer_owner, (std::vector<int>{2, 0, 1, 1, 2}))
+        << inversion.fixed << " s + " << inversion.cubic << " s * dim^3";
+  }
+}
+
 TEST(KfacPlan, EveryRankIsAWorkerOrServedByOne) {
   for (int ranks = 1; ranks <= 7; ++ranks) {
     for (int owner = 0; owner < ranks; ++owner) {
