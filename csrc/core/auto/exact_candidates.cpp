@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "core/auto/factor_choice.h"
@@ -74,10 +75,28 @@ class ExactCandidates {
     }
     cutBuckets(candidate);
     found_.push_back(timed(candidate));
-    candidate.factor_layers = factorLayers(candidate);
-    if (!candidate.factor_layers.empty()) {
-      cutBuckets(candidate);
-      found_.push_back(timed(std::move(candidate)));
+    addRows(std::move(candidate));
+  }
+
+  // What pays beside DDP is tried beside dear, too: trials know only some buckets of dear's.
+  void addRows(Candidate candidate) {
+    const std::vector<int> chosen = factorLayers(candidate);
+    if (candidate.way == "ddp") {
+      beside_ddp_ = chosen;
+    }
+    std::vector<Candidate> with_rows;
+    for (const std::vector<int>& layers : {chosen, beside_ddp_}) {
+      if (!layers.empty() && (with_rows.empty() || layers != chosen)) {
+        candidate.factor_layers = layers;
+        cutBuckets(candidate);
+        with_rows.push_back(timed(candidate));
+      }
+    }
+    const auto best = std::min_element(with_rows.begin(), with_rows.end(), [](const Candidate& a, const Candidate& b) {
+      return std::tuple(!a.possible, a.step_seconds) < std::tuple(!b.possible, b.step_seconds);
+    });
+    if (best != with_rows.end()) {
+      found_.push_back(*best);
     }
   }
 
@@ -202,6 +221,7 @@ class ExactCandidates {
   CandidateSimulator simulator_;
   std::vector<Candidate> found_;
   bool factors_pay_ = false;
+  std::vector<int> beside_ddp_;  // layers that go as rows there
 };
 
 }  // namespace

@@ -117,10 +117,10 @@ def body_gradients(rank: Rank, form: str) -> dict[str, float]:
     for step in range(20):
         inputs = torch.rand(8, 16, generator=torch.Generator().manual_seed(step)) * 2 - 1
         spoiled = torch.full_like(inputs, float("inf")) if step == 7 else inputs
-        own = slice(rank.rank, None, rank.size)
+        part = slice(rank.rank, None, rank.size)
         pair.optimizer.zero_grad()
         pair.twin_optimizer.zero_grad()
-        given = spoiled[own] if rank.rank == 1 else inputs[own]
+        given = spoiled[part] if rank.rank == 1 else inputs[part]
         scaler.scale(pair.ddp(given).pow(2).mean()).backward()
         scaler.step(pair.optimizer)
         scaler.update()
