@@ -1,5 +1,9 @@
 """What do rows save where a large layer has few of them? Plain DDP against `FactorLayers`, four hosts on slow links.
 
+Rows travel beside DDP's all-reduce, or beside `dear`. Which of the two shows where other layers are deep, too: in the
+case `deep` 54 layers of 40 MB (8 MB at 200 Mb/s) that sleep 100 ms forward and 200 ms backward stand before the wide
+one, of 2048 x 2048. There `dear` and `dear+factors` train, too, in the replicated form with buckets of 4 MiB.
+
 The gradient of a layer of 4096 x 4096 is 67 MB, its rows of a batch of 16 are 0.5 MB. That of a table of 50257 x 256
 (GPT-2's words) is 51 MB, its rows of 64 words are 66 KB. Both contenders train the same model by SGD: one such layer,
 and a head of ten outputs that is all-reduced with both. A step is forward pass, loss, backward pass and optimizer.
@@ -10,8 +14,8 @@ ranks, bit for bit.
 
 Needs root, iproute2 and util-linux; anywhere else it says so and runs over loopback, which answers another question.
 
-    python benchmarks/auto/auto_factors.py                     # all layers at 1 Gb/s and 200 Mb/s: 6 minutes
-    python benchmarks/auto/auto_factors.py --layers table --update
+    python benchmarks/auto/auto_factors.py                     # all layers at 1 Gb/s and 200 Mb/s: 8 minutes
+    python benchmarks/auto/auto_factors.py --layers deep --update
     python benchmarks/auto/auto_factors.py --rows 256          # where rows do not pay
 """
 
@@ -35,18 +39,24 @@ from lab.report.results import Checks, Report, in_turn
 from lab.run import cli
 from lab.run.launch import launch
 from lab.run.rank import Rank
+from lab.workloads.emulated import EmulatedModel
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-CONTENDERS = "ddp,factors"
+CONTENDERS = "ddp,factors,dear,dear+factors"
 HOSTS = 4
 RATES = "1gbit,200mbit"
-LAYERS = "2048,4096,table"
+DEEP = "deep"
+LAYERS = f"2048,4096,table,{DEEP}"
 WORDS, WORD_WIDTH, WORDS_A_ROW = 50257, 256, 4  # of the table
 TARGETS = {"1gbit": 3.0, "200mbit": 10.0}
+DEEP_WIDTH = 2048
+DEEP_BODY: dict[str, Any] = {"layers": 54, "growth": 15.0, "forward_ms": 100.0, "backward_ms": 200.0}
+DEEP_MEGABYTES = {"200mbit": 8}  # so that a step takes a second at most of rates
+BUCKET_MB = 4.0
 OUTPUTS = 10
 LEARNING_RATE = 0.1
-WARMUP_STEPS = 2
+WARMUP_STEPS = 4  # dear cuts its buckets after three
 TOLERANCE = 1e-4
 
 
@@ -55,15 +65,33 @@ def rows_of(layer: str, rows: int) -> int:
     return rows * WORDS_A_ROW if layer == "table" else rows
 
 
-def make_model(layer: str) -> nn.Sequential:
-    """Returns the model, the same in every process."""
+def width_of(layer: str) -> int:
+    """Returns the width of the case's linear layer."""
+    return DEEP_WIDTH if layer == DEEP else int(layer)
+
+
+def wide_layer(layer: str) -> str:
+    """Returns the name of the module whose rows travel."""
+    return "1" if layer == DEEP else "0"
+
+
+def make_model(layer: str, megabytes: int) -> nn.Sequential:
+    """Returns the model, the same in every process.
+
+    Args:
+        layer: The case.
+        megabytes: Of the deep layers, where it has some.
+    """
     torch.manual_seed(0)
     if layer == "table":
         words = nn.Embedding(WORDS, WORD_WIDTH)
         nn.init.normal_(words.weight, std=0.02)  # as language models do; next to 1 a step would be lost in rounding
         return nn.Sequential(words, nn.Flatten(), nn.Linear(WORDS_A_ROW * WORD_WIDTH, OUTPUTS))
-    width = int(layer)
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, OUTPUTS))
+    width = width_of(layer)
+    wide = (nn.Linear(width, width), nn.Tanh(), nn.Linear(width, OUTPUTS))
+    if layer == DEEP:
+        return nn.Sequential(EmulatedModel(parameter_bytes=megabytes * 10**6, **DEEP_BODY), *wide)
+    return nn.Sequential(*wide)
 
 
 def batches(rank: int, layer: str, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -74,25 +102,28 @@ def batches(rank: int, layer: str, rows: int) -> Iterator[tuple[torch.Tensor, to
             inputs = torch.randint(WORDS, (rows, WORDS_A_ROW), generator=generator)
             inputs[:, 0] = inputs[0, 0]  # a word that all have
         else:
-            inputs = torch.randn(rows, int(layer), generator=generator)
+            inputs = torch.randn(rows, width_of(layer), generator=generator)
         yield inputs, torch.randint(OUTPUTS, (rows,), generator=generator)
 
 
 class Training:
     """One contender's model."""
 
-    def __init__(self, name: str, rank: Rank, layer: str, rows: int) -> None:
+    def __init__(self, name: str, rank: Rank, layer: str, rows: int, megabytes: int) -> None:
+        import torchext
         from torchext import auto
 
-        self.module = make_model(layer)
+        self.make = functools.partial(make_model, layer, megabytes)
+        self.module = self.make()
         places = rows_of(layer, rows)
-        self.layers = auto.FactorLayers(self.module, ["0"], places) if name == "factors" else None
+        self.layers = auto.FactorLayers(self.module, [wide_layer(layer)], places) if "factors" in name else None
         if self.layers is not None:
             self.layers.install()
         self.ddp = DistributedDataParallel(self.module)
         if self.layers is not None:
             self.layers.follow(self.ddp)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
+        self.sync = torchext.attach(self.ddp, self.optimizer) if "dear" in name else None
         self.batches = batches(rank.rank, layer, rows)
 
     def run(self, steps: int) -> list[float]:
@@ -109,7 +140,9 @@ class Training:
 
     def error(self, ranks: int, layer: str, rows: int) -> float:
         """Returns how far the parameters are after the warm-up from those of one process, relative to their way."""
-        alone = make_model(layer)
+        if self.sync is not None:
+            self.sync.wait()
+        alone = self.make()
         start = [parameter.detach().clone() for parameter in alone.parameters()]
         optimizer = torch.optim.SGD(alone.parameters(), lr=LEARNING_RATE)
         every = [batches(rank, layer, rows) for rank in range(ranks)]
@@ -136,8 +169,11 @@ def ranks(rank: Rank) -> dict[str, Any]:
     layer, rows = settings["layer"], settings["rows"]
 
     def measure(name: str) -> dict[str, Any]:
-        with rank.process_group("gloo" if name == "ddp" else "dear"):
-            training = Training(name, rank, layer, rows)
+        import torchext
+
+        fixed = torchext.DeAROptions(bucket_mb=BUCKET_MB, allreduce_fallback=False)
+        with rank.process_group(*(("gloo",) if name == "ddp" else ("dear", fixed))):
+            training = Training(name, rank, layer, rows, settings["megabytes"])
             training.run(WARMUP_STEPS)
             if name not in checks.done:
                 checks.confirm(name, training.error(rank.world_size, layer, rows), TOLERANCE)
@@ -145,6 +181,8 @@ def ranks(rank: Rank) -> dict[str, Any]:
             rank.board.start_together()
             steps = training.run(settings["steps"])
             stats = training.layers.stats() if training.layers is not None else None
+            if training.sync is not None:
+                training.sync.detach()
             del training  # before its group, as DDP's reducer holds it
         return {"steps_ms": steps, "stats": stats}
 
@@ -158,7 +196,9 @@ def ranks(rank: Rank) -> dict[str, Any]:
 
 def described(layer: str) -> str:
     """Returns what a case is called by."""
-    return f"table of {WORDS} x {WORD_WIDTH}" if layer == "table" else f"{layer} x {layer}"
+    if layer == "table":
+        return f"table of {WORDS} x {WORD_WIDTH}"
+    return f"{width_of(layer)} x {width_of(layer)}" + (" behind 54 layers" if layer == DEEP else "")
 
 
 def figures_of(results: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -175,14 +215,16 @@ def figures_of(results: list[dict[str, Any]]) -> dict[str, list[float]]:
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = cli.parser(__doc__ or "", contenders=CONTENDERS, repeats=3)
-    parser.add_argument("--layers", default=LAYERS, help="a width of a linear layer, inputs and outputs; or table")
+    parser.add_argument(
+        "--layers", default=LAYERS, help="a width of a linear layer, inputs and outputs; table; or deep"
+    )
     parser.add_argument("--rates", default=RATES, help=f"of each host's link; goals are set for {', '.join(TARGETS)}")
     parser.add_argument("--rows", type=int, default=16, help="of a rank's batch")
     parser.add_argument("--steps", type=int, default=4, help="that are counted, each repeat")
     parser.add_argument("--update", action="store_true", help="keep the other cases of the results that are there")
     parsed = parser.parse_args()
     if parsed.quick:
-        parsed.repeats, parsed.steps, parsed.layers = 1, 2, "512,table"
+        parsed.repeats, parsed.steps, parsed.layers = 1, 2, f"512,table,{DEEP}"
     return parsed
 
 
@@ -201,8 +243,10 @@ def main() -> None:
         with NetLab(HOSTS, rate=rate) as lab:
             network = lab.describe()
             for layer in cli.names(args.layers):
+                chosen = [name for name in cli.names(args.contenders) if layer == DEEP or "dear" not in name]
                 settings = {
-                    "contenders": cli.names(args.contenders),
+                    "contenders": chosen,
+                    "megabytes": DEEP_MEGABYTES.get(rate, 40),
                     "repeats": args.repeats,
                     "steps": args.steps,
                     "layer": layer,
@@ -214,7 +258,7 @@ def main() -> None:
                     f"{described(layer)}, {rows_of(layer, args.rows)} rows a rank, {rate}",
                     figures_of(results),
                     checks=results[0]["checks"],
-                    target=TARGETS.get(rate) if args.rows == 16 else None,
+                    target=TARGETS.get(rate) if args.rows == 16 and layer != DEEP else None,
                     notes={"network": network, "stats_of_rank_0": stats},
                 )
     if args.update:

@@ -92,7 +92,7 @@ class _Maker:
             return self._plain()
         if chosen.way == "dear":
             group = self._group_of_dear(chosen.form, chosen.transport)
-            ddp = DistributedDataParallel(self._model, process_group=group, **self._arguments)
+            ddp = self._wrapped(group)
             return ddp, attach(ddp, self._optimizers, plan=self._plan)
         options: dict[str, Any] = {"order": chosen.form}
         if chosen.way in _OPTIONS_OF:
@@ -103,7 +103,8 @@ class _Maker:
         return ddp, attach(ddp, self._optimizers)
 
     def _plain(self) -> tuple[DistributedDataParallel, Synchronizer]:
-        ddp = self._with_rows() if self._factor_layers else self._averaged(self._group)
+        own = not self._factor_layers or own_backend(self._group) is not None
+        ddp = self._wrapped(self._group if own else self._new_group("dear"))
         synchronizer = PlainSynchronizer(ddp, self._optimizers)
         ddp._torchext_synchronizer = synchronizer  # type: ignore[assignment]  # typed as a submodule
         return ddp, synchronizer
@@ -112,11 +113,10 @@ class _Maker:
     def _factor_layers(self) -> tuple[str, ...]:
         return () if self._plan.chosen is None else self._plan.chosen.factor_layers
 
-    def _averaged(self, group: dist.ProcessGroup) -> DistributedDataParallel:
-        return DistributedDataParallel(self._model, process_group=group, **self._limits(), **self._arguments)
-
-    def _with_rows(self) -> DistributedDataParallel:
-        group = self._group if own_backend(self._group) is not None else self._new_group("dear")
+    def _wrapped(self, group: dist.ProcessGroup) -> DistributedDataParallel:
+        """The DDP model; rows of its layers go by the same group."""
+        if not self._factor_layers:
+            return self._averaged(group)
         rows = {p.name.removesuffix(".weight"): p.rows for p in self._plan.profile.parameters}
         layers = FactorLayers(self._model, self._factor_layers, rows, group)
         layers.install()
@@ -128,9 +128,12 @@ class _Maker:
         layers.follow(ddp)
         return ddp
 
+    def _averaged(self, group: dist.ProcessGroup) -> DistributedDataParallel:
+        return DistributedDataParallel(self._model, process_group=group, **self._limits(), **self._arguments)
+
     def _limits(self) -> dict[str, Any]:
         chosen = self._plan.chosen
-        if chosen is None or chosen.form == "default":
+        if chosen is None or (chosen.way, chosen.form) != ("ddp", "program"):
             return {}
         registered = bool(self._arguments.get("find_unused_parameters")) and not self._arguments.get("static_graph")
         limits = bucket_limits(self._plan.profile, chosen, self._model, registered=registered)

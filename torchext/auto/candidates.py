@@ -27,7 +27,6 @@ _ALLOWED = ("exact", *INEXACT)
 _HOP_GRAPH = "ring-based"  # HopOptions' default
 _MOST_RANKS = 4096
 _OPTIMIZER_COPIES = 1.5  # two are read and one is written, where a copy reads one and writes one
-_NOT_EXECUTED = {"dear factors": "not possible: rows of layers travel beside plain DDP"}
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def search(
         choose="exact" if choose == "auto" else choose,
         spread=link.spread,
         spare_nbytes=spare_bytes,
-        refused=_NOT_EXECUTED | (refused or {}),
+        refused=refused or {},
     )
     found = _C.search_strategies(search_profile(profile, link, without_rows), search_tables(link), options)
     layers = list(_layers(profile))

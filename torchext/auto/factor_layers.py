@@ -1,4 +1,4 @@
-"""Layers whose gradients are made of the rows of all ranks (sufficient factors), beside DDP's all-reduce."""
+"""Layers whose gradients are made of the rows of all ranks (sufficient factors), beside DDP's all-reduce or dear."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torchext.auto.all_ranks import checked_group, own_backend
 from torchext.backends.unattached import known_as_plain
 from torchext.base.eager_only import eager_only
 from torchext.base.plain import plain
+from torchext.ddp.averaged_apart import average_apart
 from torchext.ddp.forward_hooks import Hook, OutputHook, tensors_in
 from torchext.errors import FactorGradientError
 
@@ -39,7 +40,8 @@ class FactorLayers:
     returns.
 
     Order of calls: ``install()``, ``DistributedDataParallel(model, ...)``, ``follow(ddp)``, training, ``remove()``.
-    ``state_dict`` and the names of parameters stay as they are. A copy of the model has plain layers.
+    ``state_dict`` and the names of parameters stay as they are. A copy of the model has plain layers. On a group of
+    ``dear`` :func:`torchext.attach` may come behind ``follow``: every rank steps these layers whole, in both forms.
 
     Args:
         model: The module itself, not wrapped.
@@ -94,6 +96,7 @@ class FactorLayers:
         self._core: _C.SufficientFactors | None = None
         self._handles: list[RemovableHandle] = []
         self._was_ignored: list[str] | None = None
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self.followed = False
 
     def install(self) -> None:
@@ -137,7 +140,9 @@ class FactorLayers:
         self.followed = True
         self._restore_ignored()  # DDP has read it; it would leave the parameters out of a copy's averages, too
         known_as_plain(ddp)
-        core, model = self._core, weakref.ref(ddp)
+        average_apart(ddp, [parameter for _, module in self._layers for parameter in _trained(module)])
+        self._ddp = model = weakref.ref(ddp)
+        core = self._core
 
         @eager_only("torchext.auto: rows of layers are sent in the backward pass")
         def begin() -> None:
@@ -168,7 +173,10 @@ class FactorLayers:
                 vars(parameter).pop("_ddp_ignored", None)
         if not self.followed:
             self._restore_ignored()
-        self._core, self.followed = None, False
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None:
+            average_apart(ddp, ())
+        self._core, self._ddp, self.followed = None, None, False
 
     def stats(self) -> dict[str, Any]:
         """What was exchanged.

@@ -27,6 +27,7 @@ from torchext.auto.step_watch import StepWatch
 from torchext.auto.sync_plan import SyncPlan, plan_of, planned_by_first, why_no_dear
 from torchext.backends import backend_of
 from torchext.base.eager_only import eager_only
+from torchext.ddp.averaged_apart import averaged_apart
 from torchext.ddp.forward_hooks import Hook
 from torchext.ddp.plain_synchronizer import PlainSynchronizer
 from torchext.ddp.reduced_passes import ReducedPasses
@@ -250,6 +251,8 @@ class AutoSynchronizer(PlainSynchronizer):
             return plan_of(profile, None, ())
         link, group = self._link, self._ddp.process_group
         why = why_no_dear(self._ddp.module) or why_not_dear(self._ddp, self._optimizers, self._form)
+        if averaged_apart(self._ddp):  # of which the profile has no gradients
+            why = "layers send rows already; plan.apply weighs these against dear"
         why = next(filter(None, gathered(group, why)), "")
         other = "replicated" if self._form == "sharded" else "sharded"
         refused = _FIXED_IN_DDP | {f"dear {other}": f"not possible: form is {self._form!r}"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from torchext import _C
 from torchext.auto.candidates import Candidate
 from torchext.auto.step_profile import Profile
 
-__all__ = ["bucket_limits", "check_profiled", "dear_plan", "reduced_names"]
+__all__ = ["bucket_limits", "check_profiled", "check_rows_apart", "dear_plan", "reduced_names"]
 
 
 def check_profiled(caller: str, profile: Profile, model: nn.Module) -> None:
@@ -48,16 +48,35 @@ def reduced_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in ignored]
 
 
-def dear_plan(profile: Profile, candidate: Candidate, model: nn.Module, names: Sequence[str]) -> _C.DearPlan:
+def check_rows_apart(candidate: Candidate, model: nn.Module, names: Sequence[str], apart: Collection[str]) -> None:
+    """Refuses a model whose layers are to send rows by the candidate, and do not.
+
+    Raises:
+        ValueError: With the name of the first such layer.
+    """
+    for layer in candidate.factor_layers:
+        for kind, parameter in model.get_submodule(layer).named_parameters(recurse=False):
+            name = f"{layer}.{kind}" if layer else kind
+            if parameter.requires_grad and name in names and name not in apart:
+                raise ValueError(
+                    f"torchext.attach: the plan sends rows of {layer!r}, and nothing does that here; call "
+                    "plan.apply(model, optimizer), or install torchext.auto.FactorLayers before the model is wrapped"
+                )
+
+
+def dear_plan(
+    profile: Profile, candidate: Candidate, model: nn.Module, names: Sequence[str], apart: Collection[str] = ()
+) -> _C.DearPlan:
     """Buckets for ``dear``, as places in ``names``. Parameters without a gradient in the profile come last, together.
 
     Args:
         profile: Of the model.
         candidate: Whose buckets these are.
         model: Has been compared with the profile.
-        names: Of the parameters that are not ignored, in the order of registration.
+        names: Of the parameters that the optimizers step, in the order of registration.
+        apart: Of these names those in no bucket.
     """
-    place = {name: at for at, name in enumerate(names)}
+    place = {name: at for at, name in enumerate(names) if name not in apart}
     parameters = dict(model.named_parameters())
     last = {bucket[-1] for bucket in _without_ignored(profile, candidate, place)}
     order: list[int] = []
@@ -68,7 +87,7 @@ def dear_plan(profile: Profile, candidate: Candidate, model: nn.Module, names: S
             if position in last:
                 ends.append(len(order))
     planned = set(order)
-    rest = [at for at, name in enumerate(names) if parameters[name].requires_grad and at not in planned]
+    rest = [at for name, at in place.items() if parameters[name].requires_grad and at not in planned]
     last_of_kind = {parameters[names[at]].dtype: at for at in rest}
     for at in rest:
         order.append(at)

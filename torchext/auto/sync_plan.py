@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from torchext.auto.explanation import explanation
 from torchext.auto.factor_layers import why_not_factors
 from torchext.auto.fitting_stages import stages_that_fit
 from torchext.auto.link_model import LinkModel, calibrate, check_number
-from torchext.auto.planned_buckets import check_profiled, dear_plan
+from torchext.auto.planned_buckets import check_profiled, check_rows_apart, dear_plan
 from torchext.auto.step_profile import Profile, Step, checked_model
 from torchext.auto.step_profile import profile as measure
 from torchext.ddp.synchronizer import Synchronizer
@@ -101,17 +101,21 @@ class SyncPlan:
         """
         return apply(self, model, optimizer, trust=trust, ddp_arguments=ddp_arguments)
 
-    def dear_buckets(self, model: nn.Module, names: Sequence[str], form: str, transport: str) -> _C.DearPlan:
+    def dear_buckets(
+        self, model: nn.Module, names: Sequence[str], form: str, transport: str, apart: Collection[str] = ()
+    ) -> _C.DearPlan:
         """For :func:`torchext.attach`: the buckets, as places in ``names``.
 
         Args:
             model: The module inside of DDP.
-            names: Of the parameters that DDP does not ignore, in the order of registration.
+            names: Of the parameters that the optimizers step, in the order of registration.
             form: Of the group's options.
             transport: Likewise.
+            apart: Of these names those whose gradients are averaged apart, by :class:`FactorLayers`.
 
         Raises:
-            ValueError: The plan is of another model, form, transport or way.
+            ValueError: The plan is of another model, form, transport or way, or sends rows of a layer that is averaged
+                with the others here.
         """
         chosen = self.chosen
         if chosen is None or chosen.way != "dear":
@@ -131,7 +135,8 @@ class SyncPlan:
                 "plan.apply(model, optimizer)"
             )
         check_profiled("torchext.attach", self.profile, model)
-        return dear_plan(self.profile, chosen, model, names)
+        check_rows_apart(chosen, model, names, apart)
+        return dear_plan(self.profile, chosen, model, names, apart)
 
     def explain(self) -> str:
         """What was measured, and for every candidate: predicted step, what of it is exposed, and why it lost."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import nn
@@ -16,14 +16,17 @@ __all__ = ["BucketSource"]
 class BucketSource(Protocol):
     """A plan with buckets for ``dear``: a ``SyncPlan`` of :mod:`torchext.auto`."""
 
-    def dear_buckets(self, model: nn.Module, names: Sequence[str], form: str, transport: str) -> _C.DearPlan:
+    def dear_buckets(
+        self, model: nn.Module, names: Sequence[str], form: str, transport: str, apart: Collection[str] = ()
+    ) -> _C.DearPlan:
         """The buckets, as places in ``names``.
 
         Args:
             model: The module inside of DDP.
-            names: Of the parameters that DDP does not ignore, in the order of registration.
+            names: Of the parameters that the optimizers step, in the order of registration.
             form: Of the group's options.
             transport: Likewise.
+            apart: Of these names those whose gradients are averaged apart, which are in no bucket.
 
         Raises:
             ValueError: The plan is of another model, form, transport or way; the message names what differs.

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchext import _C
 from torchext.backends import backend_of
 from torchext.ddp.attach_checks import Optimizers, before_dear, check_dense, shown, stepped_by
+from torchext.ddp.averaged_apart import averaged_apart
 from torchext.ddp.lifetime import keep_with_model
 from torchext.ddp.synchronizer import ignored_parameters
 from torchext.dear.bucket_source import BucketSource
@@ -68,8 +69,8 @@ def _dear_parameters(
             "torchext.attach: the model has a communication hook (register_comm_hook), which dear would pass by; use "
             "another backend with it, or leave it out"
         )
-    ignored = ignored_parameters(ddp)
     owned = {id(parameter) for parameter in stepped_by(optimizers)}
+    ignored = ignored_parameters(ddp) - (averaged_apart(ddp) & owned)
     both = [name for name, p in ddp.module.named_parameters() if id(p) in ignored & owned and p.requires_grad]
     if both:
         raise ValueError(
@@ -116,11 +117,16 @@ def prepare_dear(
     device = named[0][1].device if named else torch.device("cpu")
     names = [name for name, _ in named]
     parameters = [parameter for _, parameter in named]
-    planned = None if plan is None else plan.dear_buckets(ddp.module, names, options.form, options.transport)
+    apart = averaged_apart(ddp)
+    alone = [name for name, parameter in named if id(parameter) in apart]
+    planned = None if plan is None else plan.dear_buckets(ddp.module, names, options.form, options.transport, alone)
+    # What is averaged apart the exchange takes for frozen: it is in no bucket, and no hook waits for its gradient.
+    exchanged = [parameter.detach() if id(parameter) in apart else parameter for parameter in parameters]
     unused_allowed = ddp.find_unused_parameters or ddp.static_graph
     dedicated_group = (
         DedicatedGroup(ddp.process_group) if device.type != "cpu" or options.transport == "collectives" else None
     )
     make_dedicated_group = None if dedicated_group is None else dedicated_group.make
-    core = _C.attach_dear(backend, parameters, names, unused_allowed, bucket_mb, planned, make_dedicated_group)
-    return functools.partial(DearSynchronizer, core, ddp, optimizers, parameters, dedicated_group)
+    core = _C.attach_dear(backend, exchanged, names, unused_allowed, bucket_mb, planned, make_dedicated_group)
+    places = frozenset(place for place, parameter in enumerate(parameters) if id(parameter) in apart)
+    return functools.partial(DearSynchronizer, core, ddp, optimizers, parameters, dedicated_group, places)

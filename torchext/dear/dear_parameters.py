@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class DearParameters(Arrivals):
         parameters: The model's, in registration order.
         group: To gather gradients over.
         arrive: Waits for the values of the parameters at some positions.
+        apart: Positions of parameters that others average: their own gradients are the averaged ones.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class DearParameters(Arrivals):
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
         arrive: Callable[[list[int]], None],
+        apart: Collection[int] = (),
     ) -> None:
         super().__init__(parameters)
         self._core, self._parameters, self._group, self._wait = core, list(parameters), group, arrive
         self._trained = [position for position, p in enumerate(parameters) if p.requires_grad]
+        self._exchanged = [position for position in self._trained if position not in apart]
         self._slices = None if core.replicated else StateSlices(parameters, group)
         self._values: set[int] = set()  # positions of values under way
         self._reduced: set[int] = set()  # and of averaged gradients that no step has used and no script has replaced
@@ -101,10 +104,10 @@ class DearParameters(Arrivals):
         self.drop()  # of an earlier pass
         self._spent.clear()
         self._lost = False
-        self._reduced = set(self._trained)
+        self._reduced = set(self._exchanged)
         self._norms.clear()
         self._changed = False
-        self.expect(self._trained)
+        self.expect(self._exchanged)
 
     def accumulating(self) -> None:
         """Sharded: another pass adds to the parameters' own gradients, of which the averaged ones are made."""

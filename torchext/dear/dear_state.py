@@ -47,6 +47,7 @@ class DearState:
         optimizer: Has its own, whole state.
         parameters: The model's, in registration order.
         group: To gather state over.
+        apart: Positions of parameters that every rank steps whole, in the sharded form, too.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class DearState:
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
+        apart: Collection[int] = (),
     ) -> None:
         self._core, self._optimizer, self._group = core, optimizer, group
         self._parameters = list(parameters)
         self._position = {id(parameter): position for position, parameter in enumerate(parameters)}
         # Those frozen later are stepped as long as they have gradients, and keep their state.
         self._stepped = {position for position, parameter in enumerate(parameters) if parameter.requires_grad}
+        self._apart = frozenset(apart)
         self._slices = None if core.replicated else StateSlices(parameters, group)
         self._whole = True
         self._parts: dict[int, nn.Parameter] = {}  # by position: what is stepped of a parameter
@@ -77,7 +80,8 @@ class DearState:
     @property
     def is_sliced(self) -> bool:
         """Whether there is state of which this rank has a slice alone."""
-        values = (value for kept in self._states().values() for value in kept.values())
+        states = self._states()
+        values = (value for position in states.keys() - self._apart for value in states[position].values())
         return not self._whole and any(isinstance(value, torch.Tensor) and value.dim() for value in values)
 
     def hold(self, whole: bool) -> None:
@@ -109,7 +113,8 @@ class DearState:
         """
         optimizer = self._optimizer
         params = [group["params"] for group in optimizer.param_groups]
-        parts = {id(parameter): self._part(position) for position, parameter in self._trained()}
+        cut = ((position, parameter) for position, parameter in self._trained() if position not in self._apart)
+        parts = {id(parameter): self._part(position) for position, parameter in cut}
         own = {id(part): self._parameters[position] for position, part in self._parts.items()}
         for group in optimizer.param_groups:
             group["params"] = [parts.get(id(parameter), parameter) for parameter in group["params"]]
@@ -155,9 +160,7 @@ class DearState:
         states = self._states() or self._first_states()
         if self._slices is None:
             return {f"{position}.{key}": value for position, values in states.items() for key, value in values.items()}
-        if self._whole:
-            states = {position: self._slices.cut(values, position) for position, values in states.items()}
-        return self._slices.distributed(states)
+        return self._slices.distributed(self._sliced(states))
 
     def agreed(self, state: Any) -> dict[int, dict[str, Any]]:
         """What :meth:`sharded_state` gave, checked on all ranks, for :meth:`take`. Collective."""
@@ -166,8 +169,9 @@ class DearState:
 
     def take(self, states: dict[int, dict[str, Any]]) -> None:
         """Takes a state that all ranks have agreed on. Collective."""
-        if self._slices is not None and self._whole:
-            states = self._slices.whole(states)
+        if self._slices is not None:
+            held = states if self._whole else {at: states[at] for at in sorted(states.keys() & self._apart)}
+            states = {**states, **self._slices.whole(held)}
         for number, parameter in self._trained():
             if number in states:
                 self._optimizer.state[parameter] = states[number]
@@ -177,12 +181,23 @@ class DearState:
         states = self._states()
         if type(self._optimizer) in ELEMENTWISE and not all(position in states for position in positions):
             states = {**self._first_states(), **states}
-        if self._slices is not None and self._whole:
-            states = {position: self._slices.cut(values, position) for position, values in states.items()}
-        return states
+        return self._sliced(states)
+
+    def _is_cut(self, position: int) -> bool:
+        """Whether the optimizer has this rank's slice of that parameter's state."""
+        return self._slices is not None and not self._whole and position not in self._apart
+
+    def _sliced(self, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """States as the optimizer has them, as slices; in the replicated form as they are."""
+        if self._slices is None:
+            return states
+        slices = self._slices
+        return {at: values if self._is_cut(at) else slices.cut(values, at) for at, values in states.items()}
 
     def _cut(self, values: Mapping[str, Any], position: int) -> dict[str, Any]:
-        return dict(values) if self._slices is None or self._whole else self._slices.cut(values, position)
+        if self._slices is None or not self._is_cut(position):
+            return dict(values)
+        return self._slices.cut(values, position)
 
     def _trained(self) -> Iterator[tuple[int, torch.Tensor]]:
         """What the optimizer holds of the model, with positions."""
@@ -199,7 +214,9 @@ class DearState:
     def _whole_states(self) -> dict[int, dict[str, Any]]:
         """The same, whole. Where it is in slices, collective."""
         states = self._states()
-        return states if self._slices is None or self._whole else self._slices.whole(states)
+        if self._slices is None or self._whole:
+            return states
+        return {**states, **self._slices.whole({at: kept for at, kept in states.items() if self._is_cut(at)})}
 
     def _first_states(self) -> dict[int, dict[str, Any]]:
         """What the first step creates, to load into: by a step with zero gradients on tensors that are thrown away."""
@@ -210,8 +227,7 @@ class DearState:
                 "torch.optim is it known what the first step creates; take a step before "
                 "sync.optimizer_state_dict(), then load parameters and state"
             )
-        sliced = self._slices is not None and not self._whole
-        zeros = {p: _zeros(self._core.stepped(position) if sliced else p) for position, p in self._trained()}
+        zeros = {p: _zeros(self._core.stepped(at) if self._is_cut(at) else p) for at, p in self._trained()}
         state, groups = optimizer.state, optimizer.param_groups
         optimizer.state = _like(state)
         optimizer.param_groups = [

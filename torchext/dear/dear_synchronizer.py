@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -89,9 +89,12 @@ class DearSynchronizer(Synchronizer):
         optimizers: Sequence[torch.optim.Optimizer],
         parameters: Sequence[nn.Parameter],
         dedicated_group: DedicatedGroup | None = None,
+        apart: Collection[int] = (),
     ) -> None:
-        self._parameters = DearParameters(core, parameters, ddp.process_group, self._wait_tensors)
+        self._parameters = DearParameters(core, parameters, ddp.process_group, self._wait_tensors, apart)
         super().__init__(core, ddp, optimizers, self._parameters)
+        self._apart = apart  # positions of parameters that others average, and that every rank steps whole
+        self._trained |= {id(parameters[position]) for position in apart}
         self._dedicated_group = dedicated_group
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         named = [names[id(parameter)] for parameter in parameters]
@@ -102,7 +105,7 @@ class DearSynchronizer(Synchronizer):
         self._steps: list[DearStep] = []
         for optimizer in self._optimizers:
             own = functools.partial(self._positions_of, optimizer)
-            state = DearState(core, optimizer, parameters, ddp.process_group)
+            state = DearState(core, optimizer, parameters, ddp.process_group, apart)
             deferred = DeferredStep(core, optimizer, self._parameters, named, self.wait, own)
             begins = functools.partial(self._before_step, optimizer)
             ends = functools.partial(self._after_step, optimizer)
@@ -372,6 +375,8 @@ class DearSynchronizer(Synchronizer):
     def _memory_of_scripts(self) -> list[int]:
         """The positions of parameters whose memory a script has kept, who reads it without asking."""
         own = [int(self._core.bucket_count > 0)] * len(self._memory)
+        for position in self._apart:
+            own[position] += 1  # what stands for it on the C++ side
         for state in self._states:
             for position in state.parts:
                 own[position] += 1  # a slice

@@ -129,10 +129,13 @@ def _in_place(function: Any, args: tuple[Any, ...], parts: tuple[Any, ...], kwar
 def _parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments of a function in slices; None: there is one of which it is not known what its slice would be."""
     changed = _each(args[0]) if args else []
-    if not changed or not all(_is_sliced(gradient) for gradient in changed):
+    sliced = [gradient for gradient in changed if isinstance(gradient, SlicedGradient)]
+    if not sliced or not all(map(_is_sliced, sliced)):  # a list has whole ones, too, of what is averaged apart
         return None
 
-    def part(value: Any, beside: SlicedGradient) -> Any:
+    def part(value: Any, beside: torch.Tensor) -> Any:
+        if not isinstance(beside, SlicedGradient):
+            return _UNKNOWN if isinstance(value, SlicedGradient) else value
         if _is_sliced(value):
             return value.part if value.shape == beside.shape else _UNKNOWN
         if isinstance(value, torch.Tensor) and value.dim() > 0:

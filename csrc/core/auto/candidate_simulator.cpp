@@ -78,20 +78,18 @@ ComputeSpans CandidateSimulator::computeOf(const Candidate& exact) const {
   if (ddpCopies(exact)) {
     compute.backward_seconds += gradientsOf(exact).back().ready_seconds - profile_.gradients.back().ready_seconds;
   }
-  if (exact.form == "replicated") {
-    // Each parameter is stepped right before it is used.
-    const double second_a_byte =
-        profile_.optimizer_seconds / static_cast<double>(std::max<std::size_t>(1, profile_.gradientBytes()));
-    for (const Gradient& gradient : profile_.gradients) {
-      double& span =
-          gradient.first_use >= 0 ? compute.forward_seconds[index(gradient.first_use)] : compute.optimizer_seconds;
-      span += second_a_byte * static_cast<double>(gradient.bytes);
-    }
-  } else {
-    compute.optimizer_seconds = profile_.optimizer_seconds / (isSharded(exact) ? link_.network.ranks : 1);
+  const double second_a_byte =
+      profile_.optimizer_seconds / static_cast<double>(std::max<std::size_t>(1, profile_.gradientBytes()));
+  for (const Gradient& gradient : profile_.gradients) {
+    // Replicated: each parameter is stepped right before it is used. Sharded: a rank steps a slice of what it
+    // exchanges.
+    const bool deferred = exact.form == "replicated" && gradient.first_use >= 0;
+    const int parts = isSharded(exact) && !asRows(exact, gradient) ? link_.network.ranks : 1;
+    double& span = deferred ? compute.forward_seconds[index(gradient.first_use)] : compute.optimizer_seconds;
+    span += second_a_byte * static_cast<double>(gradient.bytes) / parts;
   }
   for (const int layer : exact.factor_layers) {
-    compute.optimizer_seconds += extraFactorSeconds(profile_.layers[index(layer)], link_, isSharded(exact));
+    compute.optimizer_seconds += extraFactorSeconds(profile_.layers[index(layer)], link_);
   }
   return compute;
 }
@@ -122,7 +120,7 @@ BucketMessage CandidateSimulator::bucketMessage(const Candidate& exact, const st
   return message;
 }
 
-// A layer's gradients are one bucket that goes as rows. Sharded, its parameters are still gathered.
+// A layer's gradients are one bucket that goes as rows. Every rank steps all of it, so that nothing is gathered.
 BucketMessage CandidateSimulator::rowsMessage(const Candidate& exact, int layer) const {
   std::vector<int> bucket;
   for (std::size_t i = 0; i < profile_.gradients.size(); ++i) {
@@ -134,7 +132,7 @@ BucketMessage CandidateSimulator::rowsMessage(const Candidate& exact, int layer)
   message.reduce_seconds =
       link_.rows ? link_.rows->seconds(static_cast<std::size_t>(rowBytes(profile_.layers[index(layer)]))) : 0;
   message.unpack_seconds = 0;
-  message.gathers = isSharded(exact);
+  message.gathers = false;
   return message;
 }
 

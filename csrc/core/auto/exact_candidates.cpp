@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "core/auto/factor_choice.h"
@@ -12,6 +13,8 @@
 
 namespace torchext::core {
 namespace {
+
+constexpr int kMostRecuts = 8;  // of a candidate's trials: the program takes L^2
 
 Candidate named(const char* way, const char* form) {
   Candidate candidate;
@@ -72,19 +75,29 @@ class ExactCandidates {
     }
     cutBuckets(candidate);
     found_.push_back(timed(candidate));
-    candidate.factor_layers = factorLayers(candidate);
-    if (const std::string why = candidate.factor_layers.empty() ? "" : refusedFactors(candidate); !why.empty()) {
-      candidate.buckets.clear();
-      found_.push_back(impossible(std::move(candidate), why));
-    } else if (!candidate.factor_layers.empty()) {
-      cutBuckets(candidate);
-      found_.push_back(timed(std::move(candidate)));
-    }
+    addRows(std::move(candidate));
   }
 
-  std::string refusedFactors(const Candidate& candidate) const {
-    const auto refused = options_.refused.find(candidate.way + " factors");
-    return refused == options_.refused.end() ? "" : refused->second;
+  // What pays beside DDP is tried beside dear, too: trials know only some buckets of dear's.
+  void addRows(Candidate candidate) {
+    const std::vector<int> chosen = factorLayers(candidate);
+    if (candidate.way == "ddp") {
+      beside_ddp_ = chosen;
+    }
+    std::vector<Candidate> with_rows;
+    for (const std::vector<int>& layers : {chosen, beside_ddp_}) {
+      if (!layers.empty() && (with_rows.empty() || layers != chosen)) {
+        candidate.factor_layers = layers;
+        cutBuckets(candidate);
+        with_rows.push_back(timed(candidate));
+      }
+    }
+    const auto best = std::min_element(with_rows.begin(), with_rows.end(), [](const Candidate& a, const Candidate& b) {
+      return std::tuple(!a.possible, a.step_seconds) < std::tuple(!b.possible, b.step_seconds);
+    });
+    if (best != with_rows.end()) {
+      found_.push_back(*best);
+    }
   }
 
   std::string refusal(const Candidate& candidate) const {
@@ -97,15 +110,26 @@ class ExactCandidates {
     return "";
   }
 
-  // The best buckets for all gradients but those that go as rows.
-  void cutBuckets(Candidate& candidate) const {
+  BucketCost reduceCost(const Candidate& candidate) const {
+    return [this, candidate](std::size_t bytes) { return simulator_.reduceSeconds(candidate, bytes); };
+  }
+
+  // The buckets for all gradients but those that go as rows, by which the last gradient arrives first.
+  void cutByProgram(Candidate& candidate) const {
     const std::vector<Gradient> ready = simulator_.gradientsOf(candidate);
     const PositionsByKind by_kind = gradientsByKind(ready, candidate.factor_layers);
-    const BucketCost reduce = [&](std::size_t bytes) { return simulator_.reduceSeconds(candidate, bytes); };
+    candidate.buckets = bucketsOfEnds(by_kind, optimalEnds(ready, by_kind, reduceCost(candidate)));
+  }
+
+  // The best of them.
+  void cutBuckets(Candidate& candidate) const {
     if (candidate.way == "ddp") {
-      candidate.buckets = bucketsOfEnds(by_kind, optimalEnds(ready, by_kind, reduce));
+      cutByProgram(candidate);
       return;
     }
+    const std::vector<Gradient> ready = simulator_.gradientsOf(candidate);
+    const PositionsByKind by_kind = gradientsByKind(ready, candidate.factor_layers);
+    const BucketCost reduce = reduceCost(candidate);
     Candidate trial = candidate;
     const auto step = [&](const EndsByKind& ends) {
       trial.buckets = bucketsOfEnds(by_kind, ends);
@@ -114,16 +138,17 @@ class ExactCandidates {
     candidate.buckets = bucketsOfEnds(by_kind, searchPartition(ready, by_kind, reduce, step).ends);
   }
 
-  // Tried with the buckets that there are, less what goes as rows.
+  // Tried with the buckets that there are, less what goes as rows; and with new ones, which matters where a large
+  // bucket had hidden behind the layer's. The first trials are those of the layers that save most.
   std::vector<int> factorLayers(const Candidate& candidate) {
     if (options_.refused.contains("factors")) {
       return {};
     }
-    const bool sharded = candidate.form == "sharded";
     const BucketCost saved = [&](std::size_t bytes) {
-      return simulator_.reduceSeconds(candidate, bytes) + (sharded ? 0 : simulator_.gatherSeconds(candidate, bytes));
+      return simulator_.reduceSeconds(candidate, bytes) + simulator_.gatherSeconds(candidate, bytes);
     };
-    const auto eligible = eligibleFactors(simulator_.profile(), link_, sharded, saved);
+    int recuts = 0;
+    const auto eligible = eligibleFactors(simulator_.profile(), link_, saved);
     std::vector<int> chosen = chooseFactors(eligible, [&](const std::vector<int>& layers) {
       Candidate trial = candidate;
       trial.factor_layers = layers;
@@ -133,10 +158,15 @@ class ExactCandidates {
         });
       }
       std::erase_if(trial.buckets, [](const auto& bucket) { return bucket.empty(); });
-      if (candidate.way == "ddp" && trial.buckets.empty()) {
+      if (trial.buckets.empty()) {
         return std::numeric_limits<double>::infinity();  // DDP wraps no model of which it averages nothing
       }
-      return simulator_.run(trial).step_seconds;
+      const double kept = simulator_.run(trial).step_seconds;
+      if (layers.empty() || ++recuts > kMostRecuts) {
+        return kept;
+      }
+      cutByProgram(trial);
+      return std::min(kept, simulator_.run(trial).step_seconds);
     });
     factors_pay_ = factors_pay_ || !chosen.empty();
     return chosen;
@@ -191,6 +221,7 @@ class ExactCandidates {
   CandidateSimulator simulator_;
   std::vector<Candidate> found_;
   bool factors_pay_ = false;
+  std::vector<int> beside_ddp_;  // layers that go as rows there
 };
 
 }  // namespace

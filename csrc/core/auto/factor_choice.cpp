@@ -16,15 +16,11 @@ std::size_t layerBytes(const StepProfile& profile, int layer) {
   return sum;
 }
 
-double extraFactorSeconds(const LayerRows& layer, const LinkModel& link, bool sharded) {
-  if (sharded || link.operations_per_second == 0) {
-    return 0;
-  }
-  return extraOperations(layer, link.network.ranks) / link.operations_per_second;
+double extraFactorSeconds(const LayerRows& layer, const LinkModel& link) {
+  return link.operations_per_second > 0 ? extraOperations(layer, link.network.ranks) / link.operations_per_second : 0;
 }
 
-std::vector<FactorGain> eligibleFactors(const StepProfile& profile, const LinkModel& link, bool sharded,
-                                        const BucketCost& saved) {
+std::vector<FactorGain> eligibleFactors(const StepProfile& profile, const LinkModel& link, const BucketCost& saved) {
   std::vector<FactorGain> eligible;
   for (std::size_t i = 0; link.rows && i < profile.layers.size(); ++i) {
     const LayerRows& layer = profile.layers[i];
@@ -33,8 +29,8 @@ std::vector<FactorGain> eligibleFactors(const StepProfile& profile, const LinkMo
     if (layer.rows == 0 || bytes == 0) {
       continue;
     }
-    const double gain = saved(bytes) - link.rows->seconds(static_cast<std::size_t>(rowBytes(layer))) -
-                        extraFactorSeconds(layer, link, sharded);
+    const double gain =
+        saved(bytes) - link.rows->seconds(static_cast<std::size_t>(rowBytes(layer))) - extraFactorSeconds(layer, link);
     if (gain > 0) {
       eligible.push_back({number, gain});
     }

@@ -21,13 +21,11 @@ struct FactorGain {
 
 // Bytes of all gradients of a layer.
 std::size_t layerBytes(const StepProfile& profile, int layer);
-// Of computing the layer's gradient from all ranks' rows; with the model sharded a rank computes its slice only, which
-// is no more than its own rows take.
-double extraFactorSeconds(const LayerRows& layer, const LinkModel& link, bool sharded);
+// Of computing the layer's gradient from the rows of all ranks, and not from the own ones alone.
+double extraFactorSeconds(const LayerRows& layer, const LinkModel& link);
 
 // saved: link seconds of a message of the layer's bytes, which rows replace. Largest gain first, then by number.
-std::vector<FactorGain> eligibleFactors(const StepProfile& profile, const LinkModel& link, bool sharded,
-                                        const BucketCost& saved);
+std::vector<FactorGain> eligibleFactors(const StepProfile& profile, const LinkModel& link, const BucketCost& saved);
 
 // step: seconds of a step with those layers as rows, ascending. Returns the chosen, ascending; maybe none.
 std::vector<int> chooseFactors(const std::vector<FactorGain>& eligible,

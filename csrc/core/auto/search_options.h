@@ -24,8 +24,8 @@ struct SearchOptions {
   double spare_bytes = 0;
   // DDP(gradient_as_bucket_view=True) copies no gradients.
   bool gradient_as_bucket_view = false;
-  // Why a way cannot be: by "dear", "dear sharded", "dear hierarchical", "ddp program", "hop" ...; by "factors" with
-  // no way, by "dear factors" and "ddp factors" beside it, whose candidates are listed as impossible.
+  // Why a way cannot be: by "dear", "dear sharded", "dear hierarchical", "ddp program", "hop" ...; by "factors" beside
+  // any way.
   std::map<std::string, std::string> refused = {};
 };
 

@@ -141,6 +141,10 @@ class Beside:
     def apart(self) -> float:
         """The largest difference of a parameter, relative to how large these are."""
         self.sync.synchronize()
+        return self.apart_detached()
+
+    def apart_detached(self) -> float:
+        """The same once the model is detached."""
         return max(
             float(((a - b).abs().max() / b.abs().max().clamp(min=0.1)).detach())
             for a, b in zip(self.model.parameters(), self.twin.parameters(), strict=True)

@@ -111,21 +111,24 @@ def with_wide_layer(rows: int) -> Profile:
     return dataclasses.replace(profile, parameters=(weight, bias, *profile.parameters[1:]))
 
 
-def test_a_wide_layer_with_few_rows_sends_these_beside_ddp() -> None:
+def test_a_wide_layer_with_few_rows_sends_these() -> None:
     profile, link = with_wide_layer(16), ring_link(rate=25e6)
     plan = SyncPlan(profile, link, tuple(simulate(profile, link)), ("exact",), "2.15.0", "0.2.0")
     assert plan.chosen is not None
-    assert (plan.chosen.way, plan.chosen.form, plan.chosen.factor_layers) == ("ddp", "program", ("head",))
-    assert sorted(p for bucket in plan.chosen.buckets for p in bucket) == list(range(2, 13))
-    with_rows = [c for c in plan.candidates if c.factor_layers]
-    assert [(c.way, c.possible) for c in with_rows] == [("ddp", True), ("dear", False), ("dear", False)]
-    assert with_rows[1].reason == "not possible: rows of layers travel beside plain DDP"
+    assert plan.chosen.factor_layers == ("head",)
+    with_rows = {f"{c.way} {c.form}": c for c in plan.candidates if c.factor_layers}
+    assert sorted(with_rows) == ["ddp program", "dear replicated", "dear sharded"]
+    for candidate in with_rows.values():
+        assert candidate.possible
+        assert sorted(p for bucket in candidate.buckets for p in bucket) == list(range(2, 13))
+    # The layer is gathered in neither form.
+    assert with_rows["dear sharded"].step_seconds == with_rows["dear replicated"].step_seconds
     text = plan.explain()
-    assert "DDP, 1 layer as rows, " in text
-    assert any(line.split()[:2] == ["-", "-"] and "dear, sharded, 1 layer as rows" in line for line in text.split("\n"))
+    for way in ("DDP", "dear, replicated", "dear, sharded"):
+        assert f"{way}, 1 layer as rows, " in text
 
 
-def test_a_table_with_few_indices_sends_rows_beside_ddp() -> None:
+def test_a_table_with_few_indices_sends_rows() -> None:
     profile = with_wide_layer(16)
     table = dataclasses.replace(
         profile.parameters[0], name="words.weight", shape=(50257, 256), nbytes=4 * 50257 * 256, kind="embedding"
@@ -135,10 +138,21 @@ def test_a_table_with_few_indices_sends_rows_beside_ddp() -> None:
         few, ring_link(rate=25e6), tuple(simulate(few, ring_link(rate=25e6))), ("exact",), "2.15.0", "0.2.0"
     )
     assert plan.chosen is not None
-    assert (plan.chosen.way, plan.chosen.factor_layers) == ("ddp", ("words",))
+    assert plan.chosen.factor_layers == ("words",)
     assert "DDP, 1 layer as rows, " in plan.explain()
     many = dataclasses.replace(few, parameters=(dataclasses.replace(table, rows=30_000), *few.parameters[1:]))
     assert not any(candidate.factor_layers for candidate in simulate(many, ring_link(rate=25e6)))
+
+
+def test_rows_beside_dear_are_chosen_where_other_layers_are_deep() -> None:
+    profile = growing_profile(layers=54)
+    first = profile.parameters[0]
+    wide = dataclasses.replace(first, name="head.weight", shape=(2048, 2048), nbytes=4 << 22, kind="linear", rows=16)
+    profile = dataclasses.replace(profile, parameters=(wide, *profile.parameters[1:]))
+    found = simulate(profile, ring_link())
+    assert (found[0].way, found[0].factor_layers, found[0].chosen) == ("dear", ("head",), True)
+    others = [c.step_seconds for c in found if c.way == "ddp" or not c.factor_layers]
+    assert found[0].step_seconds * 1.05 < min(others)
 
 
 def test_layers_that_do_not_send_rows() -> None:

@@ -200,15 +200,13 @@ TEST(CandidateSimulator, RowsTakeThePlaceOfALayersGradients) {
   const Iteration ddp = simulateCandidate(profile, link, rows);
   EXPECT_DOUBLE_EQ(ddp.step_seconds, 24.8 + 1);
   EXPECT_EQ(ddp.timeline.back().activity, Activity::kOptimizer);
-  // Sharded: reduces 10 and 0.8, no products; the parameters are gathered, 10 each, the first layer's first.
+  // With dear in either form reduces 10 and 0.8, and the products; the other layer's 10 are gathered.
   rows.way = "dear";
   rows.algorithm = "ring";
-  rows.form = "sharded";
-  const Iteration sharded = simulateCandidate(profile, link, rows);
-  EXPECT_DOUBLE_EQ(sharded.step_seconds, 20 + 1 + 2 + 10 + 0.8);
-  // Replicated: the rows give every rank the whole gradient.
-  rows.form = "replicated";
-  EXPECT_DOUBLE_EQ(simulateCandidate(profile, link, rows).step_seconds, 11 + 2 + 10 + 0.8 + 1);
+  for (const char* form : {"sharded", "replicated"}) {
+    rows.form = form;
+    EXPECT_DOUBLE_EQ(simulateCandidate(profile, link, rows).step_seconds, 11 + 2 + 10 + 0.8 + 1) << form;
+  }
 }
 
 TEST(CandidateSimulator, BadInputIsNamed) {

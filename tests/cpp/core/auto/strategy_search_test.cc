@@ -128,17 +128,17 @@ TEST(FactorChoice, EligibleLayersByWhatTheySave) {
   }
   LinkModel link = gigabit(4);
   const BucketCost saved = [&](std::size_t bytes) { return link.all_reduce.seconds(bytes); };
-  const auto eligible = eligibleFactors(profile, link, false, saved);
+  const auto eligible = eligibleFactors(profile, link, saved);
   ASSERT_EQ(eligible.size(), 2U);
   EXPECT_EQ(eligible[0].layer, 2);
   EXPECT_EQ(eligible[1].layer, 0);
   link.operations_per_second = 1e6;  // so slow that arithmetic costs more than the link
-  EXPECT_TRUE(eligibleFactors(profile, link, false, saved).empty());
-  EXPECT_EQ(eligibleFactors(profile, link, true, saved).size(), 2U);
-  profile.layers[0].rows = 0;  // unknown
-  EXPECT_EQ(eligibleFactors(profile, link, true, saved).size(), 1U);
+  EXPECT_TRUE(eligibleFactors(profile, link, saved).empty());
+  link.operations_per_second = 0;  // unknown
+  profile.layers[0].rows = 0;      // unknown
+  EXPECT_EQ(eligibleFactors(profile, link, saved).size(), 1U);
   link.rows.reset();
-  EXPECT_TRUE(eligibleFactors(profile, link, true, saved).empty());
+  EXPECT_TRUE(eligibleFactors(profile, link, saved).empty());
 }
 
 TEST(FactorChoice, KeepsALayerOnlyWhereTheStepFalls) {
@@ -254,22 +254,54 @@ TEST(StrategySearch, WideLayersWithFewRowsGoAsRows) {
   EXPECT_EQ(chosen.buckets, (Buckets{{0}}));
   EXPECT_LT(chosen.step_seconds * 3, find(candidates, "ddp", "default").step_seconds);
   EXPECT_TRUE(std::none_of(candidates.begin(), candidates.end(), [](const auto& c) { return c.way == "factors"; }));
-  SearchOptions options;
-  options.refused = {{"dear factors", "beside DDP alone"}};
-  const auto beside_ddp = searchStrategies(profile, gigabit(4), options);
-  EXPECT_EQ(chosenOf(beside_ddp).way, "ddp");
-  EXPECT_EQ(chosenOf(beside_ddp).factor_layers, std::vector<int>{0});
-  EXPECT_EQ(find(beside_ddp, "dear", "sharded", /*factors=*/true).reason, "beside DDP alone");
-  EXPECT_FALSE(find(beside_ddp, "dear", "replicated", /*factors=*/true).possible);
-  EXPECT_TRUE(find(beside_ddp, "dear", "sharded").possible);
   // DDP wraps no model of which it averages nothing.
   StepProfile whole = profile;
   whole.gradients[0].layer = 0;
-  const auto all = searchStrategies(whole, gigabit(4), options);
-  EXPECT_TRUE(
-      std::none_of(all.begin(), all.end(), [](const auto& c) { return c.way == "ddp" && !c.factor_layers.empty(); }));
+  const auto all = searchStrategies(whole, gigabit(4));
+  EXPECT_TRUE(std::all_of(all.begin(), all.end(), [](const auto& c) { return c.factor_layers.empty(); }));
   profile.layers[0].rows = 4096;
   EXPECT_EQ(find(searchStrategies(profile, gigabit(4)), "factors", "").reason, "no layer has few enough rows");
+}
+
+// With its rows every rank steps a layer whole, so that neither form of dear gathers any of it.
+TEST(StrategySearch, RowsBesideDearAreGatheredInNeitherForm) {
+  StepProfile profile = growingLayers(40'000'000);
+  profile.layers = {{LayerRows::Kind::kLinear, 16, 2048, 2048, 4}};
+  profile.gradients.front() = {2048 * 2048 * 4, profile.gradients.front().ready_seconds, 53, 0, 0};
+  profile.optimizer_seconds = 0.1;
+  const LinkModel link = gigabit(4);
+  const auto candidates = searchStrategies(profile, link);
+  const Candidate& chosen = chosenOf(candidates);
+  EXPECT_EQ(chosen.way, "dear");
+  EXPECT_EQ(chosen.factor_layers, std::vector<int>{0});
+  const double others = std::min(find(candidates, "ddp", "program", /*factors=*/true).step_seconds,
+                                 find(candidates, "dear", "replicated").step_seconds);
+  EXPECT_LT(chosen.step_seconds * 1.05, others);
+  const CandidateSimulator simulator(profile, link);
+  Candidate sharded = find(candidates, "dear", "sharded", /*factors=*/true);
+  const double share = 2048 * 2048 * 4.0 / static_cast<double>(profile.gradientBytes());
+  EXPECT_NEAR(simulator.computeOf(sharded).optimizer_seconds, 0.1 * (share + (1 - share) / 4), 1e-9);
+  Candidate replicated = sharded;
+  replicated.form = "replicated";
+  EXPECT_NEAR(simulator.run(sharded).exposed_gather_seconds, simulator.run(replicated).exposed_gather_seconds, 0.1);
+}
+
+// The bucket behind the layer's own would stay the last to leave, with all of its gradients.
+TEST(StrategySearch, RowsPayOnceOtherGradientsAreInNewBuckets) {
+  StepProfile profile = layeredModel({8'000'000, 8'000'000, 8'000'000, 16'777'216}, 0.025, 0.05);
+  profile.layers = {{LayerRows::Kind::kLinear, 16, 2048, 2048, 4}};
+  profile.gradients.front().layer = 0;
+  LinkModel link = gigabit(4);
+  link.all_reduce = CostTable::line(0.03, 1 / 80e6);  // so slow to begin that gradients behind a long message wait
+  Candidate before = withEnds(profile, "ddp", "program", {1, 4});
+  Candidate after = before;
+  after.factor_layers = {0};
+  after.buckets = {{1, 2, 3}};
+  const CandidateSimulator simulator(profile, link);
+  const auto found = searchStrategies(profile, link);
+  const Candidate& rows = find(found, "ddp", "program", /*factors=*/true);
+  EXPECT_GT(rows.buckets.size(), 1U);
+  EXPECT_LT(rows.step_seconds, simulator.run(after).step_seconds);
 }
 
 TEST(StrategySearch, ATableGoesAsRowsWhereTheseAreFewerBytes) {
