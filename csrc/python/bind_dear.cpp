@@ -110,6 +110,7 @@ void bindDear(py::module_& module) {
       .def("expect_backward", &DearSynchronizer::expectBackward, py::arg("exchanges"), NoGil())
       .def("backward_begins", &DearSynchronizer::backwardBegins)
       .def("on_reduced", &DearSynchronizer::onReduced, py::arg("callback"))
+      .def("adopt_plan", &DearSynchronizer::adoptPlan, NoGil())
       .def_property_readonly("allreduce", &DearSynchronizer::allreduce)
       .def_property_readonly("replicated", &DearSynchronizer::replicated)
       .def(

@@ -288,7 +288,7 @@ def calibrate(
     backend; nothing else should be sent meanwhile.
 
     On the CPU it first finds which ranks are near each other: hosts of several ranks, else racks of hosts, by the
-    bandwidth between 3 to 64 hosts, in some 120 ms a host. Where there are several such rooms of equal size, ``dear``'s
+    bandwidth between 3 to 64 hosts, in some 0.3 s a host. Where there are several such rooms of equal size, ``dear``'s
     hierarchical transport is timed, too.
 
     Args:

@@ -295,6 +295,8 @@ class DearSynchronizer(Synchronizer):
         self._synced = ddp.require_backward_grad_sync
         self._core.wait_tensors([])  # raises where the group has failed
         self._parameters.before_pass()
+        if not self._sharded and not self._steps_inside() and self._core.adopt_plan():  # this rank has skipped a step
+            self._follow()
         self._core.expect_backward(self._synced)
         if not self._core.allreduce:
             ddp.require_backward_grad_sync = False

@@ -9,6 +9,7 @@
 #include <c10/util/Logging.h>
 
 #include "c10d/threads/outstanding_averages.h"
+#include "core/base/check.h"
 #include "core/dear/bucket_ends.h"
 #include "core/dear/step_times.h"
 #include "ddp/common/elapsed.h"
@@ -30,8 +31,8 @@ constexpr std::size_t kConfirmations = 3;
 // There buckets must win by so many standard errors of the difference: where steps vary, who wins by chance is the
 // slower one as often as not, and all-reduce loses nothing.
 constexpr double kStandardErrors = 2;
-// A decision is looked at first after so many steps, then after twice as many each time; by the median of the last few,
-// which pauses between steps (an evaluation) do not move.
+// A decision is looked at first after so many passes, then after twice as many each time; by the median of the steps in
+// the last few, which pauses between steps (an evaluation) do not move.
 constexpr std::int64_t kFirstLook = 100;
 constexpr std::int64_t kLookedAt = 50;
 // Of a shared plan: numbers in front of its lists.
@@ -71,7 +72,8 @@ DearPlanner::DearPlanner(ProcessGroupDear& group, std::size_t model_bytes, std::
       fallback_(group.dearOptions().allreduce_fallback && group.getSize() > 1),
       fixed_(!planned && bucket_mb > 0),
       planned_(planned.has_value()),
-      tuner_(tunerOptions(model_bytes, planned ? std::max<std::size_t>(1, planned->ends.size()) : 8)) {
+      tuner_(tunerOptions(model_bytes, planned ? std::max<std::size_t>(1, planned->ends.size()) : 8)),
+      next_look_(kFirstLook) {
   if (planned) {
     plan_ = *std::move(planned);
   } else {
@@ -80,36 +82,74 @@ DearPlanner::DearPlanner(ProcessGroupDear& group, std::size_t model_bytes, std::
   }
   plan_.allreduce = fallback_;
   plan_.bucket_bytes = bytesOf(fixed_ ? bucket_mb : tuner_.propose());
+  used_ = plan_;
 }
 
-bool DearPlanner::afterStep(const std::vector<std::int64_t>& gradient_order,
-                            const std::vector<std::int64_t>& forward_order) {
-  const auto now = Clock::now();
-  const std::optional<Clock::time_point> before = std::exchange(last_step_, now);
-  const double seconds = before ? std::max(1e-9, std::chrono::duration<double>(now - *before).count()) : 1.0;
-  if (phase_ == Phase::kDecided) {
-    return watch(seconds);
-  }
-  // The other ranks count only: their own clocks must not decide when a decision is due.
-  window_.push_back(seconds);
-  if (phase_ == Phase::kTuning && !fixed_ && group_.getRank() == 0) {
-    tuner_.report(seconds);
-  }
-  const bool short_window = phase_ == Phase::kWarmUp && !planned_;
-  if (static_cast<int>(window_.size()) < (short_window ? kWarmUpSteps : kWindowSteps + 1)) {
+bool DearPlanner::afterPass() {
+  if (settled()) {
     return false;
   }
-  const DearPlan old = plan_;
+  ++passes_;
+  // The other ranks count only: their own clocks and steps must not decide when a decision is due.
   if (group_.getRank() == 0) {
-    decide(gradient_order, forward_order);
+    measure();
   }
-  share();
-  window_.clear();
-  last_step_ = Clock::now();
-  return old != plan_;
+  return passes_ >= due();
 }
 
 void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
+                         const std::vector<std::int64_t>& forward_order) {
+  passes_ = 0;
+  next_look_ *= decided() ? 2 : 1;
+  const bool chooses = group_.getRank() == 0 && enoughMeasured();
+  if (chooses) {
+    choose(gradient_order, forward_order);
+    window_.clear();
+  }
+  share();
+  if (chooses) {
+    last_measured_ = Clock::now();
+  }
+}
+
+bool DearPlanner::adopt() {
+  if (used_ == plan_) {
+    return false;
+  }
+  used_ = plan_;
+  return true;
+}
+
+// Passes; of trials as many as steps are measured, where each step has one.
+std::int64_t DearPlanner::due() const {
+  if (decided()) {
+    return next_look_;
+  }
+  return phase_ == Phase::kWarmUp && !planned_ ? kWarmUpSteps : kWindowSteps + 1;
+}
+
+bool DearPlanner::enoughMeasured() const {
+  const std::size_t wanted = decided() ? 1 : core::index(due());
+  return window_.size() >= wanted;
+}
+
+void DearPlanner::measure() {
+  if (!std::exchange(stepped_, false)) {
+    return;  // one of several passes of a step, or of a step that was skipped
+  }
+  const auto now = Clock::now();
+  const std::optional<Clock::time_point> before = std::exchange(last_measured_, now);
+  const double seconds = before ? std::max(1e-9, std::chrono::duration<double>(now - *before).count()) : 1.0;
+  if (decided() ? passes_ <= next_look_ - kLookedAt : enoughMeasured()) {
+    return;
+  }
+  window_.push_back(seconds);
+  if (phase_ == Phase::kTuning && !fixed_) {
+    tuner_.report(seconds);
+  }
+}
+
+void DearPlanner::choose(const std::vector<std::int64_t>& gradient_order,
                          const std::vector<std::int64_t>& forward_order) {
   if (phase_ == Phase::kWarmUp) {
     if (!plan_.ends.empty() && usesPlan(gradient_order)) {
@@ -120,7 +160,9 @@ void DearPlanner::decide(const std::vector<std::int64_t>& gradient_order,
     phase_ = fallback_ ? Phase::kAllreduce : fixed_ ? Phase::kDecided : Phase::kSettling;
     return;
   }
-  if (phase_ == Phase::kConfirming) {
+  if (phase_ == Phase::kDecided) {
+    lookAgain();
+  } else if (phase_ == Phase::kConfirming) {
     confirm();
   } else if (phase_ == Phase::kTuning) {
     tune();
@@ -179,27 +221,11 @@ void DearPlanner::compareAgain() {
   confirmed_[1].clear();
 }
 
-// True: plan() is new. The network, or the machine, may not be what it was when it was measured.
-bool DearPlanner::watch(double seconds) {
-  if (!fallback_ || plan_.allreduce) {
-    return false;
-  }
-  next_look_ = std::max(next_look_, kFirstLook);
-  if (++watched_ > next_look_ - kLookedAt) {
-    window_.push_back(seconds);
-  }
-  if (watched_ < next_look_) {
-    return false;
-  }
-  watched_ = 0;
-  next_look_ *= 2;
-  if (group_.getRank() == 0 && core::median(window_) > allreduce_seconds_) {
+// The network, or the machine, may not be what it was when it was measured.
+void DearPlanner::lookAgain() {
+  if (core::median(window_) > allreduce_seconds_) {
     compareAgain();
   }
-  share();
-  window_.clear();
-  last_step_ = Clock::now();
-  return plan_.allreduce;
 }
 
 void DearPlanner::confirm() {

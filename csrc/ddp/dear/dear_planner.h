@@ -1,7 +1,11 @@
 // DearPlanner chooses the size and order of a model's buckets, or plain all-reduce, from steps that rank 0 measures.
 // All ranks get the same plan; core/dear/bucket_plan.h cuts the buckets.
 //
-// Course of a training run, in steps since attach (every rank counts alike, so that all know when a decision is due):
+// A decision is due after so many backward passes whose gradients were averaged. All ranks make these equally often;
+// steps they need not. Time is taken at the end of the first such pass behind each step of rank 0: that is a measured
+// step. Where too few are measured when a decision is due, the window goes on for as many passes again.
+//
+// Course of a training run, in steps since attach:
 //   trial of all-reduce     where that may be fallen back on: plain DDP, measured for one window. Elsewhere a window
 //                           that is not counted, for links take their first steps to come up to their rate
 //   trials of bucket sizes  windows of a BayesianTuner, or a single one where the user has set the size
@@ -15,7 +19,7 @@
 // With buckets of a plan that was made before training there are no trials: a window of warm-up, then both in turn. If
 // gradients do not come in the order of the planned buckets, these are given up, and the trials begin.
 //
-// Threads: the training thread.
+// Threads: the training thread; in a backward pass autograd's (afterPass, decide).
 #pragma once
 
 #include <chrono>
@@ -46,26 +50,38 @@ class DearPlanner {
   DearPlanner(ProcessGroupDear& group, std::size_t model_bytes, std::vector<std::int64_t> tensors, double bucket_mb,
               std::optional<DearPlan> planned = std::nullopt);
 
-  const DearPlan& plan() const { return plan_; }
+  // What is in use, since adopt().
+  const DearPlan& plan() const { return used_; }
 
-  // After every optimizer step. Collective when a decision is due: rank 0's is broadcast. True: plan() is new.
-  // The orders in which this rank saw the last step's gradients and forward waits; incomplete ones are ignored.
-  bool afterStep(const std::vector<std::int64_t>& gradient_order, const std::vector<std::int64_t>& forward_order);
+  // At the end of every backward pass whose gradients were averaged. True: a decision is due, and decide() follows.
+  bool afterPass();
+  // Collective: rank 0's decision is broadcast. The orders in which this rank saw the last gradients and forward waits;
+  // incomplete ones are ignored.
+  void decide(const std::vector<std::int64_t>& gradient_order, const std::vector<std::int64_t>& forward_order);
+  // A step was taken here.
+  void afterStep() { stepped_ = true; }
+  // On all ranks before the next such pass begins: plan() is what was decided. True: it is new.
+  bool adopt();
 
   bool decided() const { return phase_ == Phase::kDecided; }
+  // For good: passes need not be told any more.
+  bool settled() const { return decided() && (!fallback_ || plan_.allreduce); }
   const core::BayesianTunerState& trials() const { return tuner_.state(); }
   // Of the all-reduce's window; 0: not measured.
   double allreduceSeconds() const { return allreduce_seconds_; }
 
  private:
   enum class Phase : std::int64_t { kWarmUp, kAllreduce, kSettling, kTuning, kConfirming, kDecided };
-  void decide(const std::vector<std::int64_t>& gradient_order, const std::vector<std::int64_t>& forward_order);
+  void choose(const std::vector<std::int64_t>& gradient_order, const std::vector<std::int64_t>& forward_order);
   bool usesPlan(const std::vector<std::int64_t>& gradient_order);
   void tune();
   void confirm();
   void settle(bool allreduce);
   void compareAgain();
-  bool watch(double seconds);
+  std::int64_t due() const;
+  void measure();
+  bool enoughMeasured() const;
+  void lookAgain();
   void share();
   void announce() const;
 
@@ -75,15 +91,17 @@ class DearPlanner {
   const bool fixed_;           // the bucket size is the user's
   const bool planned_;         // there were buckets of a plan
   core::BayesianTuner tuner_;  // reported to on rank 0 alone
-  DearPlan plan_;
+  DearPlan plan_;              // decided
+  DearPlan used_;
   Phase phase_ = Phase::kWarmUp;
-  std::vector<double> window_;  // seconds of the phase's steps
+  std::int64_t passes_ = 0;     // since a decision was due
+  std::int64_t next_look_;      // after so many passes what was decided is looked at
+  bool stepped_ = true;         // since the last measured step began
+  std::vector<double> window_;  // rank 0: seconds of the phase's steps
   double allreduce_seconds_ = 0;
   double best_seconds_ = 0;
   std::vector<double> confirmed_[2];  // [all-reduce?] seconds of the steps of kConfirming
-  std::int64_t watched_ = 0;          // steps since the decision or the last look at it,
-  std::int64_t next_look_ = 0;        //   after so many there is one
-  std::optional<std::chrono::steady_clock::time_point> last_step_;
+  std::optional<std::chrono::steady_clock::time_point> last_measured_;
 };
 
 }  // namespace torchext

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include "core/base/check.h"
 #include "ddp/common/attach_agreement.h"
@@ -40,6 +41,14 @@ std::optional<DearPlan> checked(std::optional<DearPlan> planned, const std::vect
     ShardBuckets::checkEnds(parameters, planned->gradient_order, planned->ends);
   }
   return planned;
+}
+
+// Behind all that the backward pass has queued for its end, and what that queues: DDP's reducer does either.
+void atTheVeryEnd(std::function<void()> action) {
+  const auto queue = [](std::function<void()> callback) {
+    torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
+  };
+  queue([queue, action = std::move(action)] { queue(action); });
 }
 
 std::vector<std::string> namesOf(const std::vector<std::int64_t>& order, const std::vector<std::string>& names) {
@@ -148,6 +157,9 @@ void DearSynchronizer::backwardEnds() {
   pass_.disarm();
   if (exchanges_->buckets() == nullptr) {  // DDP's reducer averages no further pass of this forward pass, either
     local_.allAveraged();
+    if (!planner_.settled()) {
+      atTheVeryEnd([this] { planPass(); });  // a collective stands behind the reducer's
+    }
     return;
   }
   const std::string missing = unused_allowed_ ? std::string() : pass_.missing(planner_.plan().gradient_order);
@@ -164,6 +176,22 @@ void DearSynchronizer::backwardEnds() {
   form_->backwardEnds();
   if (on_reduced_) {
     on_reduced_();
+  }
+  planPass();
+}
+
+// Behind everything that other ranks wait for in this pass, for a decision waits for rank 0. And first for what they
+// send: a rank that has not come to this pass is named by those waits.
+void DearSynchronizer::planPass() {
+  if (exchanges_->ended()) {
+    return;
+  }
+  if (!planner_.decided() && !parameters_.empty()) {
+    synchronizeDevice(parameters_.front().device());  // what is measured is a pass, not how soon it was queued
+  }
+  if (planner_.afterPass()) {
+    exchanges_->waitReducedBeyond(exchanges_->bucketCount());
+    planner_.decide(pass_.order(), forward_order_);
   }
 }
 
@@ -222,23 +250,25 @@ void DearSynchronizer::afterStep() {
   ++steps_;
   exchanges_->noteStep(pass_.complete());
   pass_.clear();
-  // Before the planner, which may wait for rank 0: that may be waiting for gradients that it looks at.
   form_->afterStep();
   if (exchanges_->buckets() != nullptr) {
     std::fill(waited_.begin(), waited_.end(), 0);
   }
-  if (!planner_.decided() && !parameters_.empty()) {
-    synchronizeDevice(parameters_.front().device());  // what is measured is a step, not how soon it was queued
-  }
-  const bool replan = planner_.afterStep(pass_.order(), forward_order_);
+  planner_.afterStep();
   forward_order_.clear();
-  if (replan) {
-    waitAll();
-    exchanges_->waitIdle();
-    if (!exchanges_->ended()) {  // by a signal's handler
-      rebuild();
-    }
+  adoptPlan();
+}
+
+bool DearSynchronizer::adoptPlan() {
+  if (!planner_.adopt()) {
+    return false;
   }
+  waitAll();
+  exchanges_->waitIdle();
+  if (!exchanges_->ended()) {  // by a signal's handler
+    rebuild();
+  }
+  return true;
 }
 
 // ---- Forward ----

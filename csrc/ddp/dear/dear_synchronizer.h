@@ -11,8 +11,11 @@
 //              no_sync(): it would copy every gradient into its buckets and back.
 //   its end    onReduced() tells Python that averaged gradients are on their way. ReplicatedForm: the all-gathers of
 //              the gradients are queued, in the order of the forward pass.
+//              DearPlanner counts the pass, and may decide.
 //   step       LocalGradients refuses what was not averaged. ShardedForm: the optimizer steps slices as they arrive,
 //              then the all-gathers of the parameters are queued. ReplicatedForm: it has whole gradients.
+//              Behind it the planner's decision is adopted. A rank that skips the step adopts it in front of the next
+//              forward pass. In the sharded form no rank can skip alone: the others wait for the slices it steps.
 //   forward    whatever reads a parameter calls waitTensors() first. Replicated: then Python steps it.
 // While DearPlanner says so the model trains as plain DDP instead (allreduce()): its reducer is awake.
 //
@@ -66,7 +69,7 @@ class DearSynchronizer : public Synchronizer {
   // Called at the end of a backward pass that averages, on autograd's thread.
   void onReduced(std::function<void()> callback) { on_reduced_ = std::move(callback); }
 
-  // Whether the model trains as plain DDP. Changes in afterStep() only.
+  // Whether the model trains as plain DDP. Changes in afterStep() and adoptPlan() only.
   bool allreduce() const { return planner_.plan().allreduce; }
   bool replicated() const { return replicated_; }
   // What the optimizer steps with, by form; c10::Error for the other.
@@ -81,6 +84,9 @@ class DearSynchronizer : public Synchronizer {
 
   void beforeStep() override;
   void afterStep() override;
+  // Replicated form, in front of a forward pass outside of any step: what was decided in a pass whose step this rank
+  // has skipped. Averaged gradients are the parameters' own by then (settleGradient). True: allreduce() may be another.
+  bool adoptPlan();
   void waitTensors(const std::vector<std::int64_t>& tensors) override;
   void waitAll() override;
   void synchronize() override;
@@ -95,6 +101,7 @@ class DearSynchronizer : public Synchronizer {
  private:
   void gradientReady(std::size_t parameter);
   void backwardEnds();
+  void planPass();
   void postReady();
   void rebuild();
 

@@ -1,5 +1,6 @@
 // RowWaits has a thread on which the messages of a RowExchange are waited for, so that whoever needs them can look at
-// signals meanwhile: a message of Gloo's cannot be asked whether it has come.
+// signals meanwhile: a message of Gloo's cannot be asked whether it has come. So it is needed, whatever it costs:
+// without it a signal's handler runs only when the message is there, or when the group's timeout has passed.
 //
 // A wait that a signal's handler ends goes on here, and the next one waits for the same. A failure of the group ends it
 // everywhere, for it is a wait of the group's. Where nothing travels there is no thread, and nothing blocks.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Rank, elapsed_error, run_ranks
+from harness import Rank, run_ranks
 from made_plans import ROWS, Net
 from test_live_choice import BEFORE, EXACT, adamw, at_once, chosen, sgd
 from torch import nn
@@ -183,7 +183,7 @@ def body(rank: Rank, form: str) -> tuple[list[float], list[str]]:
         apart = [with_collectives(rank), *accumulating(), *two_models(), scaled(rank), in_closures()]
         told = [skipping(rank, [{1, 6}, {4}])]
         if form == "replicated":  # in the sharded form a step is collective
-            told.append(skipping(rank, [{1, BEFORE - 1}, {4, BEFORE}]))
+            told.append(skipping(rank, [{1, BEFORE - 1}, {4, 5, BEFORE}]))
     dist.destroy_process_group()
     return apart, told
 
@@ -192,31 +192,34 @@ def test_ranks_decide_together_whatever_each_does() -> None:
     for form in ("replicated", "sharded"):
         for apart, told in run_ranks(body, 2, form, deadline=120):
             assert max(apart) < EXACT, apart
-            wanted = ["plain DDP: ranks have taken different numbers of steps", "dear"]
-            assert told == wanted[: len(told)]
+            alone = "plain DDP: ranks have taken different numbers of steps"
+            assert told == ([alone] if form == "sharded" else ["dear", "dear"])
 
 
-def body_skips_while_compared(rank: Rank) -> list[Any]:
+def body_skips_while_compared(rank: Rank) -> tuple[bool, float]:
+    """Beside plain DDP, on which the ranks' models are different ones from then on, too."""
     rank.init("torchext")
+    models, steps = [], BEFORE + 77
     with chosen("dear", "replicated"):
-        model = Net()
-        ddp, optimizer = DistributedDataParallel(model), sgd(model.parameters())
-        sync = torchext.attach(ddp, optimizer)
-
-        def train() -> None:
-            for step in range(BEFORE + 77):
+        for group in (dist.new_group(backend="gloo"), None):
+            model = Net()
+            ddp, optimizer = DistributedDataParallel(model, process_group=group), sgd(model.parameters())
+            sync = None if group else torchext.attach(ddp, optimizer)
+            for step in range(steps):
                 optimizer.zero_grad()
                 loss_of(ddp, step).backward()
-                if rank.rank or step != BEFORE + 4:
+                if step not in ((30,), (BEFORE + 4, BEFORE + 10, BEFORE + 21))[rank.rank]:
                     optimizer.step()
+            models.append(model)
+    assert sync is not None
+    assert sync.stats()["steps"] == steps - (1, 3)[rank.rank]
+    decided = bool(sync.stats()["decided"])
+    sync.detach()
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return decided, max(float((a - b).detach().abs().max()) for a, b in pairs)
 
-        found = elapsed_error(train)
-        assert sync.stats()["decided"] is False
-    return list(found)
 
-
-def test_a_rank_that_skips_alone_while_dear_compares_ends_all_with_an_error() -> None:
-    for kind, text, seconds in run_ranks(body_skips_while_compared, 2):
-        assert kind == "DistBackendError"
-        assert "make different calls" in text
-        assert seconds < 20
+def test_a_rank_may_skip_steps_alone_while_dear_compares() -> None:
+    for decided, apart in run_ranks(body_skips_while_compared, 2):
+        assert not decided  # rank 0 has measured a step less when it was due
+        assert apart < EXACT

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from attached import new_group
 from harness import Rank, launch, run_ranks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -242,6 +244,56 @@ def body_callback_that_destroys(rank: Rank, backend: str) -> bool:
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_callback_may_destroy_the_group(backend: str) -> None:
     assert run_ranks(body_callback_that_destroys, 2, backend) == [False, False]
+
+
+def begin_owned(group: dist.ProcessGroup) -> None:
+    """A call whose callback is the group's last owner: it takes longer than the end of the group waits for it."""
+
+    def callback(_: Any, __: dist.ProcessGroup = group) -> None:
+        time.sleep(0.7)
+
+    dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().then(callback)
+
+
+def body_callback_that_owns(rank: Rank, backend: str) -> bool:
+    rank.init(backend)
+    flags = Flags(rank)
+    for _ in range(2):
+        group = new_group(backend)
+        flags.first_then_second(partial(begin_owned, group))
+        dist.destroy_process_group(group)
+        owned = weakref.ref(group)
+        del group
+        while owned() is not None:
+            time.sleep(0.01)
+    dist.destroy_process_group()
+    return True
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_a_callback_may_be_the_last_owner_of_the_group(backend: str) -> None:
+    """With plain Gloo the thread that runs it joins itself, and the process is ended."""
+    assert run_ranks(body_callback_that_owns, 2, backend) == [True, True]
+
+
+def body_sessions(rank: Rank, backend: str) -> int:
+    """Groups come and go in one process, right behind backward passes whose hooks have callbacks."""
+    for session in range(20):
+        rank.init(backend, store=f"store{session}")
+        ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Linear(16, 4)))
+        if session % 2:
+            ddp.register_comm_hook(None, bf16_compress_hook)
+        else:
+            ddp.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5), powerSGD_hook)
+        for _ in range(4):
+            ddp(torch.rand(6, 12)).square().sum().backward()
+        dist.destroy_process_group()
+    return callback_threads()
+
+
+@pytest.mark.parametrize("backend", ["dear", "prague"])
+def test_sessions_with_hooks_one_after_the_other(backend: str) -> None:
+    assert run_ranks(body_sessions, 2, backend, deadline=120) == [0, 0]
 
 
 def body_callback_of_a_failed_call(rank: Rank) -> list[str]:

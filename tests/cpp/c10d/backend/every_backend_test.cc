@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <barrier>
+#include <memory>
 #include <mutex>
 #include <ostream>
 #include <set>
@@ -276,6 +277,31 @@ TEST_P(EveryBackendTest, ShutsDownInTimeWithPendingCalls) {
     }
     sync_point.arrive_and_wait();
   });
+}
+
+// As the callbacks of a hook of DDP's own their group: it ends on a thread that it would wait for.
+TEST_P(EveryBackendTest, TheLastOwnerMayBeACallback) {
+  for (const bool aborted : {false, true}) {
+    const World world(2);
+    std::barrier<> sync_point(2);
+    onRanks(2, [&](int rank) {
+      Group group = GetParam().make(world, rank, commonOptions());
+      const std::weak_ptr<GroupHealth> health = group->health();
+      if (rank == 0) {
+        reduceAll(*group, at::ones({4}))->getFuture()->addCallback([owner = group](c10::ivalue::Future&) {});
+        group.reset();
+      }
+      sync_point.arrive_and_wait();
+      if (rank == 1 && aborted) {
+        group->abort();
+      } else if (rank == 1) {
+        reduceAll(*group, at::ones({4}))->wait();
+      }
+      group.reset();
+      EXPECT_TRUE(soon([&] { return health.expired(); })) << "on rank " << rank;
+    });
+    EXPECT_EQ(world.data->pending(), 0U);
+  }
 }
 
 // The backend "torchext" is dear's class under another name.

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <barrier>
+#include <memory>
 #include <thread>
 
 #include <ATen/ATen.h>
@@ -10,6 +11,7 @@
 #include "c10d/backend/attachable_backend.h"
 #include "c10d/backend/connecting_store.h"
 #include "c10d/backend/delegating_backend.h"
+#include "c10d/backend/process_group_prague.h"
 #include "c10d/fault/orderly_exit_scope.h"
 #include "kit/ranks_as_threads.h"
 
@@ -186,6 +188,27 @@ TEST_F(LifecycleTest, ADestructorShutsDown) {
     EXPECT_TRUE(work->isSuccess());
   });
   EXPECT_EQ(world.data->pending(), 0U);
+}
+
+TEST_F(LifecycleTest, TheLastOwnerMayBeACallbackOfAPartialAllReduce) {
+  const World world(2);
+  std::barrier<> sync_point(2);
+  onRanks(2, [&](int rank) {
+    auto group = makeBackend<ProcessGroupPrague>(rank, 2, world.inner(rank),
+                                                 c10::make_intrusive<ProcessGroupPrague::Options>(seconds(60)));
+    const std::weak_ptr<GroupHealth> health = group->health();
+    if (rank == 0) {
+      const Works work = group->partialAllReduce(at::ones({4}), {0, 1});
+      work->getFuture()->addCallback([owner = group](c10::ivalue::Future&) {});
+      group.reset();
+    }
+    sync_point.arrive_and_wait();
+    if (rank == 1) {
+      group->partialAllReduce(at::ones({4}), {0, 1})->wait();
+      group.reset();
+    }
+    EXPECT_TRUE(soon([&] { return health.expired(); })) << "on rank " << rank;
+  });
 }
 
 // A script that waits for its result and ends: the others' results are good, and they may still ask.

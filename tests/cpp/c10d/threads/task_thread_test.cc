@@ -85,5 +85,19 @@ TEST(TaskThreadTest, ManyThreadsSetAndPost) {
   EXPECT_EQ(ran, 2000);
 }
 
+TEST(TaskThreadTest, ATaskMayDestroyIt) {
+  auto thread = std::make_shared<TaskThread>("test");
+  std::promise<void> go;
+  std::promise<void> done;
+  thread->post([&done, gone = go.get_future().share(), own = thread]() mutable {
+    gone.wait();
+    own = nullptr;  // the last one
+    done.set_value();
+  });
+  thread = nullptr;
+  go.set_value();
+  EXPECT_EQ(done.get_future().wait_for(kLimit), std::future_status::ready);
+}
+
 }  // namespace
 }  // namespace torchext
