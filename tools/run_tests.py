@@ -28,8 +28,6 @@ JOBS = os.environ.get("MAX_JOBS", "2")
 # Suite -> the value of TORCHEXT_SANITIZE.
 CPP_SUITES = {"cpp": "", "asan": "address", "tsan": "thread"}
 PYTEST_SUITES = ["python", "distributed", "everyday", "frameworks", "packaging"]
-# Suites whose tests are divided among processes of pytest: much of their time they wait.
-PARALLEL_SUITES = {"python", "distributed", "everyday", "frameworks"}
 # Suites of which --every leaves cases out.
 SAMPLED_SUITES = {"distributed", "everyday"}
 # Suites in which all tests of a file share what its processes did.
@@ -117,7 +115,7 @@ def run_pytest(suite: str, report: Path, every: int) -> int:
         return 1
     # The files of a shared suite begin in the order of its conftest.py.
     divided = ["loadfile", "--no-loadscope-reorder"] if suite in SHARED_SUITES else ["worksteal"]
-    parallel = ["-n", TEST_JOBS, "--dist", *divided] if suite in PARALLEL_SUITES and TEST_JOBS != "1" else []
+    parallel = ["-n", TEST_JOBS, "--dist", *divided] if suite != "slow" and TEST_JOBS != "1" else []
     sampled = [f"--every={every}"] if suite in SAMPLED_SUITES else []
     return run(sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *sampled, *selected)
 

@@ -14,9 +14,9 @@
 A rank that is done stays alive until the test has every outcome it asked for: a survivor that exits closes its
 connections, which would tell the others what the code under test must tell them.
 
-Processes come from a fork server that has imported torch once, so that starting eight of them takes a fraction of a
-second. Each leads a process group of its own; leaving the `with` block kills the groups, and a rank whose test has
-been killed ends by itself.
+Processes come from a fork server that has imported torch once, and what else tests use (rank_imports.py), so that
+starting eight of them takes a tenth of a second. Each leads a process group of its own; leaving the `with` block kills
+the groups, and a rank whose test has been killed ends by itself.
 
 A test that fails says how long the machine held it up: where that comes near a limit of the test's, it may be why. One
 whose deadline has passed says where its ranks are, and with what errors others have ended.
@@ -29,7 +29,6 @@ import ctypes
 import errno
 import faulthandler
 import functools
-import gc
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
@@ -50,8 +49,7 @@ from pathlib import Path
 from typing import Any
 
 forkserver = multiprocessing.get_context("forkserver")
-# Nothing that starts threads, which a fork would lose: scikit-learn imports pandas where that is installed.
-forkserver.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torchext"])
+forkserver.set_forkserver_preload(["rank_imports"])
 
 # Generous: shared runners stall. Tests of speed assert times of their own.
 DEADLINE = 60.0
@@ -112,6 +110,23 @@ class Rank:
         self._line.recv()
 
 
+def fork(target: Callable[..., Any], *args: Any) -> multiprocessing.context.ForkServerProcess:
+    """Starts a process of the fork server, and that first if it is not running."""
+    path = os.environ.get("PYTHONPATH")
+    # The server's path has the working folder, and what this says.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), *([path] if path else [])])
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
+    process = forkserver.Process(target=target, args=args, daemon=False)
+    process.start()
+    return process
+
+
 def _stacks(folder: str, rank: int) -> Path:
     """Where a rank writes the Python stacks of its threads when it gets the signal `_SHOW_STACKS`."""
     return Path(folder) / f"stacks-{rank}"
@@ -133,7 +148,6 @@ def _rank_main(body: Callable[..., Any], rank: int, size: int, folder: str, line
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # what the fork server has imported is no garbage, and to look at it would copy its pages
     context = Rank(rank, size, Path(folder), line)
     stacks = _stacks(folder, rank).open("w")
     faulthandler.register(_SHOW_STACKS, file=stacks)
@@ -163,11 +177,9 @@ class Ranks:
         self._killed: set[int] = set()
         for rank in range(size):
             ours, theirs = forkserver.Pipe()
-            process = forkserver.Process(target=_rank_main, args=(body, rank, size, folder, theirs, args), daemon=False)
-            process.start()
+            self.processes.append(fork(_rank_main, body, rank, size, folder, theirs, args))
             theirs.close()
             self._lines.append(ours)
-            self.processes.append(process)
 
     def pid(self, rank: int) -> int:
         pid = self.processes[rank].pid

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from harness import DEADLINE, forkserver, free_port
+from harness import DEADLINE, fork, free_port
 
 
 @dataclass
@@ -47,8 +47,7 @@ def run_interpreters(folder: Path, argv: list[str | Path], environments: list[di
     processes = []
     for number, env in enumerate(environments):
         output = str(folder / f"interpreter-{number}")
-        processes.append(forkserver.Process(target=_interpreter, args=(words, env, output), daemon=False))
-        processes[-1].start()
+        processes.append(fork(_interpreter, words, env, output))
     ended = []
     try:
         for number, process in enumerate(processes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 from harness import Rank, free_port, run_ranks
@@ -23,3 +24,11 @@ def test_ports_are_of_one_process_and_of_nobody_by_chance() -> None:
     assert len(set().union(*found)) == sum(len(ports) for ports in found)
     if first > 10304 or last < 65408:  # a block is left
         assert not any(first <= port <= last for ports in found for port in ports)
+
+
+def body_imported(rank: Rank) -> bool:
+    return "rank_imports" in sys.modules
+
+
+def test_ranks_begin_with_what_the_fork_server_has_imported() -> None:
+    assert run_ranks(body_imported, 1) == [True]

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch.distributed as dist
-from harness import Ranks, forkserver, launch
+from harness import Ranks, launch
 from worker import Job, Told, serve
 
 WORLD = 2
@@ -29,9 +29,6 @@ LIFE = 500
 
 class Pool:
     def __init__(self) -> None:
-        forkserver.set_forkserver_preload(
-            ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torchext"]
-        )
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store.set_timeout(timedelta(seconds=60))
         self._port = self._store.port

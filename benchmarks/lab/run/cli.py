@@ -11,6 +11,8 @@ from pathlib import Path
 from lab.net.netlab import exit_on_signal
 from lab.report.results import RESULTS_FOLDER
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 def parser(doc: str, *, contenders: str, repeats: int) -> argparse.ArgumentParser:
     """Returns a parser with the common options; ``doc`` is the script's docstring."""
@@ -30,7 +32,7 @@ def names(text: str) -> list[str]:
 
 def script_line() -> str:
     """Returns the command that takes the figures again, from the repository's root, without local paths."""
-    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT).as_posix()
     kept: list[str] = []
     skip = False
     for argument in sys.argv[1:]:

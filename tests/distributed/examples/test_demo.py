@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ sys.path.insert(0, str(EXAMPLES))
 
 from processes import descendants, installed, require_averages, run, started, torchrun  # noqa: E402
 
-pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+# Not imported, which would take a second and more of each process of pytest.
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn is not installed")
 
 SCRIPT = EXAMPLES / "train_digits.py"
 WORKERS = 2

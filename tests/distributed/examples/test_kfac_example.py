@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ sys.path.insert(0, str(EXAMPLES))
 
 from processes import run, torchrun  # noqa: E402
 
-pytest.importorskip("sklearn", reason="the example's data are in scikit-learn")
+# Not imported, which would take a second and more of each process of pytest.
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the example's data are in scikit-learn")
 
 
 @pytest.mark.parametrize(("workers", "optimizer"), [pytest.param(1, "spd", marks=pytest.mark.slow), (2, "pad")])

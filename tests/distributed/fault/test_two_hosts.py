@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ sys.path.insert(0, str(EXAMPLES))
 
 from processes import installed, require_averages, started, wait_all  # noqa: E402
 
-pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+# Not imported, which would take a second and more of each process of pytest.
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn is not installed")
 
 DEADLINE = 240.0  # seconds for one run
 PORT = 29400  # free for certain: a fresh namespace has all ports to itself

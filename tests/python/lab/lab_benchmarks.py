@@ -14,12 +14,13 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from lab.net import netlab, reaper  # noqa: E402
 from lab.report import bounds, plot, results, timeline, tuning  # noqa: E402
-from lab.run import launch  # noqa: E402
+from lab.run import cli, launch  # noqa: E402
 from lab.workloads import contenders, emulated, language, stragglers, training  # noqa: E402
 
 __all__ = [
     "BENCHMARKS",
     "bounds",
+    "cli",
     "contenders",
     "emulated",
     "eventually",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab_benchmarks import emulated, results, stragglers, training
+from lab_benchmarks import BENCHMARKS, cli, emulated, results, stragglers, training
 
 # --- emulated compute --------------------------------------------------------------------------------------------
 
@@ -121,6 +121,12 @@ def test_bad_patterns(text: str) -> None:
 
 
 # --- results -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_of_a_result_names_the_script_in_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = BENCHMARKS / "hop" / "hop_straggler.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--repeats", "3", "--results", "elsewhere"])
+    assert cli.script_line() == "python benchmarks/hop/hop_straggler.py --repeats 3"
 
 
 def test_ratios_are_paired() -> None:

@@ -11,20 +11,17 @@
 #include <thread>
 #include <vector>
 
-#include "c10d/backend/process_group_hop.h"
-#include "kit/ranks_as_threads.h"
+#include "hop_ranks.h"
 
 namespace torchext {
 namespace {
 
-using core::CommunicationGraph;
 using core::GraphKind;
 using core::HopMode;
 using kit::errorOf;
 using kit::has;
 using kit::World;
 using std::chrono::milliseconds;
-using std::chrono::seconds;
 
 // Of torchext._kernels, which is not linked here.
 void flattenByTorch(at::TensorList tensors, const at::Tensor& flat) {
@@ -47,12 +44,7 @@ struct Worker {
         still(at::zeros({3}, at::kFloat)),
         model({weight, still}, {}),
         tensors({weight, still}, {}),
-        exchange(c10::intrusive_ptr<AttachableBackend>::reclaim_copy(&group), model, tensors,
-                 {.graph = CommunicationGraph::builtIn(GraphKind::kFull, group.getSize()),
-                  .mode = mode,
-                  .model_bytes = model.bytes(),
-                  .digest = 7,
-                  .channel = 0}) {}
+        exchange(kit::attachable(group), model, tensors, kit::hopSetup(group, GraphKind::kFull, mode, model.bytes())) {}
 
   double value() const { return weight[0].item<double>(); }
 
@@ -73,12 +65,12 @@ struct Worker {
   HopExchange exchange;
 };
 
-class HopExchangeTest : public kit::RanksTest {
+class HopExchangeTest : public kit::HopRanksTest {
  protected:
   // body(worker, rank) between an exchange's start and the drain that ends its training.
   template <class Body>
   void onWorkers(const World& world, const HopMode& mode, const Body& body) {
-    onGroups<ProcessGroupHop>(world, ProcessGroupHop::Options(seconds(30)), [&](ProcessGroupHop& group, int rank) {
+    onHopGroups(world, [&](ProcessGroupHop& group, int rank) {
       const at::NoGradGuard no_grad;
       Worker worker(group, rank, mode);
       body(worker, rank);
@@ -176,7 +168,7 @@ TEST_F(HopExchangeTest, ADrainThatGivesUpKeepsWhatIsPublished) {
 TEST_F(HopExchangeTest, ADeadNeighbourEndsTheAverageAndIsNamed) {
   const World world(2);
   std::barrier<> started(2);
-  onGroups<ProcessGroupHop>(world, ProcessGroupHop::Options(seconds(30)), [&](ProcessGroupHop& group, int rank) {
+  onHopGroups(world, [&](ProcessGroupHop& group, int rank) {
     const at::NoGradGuard no_grad;
     Worker worker(group, rank, {});
     worker.iterate(0);

@@ -10,8 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "c10d/backend/process_group_hop.h"
-#include "kit/ranks_as_threads.h"
+#include "hop_ranks.h"
 
 namespace torchext {
 namespace {
@@ -23,18 +22,9 @@ using kit::errorOf;
 using kit::has;
 using kit::World;
 using std::chrono::milliseconds;
-using std::chrono::seconds;
 
 constexpr std::size_t kModelBytes = 64;
 constexpr double kRankUnit = 1000;  // a model of rank r and iteration k holds r * kRankUnit + k
-
-HopSetup setupOf(GraphKind graph, int ranks, const HopMode& mode, std::uint64_t digest = 7) {
-  return {.graph = CommunicationGraph::builtIn(graph, ranks),
-          .mode = mode,
-          .model_bytes = kModelBytes,
-          .digest = digest,
-          .channel = 0};
-}
 
 void fill(std::byte* block, double value) {
   for (std::size_t at = 0; at < kModelBytes; at += sizeof(value)) {
@@ -81,13 +71,13 @@ double totalWeight(const std::vector<Taken>& taken) {
   return total;
 }
 
-class HopMailboxTest : public kit::RanksTest {
+class HopMailboxTest : public kit::HopRanksTest {
  protected:
   // body(mailbox, rank) between a mailbox's start and the drain that ends its training.
   template <class Body>
   void onMailboxes(const World& world, GraphKind graph, const HopMode& mode, const Body& body) {
-    onGroups<ProcessGroupHop>(world, ProcessGroupHop::Options(seconds(30)), [&](ProcessGroupHop& group, int rank) {
-      HopMailbox mailbox(c10::intrusive_ptr<AttachableBackend>::reclaim_copy(&group), setupOf(graph, world.size, mode));
+    onHopGroups(world, [&](ProcessGroupHop& group, int rank) {
+      HopMailbox mailbox(kit::attachable(group), kit::hopSetup(group, graph, mode, kModelBytes));
       body(mailbox, rank);
       EXPECT_TRUE(mailbox.drain(true));
       mailbox.stop();
@@ -187,8 +177,8 @@ TEST_F(HopMailboxTest, ADrainWithALimitGivesUpWhileOthersTrain) {
 TEST_F(HopMailboxTest, ADeadNeighbourEndsTheWaitAndIsNamed) {
   const World world(3);
   std::barrier<> started(3);
-  onGroups<ProcessGroupHop>(world, ProcessGroupHop::Options(seconds(30)), [&](ProcessGroupHop& group, int rank) {
-    HopMailbox mailbox(c10::intrusive_ptr<AttachableBackend>::reclaim_copy(&group), setupOf(GraphKind::kFull, 3, {}));
+  onHopGroups(world, [&](ProcessGroupHop& group, int rank) {
+    HopMailbox mailbox(kit::attachable(group), kit::hopSetup(group, GraphKind::kFull, {}, kModelBytes));
     iterate(mailbox, rank, 0);
     started.arrive_and_wait();
     if (rank == 2) {
@@ -204,9 +194,9 @@ TEST_F(HopMailboxTest, ADeadNeighbourEndsTheWaitAndIsNamed) {
 
 TEST_F(HopMailboxTest, AnotherModelIsRefusedBeforeItsBytesAreTaken) {
   const World world(2);
-  onGroups<ProcessGroupHop>(world, ProcessGroupHop::Options(seconds(30)), [&](ProcessGroupHop& group, int rank) {
-    HopMailbox mailbox(c10::intrusive_ptr<AttachableBackend>::reclaim_copy(&group),
-                       setupOf(GraphKind::kFull, 2, {}, 7 + static_cast<std::uint64_t>(rank)));
+  onHopGroups(world, [&](ProcessGroupHop& group, int rank) {
+    HopMailbox mailbox(kit::attachable(group),
+                       kit::hopSetup(group, GraphKind::kFull, {}, kModelBytes, static_cast<std::uint64_t>(rank)));
     EXPECT_NE(errorOf([&] {
                 iterate(mailbox, rank, 0);
                 iterate(mailbox, rank, 1);
@@ -217,15 +207,16 @@ TEST_F(HopMailboxTest, AnotherModelIsRefusedBeforeItsBytesAreTaken) {
 
 TEST_F(HopMailboxTest, ANeighbourThatSendsNothingEndsTheWaitAtTheTimeout) {
   const World world(2);
-  onGroups<ProcessGroupHop>(world, ProcessGroupHop::Options(milliseconds(300)), [&](ProcessGroupHop& group, int rank) {
-    HopMailbox mailbox(c10::intrusive_ptr<AttachableBackend>::reclaim_copy(&group), setupOf(GraphKind::kFull, 2, {}));
+  const auto waits = [&](ProcessGroupHop& group, int rank) {
+    HopMailbox mailbox(kit::attachable(group), kit::hopSetup(group, GraphKind::kFull, {}, kModelBytes));
     if (rank == 0) {
       const std::string error = errorOf([&] { iterate(mailbox, rank, 0); });
       EXPECT_TRUE(has(error, "rank 0 waited 300 ms for the model of iteration 0 from rank 1")) << error;
     } else {
       EXPECT_TRUE(kit::soon([&] { return !errorOf([&] { mailbox.checkUsable(); }).empty(); }));
     }
-  });
+  };
+  onHopGroups(world, waits, milliseconds(300));
 }
 
 }  // namespace
