@@ -41,6 +41,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # triton reports what is left at the end
+
+
 @pytest.fixture(autouse=True)
 def _no_leftover_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees the rendezvous or the switches of the shell (or of another test)."""

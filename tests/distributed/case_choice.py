@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,15 @@ def quick_on(*names: str) -> list[Any]:
     """All backends, as values of a parameter; those not named are slow, where all share the class under test."""
     assert set(names) <= set(BACKENDS), names
     return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in sorted(BACKENDS)]
+
+
+def slow_on(cases: Sequence[Any], *names: str) -> list[Any]:
+    """Cases: backends, or tuples that begin with one. Those of these names are slow: others run the class tested."""
+    assert set(names) <= set(BACKENDS), names
+    return [
+        pytest.param(*values, marks=pytest.mark.slow if values[0] in names else ())
+        for values in (case if isinstance(case, tuple) else (case,) for case in cases)
+    ]
 
 
 def combinations_only(cases: list[pytest.Function]) -> list[pytest.Function]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import Normalized, Trainer, batch, everywhere
+from case_choice import slow_on
 from harness import Rank, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -90,7 +91,9 @@ def body_kept(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("backend", "options"), VARIANTS, ids=[f"{name}-{options['order']}" for name, options in VARIANTS]
+    ("backend", "options"),
+    slow_on(VARIANTS, "dssync"),
+    ids=[f"{name}-{options['order']}" for name, options in VARIANTS],
 )
 def test_constant_and_infinite_buffers_stay(backend: str, options: dict[str, Any]) -> None:
     assert run_ranks(body_kept, 3, backend, options, deadline=60) == [True] * 3
@@ -135,7 +138,7 @@ def body_variance(rank: Rank, backend: str, options: dict[str, Any]) -> list[flo
     return least
 
 
-@pytest.mark.parametrize(("backend", "options"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("backend", "options"), slow_on(VARIANTS, "dssync"), ids=str)
 def test_a_variance_never_becomes_negative(backend: str, options: dict[str, Any]) -> None:
     """What passes took off it meanwhile may be more than the mean is."""
     for least in run_ranks(body_variance, 2, backend, options):
@@ -181,7 +184,7 @@ def body_assigned(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("backend", "options"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("backend", "options"), slow_on(VARIANTS, "dssync"), ids=str)
 def test_a_buffer_that_is_assigned_anew_is_averaged(backend: str, options: dict[str, Any]) -> None:
     assert run_ranks(body_assigned, 2, backend, options) == [True, True]
 
@@ -198,7 +201,7 @@ def body_moved(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("backend", "options"), VARIANTS[1::2], ids=str)
+@pytest.mark.parametrize(("backend", "options"), slow_on(VARIANTS[1::2], "dssync"), ids=str)
 def test_memory_that_the_model_no_longer_has_is_not_averaged(backend: str, options: dict[str, Any]) -> None:
     assert run_ranks(body_moved, 2, backend, options) == [True, True]
 
@@ -219,6 +222,6 @@ def body_odd(rank: Rank, backend: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync"))
 def test_buffers_that_cannot_be_averaged_are_named(backend: str) -> None:
     assert run_ranks(body_odd, 2, backend) == [True, True]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from attached import Normalized, batch, equal_everywhere, everywhere, flat
+from case_choice import slow_on
 from harness import Rank, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -67,6 +68,6 @@ def body(rank: Rank, backend: str, path: str) -> None:
     equal_everywhere(other.module)
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync"))
 def test_saved_inside_averaged_and_loaded_by_another_run(backend: str, tmp_path: Path) -> None:
     run_ranks(body, 3, backend, str(tmp_path / "checkpoint"))

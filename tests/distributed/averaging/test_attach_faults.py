@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS, Trainer, mlp, prague
+from case_choice import slow_on
 from harness import Rank, elapsed_error, launch
 from interpreters import run_script
 from torch import nn
@@ -279,7 +280,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "order"), WAYS)
+@pytest.mark.parametrize(("backend", "order"), slow_on(WAYS, "dssync"))
 @pytest.mark.parametrize("mode", ["nothing", "detach", "destroy", "averaged", "dropped"])
 def test_a_script_ends_cleanly(tmp_path: Path, mode: str, backend: str, order: str) -> None:
     for ended in run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), mode, backend, order):
@@ -288,7 +289,7 @@ def test_a_script_ends_cleanly(tmp_path: Path, mode: str, backend: str, order: s
         assert "Traceback" not in ended.err and "terminate called" not in ended.err and "Error" not in ended.err, ended
 
 
-@pytest.mark.parametrize(("backend", "order"), WAYS)
+@pytest.mark.parametrize(("backend", "order"), slow_on(WAYS, "dssync"))
 def test_an_exception_in_training_reaches_the_others(tmp_path: Path, backend: str, order: str) -> None:
     results = run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), "exception", backend, order)
     for rank, ended in enumerate(results):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import Trainer, equal_everywhere, everywhere, new_group
+from case_choice import slow_on
 from harness import Rank, elapsed_error, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +24,9 @@ BACKENDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hop", {"graph": "ring"}),
     ("hop", {"graph": "ring", "order": "serial"}),
 )
-each_backend = pytest.mark.parametrize(("backend", "options"), BACKENDS, ids=lambda value: str(value))
+each_backend = pytest.mark.parametrize(
+    ("backend", "options"), slow_on(BACKENDS, "dssync"), ids=lambda value: str(value)
+)
 
 
 class WithBackbone(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import Trainer, everywhere, flat
+from case_choice import slow_on
 from harness import Rank, run_ranks
 
 pytestmark = pytest.mark.sanitize
@@ -22,7 +23,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("hop", {"order": "serial"}),
 ]
 both = pytest.mark.parametrize(
-    ("backend", "options"), VARIANTS, ids=[f"{name}-{options['order']}" for name, options in VARIANTS]
+    ("backend", "options"),
+    slow_on(VARIANTS, "dssync"),
+    ids=[f"{name}-{options['order']}" for name, options in VARIANTS],
 )
 
 

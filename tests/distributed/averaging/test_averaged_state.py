@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from attached import batch, equal_everywhere, everywhere, mlp
+from case_choice import slow_on
 from elastic_training import ElasticTraining
 from harness import Rank, launch, run_ranks
 from torch import nn
@@ -182,7 +183,7 @@ def body_saved(rank: Rank, backend: str, path: str) -> None:
     sync.synchronize()
 
 
-@pytest.mark.parametrize("backend", AVERAGING)
+@pytest.mark.parametrize("backend", slow_on(AVERAGING, "dssync"))
 def test_moments_of_a_file_belong_together(backend: str, tmp_path: Path) -> None:
     run_ranks(body_saved, 2, backend, str(tmp_path / "checkpoint"))
 
@@ -213,7 +214,7 @@ def body_ends(rank: Rank, backend: str) -> None:
     torch.testing.assert_close(optimizer.state_dict()["state"], own["state"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", AVERAGING)
+@pytest.mark.parametrize("backend", slow_on(AVERAGING, "dssync"))
 def test_the_block_ends_with_an_error(backend: str) -> None:
     run_ranks(body_ends, 2, backend)
 
@@ -238,7 +239,7 @@ def body_dies(rank: Rank, backend: str, action: str) -> Any:
 
 
 @pytest.mark.parametrize("action", ["kill", "throw"])
-@pytest.mark.parametrize("backend", AVERAGING)
+@pytest.mark.parametrize("backend", slow_on(AVERAGING, "dssync"))
 def test_a_worker_is_lost_between_parameters_and_state(backend: str, action: str) -> None:
     with launch(body_dies, 3, backend, action) as ranks:
         ranks.expect("ready")
@@ -285,7 +286,7 @@ def body_warned(rank: Rank, backend: str) -> None:
     assert told(ddp) == told(optimizer) == 0  # as with any model
 
 
-@pytest.mark.parametrize("backend", AVERAGING)
+@pytest.mark.parametrize("backend", slow_on(AVERAGING, "dssync"))
 def test_a_replica_is_not_saved_without_a_word(backend: str) -> None:
     run_ranks(body_warned, 2, backend)
 
@@ -311,6 +312,6 @@ def body_scripted(rank: Rank, backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("backend", AVERAGING)
+@pytest.mark.parametrize("backend", slow_on(AVERAGING, "dssync"))
 def test_a_scripted_model(backend: str) -> None:
     run_ranks(body_scripted, 2, backend)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import Trainer, equal_everywhere, mlp, new_group
+from case_choice import slow_on
 from harness import Rank, launch, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -227,7 +228,7 @@ def body_each_goes_on(rank: Rank, backend: str) -> list[Any]:
     return [(sync.stats()["workers"], sync.stats()["lost_ranks"]) for _, _, sync in models]
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync"))
 def test_models_with_groups_of_their_own_go_on(backend: str) -> None:
     with launch(body_each_goes_on, 4, backend) as ranks:
         ranks.expect("dies", [1], deadline=60)

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS, batch, mlp
+from case_choice import quick_on
 from harness import Rank, elapsed_error, launch, run_ranks
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext.backends import BACKENDS
 
 pytestmark = [
     pytest.mark.sanitize,
@@ -48,7 +48,7 @@ def body(rank: Rank, backend: str) -> Any:
     ]
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", quick_on("prague"))
 def test_entries_name_the_backend_and_the_call(backend: str) -> None:
     for recorded in run_ranks(body, 2, backend):
         names = [name for name, *_ in recorded]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from case_choice import quick_on
 from harness import Rank, run_ranks
 
 import torchext
-from torchext.backends import BACKENDS
 
 pytestmark = pytest.mark.sanitize
 
@@ -66,7 +66,7 @@ def body_fork(rank: Rank, backend_name: str) -> Any:
     return answers, took, tensor.tolist(), torchext.backend_of().failure
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", quick_on("prague"))
 def test_fork(backend: str) -> None:
     for answers, took, tensor, failure in run_ranks(body_fork, 2, backend):
         for answer in answers[:2]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
+from case_choice import quick_on, slow_on
 from elastic_training import ElasticTraining
 from harness import Rank, launch, run_ranks
 
@@ -70,7 +71,7 @@ def body_sockets(rank: Rank, backend: str) -> Any:
     return len(opened), os.read(read, 10).decode(), inherited
 
 
-@pytest.mark.parametrize("backend", sorted(OPTIONS))
+@pytest.mark.parametrize("backend", quick_on("prague"))
 def test_children_have_none_of_the_sockets(backend: str) -> None:
     for opened, forked, executed in run_ranks(body_sockets, 2, backend):
         assert opened >= 6  # of two groups: listener, connection, event loop
@@ -93,7 +94,7 @@ def body_named(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
     dist.all_reduce(torch.ones(1)) if rank.rank == 0 else time.sleep(300)
 
 
-@pytest.mark.parametrize(("backend", "options"), FORMS)
+@pytest.mark.parametrize(("backend", "options"), slow_on(FORMS, "dssync"))
 def test_a_parent_that_is_killed_is_named(backend: str, options: dict[str, Any]) -> None:
     with launch(body_named, 2, backend, options) as ranks:
         ranks.expect("ready")
@@ -118,7 +119,7 @@ def body_goes_on(rank: Rank, backend: str, heartbeat: timedelta) -> Any:
     return training.sync.stats()["lost_ranks"]
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync"))
 def test_training_goes_on_without_a_parent(backend: str) -> None:
     with launch(body_goes_on, 2, backend, SLOW) as ranks:
         ranks.expect("ready")
@@ -142,7 +143,7 @@ def body_silent(rank: Rank, backend: str) -> Any:
     return group.failure, training.sync.stats()["lost_ranks"]
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync"))
 def test_a_rank_that_was_silent_first_can_be_dead(backend: str) -> None:
     """The first reason stays, and says nothing about whether the rank lives now."""
     with launch(body_silent, 2, backend) as ranks:

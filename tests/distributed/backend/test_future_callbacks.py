@@ -19,12 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import new_group
+from case_choice import quick_on
 from harness import Rank, launch, run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchext.backends import BACKENDS, backend_of
+from torchext.backends import backend_of
 
 pytestmark = pytest.mark.sanitize
 
@@ -85,7 +86,7 @@ def body_callbacks(rank: Rank, backend: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", quick_on("prague"))
 def test_callbacks_make_collectives_and_wait(backend: str) -> None:
     assert run_ranks(body_callbacks, 2, backend) == [True, True]
 
@@ -172,7 +173,7 @@ def with_gloo() -> list[torch.Tensor]:
     return parameters
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", quick_on("prague"))
 def test_power_sgd(backend: str, with_gloo: list[torch.Tensor]) -> None:
     """The same as with Gloo itself: two ranks add up the same numbers in either order."""
     for parameters in run_ranks(power_sgd, 2, backend):
@@ -241,7 +242,7 @@ def body_callback_that_destroys(rank: Rank, backend: str) -> bool:
     return dist.is_initialized()
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", quick_on("prague"))
 def test_a_callback_may_destroy_the_group(backend: str) -> None:
     assert run_ranks(body_callback_that_destroys, 2, backend) == [False, False]
 

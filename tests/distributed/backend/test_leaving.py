@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
+from case_choice import quick_on
 from harness import Rank, launch
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext.backends import BACKENDS
 
 pytestmark = pytest.mark.sanitize
 
@@ -85,7 +85,7 @@ def body_thread(rank: Rank, backend: str) -> float:
 
 
 @pytest.mark.parametrize("body", [body_handler, body_thread])
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", quick_on("dear", "hop", "prague"))
 def test_groups_end_while_the_process_leaves(backend: str, body: Any) -> None:
     with launch(body, 2, backend) as ranks:
         ranks.expect("trains", [1])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from case_choice import slow_on
 from harness import Rank, descriptor_count, elapsed_error, free_port, run_ranks
 
 import torchext
@@ -41,7 +42,10 @@ def body_few_descriptors(rank: Rank, backend: str, victim: int, port: int) -> An
 
 
 @pytest.mark.parametrize(
-    ("backend", "victim"), [("prague", 0), ("prague", 1), ("prague", 2), ("dear", 1), ("dssync", 1), ("hop", 1)]
+    ("backend", "victim"),
+    slow_on(
+        [("prague", 0), ("prague", 1), ("prague", 2), ("dear", 1), ("dssync", 1), ("hop", 1)], "dear", "dssync", "hop"
+    ),
 )
 def test_too_few_descriptors(backend: str, victim: int) -> None:
     """The others do not wait for their timeout: they learn at once who does not come, and why."""
@@ -70,7 +74,10 @@ def body_no_interface(rank: Rank, backend: str, victim: int, port: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("backend", "victim"), [("prague", 0), ("prague", 2), ("dear", 1), ("dssync", 1), ("hop", 1), ("hop", 0)]
+    ("backend", "victim"),
+    slow_on(
+        [("prague", 0), ("prague", 2), ("dear", 1), ("dssync", 1), ("hop", 1), ("hop", 0)], "dear", "dssync", "hop"
+    ),
 )
 def test_a_rank_that_cannot_connect(backend: str, victim: int) -> None:
     """The others wait for its address, and learn that there will be none; then all join."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
+from case_choice import slow_on
 from harness import Rank, elapsed_error, launch, run_ranks
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
@@ -117,8 +118,8 @@ def body_flag(rank: Rank, backend: str, what: str) -> Any:
 WAITS = [
     *(("prague", what) for what in ("all_reduce", "wait with a limit", "partial_all_reduce", "training")),
     *(("prague", what) for what in ("synchronize", "detach", "destroy")),
-    *((backend, "many calls") for backend in sorted(BACKENDS)),
-    *((backend, what) for backend in ("dssync", "hop") for what in ("training", "synchronize", "detach")),
+    *slow_on([(name, "many calls") for name in sorted(BACKENDS)], "dear", "dssync", "hop", "prague"),
+    *slow_on([(name, what) for name in ("dssync", "hop") for what in ("training", "synchronize", "detach")], "dssync"),
     *(("dear", what) for what in ("all_reduce", "training", "forward")),
 ]
 
@@ -145,7 +146,10 @@ def body_rendezvous(rank: Rank, backend: str, missing: int) -> str:
     return "met"
 
 
-@pytest.mark.parametrize(("backend", "missing"), [("prague", 0), ("prague", 2), ("dssync", 0), ("hop", 0), ("dear", 0)])
+@pytest.mark.parametrize(
+    ("backend", "missing"),
+    slow_on([("prague", 0), ("prague", 2), ("dssync", 0), ("hop", 0), ("dear", 0)], "dear", "dssync", "hop"),
+)
 def test_handlers_run_in_the_rendezvous(backend: str, missing: int) -> None:
     assert run_ranks(body_rendezvous, 3, backend, missing) == ["met"] * 3
 
@@ -173,7 +177,10 @@ def body_raise(rank: Rank, backend: str, what: str) -> Any:
 
 @pytest.mark.parametrize(
     ("backend", "what"),
-    [("prague", "all_reduce"), *((backend, "synchronize") for backend in ("prague", "dssync", "hop"))],
+    [
+        ("prague", "all_reduce"),
+        *slow_on([(name, "synchronize") for name in ("prague", "dssync", "hop")], "dssync"),
+    ],
 )
 def test_what_a_handler_raises_ends_the_wait(backend: str, what: str) -> None:
     """As Ctrl-C does. The call itself goes on, so that the peer gets its answer; not where all were to meet."""
@@ -208,7 +215,7 @@ def body_raise_at_the_end(rank: Rank, backend: str) -> Any:
     return dist.is_initialized()
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "dear"])
+@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "dear"], "dssync"))
 def test_what_a_handler_raises_ends_the_wait_for_those_that_still_train(backend: str) -> None:
     initialized, (kind, text) = run_ranks(body_raise_at_the_end, 2, backend)
     assert not initialized
@@ -276,7 +283,10 @@ def body_end(rank: Rank, backend: str, what: str, together: bool) -> Any:
 @pytest.mark.parametrize(
     ("backend", "what"),
     [
-        *((backend, what) for backend in ("prague", "dssync", "hop") for what in ("training", "synchronize", "detach")),
+        *slow_on(
+            [(name, what) for name in ("prague", "dssync", "hop") for what in ("training", "synchronize", "detach")],
+            "dssync",
+        ),
         *(("dear", what) for what in ("training", "forward")),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import Trainer, equal_everywhere, new_group
+from case_choice import slow_on
 from harness import Rank, run_ranks
 from torch import nn
 
@@ -23,7 +24,9 @@ BACKENDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dssync", {}),
     ("hop", {}),
 )
-each_backend = pytest.mark.parametrize(("backend", "options"), BACKENDS, ids=lambda value: str(value))
+each_backend = pytest.mark.parametrize(
+    ("backend", "options"), slow_on(BACKENDS, "dssync"), ids=lambda value: str(value)
+)
 
 
 def together(*bodies: Callable[[], None]) -> None:
@@ -181,6 +184,6 @@ def body_leaves_twice(rank: Rank, backend: str) -> bool:
     return not dist.is_initialized()
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync"))
 def test_the_script_ends_while_its_groups_are_destroyed(backend: str) -> None:
     assert run_ranks(body_leaves_twice, 2, backend) == [True, True]

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
+from case_choice import quick_on
 from harness import Rank, elapsed_error, launch, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext.backends import BACKENDS
 
 pytestmark = pytest.mark.sanitize
 
@@ -135,7 +135,7 @@ def body_lines_of_a_script(rank: Rank, backend: str) -> Any:
     return everyone
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", quick_on("dear", "hop", "prague"))
 def test_a_script_whose_lines_are_compared(backend: str) -> None:
     assert run_ranks(body_lines_of_a_script, 2, backend) == [[0, 1]] * 2
 
