@@ -141,10 +141,10 @@ class Beside:
     def apart(self) -> float:
         """The largest difference of a parameter, relative to how large these are."""
         self.sync.synchronize()
-        return self.apart_detached()
+        return self.apart_now()
 
-    def apart_detached(self) -> float:
-        """The same once the model is detached."""
+    def apart_now(self) -> float:
+        """The same, of a model that is detached, too."""
         return max(
             float(((a - b).abs().max() / b.abs().max().clamp(min=0.1)).detach())
             for a, b in zip(self.model.parameters(), self.twin.parameters(), strict=True)

@@ -6,19 +6,20 @@ import copy
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, launch, run_ranks
-from made_plans import Beside, Net, bucket_bytes, plan_for
+from made_plans import Beside, Net, bucket_bytes, local_link, plan_for
 from test_apply import adamw, dear_at_once, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 from torchext import auto
-from torchext.auto import SyncPlan
+from torchext.auto import SyncPlan, live_choice
 
 EXACT = 1e-5
 FORMS = ("replicated", "sharded")
@@ -72,7 +73,7 @@ def body_exact(rank: Rank, form: str) -> dict[str, float]:
         check_same_bits(pair.model)
         pair.sync.detach()
         pair.run(3)  # as plain DDP, with the rows
-        worst[f"{name}, detached"] = pair.apart_detached()
+        worst[f"{name}, detached"] = pair.apart_now()
     # With all-reduce first, and again in turn with dear's buckets.
     model = Net()
     pair = Beside(rank, model, with_rows(model, form, rank.size), adamw)
@@ -266,6 +267,31 @@ def body_by_hand(rank: Rank) -> None:
 
 def test_a_script_of_its_own() -> None:
     run_ranks(body_by_hand, 2)
+
+
+def body_live(rank: Rank) -> None:
+    rank.init("torchext")
+    model = Net()
+    layers = auto.FactorLayers(model, LAYERS, 16)
+    layers.install()
+    ddp = DistributedDataParallel(model)
+    layers.follow(ddp)
+    optimizer = sgd(model.parameters())
+    with mock.patch.object(live_choice, "calibrate", lambda group, **_: local_link(group.size(), "torchext")):
+        sync = torchext.attach(ddp, optimizer)
+        assert isinstance(sync, auto.AutoSynchronizer)
+        for _ in range(9):
+            optimizer.zero_grad()
+            ddp(torch.rand(4, 16)).pow(2).mean().backward()
+            optimizer.step()
+    assert sync.dear is None
+    assert "not possible: layers send rows already" in sync.explain()
+    check_same_bits(model)
+    dist.destroy_process_group()
+
+
+def test_a_live_choice_leaves_a_model_with_rows_to_ddp() -> None:
+    run_ranks(body_live, 2)
 
 
 def body_lost(rank: Rank) -> None:
