@@ -271,7 +271,7 @@ def body_callback_that_owns(rank: Rank, backend: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", quick_on("prague"))
 def test_a_callback_may_be_the_last_owner_of_the_group(backend: str) -> None:
     """With plain Gloo the thread that runs it joins itself, and the process is ended."""
     assert run_ranks(body_callback_that_owns, 2, backend) == [True, True]
