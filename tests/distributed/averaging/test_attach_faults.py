@@ -178,7 +178,8 @@ def test_a_rank_that_takes_too_long_is_not_said_to_have_died(generator: str, hea
                 kind, text, _ = outcome.value
                 assert kind == "DistBackendError", (kind, text)
                 assert re.search("timed out|no group from the generator|has rank . left", text), text
-                assert "died" not in text and "lost its connections" not in text, text
+                # Without heartbeats nobody is told of another's timeout, and its closed connections may come first.
+                assert "died" not in text and not re.search("lost its connections.* with rank 2", text), text
             return
     raise AssertionError("the slow rank was in no group, four times")
 
