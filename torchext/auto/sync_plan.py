@@ -195,7 +195,7 @@ def plan(
     """Measures network and model, predicts a step with every way of synchronising gradients, and chooses. Collective.
 
     Rank 0 plans, and sends its plan to all. Plain DDP is chosen unless another exact way is predicted to be faster by
-    more than 3 %, and by more than two calibrations differ.
+    more than 3 %, even if DDP's all-reduce is faster by what two calibrations differ by.
 
     Args:
         model: The module itself, not wrapped.

@@ -18,7 +18,8 @@ struct SearchOptions {
   std::vector<InexactWay> inexact = {};
   // "exact", or the way of an inexact candidate.
   std::string choose = "exact";
-  // Repeats of calibration differ by this share: DDP stays unless the gain is above it, and above kLeastGain.
+  // Repeats of calibration differ by this share: DDP stays unless the gain is above kLeastGain even if its all-reduce
+  // is faster by as much.
   double spread = 0;
   // Memory beside parameters, gradients and optimizer state; 0: no limit.
   double spare_bytes = 0;

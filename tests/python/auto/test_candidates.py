@@ -60,7 +60,7 @@ def test_copies_that_were_not_measured_are_free() -> None:
 def test_noise_widens_the_gate() -> None:
     found = simulate(growing_profile(), ring_link(spread=5.0))
     assert by_name(found)["ddp default"].chosen
-    assert "less than 500 % faster" in found[0].reason
+    assert "less than 3 % faster than the reference, were that one's all-reduce 500 % faster" in found[0].reason
 
 
 def test_inexact_ways_stand_beside_and_are_never_chosen_by_time() -> None:
@@ -112,7 +112,8 @@ def with_wide_layer(rows: int) -> Profile:
 
 
 def test_a_wide_layer_with_few_rows_sends_these() -> None:
-    profile, link = with_wide_layer(16), ring_link(rate=25e6)
+    # Without copies the optimizer's work counts nothing, by which the two forms differ.
+    profile, link = with_wide_layer(16), dataclasses.replace(ring_link(rate=25e6), copy_bytes_per_second=0.0)
     plan = SyncPlan(profile, link, tuple(simulate(profile, link)), ("exact",), "2.15.0", "0.2.0")
     assert plan.chosen is not None
     assert plan.chosen.factor_layers == ("head",)
