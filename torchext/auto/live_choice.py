@@ -81,9 +81,9 @@ class AutoSynchronizer(PlainSynchronizer):
     :func:`torchext.attach` returns it for models on the backend ``torchext``, and has measured the links. A step is
     here a backward pass in which DDP averages: these all ranks make equally often and in one order. At the end of the
     eighth rank 0 plans for all ranks. Plain DDP stays unless ``dear`` is predicted to be faster by more than 3 %, even
-    if all-reduce is faster by what two calibrations differ by. ``dear`` takes over in front of the next forward pass, or behind the step
-    whose closure has made the eighth pass. It compares its buckets with plain all-reduce in 77 steps, and stays if
-    these are measured faster. The model is that of plain DDP throughout.
+    if all-reduce is faster by what two calibrations differ by. ``dear`` takes over in front of the next forward pass,
+    or behind the step whose closure has made the eighth pass. It compares its buckets with plain all-reduce in 77
+    steps, and stays if these are measured faster. The model is that of plain DDP throughout.
 
     ``stats()`` are those of what trains: of plain DDP ``steps``, ``mode`` and ``decided``; else of ``dear``.
     """
