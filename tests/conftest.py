@@ -30,8 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # of those that markers leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     every = config.getoption("--every")
-    kept = items[::every]
-    config.hook.pytest_deselected(items=[item for place, item in enumerate(items) if place % every])
+    if every == 1:
+        return
+    kept = [item for item in items if item.get_closest_marker("long") is None][::every]
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
 
 

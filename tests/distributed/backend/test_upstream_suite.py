@@ -192,6 +192,7 @@ def passing_for_gloo(part: str) -> list[str]:
 
 @pytest.mark.timeout(1800)
 # All backends forward these calls by one class.
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["collectives", "ddp"])
 @pytest.mark.parametrize("backend", quick_on("prague"))
 def test_what_passes_for_gloo_passes_for_ours(backend: str, part: str) -> None:
