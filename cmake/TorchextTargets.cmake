@@ -1,8 +1,9 @@
 # What every target of our own is built with.
 #
 #   torchext_own(target)                               warnings as errors, sanitizers
-#   torchext_add_test(name LABELS l... SOURCES s... LIBRARIES t... ENVIRONMENT v=x...)
-#                                                      a GoogleTest executable, each of its tests in ctest
+#   torchext_add_test(name [TORCH] LABELS l... SOURCES s... LIBRARIES t...)
+#                                                      a GoogleTest executable, each of its tests in ctest; TORCH: it
+#                                                      loads torch, whose libraries no sanitizer sees into
 
 if(TORCHEXT_SANITIZE STREQUAL "address")
   set(_torchext_sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
@@ -26,13 +27,17 @@ function(torchext_own target)
 endfunction()
 
 function(torchext_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LABELS;SOURCES;LIBRARIES;ENVIRONMENT")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "TORCH" "" "LABELS;SOURCES;LIBRARIES")
   add_executable(${name} ${arg_SOURCES})
   torchext_own(${name})
   target_link_libraries(${name} PRIVATE ${arg_LIBRARIES} GTest::gtest_main)
   set(properties LABELS "${arg_LABELS}" TIMEOUT 120)
-  if(arg_ENVIRONMENT)
-    list(APPEND properties ENVIRONMENT "${arg_ENVIRONMENT}")
+  if(TORCHEXT_SANITIZE STREQUAL "thread")
+    set(options "suppressions=${PROJECT_SOURCE_DIR}/tools/tsan.supp")
+    if(arg_TORCH)  # races between two accesses of ours are found
+      string(PREPEND options "ignore_noninstrumented_modules=1 ")
+    endif()
+    list(APPEND properties ENVIRONMENT "TSAN_OPTIONS=${options}")
   endif()
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES ${properties})
 endfunction()
