@@ -7,7 +7,7 @@
   "int num_embeddings, int chunks, int bag_mode, int padding_idx"
 
 TORCH_LIBRARY_FRAGMENT(torchext, m) {
-  m.set_python_module("torchext.nn._ops");
+  m.set_python_module("torchext.nn.operators");
   m.def("adaptive_bag(Tensor pool, Tensor index, " TORCHEXT_LAYOUT_ARGS ") -> (Tensor output, Tensor argmax)");
   m.def("adaptive_bag_weight_gradient(Tensor gradient, Tensor pool, Tensor index, " TORCHEXT_LAYOUT_ARGS ") -> Tensor");
   m.def("adaptive_bag_dense_gradient(Tensor gradient, Tensor argmax, Tensor pool, Tensor index, " TORCHEXT_LAYOUT_ARGS

@@ -108,7 +108,7 @@ void checkUnpack(const at::Tensor& packed, std::int64_t dim) {
 }  // namespace torchext::kernels
 
 TORCH_LIBRARY_FRAGMENT(torchext, m) {
-  m.set_python_module("torchext.optim._operators");  // named in the error when the fake kernels have not been imported
+  m.set_python_module("torchext.optim.operators");  // named in the error when the fake kernels have not been imported
   m.def("packed_gram_(Tensor(a!) packed, Tensor samples, bool by_dimension, bool append_one, bool add) -> ()");
   m.def("pack_triangle_(Tensor(a!) packed, Tensor full) -> ()");
   m.def("unpack_triangle(Tensor packed, int dim) -> Tensor");

@@ -1,13 +1,14 @@
 """Checks which folder uses which: ``python tools/check_layers.py [ROOT]``; ``--table`` prints the laws instead.
 
 tools/layer_laws.py says of every folder under csrc/, kernels/ and torchext/ what it is for and which others it may use.
-Read are all ``#include "..."`` and all imports, those under TYPE_CHECKING and inside of functions, too. Four things are
+Read are all ``#include "..."`` and all imports, those under TYPE_CHECKING and inside of functions, too. Five things are
 findings:
 
 - an arrow that the laws do not allow, and above all one that runs up;
 - a circle of folders, or of files that import each other when they run;
 - a look-up of one of our own modules in sys.modules, which is an import that nobody sees;
-- a file in a folder that has no law, or a law of what is not there.
+- a file in a folder that has no law, or a law of what is not there;
+- a module whose name begins with an underscore: ``__all__`` of a package says what is public.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh"}
 PACKAGE = "torchext"
 NATIVE = {"_C", "_kernels"}  # below all of Python; the stub of one of them is a file
+UNDERSCORED = {f"{PACKAGE}/_attach.py", f"{PACKAGE}/_build.py", f"{PACKAGE}/_version.py"}
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,12 @@ def findings(root: Path, laws: Mapping[str, Law] = LAWS) -> list[str]:
             said.append(
                 f"{path.relative_to(root)}: has no law; move it, or give its folder one in {Path(__file__).name}"
             )
+    modules = sorted(path.relative_to(root).as_posix() for path in (root / PACKAGE).rglob("_[!_]*.py"))
+    said += [
+        f"{module}: begins with an underscore; name it after what it holds"
+        for module in modules
+        if module not in UNDERSCORED
+    ]
 
     used: dict[str, set[str]] = {}
     for arrow in arrows:

@@ -64,7 +64,7 @@ RETIRED = {
 _ALIASES = {
     "NotABackendOfOursError": {"torchext/errors.py"},
     "torchext.join": set(),
-    "max_run_mb": {"torchext/optim/_options.py", "torchext/optim/preconditioner.py"},
+    "max_run_mb": {"torchext/optim/kfac_options.py", "torchext/optim/preconditioner.py"},
 }
 _EXCEPTED = {"CHANGELOG.md", "tools/check_prose.py", "tests/python/test_check_prose.py"}
 _EXCEPTED |= {"tests/python/package/test_old_names.py"}

@@ -129,6 +129,12 @@ def test_a_file_without_a_law(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in said] == ["csrc/core/auto/plan.h", "csrc/core/flat.h"]
 
 
+def test_a_module_with_an_underscore(tmp_path: Path) -> None:
+    said = found(tmp_path, {**CLEAN_PYTHON, "torchext/ddp/_hooks.py": "", "torchext/_build.py": ""}, PYTHON)
+    assert "torchext/ddp/_hooks.py: begins with an underscore; name it after what it holds" in said
+    assert not any("_build.py: begins" in line for line in said)
+
+
 def test_laws_that_cannot_be(tmp_path: Path) -> None:
     laws = {
         "csrc/core/base": Law("numbers", ("csrc/core/hop",)),

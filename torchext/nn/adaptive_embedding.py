@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchext.nn._lookup import AdaptiveLookup, check_ids
+from torchext.nn.adaptive_lookup import AdaptiveLookup, check_ids
 
 __all__ = ["AdaptiveEmbedding", "AdaptiveEmbeddingBag"]
 

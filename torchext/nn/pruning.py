@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.base.plain import plain
-from torchext.nn._arguments import check_hysteresis, check_int, check_number, refuse
-from torchext.nn._attached import averaging, check_prunable, group_of
-from torchext.nn._optimizer_state import check_optimizer, moving_state
-from torchext.nn._shared_budget import part_of_rank, shares
-from torchext.nn._table import AdaptiveTable
+from torchext.nn.adaptive_table import AdaptiveTable
+from torchext.nn.averaged_tables import averaging, check_prunable, group_of
+from torchext.nn.optimizer_hooks import check_optimizer, moving_state
+from torchext.nn.shared_budget import part_of_rank, shares
+from torchext.nn.table_options import check_hysteresis, check_int, check_number, refuse
 
 __all__ = ["ChunkPruner"]
 

@@ -11,11 +11,10 @@ from torch.optim.sgd import sgd
 
 from torchext.base.plain import plain
 from torchext.errors import KFACStateError
-from torchext.optim._arguments import no_copies, no_such
-from torchext.optim._before_step import step_before
-from torchext.optim._options import KFACOptions, PreconditionerOptions
-from torchext.optim._plan import KFACPlan
-from torchext.optim._state import check_sgd
+from torchext.optim.before_step import step_before
+from torchext.optim.kfac_options import KFACOptions, PreconditionerOptions, no_copies, no_such
+from torchext.optim.kfac_plan import KFACPlan
+from torchext.optim.kfac_state import check_sgd
 from torchext.optim.preconditioner import KEYWORDS, KFACPreconditioner
 
 __all__ = ["KFAC", "PADKFAC", "SPDKFAC"]

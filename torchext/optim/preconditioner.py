@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext.base.plain import plain
-from torchext.optim._arguments import check_together, no_copies, no_such
-from torchext.optim._attached import dear_of, living, refusal_of_dear
-from torchext.optim._before_step import Handle, hook_before_step, remove_all, stepped_by
-from torchext.optim._group import (
+from torchext.optim.attached_models import dear_of, living, refusal_of_dear
+from torchext.optim.before_step import Handle, hook_before_step, remove_all, stepped_by
+from torchext.optim.kfac_group import (
     agree_that_all_can,
     end_after,
     end_with,
@@ -27,10 +26,10 @@ from torchext.optim._group import (
     model_backend,
     own_group,
 )
-from torchext.optim._layers import check_devices, find_layers, install_hooks
-from torchext.optim._memory import memory_here
-from torchext.optim._plan import KFACPlan
-from torchext.optim._state import VERSION, check_state
+from torchext.optim.kfac_options import check_together, no_copies, no_such
+from torchext.optim.kfac_plan import KFACPlan
+from torchext.optim.kfac_state import VERSION, check_state
+from torchext.optim.layers import check_devices, find_layers, install_hooks, memory_here
 
 __all__ = ["KFACPreconditioner"]
 

@@ -22,7 +22,7 @@ from adaptive_tables import close
 from torch import Tensor
 from torch.utils import cpp_extension
 
-from torchext.nn import _lookup, _ops, _shared_budget, _storage, _table
+from torchext.nn import adaptive_lookup, adaptive_table, chunk_storage, operators, shared_budget
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")
@@ -50,7 +50,7 @@ class Device:
             yield
             return
         with pytest.MonkeyPatch.context() as patch:
-            for module in (_lookup, _ops, _shared_budget, _storage, _table):
+            for module in (adaptive_lookup, operators, shared_budget, chunk_storage, adaptive_table):
                 patch.setattr(module, "_ops", SimulatedOps())
             yield
 

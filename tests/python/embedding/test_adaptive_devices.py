@@ -9,7 +9,7 @@ import pytest
 import torch
 from adaptive_device import NO_GPU
 
-from torchext.nn import AdaptiveEmbeddingBag, ChunkPruner, _arguments
+from torchext.nn import AdaptiveEmbeddingBag, ChunkPruner, table_options
 
 NAMES = [
     "adaptive_bag",
@@ -88,7 +88,7 @@ def test_devices_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     options: dict[str, Any] = {"budget": 0.01, "chunk_dim": 4}
     with pytest.raises(NotImplementedError, match="run on the CPU and on CUDA"):
         AdaptiveEmbeddingBag(100, 16, device="mps", **options)
-    monkeypatch.setattr(_arguments, "build_info", lambda: {"cuda": False})
+    monkeypatch.setattr(table_options, "build_info", lambda: {"cuda": False})
     with pytest.raises(NotImplementedError, match=r"without CUDA kernels .* TORCHEXT_CUDA=1"):
         AdaptiveEmbeddingBag(100, 16, device="cuda", **options)
     assert AdaptiveEmbeddingBag(100, 16, **options).layout == "sketch"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner, _storage
+from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner, chunk_storage
 
 NO_IDS = (torch.bool, torch.uint8, torch.int16, torch.float16, torch.float64, torch.complex64)
 TABLES: list[dict[str, Any]] = [
@@ -168,7 +168,7 @@ def test_bad_ids_of_single_vectors_name_position_and_value(table: dict[str, Any]
 def test_bad_options_are_named(
     options: dict[str, Any], kind: type[BaseException], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_storage, "_memory", None)  # nothing is allocated before
+    monkeypatch.setattr(chunk_storage, "_memory", None)  # nothing is allocated before
     with pytest.raises(kind) as caught:
         AdaptiveEmbeddingBag(10, 16, **{"budget": 0.5, "chunk_dim": 4} | options)
     assert text in str(caught.value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchext.nn import AdaptiveEmbeddingBag
-from torchext.nn._ops import _ops
+from torchext.nn.operators import _ops
 
 
 def test_the_derivative_is_right() -> None:

@@ -13,7 +13,7 @@ from adaptive_tables import trained
 from torch import Tensor, nn
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
-from torchext.nn._seeds import mixed_seed
+from torchext.nn.table_options import mixed_seed
 
 
 def test_the_schedule_is_early_and_often_then_rare() -> None:

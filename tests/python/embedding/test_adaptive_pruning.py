@@ -11,7 +11,7 @@ from adaptive_reference import Reference
 from adaptive_tables import RowwiseAdagrad
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag, ChunkPruner
-from torchext.nn._ops import _ops
+from torchext.nn.operators import _ops
 
 TRAINED = [
     *(("fused", optimizer) for optimizer in ("sgd", "adagrad", "adam")),

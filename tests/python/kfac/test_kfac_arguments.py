@@ -14,7 +14,7 @@ from torch import nn
 
 from torchext.errors import NoSupportedLayerError
 from torchext.optim import KFAC, PADKFAC, SPDKFAC, KFACOptions, KFACPreconditioner
-from torchext.optim._options import PreconditionerOptions
+from torchext.optim.kfac_options import PreconditionerOptions
 
 pytestmark = pytest.mark.usefixtures("path")
 

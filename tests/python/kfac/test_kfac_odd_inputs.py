@@ -13,7 +13,7 @@ from kfac_models import data, flat, mlp
 from torch import Tensor, nn
 
 from torchext.errors import NoSupportedLayerError
-from torchext.optim import KFAC, KFACPreconditioner, _memory, preconditioner
+from torchext.optim import KFAC, KFACPreconditioner, layers, preconditioner
 
 on_both_paths = pytest.mark.usefixtures("path")
 ignore_prototypes = pytest.mark.filterwarnings("ignore:.*(CSR|CSC|nested|Nested).*:UserWarning")
@@ -119,8 +119,8 @@ def test_a_model_of_huge_layers_alone_is_refused(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_what_factors_take(layer: nn.Module, bias: bool, numbers: int) -> None:
-    assert _memory.factor_bytes(layer, bias) == 4 * numbers
+    assert layers.factor_bytes(layer, bias) == 4 * numbers
 
 
 def test_the_memory_of_this_host_is_known() -> None:
-    assert 2**28 < _memory.memory_here(nn.Linear(2, 2)) < 2**50
+    assert 2**28 < layers.memory_here(nn.Linear(2, 2)) < 2**50

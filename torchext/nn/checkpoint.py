@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchext.nn._optimizer_state import expect_other_size
+from torchext.nn.optimizer_hooks import expect_other_size
 
 if TYPE_CHECKING:
-    from torchext.nn._table import AdaptiveTable
+    from torchext.nn.adaptive_table import AdaptiveTable
 
 # 1: state of the fused optimizer as "state.0" and so on, utilities in bytes 2^16 times as large (chunk_utility.h), no
 #    "shard".

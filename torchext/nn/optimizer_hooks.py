@@ -1,4 +1,4 @@
-"""The state that an optimizer keeps for a pool, slot by slot: it moves with the chunks."""
+"""What a table and its optimizer share: state that moves with the chunks, the learning rate of a fused update."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
-    from torchext.nn._table import AdaptiveTable
+    from torchext.nn.adaptive_table import AdaptiveTable
 
-__all__ = ["check_optimizer", "expect_other_size", "moving_state"]
+__all__ = ["check_optimizer", "expect_other_size", "moving_state", "track_optimizer_lr"]
 
+_tracking: weakref.WeakSet[AdaptiveTable] = weakref.WeakSet()  # of a fused update
 _resized: weakref.WeakSet[AdaptiveTable] = weakref.WeakSet()  # at any time
 _unchecked: weakref.WeakSet[AdaptiveTable] = weakref.WeakSet()  # and since then nothing has stepped them
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -138,3 +139,20 @@ def _loaded(optimizer: torch.optim.Optimizer) -> None:
 
 def _trains(optimizer: torch.optim.Optimizer, table: AdaptiveTable) -> bool:
     return any(held is table.pool for group in optimizer.param_groups for held in group["params"])
+
+
+def track_optimizer_lr(table: AdaptiveTable) -> None:
+    """From now on looks for the table's group in every optimizer that steps."""
+    _tracking.add(table)
+
+
+def _take_over(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Schedulers write in place, but ``load_state_dict`` puts other tensors into groups, and people put numbers."""
+    for table in list(_tracking):
+        for group in optimizer.param_groups:
+            if group.get("lr") is not table.lr and any(held is table.trigger for held in group["params"]):
+                table.lr = group["lr"]
+                group["lr"] = table.lr
+
+
+register_optimizer_step_pre_hook(_take_over)

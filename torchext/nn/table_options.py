@@ -20,6 +20,7 @@ _UPDATING = ("fused", "sharded")
 # Of the update that these make, and what they are where they are not given.
 _OF_UPDATE = {"optimizer": "adagrad", "lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
 SEEDS = 2**63
+_ALL_BITS = 2**64 - 1  # of mixed_seed
 _LAYOUTS = ("auto", "direct", "hash", "sketch")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Shares of resident chunks from which a layout pays (see AdaptiveEmbeddingBag).
@@ -244,3 +245,17 @@ def offsets_problem(ids: int, offsets: Tensor, last: bool) -> str:
     if len(offsets) and int(offsets[-1]) > ids:
         return f"offsets[{len(offsets) - 1}] is {int(offsets[-1])}, past the end of {ids} ids"
     return "" if len(offsets) or not last else "include_last_offset is set, but offsets is empty"
+
+
+def mixed_seed(*numbers: int) -> int:
+    """A seed, 0..2^64 - 1, of which all bits depend on all numbers and on their order: splitmix64 after each.
+
+    Torch's generator for the CPU begins with the lower 32 bits only, so sums and products of the numbers would not do.
+    """
+    state = 0
+    for number in numbers:
+        state = (state ^ number & _ALL_BITS) + 0x9E3779B97F4A7C15 & _ALL_BITS
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _ALL_BITS
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _ALL_BITS
+        state ^= state >> 31
+    return state

@@ -11,7 +11,7 @@ from torchext.ddp.synchronizer import active_synchronizers
 from torchext.decentralized.averaging_synchronizer import AveragingSynchronizer
 
 if TYPE_CHECKING:
-    from torchext.nn._table import AdaptiveTable
+    from torchext.nn.adaptive_table import AdaptiveTable
 
 __all__ = ["averaging", "check_prunable", "group_of"]
 

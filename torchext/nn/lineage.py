@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from torchext.nn._table import AdaptiveTable
+    from torchext.nn.adaptive_table import AdaptiveTable
 
 __all__ = ["Copied", "Origin", "Prunings"]
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from torchext.base.plain import plain
-from torchext.nn._arguments import TableOptions, check_size, flag, norm_of, offsets_problem, padding_of
-from torchext.nn._lineage import Origin
-from torchext.nn._ops import _ops, adaptive_bag, train_bag, written
-from torchext.nn._sharding import Shards
-from torchext.nn._table import AdaptiveTable
+from torchext.nn.adaptive_table import AdaptiveTable
+from torchext.nn.lineage import Origin
+from torchext.nn.operators import _ops, adaptive_bag, train_bag, written
+from torchext.nn.shards import Shards
+from torchext.nn.table_options import TableOptions, check_size, flag, norm_of, offsets_problem, padding_of
 
 if TYPE_CHECKING:
     from typing import Self

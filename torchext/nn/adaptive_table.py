@@ -12,16 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchext.base.eager_only import eager_only
 from torchext.base.plain import plain
-from torchext.nn._arguments import MODES, TableOptions, check_hysteresis, check_int, refuse
-from torchext.nn._attached import averaging
-from torchext.nn._autograd_anchor import drop_gradients
-from torchext.nn._checkpoint import VERSION, load_table, unregistered_tensors, with_weight
-from torchext.nn._learning_rate import track_optimizer_lr
-from torchext.nn._lineage import Copied, Origin, Prunings
-from torchext.nn._ops import BagSpec, Table, _ops, written
-from torchext.nn._optimizer_state import expect_other_size, moving_state
-from torchext.nn._seeds import mixed_seed
-from torchext.nn._storage import ChunkStorage, replace_values, with_rows
+from torchext.nn.averaged_tables import averaging
+from torchext.nn.checkpoint import VERSION, load_table, unregistered_tensors, with_weight
+from torchext.nn.chunk_storage import ChunkStorage, drop_gradients, replace_values, with_rows
+from torchext.nn.lineage import Copied, Origin, Prunings
+from torchext.nn.operators import BagSpec, Table, _ops, written
+from torchext.nn.optimizer_hooks import expect_other_size, moving_state, track_optimizer_lr
+from torchext.nn.table_options import MODES, TableOptions, check_hysteresis, check_int, mixed_seed, refuse
 
 if TYPE_CHECKING:
     from typing import Self
@@ -33,7 +30,7 @@ class AdaptiveTable(ChunkStorage):
     """What :class:`AdaptiveEmbeddingBag` and :class:`AdaptiveEmbedding` have in common.
 
     Attributes:
-        weight: Parameter, (num_embeddings, embedding_dim), of a whole table; otherwise computed (``_weight.py``).
+        weight: Parameter, (num_embeddings, embedding_dim), of a whole table; otherwise computed (``table_weight.py``).
         pool: Parameter, (slots, chunk_dim): the values of resident chunks; of a whole table weight itself. Trained by
             an optimizer of yours unless training is fused or sharded.
         lr: Tensor of one number, float64, on the CPU wherever the table is: the learning rate of the fused update. A

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchext.nn._arguments import check_int
-from torchext.nn._ops import _ops
+from torchext.nn.operators import _ops
+from torchext.nn.table_options import check_int
 
 if TYPE_CHECKING:
-    from torchext.nn._table import AdaptiveTable
+    from torchext.nn.adaptive_table import AdaptiveTable
 
 __all__ = ["part_of_rank", "shares"]
 

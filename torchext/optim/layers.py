@@ -1,13 +1,17 @@
-"""Which modules K-FAC takes, what the engine must know of them, and the hooks that hand tensors over."""
+"""Which modules K-FAC takes, what the engine must know of them, the memory they may take, and their hooks."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import re
+import resource
 import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -18,9 +22,12 @@ from torch.utils import _pytree
 from torchext import _C
 from torchext.base.eager_only import eager_only
 from torchext.errors import NoSupportedLayerError
-from torchext.optim._memory import SHARE, factor_bytes
 
-__all__ = ["Layer", "check_devices", "find_layers", "install_hooks"]
+__all__ = ["Layer", "check_devices", "factor_bytes", "find_layers", "install_hooks", "memory_here"]
+
+# Of the memory of a rank, for the factors and inverses of one layer.
+_SHARE = 1 / 8
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -51,8 +58,8 @@ def find_layers(
         skip: regular expressions; modules whose full name one of them matches are left to the plain gradient.
         sequences: ``"expand"`` or ``"reduce"``.
         stepped: ids of the parameters that are; others are left alone as frozen ones are. None: all.
-        memory: bytes of it, the same on all ranks; a layer that would take more than SHARE of them is left alone, with
-            a warning. None: no such limit.
+        memory: bytes of it, the same on all ranks; a layer that would take more than an eighth of them is left alone,
+            with a warning. None: no such limit.
 
     Raises:
         TypeError: ``skip`` is no list of patterns.
@@ -106,7 +113,7 @@ def _complex(users: Mapping[int, list[tuple[str, nn.Module]]]) -> str:
 
 def _fits(layer: Layer, memory: int | None) -> bool:
     takes = factor_bytes(layer.modules[0], layer.bias is not None)
-    if memory is None or takes <= SHARE * memory:
+    if memory is None or takes <= _SHARE * memory:
         return True
     name = layer.name or "the model itself"
     warnings.warn(
@@ -299,3 +306,28 @@ def check_devices(layers: Sequence[Layer]) -> None:
             )
     if first.weight.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"{first.name} is on {first.weight.device}; K-FAC runs on the CPU and on CUDA")
+
+
+def memory_here(model: nn.Module) -> int:
+    """Bytes of memory where the model's layers lie: of the GPU, or what this process may take of the host's."""
+    on_cuda = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
+    if on_cuda is not None:
+        return int(torch.cuda.get_device_properties(on_cuda).total_memory)
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            limits.append(int(Path(path).read_text()))
+    limits += [limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY]
+    return min(limits)
+
+
+def factor_bytes(module: nn.Module, bias: bool) -> int:
+    """Bytes of a layer's factors: running averages and sums of a step as triangles, and the inverses."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    groups = int(getattr(module, "groups", 1))
+    if isinstance(module, nn.Embedding):
+        dims = [weight.shape[1]]  # the other factor is a diagonal
+    else:
+        dims = [weight.shape[0] // groups, weight[0].numel() + int(bias)]
+    return 2 * groups * sum(dim * dim for dim in dims) * (8 if weight.dtype == torch.float64 else 4)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchext.nn._arguments import (
+from torchext.nn.operators import _ops, written
+from torchext.nn.table_options import (
     OPTIMIZERS,
     TableOptions,
     capacity_of,
@@ -19,11 +20,23 @@ from torchext.nn._arguments import (
     learning_rate,
     refuse,
 )
-from torchext.nn._autograd_anchor import drop_gradients
-from torchext.nn._ops import _ops, written
-from torchext.nn._weight import TableWeight
+from torchext.nn.table_weight import TableWeight
 
-__all__ = ["ChunkStorage", "replace_values", "with_rows"]
+__all__ = ["ChunkStorage", "drop_gradients", "replace_values", "with_rows"]
+
+
+def _drop(anchor: Tensor) -> None:
+    anchor.grad = None
+
+
+def drop_gradients(anchor: nn.Parameter) -> None:
+    """Leaves none on an anchor after a backward pass: an empty one has no largest value for clip_grad_norm_.
+
+    A copy of the anchor needs it anew.
+    """
+    trains = anchor.requires_grad  # only then it takes hooks, and keeps them
+    anchor.requires_grad_().register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+    anchor.requires_grad_(trains)
 
 
 def _bit(rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """``ComputedWeight`` refuses whatever would have to reach a table through ``weight`` and cannot.
 
-Where ``weight`` is no parameter (see ``_weight.py``) it is made for reading. A script that freezes, trains, ties or
-initializes ``nn.EmbeddingBag.weight`` would do so to a tensor that the table never sees. Each such call raises here.
+Where ``weight`` is no parameter (see ``table_weight.py``) it is made for reading. A script that freezes, trains, ties
+or initializes ``nn.EmbeddingBag.weight`` would do so to a tensor that the table never sees. Each such call raises here.
 """
 
 from __future__ import annotations

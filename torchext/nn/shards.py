@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchext.nn._arguments import offsets_problem
+from torchext.nn.table_options import offsets_problem
 
 if TYPE_CHECKING:
-    from torchext.nn._lookup import AdaptiveLookup
+    from torchext.nn.adaptive_lookup import AdaptiveLookup
 
 __all__ = ["Shards"]
 

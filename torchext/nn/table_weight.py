@@ -8,7 +8,7 @@ A table is *whole* where all its chunks are resident and an optimizer trains the
 parameters      ``weight``, (rows, columns)       ``pool``, (slots, chunk_dim); ``trigger`` where the update is fused
 ``pool``        ``weight`` itself                 the parameter; of shards hidden from modules around
 ``weight``      the parameter                     a :class:`ComputedWeight`
-state_dict      ``weight`` alone                  ``pool`` and what belongs to it (``_checkpoint.py``)
+state_dict      ``weight`` alone                  ``pool`` and what belongs to it (``checkpoint.py``)
 operators see   one chunk a row, whatever         the pool in chunks
                 ``chunk_dim`` says; the
                 weight's own size
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchext.nn._computed_weight import ComputedWeight, refusal
+from torchext.nn.computed_weight import ComputedWeight, refusal
 
 __all__ = ["TableWeight"]
 
