@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import signal
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,7 @@ from attached import equal_everywhere
 from elastic_training import ElasticTraining
 from fault_places import RECOVERY_POINTS, TRAINING_POINTS, Place
 from harness import Outcome, Rank, launch
-from rows import Rows, run_rows
+from rows import Rows, meet, run_rows
 from torch import nn
 
 from torchext import _C
@@ -103,10 +102,8 @@ def body_in_recovery(rank: Rank, backend: str, point: str, action: str, victim: 
     training.train(3)
     if rank.rank == victim:
         _C.arm_fault_point(point, action)
-    (rank.folder / f"armed{rank.rank}").touch()
+    meet(rank, "armed")
     if rank.rank == 1:
-        while len(list(rank.folder.glob("armed*"))) < rank.size:
-            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     left = rank.size - (2 if action == "kill" or point == "group.formed" else 1)
     while training.workers() > left:
