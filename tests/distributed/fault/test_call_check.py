@@ -78,7 +78,7 @@ def check_different(values: list[Any], name: str) -> None:
 # Every other difference, and every backend: tests/cpp/c10d/fault/call_check_test.cc and backend/every_backend_test.cc.
 def test_a_difference_is_an_error_on_every_rank() -> None:
     rows = {f"{name} after {before}": (name, before) for name in DIFFERENT for before in (0, 4)}
-    for row, values in row_values(body_different, 4, rows).items():
+    for row, values in row_values(body_different, 8, rows).items():
         check_different(values, rows[row][0])
 
 
