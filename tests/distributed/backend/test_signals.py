@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
+from case_choice import slow_on
 from harness import Rank, elapsed_error, run_ranks
 from rows import Rows, await_others, row_values
 from torch._C._distributed_c10d import FileStore
@@ -288,20 +289,19 @@ def body_end(rank: Rank, backend: str, what: str, together: bool) -> Any:
     return handled, error
 
 
-def ends(*cases: tuple[str, str]) -> Cases:
-    return [(*case, together) for case in cases for together in (False, True)]
-
-
-@tables(
-    [
-        *ends(("prague", "training"), ("prague", "synchronize"), ("prague", "detach")),
-        *ends(("hop", "training"), ("hop", "synchronize"), ("hop", "detach")),
-        *ends(("dear", "training"), ("dear", "forward")),
-    ],
-    ends(*(("dssync", what) for what in SYNCHRONIZED)),
+# Each backend by itself: who ends the group alone may wait for seconds.
+@pytest.mark.parametrize(
+    ("backend", "waits"),
+    slow_on(
+        [*((name, SYNCHRONIZED) for name in ("prague", "dssync", "hop")), ("dear", ("training", "forward"))], "dssync"
+    ),
 )
-def test_a_handler_may_end_the_group(rows: Rows) -> None:
-    """Last: alone or together with the other."""
+def test_a_handler_may_end_the_group(backend: str, waits: Sequence[str]) -> None:
+    rows = {
+        f"{what}, {'together' if together else 'alone'}": (backend, what, together)
+        for what in waits
+        for together in (False, True)
+    }
     for row, values in row_values(body_end, 2, rows).items():
         handled, error = values[0]
         assert handled == [True], (row, values)

@@ -162,7 +162,9 @@ class Aborted:
         with pytest.raises(dist.DistBackendError, match=r"rank 1 called abort\(\)"):
             group.allreduce([torch.ones(1)])
         self.over.wait(30)
+        start = time.monotonic()
         group.shutdown()
+        assert time.monotonic() - start < 2
         return ended
 
     def abort(self, group: Any) -> None:
