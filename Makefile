@@ -53,9 +53,9 @@ matrix:  ## builds and tests also against torch 2.11, in a copy of the tree; the
 	@$(MAKE) --no-print-directory install
 	@$(RUN) tools/run_tests.py slow
 
-sanitize: deps  ## the multi-process tests marked sanitize, with sanitizers in the extension (an hour; KINDS=thread for one of them)
+sanitize: deps  ## the tests marked sanitize, most of several processes, with sanitizers in the extension (an hour; KINDS=thread for one of them)
 	@for kind in $(KINDS); do \
-	  bash tools/sanitize.sh $$kind "$(DEPS)/bin/python" -m "sanitize and not slow" tests/distributed || exit 1; done
+	  bash tools/sanitize.sh $$kind "$(DEPS)/bin/python" -m "sanitize and not slow" tests/distributed tests/python/backends || exit 1; done
 
 install: deps
 	@bash tools/install.sh "$(DEPS)" "$(VENV)"

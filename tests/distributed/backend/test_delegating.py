@@ -1,22 +1,24 @@
 """Every ordinary collective of a "prague" group against an independent computation, and what the name promises.
 
 Each rank's input is a function of its rank, so every rank can compute the expected result alone. Upstream's own
-all_reduce helper does not compare its result; nothing here relies on it.
+all_reduce helper does not compare its result; nothing here relies on it. What needs no peer, and how ranks come to a
+group: tests/python/backends.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, launch, run_ranks
+from harness import Rank, run_ranks
+from rows import row_values
 
 import torchext
-from torchext.errors import BackendOptionsError, UnsupportedBackendError
 
 pytestmark = pytest.mark.sanitize
 
@@ -200,13 +202,21 @@ def body_works(rank: Rank) -> bool:
 
 
 BODIES = [body_all_reduce, body_one_to_many, body_many_to_many, body_point_to_point, body_works]
-# Alone a rank has nobody to send to.
-CASES = [(body, size) for body in BODIES for size in (1, 3) if size > 1 or body is not body_point_to_point]
 
 
-@pytest.mark.parametrize(("body", "size"), CASES, ids=[f"{body.__name__[5:]}-{size}" for body, size in CASES])
-def test_collective(body: Any, size: int) -> None:
-    assert run_ranks(body, size) == [True] * size
+def body_collective(rank: Rank, body: Callable[[Rank], bool], alone: bool) -> bool:
+    if not alone:
+        return body(rank)
+    folder = rank.folder / f"alone{rank.rank}"
+    folder.mkdir()
+    return body(rank.within(folder, alone=True))
+
+
+def test_collectives() -> None:
+    rows = {body.__name__[5:]: (body, False) for body in BODIES}
+    # Alone a rank has nobody to send to.
+    rows |= {f"{body.__name__[5:]} alone": (body, True) for body in BODIES if body is not body_point_to_point}
+    assert row_values(body_collective, 3, rows) == {name: [True] * 3 for name in rows}
 
 
 # ---- What the name promises ----
@@ -230,9 +240,11 @@ def body_groups(rank: Rank, name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["prague", "hop", "torchext"])
-def test_subgroups_and_meshes(name: str) -> None:
-    assert run_ranks(body_groups, 4, name) == [True] * 4
+NAMES = {name: (name,) for name in ("prague", "hop", "torchext")}
+
+
+def test_subgroups_and_meshes() -> None:
+    assert row_values(body_groups, 4, NAMES) == {name: [True] * 4 for name in NAMES}
 
 
 def body_split(rank: Rank, name: str) -> Any:
@@ -248,10 +260,9 @@ def body_split(rank: Rank, name: str) -> Any:
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="split_group of torch 2.11's own Gloo hangs at times")
-@pytest.mark.parametrize("name", ["prague", "hop", "torchext"])
-def test_split(name: str) -> None:
-    names = run_ranks(body_split, 3, name)
-    assert names in ([name, None, name], [None] * 3)
+def test_split() -> None:
+    for name, values in row_values(body_split, 3, NAMES).items():
+        assert values in ([name, None, name], [None] * 3), name
 
 
 def body_ddp(rank: Rank) -> bool:
@@ -288,47 +299,6 @@ def test_ddp_trains_as_computed_by_hand() -> None:
     assert run_ranks(body_ddp, 3) == [True] * 3
 
 
-def body_errors(rank: Rank) -> bool:
-    with pytest.raises(BackendOptionsError, match=r"pg_options for backend 'prague' is builtins\.dict"):
-        rank.init(pg_options={"timeout": 3}, store="other")
-    rank.init(timeout=17)
-    backend = torchext.backend_of()
-    assert backend.name() == "prague" and backend.rank() == rank.rank and backend.size() == rank.size
-    with pytest.raises(UnsupportedBackendError, match="'gloo'"):
-        torchext.backend_of(dist.new_group(backend="gloo"))
-    torchext.register()
-    torchext.register()
-    # Options are the user's: one object may serve several groups, and keeps what it was given.
-    options = torchext.PragueOptions(timeout=timedelta(seconds=23))
-    for _ in range(2):
-        dist.new_group([0], backend="prague", timeout=timedelta(seconds=29), pg_options=options)
-        assert options._timeout == timedelta(seconds=23) and not options.global_ranks_in_group
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=23), dist.group.WORLD)
-    tensor = data(rank.rank)
-    dist.all_reduce(tensor)
-    return True
-
-
-def test_typed_errors_and_registration() -> None:
-    assert run_ranks(body_errors, 2) == [True] * 2
-
-
-def body_device(rank: Rank) -> tuple[str, str]:
-    rank.init()
-    backend = torchext.backend_of()
-    try:
-        backend.allreduce([torch.ones(2, device="meta")])
-    except NotImplementedError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def test_a_device_that_is_not_carried() -> None:
-    for kind, text in run_ranks(body_device, 1):
-        assert kind == "NotImplementedError"
-        assert "meta" in text and "cpu and cuda" in text
-
-
 def body_detail(rank: Rank) -> Any:
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()
@@ -343,49 +313,3 @@ def body_detail(rank: Rank) -> Any:
 
 def test_detail_debug_mode_finds_a_mismatch() -> None:
     assert run_ranks(body_detail, 2) == ["prague"] * 2
-
-
-def body_dead_attempt(rank: Rank, port: int) -> bool:
-    """A store that holds what a dead attempt left: greetings and addresses."""
-    store = dist.TCPStore("127.0.0.1", port, rank.size, rank.rank == 0, timedelta(seconds=20))
-    if rank.rank == 0:
-        for other in range(1, rank.size):
-            for prefix in ("default_pg/", ""):
-                store.set(f"{prefix}cpu//torchext/attempt_0/hello/{other}", "nonce of the dead")
-    store.set(f"up{rank.rank}", "1")
-    store.wait([f"up{other}" for other in range(rank.size)])
-    dist.init_process_group("prague", store=store, rank=rank.rank, world_size=rank.size)
-    tensor = data(rank.rank)
-    dist.all_reduce(tensor)
-    same(tensor, torch.stack(everyone(rank.size)).sum(0))
-    return True
-
-
-def test_what_a_dead_attempt_left_is_not_read() -> None:
-    from harness import free_port
-
-    assert run_ranks(body_dead_attempt, 3, free_port()) == [True] * 3
-
-
-@pytest.mark.parametrize("backend", ["prague", "hop", "dssync", "dear"])
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_rank_that_never_joins_is_named(backend: str, size: int) -> None:
-    absent = size - 1
-    with launch(body_absent, size, backend, absent) as ranks:
-        ranks.expect("ready")
-        ranks.proceed(list(range(absent)))
-        for outcome in ranks.outcomes(list(range(absent)), deadline=30):
-            assert outcome.value.startswith(f"rank {outcome.rank}"), outcome
-            assert f": ranks [{absent}] did not join the group within 2 s" in outcome.value, outcome
-
-
-def body_absent(rank: Rank, backend: str, absent: int) -> str:
-    rank.report("ready")  # so that none of the others comes late
-    rank.pause()
-    if rank.rank == absent:
-        return ""
-    try:
-        rank.init(backend, timeout=2)
-    except dist.DistStoreError as error:
-        return str(error)
-    return "joined without the last"

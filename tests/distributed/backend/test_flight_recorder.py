@@ -1,4 +1,4 @@
-"""torch's flight recorder shows what our groups do: collectives, by torch's hook, and what is ours, by us."""
+"""torch's flight recorder shows what is ours beside the collectives: those need no peer (tests/python/backends)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS, batch, mlp
-from case_choice import quick_on
-from harness import Rank, elapsed_error, launch, run_ranks
+from harness import Rank, elapsed_error, run_ranks
+from rows import row_values, run_rows
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,29 +35,6 @@ def entries(backend: str, operation: str = "") -> list[dict[str, Any]]:
     """Of this process; those of an operation of ours, in the order in which they began."""
     found = json.loads(c10d._dump_fr_trace_json(backend=backend)).get("entries", [])
     return [e for e in found if e["profiling_name"].startswith(f"{backend}:{operation}")]
-
-
-def body(rank: Rank, backend: str) -> Any:
-    rank.init(backend)
-    dist.all_reduce(torch.ones(10))
-    dist.broadcast(torch.ones(2, 3), 0)
-    half = dist.new_group([0, 1], backend=backend)
-    dist.reduce_scatter_tensor(torch.ones(3), torch.ones(6), group=half)
-    dist.barrier()
-    return [
-        (e["profiling_name"], e["process_group"][1], e["input_sizes"], e["collective_seq_id"]) for e in entries(backend)
-    ]
-
-
-@pytest.mark.parametrize("backend", quick_on("prague"))
-def test_entries_name_the_backend_and_the_call(backend: str) -> None:
-    for recorded in run_ranks(body, 2, backend):
-        names = [name for name, *_ in recorded]
-        assert names[:2] == [f"{backend}:all_reduce", f"{backend}:broadcast"]
-        assert names[-1] == f"{backend}:barrier" and any("reduce_scatter" in name for name in names), names
-        assert recorded[0][1:3] == ("default_pg", [[10]]) and recorded[1][2] == [[2, 3]]
-        world = [sequence for _, group, _, sequence in recorded if group == "default_pg"]
-        assert world == sorted(world)
 
 
 # ---- Operations of our own ----
@@ -131,14 +109,22 @@ def train(rank: Rank, backend: str, options: dict[str, Any]) -> tuple[Any, Any]:
     return sync, steps
 
 
+def dump_since(backend: str, last: int) -> bytes:
+    """What is recorded behind that entry, as torch dumps it."""
+    dump = pickle.loads(c10d._dump_fr_trace(backend=backend))
+    dump["entries"] = [entry for entry in dump["entries"] if entry["record_id"] > last]
+    return pickle.dumps(dump)
+
+
 def body_training(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
+    last = max((entry["record_id"] for entry in pickle.loads(dump_since(backend, -1))["entries"]), default=-1)
     sync, steps = train(rank, backend, options)
     steps(3)
     sync.synchronize()
     steps(1)
     sync.detach()
     dist.barrier()
-    return c10d._dump_fr_trace(backend=backend)
+    return dump_since(backend, last)
 
 
 # What each system records, how often in four steps, and how many elements of the model it exchanges.
@@ -164,9 +150,7 @@ OPERATIONS: list[tuple[str, dict[str, Any], dict[str, tuple[str, int]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "options", "operations"), OPERATIONS, ids=str)
-def test_training(backend: str, options: dict[str, Any], operations: dict[str, tuple[str, int]]) -> None:
-    dumps = run_ranks(body_training, 2, backend, options)
+def check_training(dumps: list[bytes], backend: str, operations: dict[str, tuple[str, int]]) -> None:
     size = sum(p.numel() for p in mlp().parameters())
     for dump in map(pickle.loads, dumps):
         for operation, (like, count) in operations.items():
@@ -189,6 +173,17 @@ def test_training(backend: str, options: dict[str, Any], operations: dict[str, t
     assert f"{backend}:barrier" in names
 
 
+def test_training() -> None:
+    rows = {f"{backend} {options}": (backend, options) for backend, options, _ in OPERATIONS}
+    found = row_values(body_training, 2, rows)
+    for (name, dumps), (backend, _, operations) in zip(found.items(), OPERATIONS, strict=True):
+        try:
+            check_training(dumps, backend, operations)
+        except AssertionError as error:
+            error.add_note(name)
+            raise
+
+
 def body_off(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     sync, steps = train(rank, backend, options)
@@ -204,57 +199,42 @@ def test_off_records_nothing() -> None:
 # ---- What does not end ----
 
 
-def body_stopped(rank: Rank) -> Any:
-    rank.init("prague", pg_options=torchext.PragueOptions(heartbeat_timeout=timedelta(seconds=1)))
+def body_stopped(rank: Rank, backend: str, _: dict[str, Any], operation: str) -> Any:
+    rank.init(backend, pg_options=OPTIONS[backend](heartbeat_timeout=timedelta(seconds=1)))
     average = torchext.backend_of().partial_all_reduce
     average(torch.ones(3), [0, 1]).wait()
-    rank.report("ready")
     if rank.rank == 1:
-        rank.pause()
+        os.kill(os.getpid(), signal.SIGSTOP)
     error = elapsed_error(lambda: average(torch.ones(3), [0, 1]).wait())
-    return error, entries("prague", "partial_all_reduce")
+    return error, entries(backend, operation)
 
 
-def test_a_stopped_peer_leaves_the_call_open() -> None:
-    with launch(body_stopped, 2) as ranks:
-        ranks.expect("ready")
-        ranks.kill(1, signal.SIGSTOP)
-        (outcome,) = ranks.outcomes([0])
-        assert outcome.ok, outcome.trace
-        (kind, text, _), recorded = outcome.value
-        assert kind == "DistBackendError" and "rank 1" in text, text
-        assert [(e["state"], e["retired"]) for e in recorded] == [("completed", True), ("scheduled", False)]
-        ranks.kill(1, signal.SIGCONT)
-
-
-def body_left_alone(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
+def body_left_alone(rank: Rank, backend: str, options: dict[str, Any], operation: str) -> Any:
     sync, steps = train(rank, backend, options)
     steps(2)
     sync.synchronize()
-    rank.report("ready")
     if rank.rank == 1:
-        rank.pause()
-    return elapsed_error(lambda: steps(1000)), entries(backend)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = elapsed_error(lambda: steps(1000))
+    return error, [e for e in entries(backend) if e["process_group"][0] == f"0/{operation}"]
 
 
-@pytest.mark.parametrize(
-    ("backend", "options", "operation"),
-    [
-        ("prague", {"generator": "static"}, "average"),
-        ("dssync", {"order": "atc"}, "average"),
-        ("hop", {}, "exchange"),
-        ("dear", {"allreduce_fallback": False}, "reduce"),
-    ],
-    ids=str,
-)
-def test_a_dead_peer_leaves_the_operation_open(backend: str, options: dict[str, Any], operation: str) -> None:
-    with launch(body_left_alone, 2, backend, options) as ranks:
-        ranks.expect("ready")
-        ranks.kill(1)
-        (outcome,) = ranks.outcomes()
-        assert outcome.ok, outcome.trace
-        (kind, text, _), recorded = outcome.value
-        assert kind == "DistBackendError" and "rank 1 died" in text, text
-        ours = [e for e in recorded if e["process_group"][0] == f"0/{operation}"]
-        *before, last = [e["state"] for e in ours]
-        assert before and set(before) == {"completed"} and last == "scheduled", (before, last)
+def body_of(rank: Rank, body: Callable[..., Any], *arguments: Any) -> Any:
+    return body(rank, *arguments)
+
+
+def test_what_a_lost_peer_was_needed_for_stays_open() -> None:
+    rows: dict[str, tuple[Any, ...]] = {
+        "stopped, prague": (body_stopped, "prague", {}, "partial_all_reduce"),
+        "killed, prague": (body_left_alone, "prague", {"generator": "static"}, "average"),
+        "killed, dssync": (body_left_alone, "dssync", {"order": "atc"}, "average"),
+        "killed, hop": (body_left_alone, "hop", {}, "exchange"),
+        "killed, dear": (body_left_alone, "dear", {"allreduce_fallback": False}, "reduce"),
+    }
+    for name, outcomes in run_rows(body_of, 2, rows, victims={1}).items():
+        assert outcomes[0].ok, (name, outcomes[0].trace)
+        (kind, text, _), recorded = outcomes[0].value
+        says = "rank 1 died" if name.startswith("killed") else "rank 1 has been silent"
+        assert kind == "DistBackendError" and says in text, (name, text)
+        *before, last = [(entry["state"], entry["retired"]) for entry in recorded]
+        assert before and set(before) == {("completed", True)} and last == ("scheduled", False), (name, before, last)

@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
-from case_choice import quick_on, slow_on
+from case_choice import quick_on
 from elastic_training import ElasticTraining
-from harness import Rank, launch, run_ranks
+from harness import Rank, run_ranks
+from rows import meet, run_rows
 
 import torchext
 
@@ -90,68 +91,63 @@ def body_named(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
     dist.all_reduce(torch.ones(1))
     sleeping_child()
     dist.all_reduce(torch.ones(1))
-    rank.report("ready")
-    dist.all_reduce(torch.ones(1)) if rank.rank == 0 else time.sleep(300)
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize(("backend", "options"), slow_on(FORMS, "dssync"))
-def test_a_parent_that_is_killed_is_named(backend: str, options: dict[str, Any]) -> None:
-    with launch(body_named, 2, backend, options) as ranks:
-        ranks.expect("ready")
-        ranks.kill(1)
-        (outcome,) = ranks.outcomes([0], deadline=20)
-    assert outcome.error == "DistBackendError" and "rank 1 died" in outcome.message, outcome
+def test_a_parent_that_is_killed_is_named() -> None:
+    rows = {f"{backend} {options}": (backend, options) for backend, options in FORMS}
+    for name, outcomes in run_rows(body_named, 2, rows, victims={1}, deadline=20).items():
+        first = outcomes[0]
+        assert first.error == "DistBackendError" and "rank 1 died" in first.message, (name, first)
 
 
-def body_goes_on(rank: Rank, backend: str, heartbeat: timedelta) -> Any:
-    training = ElasticTraining(rank, backend, {"heartbeat_timeout": heartbeat})
+ELASTIC = {backend: (backend,) for backend in ("prague", "dssync", "hop")}
+
+
+def body_goes_on(rank: Rank, backend: str) -> Any:
+    training = ElasticTraining(rank, backend, {"heartbeat_timeout": SLOW})
     training.train(3)
     sleeping_child()
     training.train(3)
-    rank.report("ready")
-    group = torchext.backend_of()
-    reason = ""
+    meet(rank, "has a child")
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     while training.workers() == 2:
         training.train(1)
-        if not reason and (reason := group.failure[1]):
-            rank.report("failed")
     training.train(3)
     return training.sync.stats()["lost_ranks"]
 
 
-@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync"))
-def test_training_goes_on_without_a_parent(backend: str) -> None:
-    with launch(body_goes_on, 2, backend, SLOW) as ranks:
-        ranks.expect("ready")
-        ranks.kill(1)
-        (outcome,) = ranks.outcomes([0], deadline=30)
-    assert outcome.value == [1], outcome
+def test_training_goes_on_without_a_parent() -> None:
+    for name, outcomes in run_rows(body_goes_on, 2, ELASTIC, victims={1}, deadline=30).items():
+        assert outcomes[0].value == [1], (name, outcomes[0])
 
 
 def body_silent(rank: Rank, backend: str) -> Any:
     training = ElasticTraining(rank, backend, {"heartbeat_timeout": timedelta(seconds=1)})
     training.train(3)
-    rank.report("ready")
+    pid = rank.folder / "pid"
+    if rank.rank == 1:
+        pid.write_text(str(os.getpid()))
+    meet(rank, "trains")
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
     group = torchext.backend_of()
-    if rank.rank == 0:
-        while not group.failure[1]:
-            time.sleep(0.05)
-        rank.report("suspects")
+    while not group.failure[1]:
+        time.sleep(0.05)
+    os.kill(int(pid.read_text()), signal.SIGKILL)
     while training.workers() == 2:
         training.train(1)
     training.train(3)
     return group.failure, training.sync.stats()["lost_ranks"]
 
 
-@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync"))
-def test_a_rank_that_was_silent_first_can_be_dead(backend: str) -> None:
+def test_a_rank_that_was_silent_first_can_be_dead() -> None:
     """The first reason stays, and says nothing about whether the rank lives now."""
-    with launch(body_silent, 2, backend) as ranks:
-        ranks.expect("ready")
-        ranks.kill(1, signal.SIGSTOP)
-        ranks.expect("suspects", [0])
-        ranks.kill(1)
-        (outcome,) = ranks.outcomes([0], deadline=30)
-    (failed, reason), lost = outcome.value
-    assert failed == 1 and "rank 1" in reason and "died" not in reason, reason
-    assert lost == [1]
+    for name, outcomes in run_rows(body_silent, 2, ELASTIC, victims={1}, deadline=30).items():
+        assert outcomes[0].ok and not outcomes[1].ok, (name, outcomes)
+        (failed, reason), lost = outcomes[0].value
+        assert failed == 1 and "rank 1" in reason and "died" not in reason, (name, reason)
+        assert lost == [1], name

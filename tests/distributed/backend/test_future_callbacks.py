@@ -21,6 +21,7 @@ import torch.distributed as dist
 from attached import new_group
 from case_choice import quick_on
 from harness import Rank, launch, run_ranks
+from rows import row_values
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -86,11 +87,6 @@ def body_callbacks(rank: Rank, backend: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("backend", quick_on("prague"))
-def test_callbacks_make_collectives_and_wait(backend: str) -> None:
-    assert run_ranks(body_callbacks, 2, backend) == [True, True]
-
-
 def body_partial(rank: Rank) -> bool:
     rank.init("prague")
     group, flags = backend_of(), Flags(rank)
@@ -117,10 +113,6 @@ def body_partial(rank: Rank) -> bool:
     return True
 
 
-def test_callbacks_make_partial_all_reduces_and_wait() -> None:
-    assert run_ranks(body_partial, 2) == [True, True]
-
-
 def body_callbacks_that_wait_for_others(rank: Rank, backend: str) -> bool:
     """Each callback waits for the call after its own, whose end stands behind it."""
     rank.init(backend)
@@ -135,10 +127,6 @@ def body_callbacks_that_wait_for_others(rank: Rank, backend: str) -> bool:
         assert torch.equal(future.wait(), torch.full((4,), 2.0))
     dist.destroy_process_group()
     return True
-
-
-def test_callbacks_wait_for_calls_behind_theirs() -> None:
-    assert run_ranks(body_callbacks_that_wait_for_others, 2, "hop") == [True, True]
 
 
 def power_sgd(rank: Rank, backend: str) -> list[torch.Tensor]:
@@ -191,28 +179,23 @@ def callback_threads() -> int:
     return names.count("tx_callbacks")
 
 
-def body_many_futures(rank: Rank) -> tuple[int, int, int]:
+def body_many_futures(rank: Rank) -> bool:
+    """Threads for callbacks are few and end with the group; each callback runs once."""
     rank.init("prague")
     ran: list[int] = []
     dist.all_reduce(torch.ones(3))
-    unasked = callback_threads()
+    assert callback_threads() == 0  # nobody has asked for them
     for _ in range(5):
         works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(100)]
         futures = [work.get_future().then(lambda _, i=i: ran.append(i)) for i, work in enumerate(works)]
         torch.futures.wait_all(futures)
-    started = callback_threads()
+    assert callback_threads() <= 50
     dist.destroy_process_group()
-    return unasked, started, len(ran)
+    return len(ran) == 500
 
 
-def test_threads_for_callbacks_are_few_and_end_with_the_group() -> None:
-    """Each callback has run once, too."""
-    for unasked, started, ran in run_ranks(body_many_futures, 2):
-        assert unasked == 0 and started <= 50
-        assert ran == 500
-
-
-def body_slow_callback(rank: Rank) -> tuple[list[str], int]:
+def body_slow_callback(rank: Rank) -> bool:
+    """To destroy the group waits for its callbacks."""
     rank.init("dssync")
     done: list[str] = []
 
@@ -223,12 +206,7 @@ def body_slow_callback(rank: Rank) -> tuple[list[str], int]:
     flags = Flags(rank)
     flags.first_then_second(lambda: dist.all_reduce(torch.ones(3), async_op=True).get_future().then(slow))
     dist.destroy_process_group()
-    return done, callback_threads()
-
-
-def test_destroy_waits_for_callbacks() -> None:
-    for done, threads in run_ranks(body_slow_callback, 2):
-        assert len(done) == 1 and threads == 0
+    return len(done) == 1 and callback_threads() == 0
 
 
 def body_callback_that_destroys(rank: Rank, backend: str) -> bool:
@@ -239,12 +217,7 @@ def body_callback_that_destroys(rank: Rank, backend: str) -> bool:
         return dist.all_reduce(torch.ones(3), async_op=True).get_future().then(lambda _: dist.destroy_process_group())
 
     flags.first_then_second(begin).wait()
-    return dist.is_initialized()
-
-
-@pytest.mark.parametrize("backend", quick_on("prague"))
-def test_a_callback_may_destroy_the_group(backend: str) -> None:
-    assert run_ranks(body_callback_that_destroys, 2, backend) == [False, False]
+    return not dist.is_initialized()
 
 
 def begin_owned(group: dist.ProcessGroup) -> None:
@@ -271,10 +244,32 @@ def body_callback_that_owns(rank: Rank, backend: str) -> bool:
     return True
 
 
+def body_of(rank: Rank, body: Callable[..., bool], *arguments: Any) -> bool:
+    return body(rank, *arguments)
+
+
 @pytest.mark.parametrize("backend", quick_on("prague"))
-def test_a_callback_may_be_the_last_owner_of_the_group(backend: str) -> None:
-    """With plain Gloo the thread that runs it joins itself, and the process is ended."""
-    assert run_ranks(body_callback_that_owns, 2, backend) == [True, True]
+def test_callbacks(backend: str) -> None:
+    """They make collectives and wait, destroy the group, or are its last owner.
+
+    With plain Gloo the thread that runs a last owner joins itself, and the process is ended.
+    """
+    rows: dict[str, tuple[Any, ...]] = {
+        "make collectives": (body_callbacks, backend),
+        "destroys the group": (body_callback_that_destroys, backend),
+        "is the last owner": (body_callback_that_owns, backend),
+    }
+    assert row_values(body_of, 2, rows) == {name: [True, True] for name in rows}
+
+
+def test_callbacks_of_what_one_backend_adds_and_of_all_share() -> None:
+    rows: dict[str, tuple[Any, ...]] = {
+        "make partial all-reduces": (body_partial,),
+        "wait for calls behind theirs": (body_callbacks_that_wait_for_others, "hop"),
+        "are many": (body_many_futures,),
+        "are slow": (body_slow_callback,),
+    }
+    assert row_values(body_of, 2, rows) == {name: [True, True] for name in rows}
 
 
 def body_sessions(rank: Rank, backend: str) -> int:
@@ -292,9 +287,9 @@ def body_sessions(rank: Rank, backend: str) -> int:
     return callback_threads()
 
 
-@pytest.mark.parametrize("backend", ["dear", "prague"])
-def test_sessions_with_hooks_one_after_the_other(backend: str) -> None:
-    assert run_ranks(body_sessions, 2, backend, deadline=120) == [0, 0]
+def test_sessions_with_hooks_one_after_the_other() -> None:
+    rows = {backend: (backend,) for backend in ("dear", "prague")}
+    assert row_values(body_sessions, 2, rows, deadline=120) == {backend: [0, 0] for backend in rows}
 
 
 def body_callback_of_a_failed_call(rank: Rank) -> list[str]:

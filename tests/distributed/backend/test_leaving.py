@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
-from case_choice import quick_on
-from harness import Rank, launch
+from harness import Rank
+from rows import await_others, meet, run_rows
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
+from torchext.backends import BACKENDS
 
 pytestmark = pytest.mark.sanitize
 
@@ -37,19 +40,20 @@ def train(steps: int) -> None:
 
 
 def begin(rank: Rank, backend: str) -> list[Any]:
-    """A model is attached, and rank 1 trains on for as long as the test likes. Returns the groups besides the first."""
+    """A model is attached, and rank 1 has it until the others are done. Returns the groups besides the first."""
     rank.init(backend, pg_options=OPTIONS[backend](timeout=30.0))
     others: list[Any] = [dist.new_group([0, 1], backend=backend) for _ in range(2)]
     train(5)
     gc.collect()
-    if rank.rank == 1:
-        rank.report("trains")
-        rank.pause()
+    meet(rank, "trains")
     return others
 
 
 def body_handler(rank: Rank, backend: str) -> float:
     others = begin(rank, backend)
+    if rank.rank == 1:
+        await_others(rank)
+        return 0.0
     start = time.monotonic()
 
     def handler(*_: Any) -> None:
@@ -69,6 +73,10 @@ def body_handler(rank: Rank, backend: str) -> float:
 
 def body_thread(rank: Rank, backend: str) -> float:
     others = begin(rank, backend)
+    if rank.rank == 1:
+        meet(rank, "leaves")
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGKILL)  # the wait for rank 1 ends with it
     start = time.monotonic()
     destroyed = threading.Event()
 
@@ -78,21 +86,24 @@ def body_thread(rank: Rank, backend: str) -> float:
         destroyed.set()
 
     threading.Timer(1.0, destroy).start()
-    rank.report("leaves")
+    meet(rank, "leaves")
     torchext._C.leave_all("")
     assert destroyed.wait(30)
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("body", [body_handler, body_thread])
-@pytest.mark.parametrize("backend", quick_on("dear", "hop", "prague"))
-def test_groups_end_while_the_process_leaves(backend: str, body: Any) -> None:
-    with launch(body, 2, backend) as ranks:
-        ranks.expect("trains", [1])
-        if body is body_thread:  # the wait for rank 1 ends with it
-            ranks.expect("leaves", [0])
-            time.sleep(2)
-            ranks.kill(1)
-        outcome = ranks.outcomes([0])[0]
-    assert outcome.ok, outcome.trace or outcome
-    assert outcome.value < 20
+def body_of(rank: Rank, body: Callable[[Rank, str], float], backend: str) -> float:
+    return body(rank, backend)
+
+
+QUICK = ("dear", "hop", "prague")  # each with a synchronizer of its own; dssync's is prague's, torchext's is dear's
+
+
+@pytest.mark.parametrize(
+    "backends", [pytest.param(QUICK, id="quick"), pytest.param(sorted(BACKENDS), id="all", marks=pytest.mark.slow)]
+)
+def test_groups_end_while_the_process_leaves(backends: Sequence[str]) -> None:
+    rows = {f"{body.__name__[5:]}, {name}": (body, name) for body in (body_handler, body_thread) for name in backends}
+    for name, outcomes in run_rows(body_of, 2, rows, victims={1}).items():
+        assert outcomes[0].ok, (name, outcomes[0].trace)
+        assert outcomes[0].value < 20, (name, outcomes[0])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, elapsed_error, launch, run_ranks
+from harness import Rank, elapsed_error, run_ranks
+from rows import run_rows
 from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +28,8 @@ def body_shrink(rank: Rank, backend: str) -> Any:
     rank.init(backend)
     done = FileStore(str(rank.folder / "done"), -1)
     dist.all_reduce(torch.ones(3))
-    rank.report("ready")
+    if rank.rank == 2:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
     error = elapsed_error(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1_000_000)])
     sizes = []
     # Rank 2 is dead; of what is left, the rank that was 0 goes in good order.
@@ -46,19 +51,17 @@ def body_shrink(rank: Rank, backend: str) -> Any:
     return error, sizes
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
-def test_a_failed_group_shrinks_to_the_living(backend: str) -> None:
-    with launch(body_shrink, 4, backend) as ranks:
-        ranks.expect("ready")
-        ranks.kill(2)
-        outcomes = ranks.outcomes(deadline=30)
-    assert all(outcome.ok for outcome in outcomes), outcomes
-    errors, sizes = zip(*(outcome.value for outcome in outcomes), strict=True)
-    assert all("rank 2 died" in error[1] for error in errors), errors
-    three, two = ([0, 1, 3], [4.0]), ([1, 3], [4.0])
-    assert sizes[0] == [(0, 3, *three)]
-    assert sizes[1] == [(1, 3, *three), (0, 2, *two)]
-    assert sizes[2] == [(2, 3, *three), (1, 2, *two)]
+def test_a_failed_group_shrinks_to_the_living() -> None:
+    rows = {backend: (backend,) for backend in sorted(BACKENDS)}
+    for backend, outcomes in run_rows(body_shrink, 4, rows, victims={2}, deadline=30).items():
+        living = [outcome for outcome in outcomes if outcome.rank != 2]
+        assert all(outcome.ok for outcome in living), (backend, living)
+        errors, sizes = zip(*(outcome.value for outcome in living), strict=True)
+        assert all("rank 2 died" in error[1] for error in errors), (backend, errors)
+        three, two = ([0, 1, 3], [4.0]), ([1, 3], [4.0])
+        assert sizes[0] == [(0, 3, *three)], (backend, sizes)
+        assert sizes[1] == [(1, 3, *three), (0, 2, *two)], (backend, sizes)
+        assert sizes[2] == [(2, 3, *three), (1, 2, *two)], (backend, sizes)
 
 
 def body_shrink_in_order(rank: Rank) -> Any:

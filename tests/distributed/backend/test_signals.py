@@ -9,7 +9,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,14 +19,17 @@ import torch
 import torch.distributed as dist
 from attached import OPTIONS
 from case_choice import slow_on
-from harness import Rank, elapsed_error, launch, run_ranks
+from harness import Rank, elapsed_error, run_ranks
+from rows import Rows, await_others, row_values
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext.backends import BACKENDS, backend_of
+from torchext.backends import backend_of
 
 pytestmark = pytest.mark.sanitize
+
+Cases = Sequence[tuple[Any, ...]]
 
 
 @contextmanager
@@ -115,18 +118,33 @@ def body_flag(rank: Rank, backend: str, what: str) -> Any:
     return on_thread == [True]
 
 
-WAITS = [
-    *(("prague", what) for what in ("all_reduce", "wait with a limit", "partial_all_reduce", "training")),
-    *(("prague", what) for what in ("synchronize", "detach", "destroy")),
-    *slow_on([(name, "many calls") for name in sorted(BACKENDS)], "dear", "dssync", "hop", "prague"),
-    *slow_on([(name, what) for name in ("dssync", "hop") for what in ("training", "synchronize", "detach")], "dssync"),
-    *(("dear", what) for what in ("all_reduce", "training", "forward")),
-]
+def tables(quick: Cases, slow: Cases) -> pytest.MarkDecorator:
+    """Rows by their names. Slow: another backend with the same waits."""
+    quick_rows, slow_rows = ({", ".join(map(str, case)): case for case in cases} for cases in (quick, slow))
+    marked = [pytest.param(quick_rows, id="quick")]
+    if slow_rows:
+        marked.append(pytest.param(slow_rows, id="slow", marks=pytest.mark.slow))
+    return pytest.mark.parametrize("rows", marked)
 
 
-@pytest.mark.parametrize(("backend", "what"), WAITS)
-def test_handlers_run_in_a_wait(backend: str, what: str) -> None:
-    assert run_ranks(body_flag, 2, backend, what) == [True, True]
+SYNCHRONIZED = ("training", "synchronize", "detach")
+
+
+@tables(
+    [
+        *(("prague", what) for what in ("all_reduce", "wait with a limit", "partial_all_reduce", "training")),
+        *(("prague", what) for what in ("synchronize", "detach", "destroy")),
+        ("torchext", "many calls"),
+        *(("hop", what) for what in SYNCHRONIZED),
+        *(("dear", what) for what in ("all_reduce", "training", "forward")),
+    ],
+    [
+        *((name, "many calls") for name in ("dear", "dssync", "hop", "prague")),
+        *(("dssync", what) for what in SYNCHRONIZED),
+    ],
+)
+def test_handlers_run_in_a_wait(rows: Rows) -> None:
+    assert row_values(body_flag, 2, rows) == {row: [True, True] for row in rows}
 
 
 class Stop(Exception):
@@ -146,12 +164,9 @@ def body_rendezvous(rank: Rank, backend: str, missing: int) -> str:
     return "met"
 
 
-@pytest.mark.parametrize(
-    ("backend", "missing"),
-    slow_on([("prague", 0), ("prague", 2), ("dssync", 0), ("hop", 0), ("dear", 0)], "dear", "dssync", "hop"),
-)
-def test_handlers_run_in_the_rendezvous(backend: str, missing: int) -> None:
-    assert run_ranks(body_rendezvous, 3, backend, missing) == ["met"] * 3
+@tables([("prague", 0), ("prague", 2)], [("dssync", 0), ("hop", 0), ("dear", 0)])
+def test_handlers_run_in_the_rendezvous(rows: Rows) -> None:
+    assert row_values(body_rendezvous, 3, rows) == {row: ["met"] * 3 for row in rows}
 
 
 def body_raise(rank: Rank, backend: str, what: str) -> Any:
@@ -175,21 +190,15 @@ def body_raise(rank: Rank, backend: str, what: str) -> Any:
     return "raised"
 
 
-@pytest.mark.parametrize(
-    ("backend", "what"),
-    [
-        ("prague", "all_reduce"),
-        *slow_on([(name, "synchronize") for name in ("prague", "dssync", "hop")], "dssync"),
-    ],
-)
-def test_what_a_handler_raises_ends_the_wait(backend: str, what: str) -> None:
+@tables([("prague", "all_reduce"), ("prague", "synchronize"), ("hop", "synchronize")], [("dssync", "synchronize")])
+def test_what_a_handler_raises_ends_the_wait(rows: Rows) -> None:
     """As Ctrl-C does. The call itself goes on, so that the peer gets its answer; not where all were to meet."""
-    first, second = run_ranks(body_raise, 2, backend, what)
-    assert first == "raised"
-    if what == "synchronize":
-        assert "rank 0 was interrupted" in second
-    else:
-        assert second == "went on"
+    for row, (first, second) in row_values(body_raise, 2, rows).items():
+        assert first == "raised", row
+        if row.endswith("synchronize"):
+            assert "rank 0 was interrupted" in second, (row, second)
+        else:
+            assert second == "went on", (row, second)
 
 
 def body_raise_at_the_end(rank: Rank, backend: str) -> Any:
@@ -215,11 +224,12 @@ def body_raise_at_the_end(rank: Rank, backend: str) -> Any:
     return dist.is_initialized()
 
 
-@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "dear"], "dssync"))
-def test_what_a_handler_raises_ends_the_wait_for_those_that_still_train(backend: str) -> None:
-    initialized, (kind, text) = run_ranks(body_raise_at_the_end, 2, backend)
-    assert not initialized
-    assert kind == "DistBackendError" and "rank 0 was interrupted while it waited for those that still tr" in text
+@tables([("prague",), ("dear",)], [("dssync",)])
+def test_what_a_handler_raises_ends_the_wait_for_those_that_still_train(rows: Rows) -> None:
+    for row, (initialized, (kind, text)) in row_values(body_raise_at_the_end, 2, rows).items():
+        assert not initialized, row
+        assert kind == "DistBackendError", (row, kind)
+        assert "rank 0 was interrupted while it waited for those that still tr" in text, (row, text)
 
 
 def body_raise_at_exit(rank: Rank) -> Any:
@@ -259,7 +269,7 @@ def body_end(rank: Rank, backend: str, what: str, together: bool) -> Any:
         store.wait(["handled"])
         if together:
             dist.destroy_process_group()
-        rank.pause()
+        await_others(rank)
         return None
     handled: list[bool] = []
 
@@ -279,22 +289,22 @@ def body_end(rank: Rank, backend: str, what: str, together: bool) -> Any:
     return handled, error
 
 
-@pytest.mark.parametrize("together", [False, True])
+# Each backend by itself: who ends the group alone may wait for seconds.
 @pytest.mark.parametrize(
-    ("backend", "what"),
-    [
-        *slow_on(
-            [(name, what) for name in ("prague", "dssync", "hop") for what in ("training", "synchronize", "detach")],
-            "dssync",
-        ),
-        *(("dear", what) for what in ("training", "forward")),
-    ],
+    ("backend", "waits"),
+    slow_on(
+        [*((name, SYNCHRONIZED) for name in ("prague", "dssync", "hop")), ("dear", ("training", "forward"))], "dssync"
+    ),
 )
-def test_a_handler_may_end_the_group(backend: str, what: str, together: bool) -> None:
-    with launch(body_end, 2, backend, what, together) as ranks:
-        outcome = ranks.outcomes([0])[0]
-    assert outcome.ok, outcome.trace or outcome
-    handled, error = outcome.value
-    assert handled == [True]
-    # Together both have had what they waited for, if the other has given it on its way out.
-    assert error.startswith("DistBackendError: ") or (together and not error), error
+def test_a_handler_may_end_the_group(backend: str, waits: Sequence[str]) -> None:
+    rows = {
+        f"{what}, {'together' if together else 'alone'}": (backend, what, together)
+        for what in waits
+        for together in (False, True)
+    }
+    for row, values in row_values(body_end, 2, rows).items():
+        handled, error = values[0]
+        assert handled == [True], (row, values)
+        # Together both have had what they waited for, if the other has given it on its way out.
+        together = rows[row][2]
+        assert error.startswith("DistBackendError: ") or (together and not error), (row, error)

@@ -6,6 +6,7 @@ import builtins
 import re
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import OPTIONS
-from case_choice import quick_on
-from harness import Rank, elapsed_error, launch, run_ranks
+from harness import Rank, elapsed_error, run_ranks
+from rows import row_values
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
+from torchext.backends import BACKENDS
 
 pytestmark = pytest.mark.sanitize
 
@@ -61,11 +63,9 @@ def body_different(rank: Rank, name: str, before: int) -> Any:
     return error, later, untouched.tolist(), torchext.backend_of().failure
 
 
-def check_different(outcomes: list[Any], name: str) -> None:
+def check_different(values: list[Any], name: str) -> None:
     _, _, odd, others = DIFFERENT[name]
-    for outcome in outcomes:
-        assert outcome.ok, outcome.trace
-        error, later, untouched, failure = outcome.value
+    for error, later, untouched, failure in values:
         assert error[0] == later[0] == "DistBackendError", (error, later)
         named = re.search(r"ranks (\d) and (\d) make different calls #(\d+): ", error[1])
         assert named and str(ODD) in named.groups()[:2], error[1]
@@ -76,11 +76,10 @@ def check_different(outcomes: list[Any], name: str) -> None:
 
 
 # Every other difference, and every backend: tests/cpp/c10d/fault/call_check_test.cc and backend/every_backend_test.cc.
-@pytest.mark.parametrize("before", [0, 4])
-@pytest.mark.parametrize(("name", "size"), [("numel", 8), ("root", 4)])
-def test_a_difference_is_an_error_on_every_rank(name: str, size: int, before: int) -> None:
-    with launch(body_different, size, name, before) as ranks:
-        check_different(ranks.outcomes(deadline=20), name)
+def test_a_difference_is_an_error_on_every_rank() -> None:
+    rows = {f"{name} after {before}": (name, before) for name in DIFFERENT for before in (0, 4)}
+    for row, values in row_values(body_different, 8, rows).items():
+        check_different(values, rows[row][0])
 
 
 def body_lines(rank: Rank) -> Any:
@@ -135,9 +134,9 @@ def body_lines_of_a_script(rank: Rank, backend: str) -> Any:
     return everyone
 
 
-@pytest.mark.parametrize("backend", quick_on("dear", "hop", "prague"))
-def test_a_script_whose_lines_are_compared(backend: str) -> None:
-    assert run_ranks(body_lines_of_a_script, 2, backend) == [[0, 1]] * 2
+def test_scripts_whose_lines_are_compared() -> None:
+    found = row_values(body_lines_of_a_script, 2, {backend: (backend,) for backend in sorted(BACKENDS)})
+    assert found == {backend: [[0, 1]] * 2 for backend in BACKENDS}
 
 
 def body_first_lines(rank: Rank) -> list[float]:
@@ -210,10 +209,6 @@ def body_order(rank: Rank) -> Any:
     return sequence
 
 
-def test_calls_start_in_their_order() -> None:
-    assert len(set(run_ranks(body_order, 8))) == 1
-
-
 def body_invalid(rank: Rank) -> Any:
     rank.init()
     errors = []
@@ -227,7 +222,13 @@ def body_invalid(rank: Rank) -> Any:
     return errors, tensor.tolist()
 
 
-def test_an_invalid_call_fails_by_itself() -> None:
-    for errors, tensor in run_ranks(body_invalid, 3):
+def body_of(rank: Rank, body: Callable[[Rank], Any]) -> Any:
+    return body(rank)
+
+
+def test_calls_start_in_their_order_and_an_invalid_one_fails_by_itself() -> None:
+    found = row_values(body_of, 8, {"order": (body_order,), "invalid": (body_invalid,)})
+    assert len(set(found["order"])) == 1
+    for errors, tensor in found["invalid"]:
         assert all(kind in ("RuntimeError", "ValueError") for kind, _, _ in errors), errors
-        assert tensor == [3.0, 3.0]
+        assert tensor == [8.0, 8.0]

@@ -1,14 +1,15 @@
 """A rank is killed, stopped, or runs into an exception at a named point of the code; recovery has a file of its own.
 
 Every point that a collective or training passes, with every backend that passes it, the first time and a later one.
+Those of one backend are rows of one case: each has a group of its own, in the same processes.
 """
 
 from __future__ import annotations
 
+import collections
 import re
 import signal
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from attached import OPTIONS, Trainer
 from fault_places import CALL_POINTS, RECOVERY_POINTS, TRAINING_POINTS, Place
-from harness import Rank, elapsed_error, launch
+from harness import Outcome, Rank, elapsed_error
+from rows import Rows, run_rows
 from torch import nn
 
 import torchext
@@ -76,7 +78,6 @@ def body(rank: Rank, place: Place, action: str, passes: int, heartbeat: float) -
     for _ in range(3):
         step()
     dist.barrier()
-    rank.report("ready")  # before it is armed: its threads may pass the point from then on
     if rank.rank == place.victim:
         _C.arm_fault_point(place.point, action, passes)
 
@@ -94,15 +95,29 @@ def others(place: Place) -> list[int]:
     return [rank for rank in range(SIZE) if rank != place.victim]
 
 
-def check_survivor(value: Any, place: Place, says: str) -> str:
+def values_of(name: str, outcomes: list[Outcome], ranks: Iterable[int]) -> list[Any]:
+    for rank in ranks:
+        assert outcomes[rank].ok, (name, rank, outcomes[rank].trace or outcomes[rank].message)
+    return [outcomes[rank].value for rank in ranks]
+
+
+def check_survivor(name: str, value: Any, place: Place, says: str) -> str:
     """That rank's outcome; returns the reason that its group keeps."""
     (kind, text, _), (kind2, text2, seconds2), untouched, failure = value
-    assert kind == kind2 == "DistBackendError", value
-    assert re.search(says, text) and re.search(says, text2), value
-    assert seconds2 < 3  # at once, but for a loaded machine
-    assert untouched == [7.0] * 4
-    assert failure[0] == place.victim, value
+    assert kind == kind2 == "DistBackendError", (name, value)
+    assert re.search(says, text) and re.search(says, text2), (name, value)
+    assert seconds2 < 3, name  # at once, but for a loaded machine
+    assert untouched == [7.0] * 4, name
+    assert failure[0] == place.victim, (name, value)
     return str(failure[1])
+
+
+def by_backend(places: Iterable[Place], action: str, passes: int, heartbeat: float) -> dict[str, Rows]:
+    """Rows of `body`."""
+    rows = collections.defaultdict[str, dict[str, tuple[Any, ...]]](dict)
+    for place in places:
+        rows[place.backend][str(place)] = (place, action, passes, heartbeat)
+    return dict(rows)
 
 
 def test_every_point_has_a_test() -> None:
@@ -115,50 +130,56 @@ def test_every_point_has_a_test() -> None:
 ALL = [*(Place(point, "prague") for point in sorted(CALL_POINTS)), *TRAINING_POINTS]
 
 
-@pytest.mark.parametrize("place", ALL, ids=str)
-@pytest.mark.parametrize("passes", [0, 3])
-def test_a_rank_is_killed(place: Place, passes: int) -> None:
-    with launch(body, SIZE, place, "kill", passes, 5.0) as ranks:
-        ranks.expect("ready")
-        start = time.monotonic()
-        reasons = {
-            check_survivor(outcome.value, place, f"rank {place.victim} died")
-            for outcome in ranks.outcomes(others(place), deadline=30)
-        }
-        assert time.monotonic() - start < DEATH_LIMIT
-        (died,) = ranks.outcomes([place.victim], deadline=5)
-        assert died.error == "ProcessEnded" and ranks.exit_code(place.victim) == -signal.SIGKILL
-    assert len(reasons) == 1, reasons
+@pytest.mark.parametrize("passes", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", sorted({place.backend for place in ALL}))
+def test_a_rank_is_killed(backend: str, passes: int) -> None:
+    rows = by_backend(ALL, "kill", passes, 5.0)[backend]
+    victims = {place.victim for place, *_ in rows.values()}
+    for name, outcomes in run_rows(body, SIZE, rows, victims=victims).items():
+        place = rows[name][0]
+        died = outcomes[place.victim]
+        assert died.error == "ProcessEnded" and died.message == f"exit code {-signal.SIGKILL}", (name, died)
+        values = values_of(name, outcomes, others(place))
+        reasons = {check_survivor(name, value, place, f"rank {place.victim} died") for value in values}
+        assert len(reasons) == 1, (name, reasons)
+        assert max(seconds for (_, _, seconds), *_ in values) < DEATH_LIMIT, (name, values)
 
 
 # Silence is the heartbeats' to see, wherever the rank is: one place of each backend is quick.
 _FIRST = {place.backend: place for place in reversed(ALL)}.values()
+_STOPPED = [
+    pytest.param(_FIRST, id="one of each backend"),
+    *(
+        pytest.param([place for place in ALL if place.backend == first.backend], marks=pytest.mark.slow, id=str(first))
+        for first in _FIRST
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=() if place in _FIRST else pytest.mark.slow) for place in ALL], ids=str
-)
-def test_a_rank_is_stopped(place: Place) -> None:
-    with launch(body, SIZE, place, "stop", 1, 4.0) as ranks:  # long: busy neighbours delay those that live
-        ranks.expect("ready")
+@pytest.mark.parametrize("places", _STOPPED)
+def test_a_rank_is_stopped(places: Iterable[Place]) -> None:
+    # Long: busy neighbours delay those that live.
+    rows = {str(place): (place, "stop", 1, 4.0) for place in places}
+    for name, outcomes in run_rows(body, SIZE, rows, victims={place.victim for place in places}).items():
+        place = rows[name][0]
         silent = f"rank {place.victim} has been silent for"
-        reasons = {
-            check_survivor(outcome.value, place, silent) for outcome in ranks.outcomes(others(place), deadline=30)
-        }
+        values = values_of(name, outcomes, others(place))
+        reasons = {check_survivor(name, value, place, silent) for value in values}
+        assert len(reasons) == 1, (name, reasons)
         # Woken up, it learns the same, and does not hang.
-        ranks.kill(place.victim, signal.SIGCONT)
-        (late,) = ranks.outcomes([place.victim], deadline=30)
-        assert late.ok and late.value[0][0] == "DistBackendError", late
-    assert len(reasons) == 1, reasons
+        late = outcomes[place.victim]
+        assert late.ok and late.value[0][0] == "DistBackendError", (name, late)
 
 
-@pytest.mark.parametrize("place", [place for place in TRAINING_POINTS if not place.partial], ids=str)
-def test_a_rank_raises(place: Place) -> None:
-    with launch(body, SIZE, place, "throw", 1, 5.0) as ranks:
-        ranks.expect("ready")
-        for outcome in ranks.outcomes(deadline=30):
-            assert outcome.ok, outcome.trace
-            (_, text, _), (kind2, text2, _), untouched, failure = outcome.value
-            assert f"fault point {place.point}" in text and kind2 == "DistBackendError", outcome
-            assert f"fault point {place.point}" in text2 and untouched == [7.0] * 4, outcome
-            assert failure[0] == place.victim, outcome
+_RAISES = by_backend((place for place in TRAINING_POINTS if not place.partial), "throw", 1, 5.0)
+
+
+@pytest.mark.parametrize("backend", sorted(_RAISES))
+def test_a_rank_raises(backend: str) -> None:
+    rows = _RAISES[backend]
+    for name, outcomes in run_rows(body, SIZE, rows).items():
+        place = rows[name][0]
+        for (_, text, _), (kind2, text2, _), untouched, failure in values_of(name, outcomes, range(SIZE)):
+            assert f"fault point {place.point}" in text and kind2 == "DistBackendError", (name, text, kind2)
+            assert f"fault point {place.point}" in text2 and untouched == [7.0] * 4, (name, text2, untouched)
+            assert failure[0] == place.victim, (name, failure)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import os
 import signal
 from datetime import timedelta
 from typing import Any
@@ -12,7 +14,8 @@ import torch.distributed as dist
 from attached import equal_everywhere
 from elastic_training import ElasticTraining
 from fault_places import RECOVERY_POINTS, TRAINING_POINTS, Place
-from harness import Rank, launch
+from harness import Outcome, Rank, launch
+from rows import Rows, meet, run_rows
 from torch import nn
 
 from torchext import _C
@@ -43,7 +46,6 @@ def body_in_training(rank: Rank, place: Place, action: str) -> Any:
     training = ElasticTraining(rank, place.backend, dict(place.options), module=module)
     training.optimizer.param_groups[0]["lr"] = place.lr
     training.train(3)
-    rank.report("ready")  # before it is armed: its threads may pass the point from then on
     if rank.rank == place.victim:
         _C.arm_fault_point(place.point, action, 1)
     while training.workers() == rank.size:
@@ -53,39 +55,56 @@ def body_in_training(rank: Rank, place: Place, action: str) -> Any:
     return outcome_of(training)
 
 
-@pytest.mark.parametrize("place", [p for p in TRAINING_POINTS if p.backend != "dear" and not p.partial], ids=str)
-def test_the_others_train_on_after_a_kill(place: Place) -> None:
-    with launch(body_in_training, 4, place, "kill") as ranks:
-        ranks.expect("ready")
-        others = [rank for rank in range(4) if rank != place.victim]
-        outcomes = ranks.outcomes(others, deadline=60)
-    assert [outcome.value for outcome in outcomes] == [([place.victim], [], 3)] * 3, outcomes
+def rows_of(action: str, *, small: bool = False) -> dict[str, Rows]:
+    """By backend, of `body_in_training`; small: models that go in one message."""
+    rows = collections.defaultdict[str, dict[str, tuple[Any, ...]]](dict)
+    for place in TRAINING_POINTS:
+        if place.backend != "dear" and not place.partial and (place.width == 16 or not small):
+            rows[place.backend][str(place)] = (place, action)
+    return dict(rows)
 
 
-@pytest.mark.parametrize(
-    "place", [p for p in TRAINING_POINTS if p.backend != "dear" and not p.partial and p.width == 16], ids=str
-)
-def test_the_others_train_on_without_one_that_fails(place: Place) -> None:
+def check_in_training(rows: Rows, found: dict[str, list[Outcome]]) -> None:
+    for name, outcomes in found.items():
+        victim = rows[name][0].victim
+        ended = [outcome.value for outcome in outcomes if outcome.rank != victim]
+        assert ended == [([victim], [], 3)] * 3, (name, outcomes)
+
+
+_KILLED, _FAILS = rows_of("kill"), rows_of("throw", small=True)
+
+
+@pytest.mark.parametrize("backend", sorted(_KILLED))
+def test_the_others_train_on_after_a_kill(backend: str) -> None:
+    rows = _KILLED[backend]
+    found = run_rows(body_in_training, 4, rows, victims={place.victim for place, _ in rows.values()})
+    check_in_training(rows, found)
+
+
+@pytest.mark.parametrize("backend", sorted(_FAILS))
+def test_the_others_train_on_without_one_that_fails(backend: str) -> None:
     """It has an error of its own, and its script may live: the others do not wait for it."""
-    with launch(body_in_training, 4, place, "throw") as ranks:
-        ranks.expect("ready")
-        others = [rank for rank in range(4) if rank != place.victim]
-        outcomes = ranks.outcomes(others, deadline=60)
-        (failed,) = ranks.outcomes([place.victim], deadline=20)
-        assert f"fault point {place.point}" in failed.message, failed
-    assert [outcome.value for outcome in outcomes] == [([place.victim], [], 3)] * 3, outcomes
+    rows = _FAILS[backend]
+    found = run_rows(body_in_training, 4, rows)
+    check_in_training(rows, found)
+    for name, outcomes in found.items():
+        place = rows[name][0]
+        assert f"fault point {place.point}" in outcomes[place.victim].message, (name, outcomes)
 
 
 # ---- A second fault, in the recovery from the first ----
 
 
 def body_in_recovery(rank: Rank, backend: str, point: str, action: str, victim: int, own_group: bool) -> Any:
+    """Rank 1 is killed when all have trained; the victim fails when it comes to the point behind that."""
     hurry()
     training = ElasticTraining(rank, backend, {}, own_group=own_group)
     training.train(3)
     if rank.rank == victim:
         _C.arm_fault_point(point, action)
-    rank.report("ready")
+    meet(rank, "armed")
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     left = rank.size - (2 if action == "kill" or point == "group.formed" else 1)
     while training.workers() > left:
         training.train(1)
@@ -95,43 +114,63 @@ def body_in_recovery(rank: Rank, backend: str, point: str, action: str, victim: 
 IN_RECOVERY = sorted(point for point in RECOVERY_POINTS if not point.startswith("state_transfer"))
 
 
+Recovery = tuple[str, str, str, int, bool]  # arguments of body_in_recovery
+
+
+def killed(point: str, backend: str, victim: int, own_group: bool = False) -> tuple[str, Recovery]:
+    """A row, and its name."""
+    name = f"{point}-{backend}{'-own group' * own_group}"
+    return name, (backend, point, "kill", victim, own_group)
+
+
 # Rank 0 watches rank 1, and is the first of the workers.
+_MOST = [point for point in IN_RECOVERY if point != "fault_message.heard"]
+_SECOND_KILLS = {
+    "prague": [killed(point, "prague", 0) for point in IN_RECOVERY],
+    "hop": [killed(point, "hop", 0) for point in IN_RECOVERY],
+    "dssync": [killed(point, "dssync", 3) for point in _MOST],
+    "own group": [killed(point, "prague", 3, True) for point in _MOST],
+}
+_EACH_POINT = [
+    *(killed(point, "prague", 0) for point in ("fault_message.heard", "membership.alive", "membership.listed")),
+    killed("group.connected", "hop", 0),
+    killed("group.arrived", "dssync", 3),
+    killed("group.formed", "prague", 3, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("point", "backend", "victim", "own_group"),
+    "table",
     [
-        *((point, "prague", 0, False) for point in IN_RECOVERY),
-        *((point, "hop", 0, False) for point in IN_RECOVERY),
-        *((point, "dssync", 3, False) for point in IN_RECOVERY if point != "fault_message.heard"),
-        *((point, "prague", 3, True) for point in IN_RECOVERY if point != "fault_message.heard"),
+        pytest.param(_EACH_POINT, id="each point"),
+        *(pytest.param(table, marks=pytest.mark.slow, id=name) for name, table in _SECOND_KILLS.items()),
     ],
 )
-def test_another_is_killed_in_recovery(point: str, backend: str, victim: int, own_group: bool) -> None:
-    with launch(body_in_recovery, 5, backend, point, "kill", victim, own_group) as ranks:
-        ranks.expect("ready")
-        ranks.kill(1)
-        outcomes = ranks.outcomes([rank for rank in range(5) if rank not in (1, victim)], deadline=60)
-        assert ranks.exit_code(victim) == -9
-    assert [outcome.value for outcome in outcomes] == [(sorted([1, victim]), [], 3)] * 3, outcomes
+def test_another_is_killed_in_recovery(table: list[tuple[str, Recovery]]) -> None:
+    rows = dict(table)
+    for name, outcomes in run_rows(body_in_recovery, 5, rows, victims={1, *(row[3] for row in rows.values())}).items():
+        victim = rows[name][3]
+        assert outcomes[victim].message == "exit code -9", (name, outcomes[victim])
+        left = [outcome.value for outcome in outcomes if outcome.rank not in (1, victim)]
+        assert left == [(sorted([1, victim]), [], 3)] * 3, (name, outcomes)
 
 
-@pytest.mark.parametrize("point", ["group.arrived", "group.connected"])
-def test_a_group_that_does_not_come_about_is_made_anew(point: str) -> None:
-    with launch(body_in_recovery, 5, "prague", point, "throw", 3, False) as ranks:
-        ranks.expect("ready")
-        ranks.kill(1)
-        outcomes = ranks.outcomes(deadline=60)
-    assert [outcome.value for outcome in outcomes] == [([1], [], 4)] * 4, outcomes
+def test_another_fails_in_recovery() -> None:
+    """A group that does not come about is made anew, with all. Where the group stands, who fails is told so.
 
-
-def test_who_fails_when_the_group_stands_is_told_so() -> None:
-    """The others miss it there; it does not wait for another list, on which it could not be."""
-    with launch(body_in_recovery, 5, "prague", "group.formed", "throw", 3, False) as ranks:
-        ranks.expect("ready")
-        ranks.kill(1)
-        (failed,) = ranks.outcomes([3], deadline=20)
-        assert failed.error == "_LeftBehind" and "without rank 3, which could not come" in failed.message, failed
-        outcomes = ranks.outcomes([0, 2, 4], deadline=60)
-    assert [outcome.value for outcome in outcomes] == [([1, 3], [], 3)] * 3, outcomes
+    The others miss it there; it does not wait for another list, on which it could not be.
+    """
+    points = ("group.arrived", "group.connected", "group.formed")
+    rows: dict[str, Recovery] = {point: ("prague", point, "throw", 3, False) for point in points}
+    for name, outcomes in run_rows(body_in_recovery, 5, rows, victims={1}).items():
+        if name == "group.formed":
+            failed = outcomes[3]
+            assert failed.error == "_LeftBehind" and "without rank 3, which could not come" in failed.message, failed
+            left = [outcomes[rank].value for rank in (0, 2, 4)]
+            assert left == [([1, 3], [], 3)] * 3, outcomes
+        else:
+            left = [outcomes[rank].value for rank in (0, 2, 3, 4)]
+            assert left == [([1], [], 4)] * 4, (name, outcomes)
 
 
 def body_comes_late(rank: Rank) -> Any:
@@ -171,17 +210,12 @@ def body_welcome(rank: Rank, point: str, victim: int) -> Any:
     return outcome_of(training)
 
 
-def test_who_hands_over_is_killed() -> None:
-    """The newcomer asks again, and gets the state of the next worker."""
-    with launch(body_welcome, 4, "state_transfer.sending", 0) as ranks:
-        outcomes = ranks.outcomes([1, 2, 3], deadline=60)
-        assert ranks.exit_code(0) == -9
+def test_one_of_a_newcomers_welcome_is_killed() -> None:
+    """Who hands over: the newcomer asks again, and gets the state of the next worker. Or the newcomer itself."""
+    rows = {"hands over": ("state_transfer.sending", 0), "takes over": ("state_transfer.receiving", 3)}
+    found = run_rows(body_welcome, 4, rows, victims={0, 3})
+    for name, outcomes in found.items():
+        assert outcomes[rows[name][1]].message == "exit code -9", (name, outcomes)
     # Its first number is lost with the group that it was let into.
-    assert [outcome.value for outcome in outcomes] == [([0, 3], [3, 4], 3)] * 3, outcomes
-
-
-def test_a_newcomer_is_killed_when_it_takes_over() -> None:
-    with launch(body_welcome, 4, "state_transfer.receiving", 3) as ranks:
-        outcomes = ranks.outcomes([0, 1, 2], deadline=60)
-        assert ranks.exit_code(3) == -9
-    assert [outcome.value for outcome in outcomes] == [([3], [3], 3)] * 3, outcomes
+    assert [outcome.value for outcome in found["hands over"][1:]] == [([0, 3], [3, 4], 3)] * 3, found
+    assert [outcome.value for outcome in found["takes over"][:3]] == [([3], [3], 3)] * 3, found

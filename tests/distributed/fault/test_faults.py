@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, elapsed_error, launch
+from rows import run_rows
 
 import torchext
 
@@ -72,77 +76,68 @@ def test_sigkill_in_all_reduce() -> None:
         assert took < DEATH_LIMIT
 
 
-def body_killed_during_wait(rank: Rank) -> Any:
+VICTIM = 2
+
+
+def dies_soon() -> None:
+    """From outside, as far as what the process is at is concerned."""
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def body_receives(rank: Rank) -> Any:
     rank.init(timeout=60)
     dist.barrier()
-    rank.report("ready")
-    if rank.rank == 2:
+    if rank.rank == VICTIM:
+        dies_soon()
         time.sleep(60)
-    return elapsed_error(lambda: dist.recv(torch.ones(10), src=2))
-
-
-# In other waits: tests/cpp/c10d/backend/lifecycle_test.cc.
-def test_sigkill_while_receiving() -> None:
-    with launch(body_killed_during_wait, 4) as ranks:
-        ranks.expect("ready")
-        time.sleep(0.3)
-        ranks.kill(2)
-        start = time.monotonic()
-        for outcome in ranks.outcomes(deadline=20):
-            assert outcome.ok, outcome.trace
-            kind, text, _ = outcome.value
-            assert kind == "DistBackendError" and "rank 2 died" in text, text
-            assert re.search(r": recv with rank 2 \(float32, 10 elements; [0-9.]+ s after the call\): ", text), text
-        assert time.monotonic() - start < DEATH_LIMIT
+    return elapsed_error(lambda: dist.recv(torch.ones(10), src=VICTIM))
 
 
 def body_ddp(rank: Rank) -> Any:
     rank.init(timeout=60)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-    rank.report("ready")
 
     def train() -> None:
         while True:
             model(torch.randn(8, 64)).sum().backward()
 
+    if rank.rank == VICTIM:
+        dies_soon()
     return elapsed_error(train)
-
-
-def test_sigkill_in_ddp_backward() -> None:
-    with launch(body_ddp, 4) as ranks:
-        ranks.expect("ready")
-        time.sleep(0.5)
-        ranks.kill(1)
-        start = time.monotonic()
-        for outcome in ranks.outcomes(deadline=20):
-            assert outcome.ok, outcome.trace
-            assert "rank 1 died" in outcome.value[1], outcome.value
-        assert time.monotonic() - start < DEATH_LIMIT
 
 
 def body_two_groups(rank: Rank) -> Any:
     rank.init(timeout=60)
     pair = dist.new_group([0, 1], backend="prague")
-    rank.report("ready")
-    if rank.rank == 2:
+    if rank.rank == VICTIM:
+        dies_soon()
         time.sleep(60)
-    world = elapsed_error(loop_of_all_reduce)
-    if rank.rank == 3:
-        return world, None
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=pair)
-    return world, tensor.tolist()
+    error = elapsed_error(loop_of_all_reduce)
+    if rank.rank < 2:  # the pair goes on
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=pair)
+        assert tensor.tolist() == [2.0] * 3
+    return error
 
 
-def test_a_group_without_the_dead_rank_goes_on() -> None:
-    with launch(body_two_groups, 4) as ranks:
-        ranks.expect("ready")
-        ranks.kill(2)
-        for outcome in ranks.outcomes(deadline=20):
-            assert outcome.ok, outcome.trace
-            world, pair = outcome.value
-            assert "rank 2 died" in world[1]
-            assert pair in (None, [2.0] * 3)
+def body_of(rank: Rank, body: Callable[[Rank], Any]) -> Any:
+    return body(rank)
+
+
+# In other waits: tests/cpp/c10d/backend/lifecycle_test.cc.
+def test_sigkill_while_receiving_in_ddp_and_beside_another_group() -> None:
+    rows = {body.__name__[5:]: (body,) for body in (body_receives, body_ddp, body_two_groups)}
+    for name, outcomes in run_rows(body_of, 4, rows, victims={VICTIM}).items():
+        for outcome in outcomes:
+            if outcome.rank == VICTIM:
+                assert outcome.message == "exit code -9", (name, outcome)
+                continue
+            assert outcome.ok, (name, outcome.trace)
+            kind, text, seconds = outcome.value
+            assert kind == "DistBackendError" and f"rank {VICTIM} died" in text, (name, text)
+            says = rf": recv with rank {VICTIM} \(float32, 10 elements; [0-9.]+ s after the call\): "
+            assert name != "receives" or re.search(says, text), text
+            assert seconds < 0.3 + DEATH_LIMIT, (name, seconds)
 
 
 # ---- A peer is stopped, late, or wrong ----

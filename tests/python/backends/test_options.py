@@ -80,6 +80,24 @@ def test_a_negative_time_is_named() -> None:
 
 
 @each_class
+def test_how_ranks_watch_each_other(kind: Any) -> None:
+    assert kind().heartbeat_timeout == timedelta(seconds=5)
+    assert kind().call_check == "new" and kind().operation_timeout == timedelta(0)
+    whole = timedelta(seconds=90)
+    options = kind(heartbeat_timeout=timedelta(seconds=0.2), call_check="every", operation_timeout=whole)
+    assert options.operation_timeout == whole
+    assert options.heartbeat_timeout == timedelta(seconds=0.2) and options.call_check == "every"
+    assert kind(heartbeat_timeout=timedelta(0)).heartbeat_timeout == timedelta(0)
+    for bad in (-1, 0.1, 1e6):
+        with pytest.raises(ValueError, match=r"heartbeat_timeout must be 0 \(off\) or from 0\.2 s to a day, got"):
+            kind(heartbeat_timeout=timedelta(seconds=bad))
+        with pytest.raises(ValueError, match=r"operation_timeout must be 0 \(no limit\) or from 0\.5 s to a day, got"):
+            kind(operation_timeout=timedelta(seconds=bad))
+    with pytest.raises(ValueError, match='call_check must be one of new, every, lines, off; got "some"'):
+        kind(call_check="some")
+
+
+@each_class
 def test_a_wrong_type_is_named(kind: Any) -> None:
     """Of each option, beside one that is right, and with the value."""
     for name in kind().__reduce__()[0].keywords:

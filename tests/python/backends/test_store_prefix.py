@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from torchext.backends.store_prefix import attempt_store, decline
@@ -38,7 +38,7 @@ class Ranks:
         self.stores = [connect() for _ in range(size)]
         self.pool = ThreadPoolExecutor(size)
 
-    def join(self, rank: int, timeout: timedelta = PATIENCE) -> Future[object]:
+    def join(self, rank: int, timeout: timedelta = PATIENCE) -> Future[PrefixStore]:
         return self.pool.submit(attempt_store, self.stores[rank], rank, len(self.stores), timeout)
 
     def decline(self, rank: int) -> Future[None]:
@@ -49,7 +49,18 @@ class Ranks:
             joined.result(timeout=10)
 
 
-def assert_told(late: Future[object], decliner: int) -> None:
+def test_what_a_dead_attempt_left_is_not_read(connect: Callable[[], Store]) -> None:
+    ranks = Ranks(connect, 3)
+    hellos = [f"torchext/attempt_0/hello/{rank}" for rank in (1, 2)]
+    for hello in hellos:
+        ranks.stores[0].set(hello, "nonce of the dead")
+    joined = [each.result(timeout=10) for each in [ranks.join(rank) for rank in range(3)]]
+    joined[0].set("key", "value")
+    assert [store.get("key") for store in joined] == [b"value"] * 3  # one prefix
+    assert [ranks.stores[0].get(hello) for hello in hellos] == [b"", b""]  # those keys it is, and nobody waits
+
+
+def assert_told(late: Future[PrefixStore], decliner: int) -> None:
     start = time.monotonic()
     with pytest.raises(DistStoreError, match=rf": rank {decliner} cannot join the group: ValueError: bad"):
         late.result(timeout=10)

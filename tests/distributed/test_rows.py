@@ -1,0 +1,46 @@
+"""What rows.py promises to the other tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+from harness import Rank
+from rows import await_others, meet, row_values, run_rows
+
+
+def body(rank: Rank, what: str) -> tuple[int, str]:
+    (rank.folder / f"{what}{rank.rank}").touch()
+    meet(rank, "begun")
+    if rank.rank == 1 and what == "raises":
+        raise KeyError(what)
+    if rank.rank == 1 and what == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank.rank == 1 and what == "is stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank.rank == 1 and what == "comes last":
+        await_others(rank)
+    if rank.rank == 0 and what == "never ends":
+        signal.pause()
+    return rank.rank, " ".join(sorted(path.name for path in rank.folder.iterdir() if what in path.name))
+
+
+def test_rows_run_by_themselves_whatever_becomes_of_others() -> None:
+    rows = {what: (what,) for what in ("raises", "is killed", "is stopped", "comes last")}
+    found = run_rows(body, 2, rows, victims={1})
+    for what, outcomes in found.items():
+        assert outcomes[0].value == (0, f"{what}0 {what}1"), outcomes
+    assert (found["raises"][1].error, found["raises"][1].message) == ("KeyError", "'raises'")
+    assert (found["is killed"][1].error, found["is killed"][1].message) == ("ProcessEnded", "exit code -9")
+    assert all(found[what][1].value == (1, f"{what}0 {what}1") for what in ("is stopped", "comes last")), found
+
+
+def test_a_row_that_fails_or_does_not_end_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"^failed: raises\nraises: Traceback(.|\n)*KeyError: 'raises'"):
+        row_values(body, 2, {"raises": ("raises",), "comes last": ("comes last",)})
+    with pytest.raises(AssertionError, match="no report 'never ends is over' within 2 s") as caught:
+        run_rows(body, 2, {"raises": ("raises",), "never ends": ("never ends",)}, deadline=2)
+    assert re.search(r'test_rows\.py", line \d+ in body', str(caught.value)), caught.value
+    assert "raises: rank 1: Traceback" in "\n".join(caught.value.__notes__), caught.value.__notes__
