@@ -340,30 +340,3 @@ def test_parameters_are_read_between_the_steps() -> None:
     for form, both in row_values(body_read_between, 2, {form: (form,) for form in DEAR}).items():
         for said in both:
             assert ("form='replicated'" in said) == (form == "dear-sharded"), (form, said)
-
-
-def body_refused(rank: Rank, backend: str) -> None:
-    rank.init(backend)
-    ddp = DistributedDataParallel(Net())
-    matrices, others = split(ddp.module)
-    first, second = torch.optim.SGD(matrices, lr=0.1), torch.optim.SGD(others, lr=0.1)
-    whole = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for given, error, text in [
-        ([], ValueError, "list of optimizers is empty"),
-        ([first], ValueError, "does not own 4 of the model's trainable"),
-        ([first, first, second], ValueError, r"2 of the model's parameters .*body.weight.* more than once"),
-        ([first, whole], ValueError, "share no parameter"),
-        ([first, None], TypeError, "or a list of them, got NoneType"),
-        ({"a": first}, TypeError, "or a list of them, got dict"),
-    ]:
-        with pytest.raises(error, match=text):
-            torchext.attach(ddp, given)  # type: ignore[arg-type]
-    sync = torchext.attach(ddp, (first, second))
-    with pytest.raises(RuntimeError, match=r"attached with another optimizer \(SGD, SGD\)"):
-        whole.step()
-    sync.detach()
-
-
-@pytest.mark.parametrize("backend", ["prague", "dear"])
-def test_what_is_refused(backend: str) -> None:
-    run_ranks(body_refused, 2, backend)
