@@ -102,9 +102,9 @@ class Rank:
             **kwargs,
         )
 
-    def within(self, folder: Path) -> Rank:
-        """The same, with a folder of its own."""
-        return Rank(self.rank, self.size, folder, self._line)
+    def within(self, folder: Path, *, alone: bool = False) -> Rank:
+        """The same, with a folder of its own; alone: the only rank of another group."""
+        return Rank(0, 1, folder, self._line) if alone else Rank(self.rank, self.size, folder, self._line)
 
     def report(self, word: str) -> None:
         self._line.send(("report", word))

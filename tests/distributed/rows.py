@@ -18,7 +18,6 @@ import ctypes
 import gc
 import os
 import pickle
-import select
 import signal
 import time
 import traceback
@@ -56,6 +55,13 @@ def row_values(
     texts = [f"{name}: {text}" for name, errors in failed.items() for text in errors]
     assert not texts, "\n".join([f"failed: {', '.join(name for name in failed if failed[name])}", *texts])
     return {name: [outcome.value for outcome in outcomes] for name, outcomes in found.items()}
+
+
+def meet(rank: Rank, word: str) -> None:
+    """In a body: all ranks have come to this word; without a group."""
+    (rank.folder / f"{word}{rank.rank}").touch()
+    while not all((rank.folder / f"{word}{other}").exists() for other in range(rank.size)):
+        time.sleep(0.005)
 
 
 def await_others(rank: Rank) -> None:
@@ -98,30 +104,27 @@ def _run(rank: Rank, body: Callable[..., Any], arguments: tuple[Any, ...]) -> Ou
 
 
 def _run_in_child(rank: Rank, body: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
-    read, write = os.pipe()
+    told = rank.folder / f"outcome of {rank.rank}"  # no pipe: children of the child would have it, too
     if (child := os.fork()) == 0:
-        os.close(read)
-        _child(rank, body, arguments, write)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        while not select.select([pipe], [], [], 0.02)[0]:
-            if _others_are_done(rank):
-                os.kill(child, signal.SIGCONT)
-        told = pipe.read()
-    if not told:
-        _come(rank)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if told:
-        outcome: Outcome = pickle.loads(told)
+        _child(rank, body, arguments, told)
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        if _others_are_done(rank):
+            os.kill(child, signal.SIGCONT)
+        time.sleep(0.01)
+    if told.exists():
+        outcome: Outcome = pickle.loads(told.read_bytes())
         return outcome
-    return Outcome(rank.rank, error="ProcessEnded", message=f"exit code {code}")
+    _come(rank)
+    return Outcome(rank.rank, error="ProcessEnded", message=f"exit code {os.waitstatus_to_exitcode(status)}")
 
 
-def _child(rank: Rank, body: Callable[..., Any], arguments: tuple[Any, ...], pipe: int) -> NoReturn:
+def _child(rank: Rank, body: Callable[..., Any], arguments: tuple[Any, ...], told: Path) -> NoReturn:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     outcome = _run(rank, body, arguments)
-    with os.fdopen(pipe, "wb") as told:
-        pickle.dump(outcome, told)
+    told.write_bytes(pickle.dumps(outcome))
     _meet(rank)
     os._exit(0)
 
