@@ -6,7 +6,7 @@ two, groups of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from attached import OPTIONS
 from harness import Rank
+from rows import Rows, row_values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,16 +69,35 @@ class Script:
         return found
 
 
+_plain: dict[tuple[Any, ...], torch.Tensor] = {}
+"""What scripts made on plain DDP in this process, where the rows of a table have the same one."""
+
+
 def apart(rank: Rank, form: str, script: Callable[..., torch.Tensor], *args: Any) -> float:
     """The largest difference between an attached run of a script and one on plain DDP, and between the ranks."""
     rank.init("gloo")
-    found = []
-    for kind in (None, form):
+    key = (script, *args)
+    if key not in _plain:
         torch.manual_seed(0)
-        found.append(script(Script(rank, kind), *args))
-    other = [torch.empty_like(found[1]) for _ in range(rank.size)]
-    dist.all_gather(other, found[1])
-    return max(float((found[0] - found[1]).abs().max()), float((other[0] - other[1]).abs().max()))
+        _plain[key] = script(Script(rank, None), *args)
+    torch.manual_seed(0)
+    found = script(Script(rank, form), *args)
+    others = [torch.empty_like(found) for _ in range(rank.size)]
+    dist.all_gather(others, found)
+    differences = torch.stack([other - found for other in (_plain[key], *others)])
+    return float(differences.abs().max())  # NaN if one is
+
+
+def check_apart(forms: Iterable[str], script: Callable[..., torch.Tensor], *args: Any, limit: float = 1e-6) -> None:
+    """Each form's run of a script is that of plain DDP, on two ranks; fails with the forms whose is not."""
+    check_rows_apart({form: (form, script, *args) for form in forms}, limit)
+
+
+def check_rows_apart(rows: Rows, limit: float = 1e-6) -> None:
+    """The same of other tables; a row has a form, a script and its arguments."""
+    found = row_values(apart, 2, rows)
+    far = {name: values for name, values in found.items() if not all(value < limit for value in values)}
+    assert not far, f"apart from plain DDP: {far}"
 
 
 def wide() -> nn.Sequential:

@@ -6,11 +6,11 @@ import copy
 import io
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from attached import Trainer, batch, equal_everywhere, flat
-from harness import Rank, run_ranks
+from harness import Rank
+from rows import row_values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -25,7 +25,7 @@ def saved_and_loaded(ddp: DistributedDataParallel) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def body_copies(rank: Rank, backend: str) -> bool:
+def body_copies(rank: Rank, backend: str) -> None:
     rank.init(backend)
     trainer = Trainer(rank, group=dist.group.WORLD)  # DDP copies no model of another group
     for steps in (0, 3):  # before and after the first forward, which puts hooks in their places
@@ -57,9 +57,7 @@ def body_copies(rank: Rank, backend: str) -> bool:
     trainer.sync.synchronize()
     equal_everywhere(trainer.module)
     trainer.sync.detach()
-    return True
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop", "dear"])
-def test_copies_are_not_attached(backend: str) -> None:
-    assert run_ranks(body_copies, 2, backend) == [True] * 2
+def test_copies_are_not_attached() -> None:
+    row_values(body_copies, 2, {backend: (backend,) for backend in ("prague", "dssync", "hop", "dear")})

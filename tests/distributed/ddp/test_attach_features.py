@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from attached import ORDERS, Trainer, batch, equal_everywhere, everywhere, flat, mlp, prague
 from harness import Rank, launch, run_ranks
+from rows import row_values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -284,35 +285,40 @@ def test_training_loops() -> None:
     assert run_ranks(body_checks, 4, deadline=120) == [len(CHECKS)] * 4
 
 
-def body_pausing(rank: Rank, order: str) -> None:
+def body_pausing(rank: Rank) -> None:
     rank.init()
     store = dist.distributed_c10d._get_default_store()
-    trainer = Trainer(rank, group_size=2, order=order)
-    trainer.run(5)
-    if rank.rank == 4:
-        rank.pause()
-        store.set("goes on", "")
-    else:
-        trainer.run(30)
-        rank.report("went on")
-        while not store.check(["goes on"]):  # who is left alone would be held, so as not to run ahead of everybody
-            trainer.run(1)
-    trainer.sync.synchronize()
-    equal_everywhere(trainer.module)
-    trainer.sync.detach()
+    for order in ORDERS:
+        trainer = Trainer(rank, group_size=2, order=order)
+        trainer.run(5)
+        if rank.rank == 4:
+            rank.pause()
+            store.set(f"{order} goes on", "")
+        else:
+            trainer.run(30)
+            rank.report(f"{order} went on")
+            # Who is left alone would be held, so as not to run ahead of everybody.
+            while not store.check([f"{order} goes on"]):
+                trainer.run(1)
+        trainer.sync.synchronize()
+        equal_everywhere(trainer.module)
+        trainer.sync.detach()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_worker_that_stops_between_two_steps_holds_up_one_group(order: str) -> None:
-    with launch(body_pausing, 5, order) as ranks:
-        # Of the four others two at most have been put into a group with the fifth.
-        assert ranks.wait_until(lambda words, _: sum("went on" in said for said in words) >= 2, 60)
-        ranks.proceed([4])
+def test_a_worker_that_stops_between_two_steps_holds_up_one_group() -> None:
+    with launch(body_pausing, 5) as ranks:
+        for order in ORDERS:
+            # Of the four others two at most have been put into a group with the fifth.
+            word = f"{order} went on"
+            went_on = ranks.wait_until(lambda words, _, word=word: sum(word in said for said in words) >= 2, 60)  # type: ignore[misc]
+            assert went_on, order
+            ranks.proceed([4])
         ranks.values()
 
 
 def body_compiled(rank: Rank, place: str) -> str:
     rank.init()
+    torch._dynamo.reset()  # what the other row has compiled
     module = mlp()
     try:
         compiled = torch.compile(module, backend="aot_eager")
@@ -338,8 +344,7 @@ def body_compiled(rank: Rank, place: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("place", ["inside", "outside"])
-def test_compiled(place: str) -> None:
-    reasons = run_ranks(body_compiled, 2, place, deadline=100)
-    if any(reasons):
-        pytest.skip(reasons[0])
+def test_compiled() -> None:
+    places = row_values(body_compiled, 2, {place: (place,) for place in ("inside", "outside")}, deadline=100)
+    for reason in (reason for reasons in places.values() for reason in reasons if reason):
+        pytest.skip(reason)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from attached import batch, equal_everywhere, everywhere, flat, new_group
-from harness import Rank, run_ranks
+from harness import Rank
+from rows import row_values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,16 +40,12 @@ class Personal(nn.Module):
         return self.own(torch.tanh(self.body(inputs))) * self.own.factor  # type: ignore[no-any-return]
 
 
-def personal(rank: int, backend: str, options: dict[str, Any]) -> tuple[Personal, DistributedDataParallel]:
-    model = Personal(rank)
-    own = [name for name in model.state_dict() if name.startswith("own.")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
-    return model, DistributedDataParallel(model, process_group=new_group(backend, **options))
-
-
 def body_own(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     rank.init(backend)
-    model, ddp = personal(rank.rank, backend, options)
+    model = Personal(rank.rank)
+    ignored = [name for name in model.state_dict() if name.startswith("own.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    ddp = DistributedDataParallel(model, process_group=new_group(backend, **options))
     twin = copy.deepcopy(model)  # of the own part; the body has no learning rate
     own = torch.optim.SGD(model.own.parameters(), lr=0.1, momentum=0.9)
     optimizers = [torch.optim.SGD(model.body.parameters(), lr=0.0), own]
@@ -88,18 +84,5 @@ def body_own(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     check()
 
 
-@pytest.mark.parametrize(("backend", "options"), VARIANTS, ids=str)
-def test_what_is_ignored_is_the_workers_own(backend: str, options: dict[str, Any]) -> None:
-    run_ranks(body_own, 2, backend, options)
-
-
-def body_in_one_optimizer(rank: Rank) -> None:
-    rank.init("dear")
-    model, ddp = personal(rank.rank, "dear", {})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"told to ignore own\.0\.weight, own\.0\.bias, .* an optimizer of its own"):
-        torchext.attach(ddp, optimizer)
-
-
-def test_dear_wants_an_optimizer_of_its_own_for_what_is_ignored() -> None:
-    run_ranks(body_in_one_optimizer, 2)
+def test_what_is_ignored_is_the_workers_own() -> None:
+    row_values(body_own, 2, {f"{backend} {options}": (backend, options) for backend, options in VARIANTS})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from attached import flat, new_group
-from harness import Rank, run_ranks
+from harness import Rank
+from rows import row_values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +23,7 @@ EXACT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dear", {"form": "replicated", "allreduce_fallback": False}),
     ("dear", {}),
 )
-DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (("prague", {}), ("hop", {}), ("dssync", {}))
+AVERAGING = ("prague", "hop", "dssync")
 DTYPES = (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 
@@ -82,7 +82,7 @@ def of_adapter(module: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in module.parameters() if p.requires_grad])
 
 
-def body_quantized(rank: Rank, backend: str, options: dict[str, Any], exact: bool) -> bool:
+def body_quantized(rank: Rank, backend: str, options: dict[str, Any], exact: bool) -> None:
     rank.init("gloo")
     group = new_group(backend, **options)
     for dtype in DTYPES:
@@ -97,20 +97,17 @@ def body_quantized(rank: Rank, backend: str, options: dict[str, Any], exact: boo
                 trained(rank.rank, expected, None, owned=owned)
                 if exact:
                     torch.testing.assert_close(of_adapter(model), of_adapter(expected), rtol=1e-5, atol=1e-5)
-    return True
 
 
-@pytest.mark.parametrize(("backend", "options"), EXACT, ids=str)
-def test_frozen_weights_without_an_average(backend: str, options: dict[str, Any]) -> None:
-    assert run_ranks(body_quantized, 2, backend, options, True) == [True, True]
+def test_frozen_weights_without_an_average() -> None:
+    row_values(body_quantized, 2, {f"{backend} {options}": (backend, options, True) for backend, options in EXACT})
 
 
-@pytest.mark.parametrize(("backend", "options"), DEFAULTS, ids=str)
-def test_frozen_weights_without_an_average_by_default(backend: str, options: dict[str, Any]) -> None:
-    assert run_ranks(body_quantized, 2, backend, options, False) == [True, True]
+def test_frozen_weights_without_an_average_by_default() -> None:
+    row_values(body_quantized, 2, {backend: (backend, {}, False) for backend in AVERAGING})
 
 
-def body_own(rank: Rank, backend: str) -> bool:
+def body_own(rank: Rank, backend: str) -> None:
     """Each worker's own ones stay what they are where all meet."""
     rank.init("gloo")
     ddp = DistributedDataParallel(Quantized(torch.int8, False), process_group=new_group(backend))
@@ -122,22 +119,18 @@ def body_own(rank: Rank, backend: str) -> bool:
     sync.synchronize()
     assert (ddp.module.weight == rank.rank).all()
     sync.detach()
-    return True
 
 
-@pytest.mark.parametrize("backend", ["prague", "hop", "dssync"])
-def test_frozen_weights_without_an_average_stay_each_workers_own(backend: str) -> None:
-    assert run_ranks(body_own, 2, backend) == [True, True]
+def test_frozen_weights_without_an_average_stay_each_workers_own() -> None:
+    row_values(body_own, 2, {backend: (backend,) for backend in AVERAGING})
 
 
-def body_scripted(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
+def body_scripted(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     rank.init("gloo")
     model = trained(rank.rank, Scripted(), new_group(backend, **options), owned=True)
     expected = trained(rank.rank, Scripted(), None, owned=True)
     torch.testing.assert_close(flat(model), flat(expected), rtol=1e-5, atol=1e-5)
-    return True
 
 
-@pytest.mark.parametrize(("backend", "options"), EXACT, ids=str)
-def test_a_scripted_child(backend: str, options: dict[str, Any]) -> None:
-    assert run_ranks(body_scripted, 2, backend, options) == [True, True]
+def test_a_scripted_child() -> None:
+    row_values(body_scripted, 2, {f"{backend} {options}": (backend, options) for backend, options in EXACT})

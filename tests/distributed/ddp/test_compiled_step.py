@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 from attached import Trainer, equal_everywhere, flat
-from harness import Rank, run_ranks
+from harness import Rank
+from rows import row_values
 from sharded import FORMS, Pair, in_form, made, mlp, sgd
 
 EXACT = 1e-5
@@ -15,6 +17,7 @@ STEPS = 8
 
 
 def compiled_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    torch._dynamo.reset()  # what other rows have compiled
     return torch.compile(lambda: optimizer.step(), backend="eager")
 
 
@@ -48,12 +51,15 @@ def body_dear(rank: Rank, fallback: bool, scheduled: bool) -> float:
     return worst
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_dear(form: str, fallback: bool, scheduled: bool) -> None:
+def test_dear() -> None:
     check_compiled()
-    assert max(run_ranks(in_form, 2, form, body_dear, fallback, scheduled, deadline=100)) < EXACT
+    table = itertools.product(FORMS, [False, True], [False, True])
+    rows = {
+        f"{form}{', fallback' * fallback}{', scheduled' * scheduled}": (form, body_dear, fallback, scheduled)
+        for form, fallback, scheduled in table
+    }
+    for row, differences in row_values(in_form, 2, rows, deadline=100).items():
+        assert max(differences) < EXACT, row
 
 
 def body_averaged(rank: Rank, backend: str) -> None:
@@ -77,7 +83,6 @@ def body_averaged(rank: Rank, backend: str) -> None:
         torch.testing.assert_close(*trained)
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
-def test_averaged(backend: str) -> None:
+def test_averaged() -> None:
     check_compiled()
-    run_ranks(body_averaged, 2, backend, deadline=100)
+    row_values(body_averaged, 2, {backend: (backend,) for backend in ("prague", "dssync", "hop")}, deadline=100)

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import batch, equal_everywhere, mlp, new_group
+from case_choice import slow_on
 from elastic_training import ElasticTraining
 from gpus import NO_GPU, take_gpu
-from harness import Rank, launch, run_ranks
+from harness import Rank, launch
+from rows import row_values
 from sharded import FORMS, Branches, Pair, Residual, Shuffled, Transformer, adagrad, adamw, made, sgd
 from sharded import mlp as classifier
 from torch import nn
@@ -29,7 +31,7 @@ STEPS = 12
 # ---- Calls ----
 
 
-def body_calls(rank: Rank, backend: str) -> bool:
+def body_calls(rank: Rank, backend: str) -> None:
     device = take_gpu(rank)
     rank.init(backend)
     size, total = rank.size, sum(range(1, rank.size + 1))
@@ -52,13 +54,11 @@ def body_calls(rank: Rank, backend: str) -> bool:
     assert (on_host == size).all()
     dist.barrier()
     dist.destroy_process_group()
-    return True
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_calls_on_cuda_tensors(backend: str, size: int) -> None:
-    assert run_ranks(body_calls, size, backend) == [True] * size
+def test_calls_on_cuda_tensors(size: int) -> None:
+    row_values(body_calls, size, {backend: (backend,) for backend in BACKENDS})
 
 
 # ---- Attached models ----
@@ -122,10 +122,9 @@ def body_trained(rank: Rank, case: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", CASES)
-def test_a_model_on_a_gpu_trains_as_on_the_cpu(case: str, size: int) -> None:
-    for differences in run_ranks(body_trained, size, case):
-        assert max(differences) < 1e-5, differences
+def test_a_model_on_a_gpu_trains_as_on_the_cpu(size: int) -> None:
+    for case, differences in row_values(body_trained, size, {case: (case,) for case in CASES}).items():
+        assert all(max(own) < 1e-5 for own in differences), (case, differences)
 
 
 def body_random_groups(rank: Rank, dtype: torch.dtype) -> bool:
@@ -148,9 +147,10 @@ def body_random_groups(rank: Rank, dtype: torch.dtype) -> bool:
     return sync.stats()["averages"] > 0 and losses[-1] < losses[0] / 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_random_groups_on_a_gpu(dtype: torch.dtype) -> None:
-    assert run_ranks(body_random_groups, 3, dtype) == [True] * 3
+def test_random_groups_on_a_gpu() -> None:
+    rows = {str(dtype): (dtype,) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+    for dtype, trained_well in row_values(body_random_groups, 3, rows).items():
+        assert trained_well == [True] * 3, dtype
 
 
 # ---- dear against one process with the whole batch, on the same device ----
@@ -176,11 +176,11 @@ def body_dear(rank: Rank) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", SIZES)
-def test_dear_is_one_process(form: str, size: int) -> None:
-    for worst in run_ranks(on_gpu, size, form, body_dear, deadline=90):
-        assert max(worst.values()) < 1e-5, str(worst)
+def test_dear_is_one_process(size: int) -> None:
+    for form, found in row_values(on_gpu, size, {form: (form, body_dear) for form in FORMS}, deadline=90).items():
+        for worst in found:
+            assert max(worst.values()) < 1e-5, (form, worst)
 
 
 def body_scaled(rank: Rank) -> tuple[float, list[float]]:
@@ -189,11 +189,11 @@ def body_scaled(rank: Rank) -> tuple[float, list[float]]:
     return pair.done(), scales
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_dear_with_a_gradient_scaler(form: str) -> None:
-    for difference, scales in run_ranks(on_gpu, 2, form, body_scaled):
-        assert difference < 1e-5
-        assert len(set(scales)) > 1
+def test_dear_with_a_gradient_scaler() -> None:
+    for form, found in row_values(on_gpu, 2, {form: (form, body_scaled) for form in FORMS}).items():
+        for difference, scales in found:
+            assert difference < 1e-5, form
+            assert len(set(scales)) > 1, form
 
 
 # ---- Peers that die ----
@@ -218,8 +218,9 @@ def body_dies(rank: Rank, backend: str) -> str:
         return str(error)
 
 
+# DelegatingBackend tells of it, on all of them.
 @pytest.mark.parametrize("meanwhile", [False, True], ids=["between calls", "in a call"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", slow_on(BACKENDS, "hop", "dssync", "dear"))
 def test_a_dead_peer_is_named(backend: str, meanwhile: bool) -> None:
     with launch(body_dies, 2, backend) as ranks:
         ranks.expect("ready")
@@ -251,7 +252,8 @@ def body_goes_on(rank: Rank, backend: str) -> tuple[list[int], int, bool]:
     return stats["lost_ranks"], stats["workers"], next(going.ddp.parameters()).is_cuda
 
 
-@pytest.mark.parametrize("backend", ["prague", "hop", "dssync"])
+# dssync has the synchronizer's class of prague.
+@pytest.mark.parametrize("backend", slow_on(["prague", "hop", "dssync"], "dssync"))
 def test_training_goes_on_without_the_dead(backend: str) -> None:
     with launch(body_goes_on, 3, backend) as ranks:
         ranks.expect("trained")

@@ -5,13 +5,14 @@ None of them need be installed: these are the shapes of their wrappers (Lightnin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from attached import Trainer, batch, equal_everywhere, flat, mlp, new_group
-from harness import Rank, run_ranks
+from harness import Rank
+from rows import row_values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,10 +82,9 @@ def body_wrapped(rank: Rank, backend: str, wrapper: Callable[[Any], Any]) -> Non
         torch.testing.assert_close(*trained)
 
 
-@pytest.mark.parametrize("wrapper", [AcceleratedOptimizer, LightningOptimizer])
-@pytest.mark.parametrize("backend", ["dear", "dssync", "hop", "prague"])
-def test_a_wrapped_optimizer(backend: str, wrapper: Callable[[Any], Any]) -> None:
-    run_ranks(body_wrapped, 2, backend, wrapper)
+def test_a_wrapped_optimizer() -> None:
+    rows = itertools.product(["dear", "dssync", "hop", "prague"], [AcceleratedOptimizer, LightningOptimizer])
+    row_values(body_wrapped, 2, {f"{backend}, {kind.__name__}": (backend, kind) for backend, kind in rows})
 
 
 def body_closure(rank: Rank, backend: str) -> None:
@@ -116,9 +116,8 @@ def body_closure(rank: Rank, backend: str) -> None:
     torch.testing.assert_close(*trained, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("backend", ["dssync", "hop"])
-def test_training_in_a_closure(backend: str) -> None:
-    run_ranks(body_closure, 2, backend)
+def test_training_in_a_closure() -> None:
+    row_values(body_closure, 2, {backend: (backend,) for backend in ("dssync", "hop")})
 
 
 class Forgetful(torch.optim.SGD):
@@ -154,6 +153,5 @@ def body_closures(rank: Rank, backend: str) -> None:
         sync.detach()
 
 
-@pytest.mark.parametrize("backend", ["dssync", "hop", "prague"])
-def test_closures_called_never_or_often(backend: str) -> None:
-    run_ranks(body_closures, 2, backend)
+def test_closures_called_never_or_often() -> None:
+    row_values(body_closures, 2, {backend: (backend,) for backend in ("dssync", "hop", "prague")})

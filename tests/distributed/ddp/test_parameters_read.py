@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import dataclasses
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside_ddp import ATTACHED, Script, apart, wide
-from harness import Rank, run_ranks
+from beside_ddp import ATTACHED, DEAR, Script, check_apart, check_rows_apart, wide
+from harness import Rank
+from rows import row_values
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -220,9 +222,8 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("form", ATTACHED)
-def test_parameters_are_those_of_plain_ddp(form: str, script: Callable[[Script], torch.Tensor]) -> None:
-    assert max(run_ranks(apart, 2, form, script)) < 1e-6
+def test_parameters_are_those_of_plain_ddp(script: Callable[[Script], torch.Tensor]) -> None:
+    check_apart(ATTACHED, script)
 
 
 def by_threads(script: Script, form: str) -> torch.Tensor:
@@ -244,9 +245,8 @@ def by_threads(script: Script, form: str) -> torch.Tensor:
     return torch.cat([*seen, weights])
 
 
-@pytest.mark.parametrize("form", ATTACHED)
-def test_threads_that_read_at_once(form: str) -> None:
-    assert max(run_ranks(apart, 2, form, by_threads, form)) < 1e-6
+def test_threads_that_read_at_once() -> None:
+    check_rows_apart({form: (form, by_threads, form) for form in ATTACHED})
 
 
 def body_held(rank: Rank, form: str) -> list[int]:
@@ -267,9 +267,9 @@ def body_held(rank: Rank, form: str) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("form", ATTACHED)
-def test_nobody_but_the_script_holds_memory_of_parameters(form: str) -> None:
-    assert run_ranks(body_held, 2, form) == [[], []]
+def test_nobody_but_the_script_holds_memory_of_parameters() -> None:
+    for form, held in row_values(body_held, 2, {form: (form,) for form in ATTACHED}).items():
+        assert held == [[], []], form
 
 
 @dataclasses.dataclass
@@ -312,11 +312,9 @@ def opaque(script: Script, kind: str, then: str) -> torch.Tensor:
     return script.result()
 
 
-@pytest.mark.parametrize("then", ["", "clip", "zero"])
-@pytest.mark.parametrize("kind", ["distribution", "closure", "object"])
-@pytest.mark.parametrize("form", ["dear-sharded", "dear-replicated", "dear"])
-def test_outputs_without_tensors(form: str, kind: str, then: str) -> None:
-    assert max(run_ranks(apart, 2, form, opaque, kind, then)) < 1e-6
+def test_outputs_without_tensors() -> None:
+    rows = itertools.product(DEAR, ["distribution", "closure", "object"], ["", "clip", "zero"])
+    check_rows_apart({f"{form}, {kind}, {then}": (form, opaque, kind, then) for form, kind, then in rows})
 
 
 def body_nothing_kept(rank: Rank, backend: str) -> list[int]:
@@ -335,7 +333,8 @@ def body_nothing_kept(rank: Rank, backend: str) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("backend", ["dear", "dssync", "hop", "prague"])
-def test_a_plain_loop_keeps_no_memory_of_parameters(backend: str) -> None:
+def test_a_plain_loop_keeps_no_memory_of_parameters() -> None:
     """Else each step would wait for all that is under way."""
-    assert run_ranks(body_nothing_kept, 2, backend) == [[0] * 4] * 2
+    rows = {backend: (backend,) for backend in ("dear", "dssync", "hop", "prague")}
+    for backend, held in row_values(body_nothing_kept, 2, rows).items():
+        assert held == [[0] * 4] * 2, backend

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside_ddp import ATTACHED, DEAR, Script, apart, loss, momentum, wide
+from beside_ddp import ATTACHED, DEAR, Script, apart, check_apart, check_rows_apart, loss, momentum, wide
 from harness import Rank, elapsed_error, run_ranks
+from rows import row_values
 from torch import nn
 
 # ---- Changed ----
@@ -82,18 +84,20 @@ def replace_state(_: Script, optimizer: torch.optim.Optimizer) -> None:
 
 
 BEFORE = [clip_norm, clip_value, scale, decay, replace, drop, zero, sort]
+AFTER = [forget_momentum, clear_state, replace_state]
 
 
-@pytest.mark.parametrize("change", BEFORE)
-@pytest.mark.parametrize("form", DEAR)
-def test_gradients_changed_before_the_step(form: str, change: Callable[..., None]) -> None:
-    assert max(run_ranks(apart, 2, form, train, change, "before")) < 1e-6
+def check_changes(changes: list[Callable[..., None]], when: str) -> None:
+    rows = itertools.product(DEAR, changes)
+    check_rows_apart({f"{form}, {change.__name__}": (form, train, change, when) for form, change in rows})
 
 
-@pytest.mark.parametrize("change", [forget_momentum, clear_state, replace_state])
-@pytest.mark.parametrize("form", DEAR)
-def test_state_changed_after_the_step(form: str, change: Callable[..., None]) -> None:
-    assert max(run_ranks(apart, 2, form, train, change, "after")) < 1e-6
+def test_gradients_changed_before_the_step() -> None:
+    check_changes(BEFORE, "before")
+
+
+def test_state_changed_after_the_step() -> None:
+    check_changes(AFTER, "after")
 
 
 def state_in_order(script: Script) -> torch.Tensor:
@@ -111,9 +115,8 @@ def state_in_order(script: Script) -> torch.Tensor:
     return torch.cat([value["momentum_buffer"].flatten() for value in saved.values()])
 
 
-@pytest.mark.parametrize("form", DEAR)
-def test_state_is_in_the_order_of_the_parameters(form: str) -> None:
-    assert max(run_ranks(apart, 2, form, state_in_order)) < 1e-6
+def test_state_is_in_the_order_of_the_parameters() -> None:
+    check_apart(DEAR, state_in_order)
 
 
 # ---- Taken by a hook ----
@@ -144,9 +147,8 @@ def taken(script: Script) -> torch.Tensor:
     return script.result()
 
 
-@pytest.mark.parametrize("form", ATTACHED)
-def test_gradients_that_a_hook_takes_away(form: str) -> None:
-    assert max(run_ranks(apart, 2, form, taken)) < 1e-6
+def test_gradients_that_a_hook_takes_away() -> None:
+    check_apart(ATTACHED, taken)
 
 
 # ---- Kept over a step ----
@@ -183,16 +185,17 @@ def body_kept(rank: Rank, form: str, change: str, zeroing: str) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("zeroing", ["none", "optimizer", "model"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("form", DEAR)
-def test_a_gradient_that_was_changed_and_is_added_to_after_the_step(form: str, change: str, zeroing: str) -> None:
+def test_a_gradient_that_was_changed_and_is_added_to_after_the_step() -> None:
     """As with plain DDP; where this rank's own gradient does not have the change, refused with the way out."""
-    for found in run_ranks(body_kept, 2, form, change, zeroing):
-        if form == "dear-sharded" and change != "nothing" and zeroing == "none":
-            assert "was changed before the last step" in found and "zero_grad()" in found, found
-        else:
-            assert isinstance(found, float) and found < 1e-6, found
+    table = itertools.product(DEAR, CHANGES, ["none", "optimizer", "model"])
+    rows = {f"{form}, {change}, {zeroing}": (form, change, zeroing) for form, change, zeroing in table}
+    for row, both in row_values(body_kept, 2, rows).items():
+        form, change, zeroing = rows[row]
+        for found in both:
+            if form == "dear-sharded" and change != "nothing" and zeroing == "none":
+                assert "was changed before the last step" in found and "zero_grad()" in found, (row, found)
+            else:
+                assert isinstance(found, float) and found < 1e-6, (row, found)
 
 
 def body_kept_by_one(rank: Rank, without: bool) -> str:
@@ -214,10 +217,11 @@ def body_kept_by_one(rank: Rank, without: bool) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("without", [False, True])
-def test_a_lost_change_on_one_rank_is_told_to_all(without: bool) -> None:
-    for found in run_ranks(body_kept_by_one, 2, without, deadline=20):
-        assert "was changed before the last step" in found and "zero_grad()" in found, found
+def test_a_lost_change_on_one_rank_is_told_to_all() -> None:
+    rows = {"zeros": (False,), "no gradient": (True,)}
+    for row, both in row_values(body_kept_by_one, 2, rows, deadline=20).items():
+        for found in both:
+            assert "was changed before the last step" in found and "zero_grad()" in found, (row, found)
 
 
 # ---- Looked at ----

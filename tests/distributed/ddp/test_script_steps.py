@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from beside_ddp import ATTACHED, DEAR, Script, apart, loss, momentum, wide
-from harness import Rank, elapsed_error, run_ranks
+from beside_ddp import ATTACHED, DEAR, Script, check_apart, check_rows_apart, loss, momentum, wide
+from harness import Rank, elapsed_error
+from rows import row_values
 from torch import nn
 
 # ---- Another optimizer ----
@@ -28,38 +30,32 @@ def body_other(rank: Rank, form: str, wrapped: bool) -> tuple[str, str, float]:
     return elapsed_error(other.step)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("form", ["prague", "dssync", "hop", "dear-replicated", "dear"])
-def test_a_step_of_another_optimizer_is_refused(form: str, wrapped: bool) -> None:
-    for kind, message, seconds in run_ranks(body_other, 2, form, wrapped):
-        assert kind == "RuntimeError" and "attached with another optimizer" in message, (kind, message)
-        assert "sync.detach()" in message and seconds < 10
+def test_a_step_of_another_optimizer_is_refused() -> None:
+    table = itertools.product(["prague", "dssync", "hop", "dear-replicated", "dear"], [False, True])
+    rows = {f"{form}{', wrapped' * wrapped}": (form, wrapped) for form, wrapped in table}
+    for row, both in row_values(body_other, 2, rows).items():
+        for kind, message, seconds in both:
+            assert kind == "RuntimeError" and "attached with another optimizer" in message, (row, kind, message)
+            assert "sync.detach()" in message and seconds < 10, row
 
 
-def body_new_phase(rank: Rank, form: str) -> None:
+def in_phases(script: Script) -> torch.Tensor:
     """The way out: the old one is detached, and the new one attached."""
-    rank.init("gloo")
-    found = []
-    for kind in (None, form):
-        torch.manual_seed(0)
-        script = Script(rank, kind)
-        model = wide()
-        for optimizer_kind in (torch.optim.SGD, momentum):
-            script.wrap(model)
-            optimizer = optimizer_kind(model.parameters())
-            script.attach(optimizer)
-            for _ in range(3):
-                optimizer.zero_grad()
-                loss(script).backward()
-                optimizer.step()
-            result = script.result()
-        found.append(result)
-    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
+    model, results = wide(), []
+    for optimizer_kind in (torch.optim.SGD, momentum):
+        script.wrap(model)
+        optimizer = optimizer_kind(model.parameters())
+        script.attach(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(script).backward()
+            optimizer.step()
+        results.append(script.result())
+    return torch.cat(results)
 
 
-@pytest.mark.parametrize("form", ATTACHED)
-def test_another_phase_with_another_optimizer(form: str) -> None:
-    run_ranks(body_new_phase, 2, form)
+def test_another_phase_with_another_optimizer() -> None:
+    check_apart(ATTACHED, in_phases)
 
 
 # ---- Sharpness-aware minimization ----
@@ -119,15 +115,13 @@ def sharpness_aware(script: Script, back: str, local: bool) -> torch.Tensor:
     return script.result()
 
 
-@pytest.mark.parametrize(
-    ("form", "back", "local"),
-    [
+def test_weights_moved_and_put_back() -> None:
+    table = [
         *((form, "memory", True) for form in ATTACHED),
         *((form, back, False) for form in DEAR for back in ("memory", "data", "copy")),
-    ],
-)
-def test_weights_moved_and_put_back(form: str, back: str, local: bool) -> None:
-    assert max(run_ranks(apart, 2, form, sharpness_aware, back, local)) < 1e-6
+    ]
+    rows = {f"{form}, {back}{', local' * local}": (form, sharpness_aware, back, local) for form, back, local in table}
+    check_rows_apart(rows)
 
 
 # ---- Frozen between steps ----
@@ -148,9 +142,8 @@ def frozen_later(script: Script, before_the_step: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("before_the_step", [False, True])
-@pytest.mark.parametrize("form", DEAR)
-def test_frozen_with_a_gradient(form: str, before_the_step: bool) -> None:
-    assert max(run_ranks(apart, 2, form, frozen_later, before_the_step)) < 1e-6
+def test_frozen_with_a_gradient(before_the_step: bool) -> None:
+    check_apart(DEAR, frozen_later, before_the_step)
 
 
 # ---- Passes that are interrupted ----
@@ -177,9 +170,8 @@ def interrupted(script: Script) -> torch.Tensor:
     return script.result()
 
 
-@pytest.mark.parametrize("form", ATTACHED)
-def test_an_interrupted_forward_pass(form: str) -> None:
-    assert max(run_ranks(apart, 2, form, interrupted)) < 1e-6
+def test_an_interrupted_forward_pass() -> None:
+    check_apart(ATTACHED, interrupted)
 
 
 # ---- What torch says of steps ----
@@ -202,6 +194,5 @@ def scheduled(script: Script, early: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("form", ATTACHED)
-def test_a_scheduler_does_not_warn(form: str, early: bool) -> None:
-    assert max(run_ranks(apart, 2, form, scheduled, early)) < 1e-6
+def test_a_scheduler_does_not_warn(early: bool) -> None:
+    check_apart(ATTACHED, scheduled, early)

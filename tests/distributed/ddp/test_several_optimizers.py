@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from attached import OPTIONS, equal_everywhere, everywhere, flat
 from beside_ddp import ATTACHED, DEAR
-from harness import Rank, launch, run_ranks
+from harness import Rank, launch
+from rows import Rows, row_values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -178,18 +179,19 @@ def body_beside(rank: Rank, form: str, make: Any) -> dict[str, float]:
     return apart
 
 
-@pytest.mark.parametrize("form", list(ATTACHED))
-def test_linear_steps_beside_plain_ddp(form: str) -> None:
-    for apart in run_ranks(body_beside, 2, form, sgd_twice):
-        assert max(apart.values()) < EXACT, apart
+def check_beside(rows: Rows) -> None:
+    for row, both in row_values(body_beside, 2, rows).items():
+        for apart in both:
+            assert all(difference < EXACT for difference in apart.values()), (row, apart)
 
 
-@pytest.mark.parametrize(
-    ("form", "make"), [*((f, adams) for f in DEAR), ("dear-replicated", muon_and_adamw), ("dear", muon_and_adamw)]
-)
-def test_other_steps_beside_plain_ddp(form: str, make: Any) -> None:
-    for apart in run_ranks(body_beside, 2, form, make):
-        assert max(apart.values()) < EXACT, apart
+def test_linear_steps_beside_plain_ddp() -> None:
+    check_beside({form: (form, sgd_twice) for form in ATTACHED})
+
+
+def test_other_steps_beside_plain_ddp() -> None:
+    table = [*((form, adams) for form in DEAR), ("dear-replicated", muon_and_adamw), ("dear", muon_and_adamw)]
+    check_beside({f"{form}, {make.__name__}": (form, make) for form, make in table})
 
 
 def body_averaging(rank: Rank, backend: str) -> None:
@@ -220,9 +222,8 @@ def body_averaging(rank: Rank, backend: str) -> None:
     sync.detach()
 
 
-@pytest.mark.parametrize("backend", AVERAGING)
-def test_decentralized_replicas(backend: str) -> None:
-    run_ranks(body_averaging, 3, backend)
+def test_decentralized_replicas() -> None:
+    row_values(body_averaging, 3, {backend: (backend,) for backend in AVERAGING})
 
 
 def body_goes_on(rank: Rank, backend: str, newcomer: bool) -> Any:
@@ -311,9 +312,8 @@ def body_states(rank: Rank, form: str) -> None:
         torch.testing.assert_close(run.weights(), one.weights(), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", DEAR)
-def test_states_are_saved_and_loaded(form: str) -> None:
-    run_ranks(body_states, 2, form)
+def test_states_are_saved_and_loaded() -> None:
+    row_values(body_states, 2, {form: (form,) for form in DEAR})
 
 
 def body_read_between(rank: Rank, form: str) -> Any:
@@ -336,34 +336,7 @@ def body_read_between(rank: Rank, form: str) -> Any:
     return ""
 
 
-@pytest.mark.parametrize("form", DEAR)
-def test_parameters_are_read_between_the_steps(form: str) -> None:
-    for said in run_ranks(body_read_between, 2, form):
-        assert ("form='replicated'" in said) == (form == "dear-sharded"), said
-
-
-def body_refused(rank: Rank, backend: str) -> None:
-    rank.init(backend)
-    ddp = DistributedDataParallel(Net())
-    matrices, others = split(ddp.module)
-    first, second = torch.optim.SGD(matrices, lr=0.1), torch.optim.SGD(others, lr=0.1)
-    whole = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for given, error, text in [
-        ([], ValueError, "list of optimizers is empty"),
-        ([first], ValueError, "does not own 4 of the model's trainable"),
-        ([first, first, second], ValueError, r"2 of the model's parameters .*body.weight.* more than once"),
-        ([first, whole], ValueError, "share no parameter"),
-        ([first, None], TypeError, "or a list of them, got NoneType"),
-        ({"a": first}, TypeError, "or a list of them, got dict"),
-    ]:
-        with pytest.raises(error, match=text):
-            torchext.attach(ddp, given)  # type: ignore[arg-type]
-    sync = torchext.attach(ddp, (first, second))
-    with pytest.raises(RuntimeError, match=r"attached with another optimizer \(SGD, SGD\)"):
-        whole.step()
-    sync.detach()
-
-
-@pytest.mark.parametrize("backend", ["prague", "dear"])
-def test_what_is_refused(backend: str) -> None:
-    run_ranks(body_refused, 2, backend)
+def test_parameters_are_read_between_the_steps() -> None:
+    for form, both in row_values(body_read_between, 2, {form: (form,) for form in DEAR}).items():
+        for said in both:
+            assert ("form='replicated'" in said) == (form == "dear-sharded"), (form, said)

@@ -121,6 +121,58 @@ def test_a_number_of_seconds_is_no_time() -> None:
         torchext.PragueOptions(timeout=5)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"group_size": 1}, r"group_size must be 0 or at least 2, got 1"),
+        ({"group_size": -2}, r"group_size must be in \[0, \d+\], got -2"),
+        ({"generator": "best"}, r'generator must be one of random, .*ready-set; got "best"'),
+        ({"order": "both"}, r'order must be one of atc, cta; got "both"'),
+        ({"slowdown_threshold": -2}, r"slowdown_threshold must be in \[-1, \d+\], got -2"),
+        ({"sync_period": 0}, r"sync_period must be in \[1, \d+\], got 0"),
+        ({"sync_every": -2}, r"sync_every must be in \[-1, \d+\], got -2"),
+        ({"seed": -1}, r"seed must be in \[0, \d+\], got -1"),
+        (
+            {"generator": "static", "group_size": 3},
+            r'group_size = 3: allowed 0 \(the default\) with generator "static", whose schedule .*; leave it out',
+        ),
+        ({"generator": "static", "sync_every": 0}, r'sync_every = 0: allowed -1 .* with generator "static"'),
+        ({"generator": "static", "slowdown_threshold": 0}, r'slowdown_threshold = 0: .* generator "static"'),
+        ({"generator": "random", "slowdown_threshold": 7}, r'slowdown_threshold = 7: .* generator "random"'),
+    ],
+    ids=str,
+)
+def test_an_option_of_prague_out_of_range(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        torchext.PragueOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"groups": 2}, "^PragueOptions: no option groups: allowed group_size, generator, "),
+        ({"group_size": "4"}, r"^PragueOptions: group_size must be an int, got '4' \(str\)$"),
+        ({"generator": 3}, r"^PragueOptions: generator must be a str, got 3 \(int\)$"),
+    ],
+    ids=str,
+)
+def test_an_unknown_option_or_type_of_prague(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        torchext.PragueOptions(**options)
+
+
+@each_class
+def test_times_at_their_ends(kind: Any) -> None:
+    """None at all, and more than clocks hold."""
+    for seconds in (0, -1):
+        with pytest.raises(ValueError, match="timeout must be more than 0"):
+            kind(timeout=timedelta(seconds=seconds))
+    for name in ("timeout", "heartbeat_timeout", "operation_timeout"):
+        for value in (timedelta.max, timedelta(days=365 * 300), timedelta(days=3651)):
+            with pytest.raises(ValueError, match=name):
+                kind(**{name: value})
+
+
 def test_groups_made_by_name_alone_have_the_default_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_default_options", {})
     given = torchext.DeAROptions(form="sharded")
