@@ -71,7 +71,7 @@ def test_optimizers_that_need_whole_gradients(alone: Rank) -> None:
 
 
 def test_bfloat16(alone: Rank) -> None:
-    test_dear_exact.check_beside_ddp(test_dear_exact.body_bfloat16(alone))
+    test_dear_exact.check_beside_ddp(test_dear_exact.body_bfloat16(alone, 0))
 
 
 def test_clipping_keeps_the_precision_of_doubles(alone: Rank) -> None:
