@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,9 +22,17 @@ import torchext
 FORMS = ["sharded", "replicated"]
 # As on CUDA, by the collectives of a group of their own.
 WAYS = [*FORMS, *(f"{form} over collectives" for form in FORMS)]
-# Four ranks pass no line of the code that three do not, and take twice the time.
-SIZES = [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)]
+# Three ranks pass no line of Python that two do not, but where one of them has no part of a small parameter; four pass
+# none that three do not. One rank alone is in tests/python/dear.
+SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+SIZES_WITH_EMPTY_PARTS = [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
 DTYPES = ["float32", "bfloat16"]
+# Three ranks of the one, two of the other.
+SIZES_AND_DTYPES = [
+    pytest.param(size, dtype, marks=() if size == {"float32": 3, "bfloat16": 2}[dtype] else pytest.mark.slow)
+    for size in (2, 3, 4)
+    for dtype in DTYPES
+]
 EXACT = 1e-5  # of float32; sums in another order than the twin's
 PHASES = [False, True]  # with the fallback the first steps are plain all-reduce
 PLAIN = "plain DDP"
@@ -299,10 +308,18 @@ def in_forms(rank: Rank, body: Callable[..., Any], *args: Any) -> dict[str, floa
 
     It returns one figure, or several by their names.
     """
+    return each_in_ways(rank, [body], FORMS, *args)
+
+
+def each_in_ways(
+    rank: Rank, bodies: Iterable[Callable[..., Any]], ways: Sequence[str] = FORMS, *args: Any
+) -> dict[str, Any]:
+    """As in_forms, of several bodies one after the other, in these of WAYS."""
     rank.init("dear")
-    found: dict[str, float] = {}
-    for form in FORMS:
-        found |= {f"{form} {name}": figure for name, figure in figures_of(form, body, rank, *args).items()}
+    found: dict[str, Any] = {}
+    for body, way in itertools.product(bodies, ways):
+        figures = figures_of(way, body, rank, *args)
+        found |= {f"{body.__name__}, {way} {name}": figure for name, figure in figures.items()}
     return found
 
 

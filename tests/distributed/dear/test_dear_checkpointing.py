@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import EXACT, ROWS, SIZES, Pair, in_forms, made, sgd
+from sharded import EXACT, ROWS, SIZES, Pair, each_in_ways, made, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -73,8 +70,10 @@ def body_nested_output(rank: Rank) -> float:
     return pair.done()
 
 
-@pytest.mark.parametrize("body", [body_training, body_penalty, body_nested_output])
+BODIES = [body_training, body_penalty, body_nested_output]
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_checkpoints(size: int, body: Callable[[Rank], Any]) -> None:
-    for worst in run_ranks(in_forms, size, body):
+def test_checkpoints(size: int) -> None:
+    for worst in run_ranks(each_in_ways, size, BODIES):
         assert max(worst.values()) < EXACT, worst

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import EXACT, SIZES, Pair, adamw, batch, made, mlp, sgd
+from sharded import EXACT, SIZES, Pair, adamw, batch, difference, each_in_ways, made, mlp, sgd
 from torch.nn.functional import cross_entropy
 
 pytestmark = pytest.mark.sanitize
@@ -19,9 +19,9 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.01)
 
 
-def autocast(rank: Rank, dtype: torch.dtype) -> bool:
-    """Two models, of which one is stepped before the forward pass."""
-    pairs = [Pair(rank, made(mlp), adafactor, form="replicated") for _ in range(2)]
+def autocast(rank: Rank, dtype: torch.dtype) -> float:
+    """Two models, of which one is stepped before the forward pass: how far they are apart."""
+    pairs = [Pair(rank, made(mlp), adafactor) for _ in range(2)]
     rows = slice(rank.rank, None, rank.size)
     for step in range(6):
         inputs, targets = batch(step, rank.size)
@@ -35,39 +35,27 @@ def autocast(rank: Rank, dtype: torch.dtype) -> bool:
             pair.optimizer.step()
     for pair in pairs:
         pair.sync.wait()
-    one, other = (pair.module.parameters() for pair in pairs)
-    return all(map(torch.equal, one, other))
+    one, other = (pair.module for pair in pairs)
+    assert all(map(torch.equal, one.parameters(), other.parameters())), (dtype, difference(one, other))
+    return difference(one, other)
 
 
-def body_autocast(rank: Rank) -> dict[torch.dtype, bool]:
-    rank.init("dear")
-    return {dtype: autocast(rank, dtype) for dtype in (torch.float16, torch.bfloat16)}
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_forward_pass_under_autocast(size: int) -> None:
-    for same in run_ranks(body_autocast, size):
-        assert all(same.values()), same
+def body_autocast(rank: Rank) -> dict[str, float]:
+    """A forward pass under autocast."""
+    return {str(dtype): autocast(rank, dtype) for dtype in (torch.float16, torch.bfloat16)}
 
 
 def body_inference(rank: Rank) -> dict[str, float]:
-    """Evaluation right after the first step, which makes the optimizer's state."""
-    rank.init("dear")
+    """A forward pass in inference mode, right after the first step, which makes the optimizer's state."""
     found = {}
     for optimizer, wrapped in itertools.product((sgd, adamw), (True, False)):
-        pair = Pair(rank, made(mlp), optimizer, form="replicated").run(1)
+        pair = Pair(rank, made(mlp), optimizer).run(1)
         with torch.inference_mode():
             (pair.ddp if wrapped else pair.module)(batch(9, 2)[0])
         state = pair.optimizer.state.values()
         assert state and not any(value.is_inference() for values in state for value in values.values())
         found[f"{optimizer.__name__} {wrapped=}"] = pair.run(3).done()
     return found
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_forward_pass_in_inference_mode(size: int) -> None:
-    for worst in run_ranks(body_inference, size):
-        assert max(worst.values()) < EXACT, worst
 
 
 class Plain(torch.optim.Optimizer):
@@ -84,8 +72,8 @@ class Plain(torch.optim.Optimizer):
 
 
 def body_without_gradients(rank: Rank) -> float:
-    rank.init("dear")
-    pair = Pair(rank, made(mlp), Plain, form="replicated")
+    """An optimizer that does not turn gradients off."""
+    pair = Pair(rank, made(mlp), Plain)
     for step in range(4):
         pair.zero_grad()
         pair.backward()
@@ -96,6 +84,10 @@ def body_without_gradients(rank: Rank) -> float:
     return pair.done()
 
 
+BODIES = [body_autocast, body_inference, body_without_gradients]
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_an_optimizer_that_does_not_turn_gradients_off(size: int) -> None:
-    assert max(run_ranks(body_without_gradients, size)) < EXACT
+def test_modes_of_the_forward_pass(size: int) -> None:
+    for worst in run_ranks(each_in_ways, size, BODIES, ["replicated"]):
+        assert max(worst.values()) < EXACT, worst

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
 from sharded import (
-    DTYPES,
     EXACT,
     FORMS,
     PLAIN,
     SIZES,
+    SIZES_AND_DTYPES,
+    SIZES_WITH_EMPTY_PARTS,
     WAYS,
     Branches,
     Pair,
@@ -24,7 +25,7 @@ from sharded import (
     adagrad,
     adamw,
     adamw_or_sgd,
-    in_form,
+    each_in_ways,
     in_forms,
     made,
     mlp,
@@ -39,20 +40,27 @@ OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "adagrad": adagrad}
 
 
 def body_models(rank: Rank) -> dict[str, float]:
-    rank.init("dear")
     worst: dict[str, float] = {}
     for name, optimizer in OPTIMIZERS.items():
         for kind in (Residual, Transformer, Shuffled):
-            worst[f"{kind.__name__} {name}"] = Pair(rank, made(kind), optimizer).run(20).done()
+            worst[f"{kind.__name__} {name}"] = Pair(rank, made(kind), optimizer).run(10).done()
         pair = Pair(rank, made(Branches), optimizer, find_unused_parameters=True)
-        worst[f"Branches {name}"] = pair.run(20).done()
+        worst[f"Branches {name}"] = pair.run(10).done()
     return worst
 
 
-@pytest.mark.parametrize("form", WAYS)
-@pytest.mark.parametrize("size", SIZES)
-def test_models_and_optimizers(form: str, size: int) -> None:
-    for worst in run_ranks(in_form, size, form, body_models, deadline=120):
+SOME_WAYS, OTHER_WAYS = WAYS[::3], WAYS[1:3]  # of each one of the forms, and one over collectives
+
+
+@pytest.mark.parametrize(
+    ("size", "ways"),
+    [
+        *((2, OTHER_WAYS), (3, SOME_WAYS)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, SOME_WAYS), (3, OTHER_WAYS), (4, WAYS))),
+    ],
+)
+def test_models_and_optimizers(size: int, ways: list[str]) -> None:
+    for worst in run_ranks(each_in_ways, size, [body_models], ways, deadline=120):
         assert max(worst.values()) < EXACT, str(worst)
 
 
@@ -64,30 +72,32 @@ OPTIMIZERS_OF_8_BITS: dict[str, Any] = {
 }
 
 
-def body_bfloat16(rank: Rank, optimizer: str) -> dict[str, tuple[float, float]]:
-    """How far from the twin dear ends, and how far plain DDP does."""
+def body_bfloat16(rank: Rank, first: int) -> dict[str, tuple[float, float]]:
+    """How far from the twin dear ends, and how far plain DDP does; the optimizers are in one form and the other."""
     rank.init("dear")
     kinds: Any = (Residual, Transformer, mlp, Shuffled, Branches)
     away = {}
-    for kind in kinds:
-        options = {"find_unused_parameters": kind is Branches}
-        ends = []
-        for plain in (False, True):
-            pair = Pair(rank, made(kind, torch.bfloat16), OPTIMIZERS_OF_8_BITS[optimizer], **options)
-            if plain:
-                pair.sync.detach()
-            ends.append(pair.run(20).done())
-        away[kind.__name__] = (ends[0], ends[1])
+    for place, (name, optimizer) in enumerate(OPTIMIZERS_OF_8_BITS.items(), first):
+        for kind in kinds:
+            options = {"find_unused_parameters": kind is Branches}
+            ends = [
+                Pair(rank, made(kind, torch.bfloat16), optimizer, form=form, **options).run(20).done()
+                for form in (FORMS[place % 2], PLAIN)
+            ]
+            away[f"{kind.__name__} {name}, {FORMS[place % 2]}"] = (ends[0], ends[1])
     return away
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS_OF_8_BITS)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", SIZES)
-def test_bfloat16(form: str, size: int, optimizer: str) -> None:
+def check_beside_ddp(away: dict[str, tuple[float, float]]) -> None:
     # 20 steps, each rounded to 8 bits: the order of additions shows, as it does with plain DDP.
-    for away in run_ranks(in_form, size, form, body_bfloat16, optimizer, deadline=90):
-        assert all(dear <= max(3 * ddp, 0.03) for dear, ddp in away.values()), str(away)
+    assert all(dear <= max(3 * ddp, 0.03) for dear, ddp in away.values()), str(away)
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", SIZES)
+def test_bfloat16(size: int, first: int) -> None:
+    for away in run_ranks(body_bfloat16, size, first, deadline=120):
+        check_beside_ddp(away)
 
 
 class Weights(nn.Module):
@@ -102,17 +112,16 @@ class Weights(nn.Module):
 
 
 def body_float16(rank: Rank) -> list[tuple[float, float]]:
-    rank.init("dear")
     pair = Pair(rank, made(Weights, torch.float16), sgd)
     pair.ddp(torch.tensor(40_000.0, dtype=torch.float16)).backward()
     gradients = [parameter.grad for parameter in pair.optimizer.param_groups[0]["params"]]
     return [(float(gradient.min()), float(gradient.max())) for gradient in gradients]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_float16_means_whose_sums_would_be_infinite(way: str) -> None:
-    for ranges in run_ranks(in_form, 3, way, body_float16):
-        assert ranges == [(40_000.0, 40_000.0)] * 2
+def test_float16_means_whose_sums_would_be_infinite() -> None:
+    for found in run_ranks(each_in_ways, 3, [body_float16], WAYS):
+        assert len(found) == len(WAYS)
+        assert all(ranges == [(40_000.0, 40_000.0)] * 2 for ranges in found.values()), found
 
 
 def body_all_optimizers(rank: Rank) -> dict[str, float]:
@@ -133,16 +142,19 @@ def body_all_optimizers(rank: Rank) -> dict[str, float]:
     return {name: Pair(rank, made(mlp), maker).run(8).done() for name, maker in makers.items()}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES_WITH_EMPTY_PARTS)
 def test_all_elementwise_optimizers(size: int) -> None:
     for worst in run_ranks(in_forms, size, body_all_optimizers, deadline=90):
-        for name, figure in worst.items():
-            # Rprop decides by signs: a gradient that is zero but for rounding may go either way.
-            assert figure < (1e-3 if "Rprop" in name else EXACT), worst
+        check_optimizers(worst)
+
+
+def check_optimizers(worst: dict[str, float]) -> None:
+    for name, figure in worst.items():
+        # Rprop decides by signs: a gradient that is zero but for rounding may go either way.
+        assert figure < (1e-3 if "Rprop" in name else EXACT), worst
 
 
 def body_ddp_options(rank: Rank) -> dict[str, float]:
-    rank.init("dear")
     worst = {}
     for options in ({"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.001}):
         worst[str(options)] = Pair(rank, made(Transformer), adamw, **options).run(8).done()
@@ -159,16 +171,9 @@ def body_ddp_options(rank: Rank) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", SIZES)
-def test_options_of_ddp_layouts_and_bucket_sizes(size: int, form: str) -> None:
-    for worst in run_ranks(in_form, size, form, body_ddp_options, deadline=90):
-        assert max(worst.values()) < EXACT, str(worst)
-
-
-@pytest.mark.parametrize("way", WAYS[2:])
-def test_options_of_ddp_over_collectives(way: str) -> None:
-    for worst in run_ranks(in_form, 3, way, body_ddp_options, deadline=90):
+def test_options_of_ddp_layouts_and_bucket_sizes(size: int) -> None:
+    for worst in run_ranks(each_in_ways, size, [body_ddp_options], WAYS, deadline=120):
         assert max(worst.values()) < EXACT, str(worst)
 
 
@@ -203,21 +208,15 @@ def body_plans(rank: Rank) -> float:
     return max(worst, pair.done())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
 def test_exact_while_plans_change(size: int, dtype: str) -> None:
     for found in run_ranks(in_forms_and_at_fault, size, dtype, body_plans, late, deadline=120):
         check_beside_a_fault(found, dtype)
 
 
-def body_plans_over_collectives(rank: Rank) -> float:
-    rank.init("dear")
-    return body_plans(rank)
-
-
-@pytest.mark.parametrize("form", WAYS[2:])
-def test_exact_while_plans_change_over_collectives(form: str) -> None:
-    assert max(run_ranks(in_form, 2, form, body_plans_over_collectives, deadline=90)) < EXACT
+def test_exact_while_plans_change_over_collectives() -> None:
+    for worst in run_ranks(each_in_ways, 2, [body_plans], WAYS[2:], deadline=120):
+        assert max(worst.values()) < EXACT, worst
 
 
 class Normalized(torch.optim.Optimizer):
@@ -237,7 +236,6 @@ class Normalized(torch.optim.Optimizer):
 
 
 def body_whole_gradients(rank: Rank) -> dict[str, float]:
-    rank.init("dear")
     makers: dict[str, Any] = {"Normalized": Normalized, "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2)}
     if hasattr(torch.optim, "Muon"):
         makers["Muon"] = lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=1e-2)
@@ -247,7 +245,7 @@ def body_whole_gradients(rank: Rank) -> dict[str, float]:
         if name == "Muon":
             for parameter in model.parameters():
                 parameter.requires_grad_(parameter.dim() == 2)
-        pair = Pair(rank, model, maker, form="replicated").run(10)
+        pair = Pair(rank, model, maker).run(10)
         pair.sync.wait()
         assert "count" not in pair.optimizer.param_groups[0] or pair.optimizer.param_groups[0]["count"] == 10
         worst[name] = pair.done()
@@ -256,10 +254,14 @@ def body_whole_gradients(rank: Rank) -> dict[str, float]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_optimizers_that_need_whole_gradients(size: int) -> None:
-    for worst in run_ranks(body_whole_gradients, size):
-        # Muon's iteration runs in bfloat16, where a difference in the last bit grows.
-        assert max(value for name, value in worst.items() if name != "Muon") < EXACT, str(worst)
-        assert worst.get("Muon", 0) < 1e-2, str(worst)
+    for worst in run_ranks(each_in_ways, size, [body_whole_gradients], ["replicated"]):
+        check_whole_gradients(worst)
+
+
+def check_whole_gradients(worst: dict[str, float]) -> None:
+    # Muon's iteration runs in bfloat16, where a difference in the last bit grows.
+    for name, figure in worst.items():
+        assert figure < (1e-2 if "Muon" in name else EXACT), worst
 
 
 class Wide(torch.nn.Module):
@@ -276,7 +278,7 @@ def body_segments(rank: Rank) -> float:
     return max(Pair(rank, made(Wide), sgd_plain, bucket_mb=size).run(4).done() for size in (0.001, 2, 64))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES_WITH_EMPTY_PARTS)
 def test_buckets_of_many_segments(size: int) -> None:
     for worst in run_ranks(in_forms, size, body_segments):
         assert max(worst.values()) < EXACT, worst

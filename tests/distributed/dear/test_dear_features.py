@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
-from sharded import EXACT, SIZES, Pair, Transformer, adamw, difference, in_forms, made, mlp, sgd
+from sharded import EXACT, SIZES, Pair, Transformer, adamw, difference, each_in_ways, made, mlp, sgd
 from torch import nn
 
 pytestmark = pytest.mark.sanitize
@@ -97,8 +96,10 @@ def body_collectives(rank: Rank) -> float:
     return max(pair.done() for pair in pairs)
 
 
-@pytest.mark.parametrize("body", [body_closure, body_detach, body_collectives])
+BODIES = [body_closure, body_detach, body_collectives]
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_around_the_training_loop(size: int, body: Callable[[Rank], float]) -> None:
-    for worst in run_ranks(in_forms, size, body):
+def test_around_the_training_loop(size: int) -> None:
+    for worst in run_ranks(each_in_ways, size, BODIES):
         assert max(worst.values()) < EXACT, worst

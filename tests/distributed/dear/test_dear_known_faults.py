@@ -14,11 +14,10 @@ import pytest
 import torch
 from harness import Rank, run_ranks
 from sharded import (
-    DTYPES,
     EXACT,
     FORMS,
     PLAIN,
-    SIZES,
+    SIZES_AND_DTYPES,
     Branches,
     Pair,
     Shuffled,
@@ -39,11 +38,21 @@ def in_forms_and_at_fault(
 ) -> dict[str, dict[str, float]]:
     """As in_forms, of this element type; then by DDP alone, and by DDP beside a twin with a fault."""
     rank.init("dear")
+    return beside_a_fault(rank, dtype, body, fault, *args)
+
+
+def beside_a_fault(
+    rank: Rank, dtype: str, body: Callable[..., Any], fault: Callable[[Pair], Any], *args: Any
+) -> dict[str, dict[str, float]]:
+    """That, where the ranks are joined."""
     Pair.dtype = getattr(torch, dtype)
     forms = FORMS if dtype == "float32" else [*FORMS, PLAIN]  # where DDP's rounding counts
     found = {form: figures_of(form, body, rank, *args) for form in forms}
     Pair.fault = fault
-    return {**found, "fault": figures_of(PLAIN, body, rank, *args)}
+    try:
+        return {**found, "fault": figures_of(PLAIN, body, rank, *args)}
+    finally:
+        Pair.fault = None
 
 
 def check_beside_a_fault(found: dict[str, dict[str, float]], dtype: str) -> None:
@@ -307,9 +316,22 @@ CASES: dict[str, tuple[Callable[[Rank], Any], Callable[[Pair], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", CASES)
-def test_known_fault(case: str, size: int, dtype: str) -> None:
-    for found in run_ranks(in_forms_and_at_fault, size, dtype, *CASES[case], deadline=120):
-        check_beside_a_fault(found, dtype)
+def body_known_faults(rank: Rank, dtype: str) -> dict[str, dict[str, dict[str, float]]]:
+    rank.init("dear")
+    return {case: beside_a_fault(rank, dtype, *CASES[case]) for case in CASES}
+
+
+def check_known_faults(cases: dict[str, dict[str, dict[str, float]]], dtype: str) -> None:
+    assert cases.keys() == CASES.keys()
+    for case, found in cases.items():
+        try:
+            check_beside_a_fault(found, dtype)
+        except AssertionError as error:
+            error.add_note(f"of the case {case!r}")
+            raise
+
+
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
+def test_known_faults(size: int, dtype: str) -> None:
+    for cases in run_ranks(body_known_faults, size, dtype, deadline=180):
+        check_known_faults(cases, dtype)

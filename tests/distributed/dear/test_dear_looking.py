@@ -12,16 +12,16 @@ import pytest
 import torch
 from harness import Rank, run_ranks
 from sharded import (
-    DTYPES,
     EXACT,
     SIZES,
+    SIZES_AND_DTYPES,
     Pair,
     Transformer,
     adamw,
     adamw_or_sgd,
     batch,
     difference,
-    in_forms,
+    each_in_ways,
     made,
     mlp,
     sgd,
@@ -101,14 +101,14 @@ def body_looking(rank: Rank) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
 def test_parameters_are_complete_whenever_looked_at(size: int, dtype: str) -> None:
     for found in run_ranks(in_forms_and_at_fault, size, dtype, body_looking, late):
         check_beside_a_fault(found, dtype)
 
 
 def body_copying(rank: Rank) -> dict[str, float]:
+    """A copy of the model is complete."""
     copies: dict[str, Callable[[nn.Module], nn.Module]] = {
         "deepcopy": copy.deepcopy,
         "pickle": lambda module: pickle.loads(pickle.dumps(module)),
@@ -130,12 +130,6 @@ def body_copying(rank: Rank) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_copy_of_the_model_is_complete(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_copying):
-        assert max(worst.values()) < EXACT, worst
-
-
 class Parted(nn.Module):
     """Training calls methods of a part, and one of two branches; the part's own forward pass is another."""
 
@@ -154,6 +148,7 @@ class Parted(nn.Module):
 
 
 def body_part(rank: Rank) -> float:
+    """A part that training does not call."""
     pair = Pair(rank, made(Parted), adamw)
     worst = 0.0
     inputs = batch(99, 4)[0]
@@ -173,12 +168,6 @@ def body_part(rank: Rank) -> float:
     return max(worst, pair.done())
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_part_that_training_does_not_call(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_part):
-        assert max(worst.values()) < EXACT, worst
-
-
 def compiled_whole() -> nn.Module:
     return torch.compile(mlp(), backend="eager")  # type: ignore[return-value]
 
@@ -189,6 +178,7 @@ def compiled_part() -> nn.Module:
 
 
 def body_compiled(rank: Rank) -> dict[str, float]:
+    """A compiled model called without its wrapper."""
     found = {}
     for kind in (compiled_whole, compiled_part):
         pair = Pair(rank, made(kind), adamw)
@@ -202,14 +192,8 @@ def body_compiled(rank: Rank) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_compiled_model_called_without_its_wrapper(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_compiled):
-        assert max(worst.values()) < EXACT, worst
-
-
 def body_pass_beside(rank: Rank) -> float:
-    """After each step a backward pass of some layers, without the wrapper: its gradients are dropped."""
+    """Behind each step, while plans change, a backward pass without the wrapper: its gradients are dropped."""
     pair = Pair(rank, made(mlp), sgd, fallback=True, bucket_mb="auto")
     modes = ""
     for _ in range(60):
@@ -221,18 +205,15 @@ def body_pass_beside(rank: Rank) -> float:
     return pair.done()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_pass_without_the_wrapper_when_the_plan_changes(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_pass_beside):
-        assert max(worst.values()) < EXACT, worst
-
-
 def body_branches_while_plans_change(rank: Rank) -> float:
     """In the replicated form, the step that is deferred when the plan turns to all-reduce has gathered gradients."""
     return body_branch_by_rank(rank, sgd, steps=80, fallback=True)
 
 
+BODIES = [body_copying, body_part, body_compiled, body_pass_beside, body_branches_while_plans_change]
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_branches_by_rank_while_plans_change(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_branches_while_plans_change):
+def test_ways_beside_the_wrapper(size: int) -> None:
+    for worst in run_ranks(each_in_ways, size, BODIES, deadline=120):
         assert max(worst.values()) < EXACT, worst

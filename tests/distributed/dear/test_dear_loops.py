@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import EXACT, PHASES, SIZES, Pair, in_forms, made, mlp, sgd, wide
+from sharded import EXACT, PHASES, SIZES, Pair, each_in_ways, made, mlp, sgd, wide
 
 
 def body_dropped(rank: Rank) -> dict[str, float]:
@@ -191,8 +190,7 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("size", SIZES)
-def test_loop(size: int, body: Callable[[Rank], Any]) -> None:
-    for worst in run_ranks(in_forms, size, body):
+def test_loops(size: int) -> None:
+    for worst in run_ranks(each_in_ways, size, BODIES, deadline=120):
         assert max(worst.values()) < EXACT, worst

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness import Rank, run_ranks
-from sharded import EXACT, FORMS, SIZES, Pair, batch, in_form, made, mlp, sgd
+from sharded import EXACT, SIZES, Pair, batch, each_in_ways, in_forms, made, mlp, sgd
 
 pytestmark = pytest.mark.sanitize
 
@@ -76,7 +76,6 @@ DDP_OPTIONS = ("static_graph", "find_unused_parameters", "gradient_as_bucket_vie
 
 def body_forward_alone(rank: Rank) -> dict[str, tuple[str, float]]:
     """Before each step a forward pass that has no backward pass, for the accuracy, say."""
-    rank.init("dear")
     found = {}
     for option in ("", *DDP_OPTIONS):
         pair = Pair(rank, made(mlp), sgd, fallback=True, bucket_mb="auto", **({option: True} if option else {}))
@@ -91,18 +90,16 @@ def body_forward_alone(rank: Rank) -> dict[str, tuple[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_forward_pass_alone_before_the_plan_changes(size: int, form: str) -> None:
-    for found in run_ranks(in_form, size, form, body_forward_alone):
+def test_a_forward_pass_alone_before_the_plan_changes(size: int) -> None:
+    for found in run_ranks(in_forms, size, body_forward_alone):
         for option, (modes, worst) in found.items():
             assert size == 1 or "ad" in modes, (option, modes)  # one rank alone has no all-reduce to try
             assert worst < EXACT, option
 
 
 def body_one_looks(rank: Rank) -> float:
-    rank.init("dear")
-    pair = Pair(rank, made(mlp), sgd, bucket_mb="auto", form="replicated", timeout=8)
+    pair = Pair(rank, made(mlp), sgd, bucket_mb="auto", timeout=8)
     for _ in range(40):
         pair.zero_grad()
         pair.backward()
@@ -116,4 +113,5 @@ def body_one_looks(rank: Rank) -> float:
 @pytest.mark.parametrize("size", SIZES)
 def test_gradients_that_one_rank_looks_at_while_plans_are_made(size: int) -> None:
     """In the replicated form it waits for the others', which gather theirs in their steps."""
-    assert max(run_ranks(body_one_looks, size)) < EXACT
+    for worst in run_ranks(each_in_ways, size, [body_one_looks], ["replicated"]):
+        assert max(worst.values()) < EXACT, worst

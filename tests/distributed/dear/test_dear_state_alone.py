@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from attached import batch, mlp
 from harness import Rank, launch, run_ranks
 from torch import nn
@@ -25,9 +27,12 @@ class Run:
     """A small regression with Adam on one rank."""
 
     def __init__(self, rank: Rank, options: dict[str, Any]) -> None:
-        rank.init("dear", timeout=TIMEOUT, pg_options=torchext.DeAROptions(**options) if options else None)
         self.rank = rank.rank
-        self.ddp = DistributedDataParallel(mlp())
+        timeout = timedelta(seconds=TIMEOUT)
+        self.group = dist.new_group(
+            backend="dear", timeout=timeout, pg_options=torchext.DeAROptions(**options) if options else None
+        )
+        self.ddp = DistributedDataParallel(mlp(), process_group=self.group)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
         self.sync = torchext.attach(self.ddp, self.optimizer)
         self.steps = 0
@@ -43,7 +48,24 @@ class Run:
         self.steps += 1
 
 
-def body_saves(rank: Rank, options: dict[str, Any]) -> Any:
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"allreduce_fallback": False, "bucket_mb": 0.001},
+    {"form": "replicated", "transport": "collectives"},
+]
+
+
+def body_saves(rank: Rank) -> None:
+    rank.init("dear", timeout=TIMEOUT)
+    for options in OPTIONS:
+        try:
+            save(rank, options)
+        except BaseException as error:
+            error.add_note(f"with {options}")
+            raise
+
+
+def save(rank: Rank, options: dict[str, Any]) -> None:
     """Saves in the middle of training, and goes on; a second run loads the file and is where the first is."""
     run = Run(rank, options)
     file = io.BytesIO()
@@ -57,11 +79,11 @@ def body_saves(rank: Rank, options: dict[str, Any]) -> Any:
     run.sync.detach()
 
     saved: list[Any] = [file.getvalue()]
-    torch.distributed.broadcast_object_list(saved)
+    dist.broadcast_object_list(saved)
     state = torch.load(io.BytesIO(saved[0]))
     module = mlp()
     module.load_state_dict(state["model"])
-    run.ddp = DistributedDataParallel(module)
+    run.ddp = DistributedDataParallel(module, process_group=run.group)
     run.optimizer = torch.optim.AdamW(run.ddp.parameters(), lr=0.01)
     run.sync = torchext.attach(run.ddp, run.optimizer)
     run.optimizer.load_state_dict(state["optimizer"])
@@ -72,16 +94,16 @@ def body_saves(rank: Rank, options: dict[str, Any]) -> Any:
     torch.testing.assert_close(module.state_dict(), end, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"allreduce_fallback": False, "bucket_mb": 0.001}, {"form": "replicated", "transport": "collectives"}],
-    ids=["default", "buckets", "collectives"],
-)
-def test_rank_0_saves_alone(options: dict[str, Any]) -> None:
-    run_ranks(body_saves, 3, options)
+def test_rank_0_saves_alone() -> None:
+    run_ranks(body_saves, 3)
 
 
-def body_sharded(rank: Rank, bucket_mb: float) -> Any:
+def body_sharded(rank: Rank) -> dict[str, Any]:
+    rank.init("dear", timeout=TIMEOUT)
+    return {f"{bucket_mb} MiB": failure_in_slices(rank, bucket_mb) for bucket_mb in (0.001, 4.0)}
+
+
+def failure_in_slices(rank: Rank, bucket_mb: float) -> Any:
     run = Run(rank, {"form": "sharded", "allreduce_fallback": False, "bucket_mb": bucket_mb})
     for _ in range(2):
         run.step()
@@ -90,21 +112,23 @@ def body_sharded(rank: Rank, bucket_mb: float) -> Any:
             run.optimizer.state_dict()
         for _ in range(3):
             run.step()
-    except torch.distributed.DistBackendError as error:
-        return str(error), torchext.backend_of().failure
+    except dist.DistBackendError as error:
+        return str(error), torchext.backend_of(run.group).failure
     return None
 
 
-@pytest.mark.parametrize("bucket_mb", [0.001, 4.0])
-def test_all_ranks_know_why_it_does_not_work_in_slices(bucket_mb: float) -> None:
-    with launch(body_sharded, 3, bucket_mb) as ranks:
-        for text, failure in ranks.values(deadline=30):
-            assert "rank 0 waits in optimizer.state_dict()" in text and "form='replicated'" in text, text
-            assert failure[0] == 0 and "on all ranks" in failure[1], failure
+def test_all_ranks_know_why_it_does_not_work_in_slices() -> None:
+    for found in run_ranks(body_sharded, 3, deadline=30):
+        for where, ended in found.items():
+            assert ended is not None, where
+            text, failure = ended
+            assert "rank 0 waits in optimizer.state_dict()" in text and "form='replicated'" in text, (where, text)
+            assert failure[0] == 0 and "on all ranks" in failure[1], (where, failure)
 
 
 def body_together(rank: Rank) -> None:
     """All ranks, but at different moments; with gradients that no step has used; with steps counted anew."""
+    rank.init("dear", timeout=TIMEOUT)
     run = Run(rank, {"form": "sharded", "allreduce_fallback": False, "bucket_mb": 0.001})
     for steps in range(3):
         run.step()

@@ -9,52 +9,28 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, elapsed_error, launch, run_ranks
-from sharded import FORMS, Pair, adamw, in_form, made, mlp
+from sharded import EXACT, PHASES, Pair, adamw, each_in_ways, made, mlp
 
 pytestmark = pytest.mark.sanitize
 
 
-class Marked(torch.optim.SGD):
-    elementwise = True
-
-
-def body_unknown_state(rank: Rank) -> tuple[str, str, float]:
-    rank.init("dear")
-    pair = Pair(rank, made(mlp), lambda parameters: Marked(parameters, lr=0.1, momentum=0.9))
-    outcome = elapsed_error(pair.sync.optimizer_state_dict)
-    assert pair.run(1).sync.optimizer_state_dict()
-    return outcome
-
-
-def test_state_to_load_into_of_an_optimizer_that_is_not_torchs() -> None:
-    for kind, message, _ in run_ranks(body_unknown_state, 2):
-        assert kind == "RuntimeError" and "Marked has no state yet" in message and "take a step" in message, message
-
-
-def body_optimizers_that_are_not_copied(rank: Rank, fallback: bool) -> bool:
-    rank.init("dear")
+def after_copies(rank: Rank, fallback: bool) -> float:
+    """An attached optimizer is not copied, and a detached one is."""
     pair = Pair(rank, made(mlp), adamw, fallback=fallback).run(2)
     for made_of in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="an attached optimizer cannot be copied or pickled"):
             made_of(pair.optimizer)
     pair.run(2)
-    assert pair.difference() < 1e-5
-    pair.sync.detach()
+    worst = pair.done()
     copied = copy.deepcopy(pair.optimizer)
-    return copied.state_dict()["state"].keys() == pair.plain.state_dict()["state"].keys()
+    assert copied.state_dict()["state"].keys() == pair.plain.state_dict()["state"].keys()
+    return worst
 
 
-@pytest.mark.parametrize("fallback", [False, True])  # the first steps are plain all-reduce, and no exception
-@pytest.mark.parametrize("form", FORMS)
-def test_an_attached_optimizer_is_not_copied_and_a_detached_one_is(form: str, fallback: bool) -> None:
-    assert run_ranks(in_form, 2, form, body_optimizers_that_are_not_copied, fallback) == [True, True]
-
-
-def body_checkpoint_functions(rank: Rank, fallback: bool) -> float:
+def after_checkpoint_functions(rank: Rank, fallback: bool) -> float:
     """Torch's functions, which look for the model's parameters in the optimizer, save and load as with plain DDP."""
     from torch.distributed.checkpoint import state_dict as functions
 
-    rank.init("dear")
     pair = Pair(rank, made(mlp), adamw, fallback=fallback).run(3)
     ours = functions.get_state_dict(pair.ddp, pair.optimizer)
     expected = functions.get_state_dict(pair.twin, pair.plain)
@@ -75,18 +51,24 @@ def body_checkpoint_functions(rank: Rank, fallback: bool) -> float:
     return worst
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_functions_that_look_for_parameters_in_the_optimizer(form: str, fallback: bool) -> None:
-    assert max(run_ranks(in_form, 2, form, body_checkpoint_functions, fallback)) < 1e-5
+def body_copies(rank: Rank) -> dict[str, float]:
+    return {f"{fallback=}": after_copies(rank, fallback) for fallback in PHASES}
+
+
+def body_checkpoint_functions(rank: Rank) -> dict[str, float]:
+    return {f"{fallback=}": after_checkpoint_functions(rank, fallback) for fallback in PHASES}
+
+
+def test_copies_and_functions_that_look_for_parameters_in_the_optimizer() -> None:
+    for worst in run_ranks(each_in_ways, 2, [body_copies, body_checkpoint_functions]):
+        assert max(worst.values()) < EXACT, worst
 
 
 def _without(state: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name != key}
 
 
-def body_damaged_state(rank: Rank, fallback: bool) -> list[str]:
-    rank.init("dear")
+def refused_states(rank: Rank, fallback: bool) -> list[str]:
     pair = Pair(rank, made(mlp), adamw, fallback=fallback)
     trained = Pair(rank, made(mlp), adamw, fallback=fallback).run(3)
     good = trained.sync.optimizer_state_dict()
@@ -123,10 +105,12 @@ def body_damaged_state(rank: Rank, fallback: bool) -> list[str]:
     return sorted(good)
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_damaged_optimizer_state_is_refused_on_all_ranks(form: str, fallback: bool) -> None:
-    keys = run_ranks(in_form, 5, form, body_damaged_state, fallback)  # one has nothing of the last bias
+def body_damaged_state(rank: Rank) -> dict[str, list[str]]:
+    return {f"{fallback=}": refused_states(rank, fallback) for fallback in PHASES}
+
+
+def test_a_damaged_optimizer_state_is_refused_on_all_ranks() -> None:
+    keys = run_ranks(each_in_ways, 5, [body_damaged_state], deadline=120)  # one has nothing of the last bias
     assert all(of_rank == keys[0] for of_rank in keys)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import EXACT, PHASES, SIZES, Pair, batch, in_forms, made, mlp, sgd
+from sharded import EXACT, PHASES, SIZES, Pair, batch, each_in_ways, made, mlp, sgd
 from torch import nn
 
 
@@ -41,13 +41,8 @@ def reading(rank: Rank, fallback: bool) -> float:
 
 
 def body_reading(rank: Rank) -> dict[str, float]:
+    """A hook sees what the step has made."""
     return {f"{fallback=}": reading(rank, fallback) for fallback in PHASES}
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_hook_sees_what_the_step_has_made(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_reading):
-        assert max(worst.values()) < EXACT, worst
 
 
 def clamp(parameters: Iterable[torch.Tensor]) -> None:
@@ -66,6 +61,7 @@ def through_the_optimizer(_: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 
 def body_writing(rank: Rank) -> dict[str, float]:
+    """What a hook writes counts."""
     # The replicated form has not done the step when its hooks are called, but for those that ask the model.
     hooks = (through_the_model, through_the_optimizer)[: 2 if Pair.form == "sharded" else 1]
     cases = itertools.product(hooks, PHASES)
@@ -74,14 +70,11 @@ def body_writing(rank: Rank) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_what_a_hook_writes_counts(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_writing):
-        assert max(worst.values()) < EXACT, worst
-
-
 def body_evaluating(rank: Rank) -> float:
-    """State is cut and put together again in the hook, in inference mode; later steps change it."""
+    """A hook evaluates while plans change.
+
+    State is cut and put together again in the hook, in inference mode; later steps change it.
+    """
 
     def evaluate(module: nn.Module, _: torch.optim.Optimizer) -> None:
         with torch.inference_mode():
@@ -96,7 +89,10 @@ def body_evaluating(rank: Rank) -> float:
     return pair.done()
 
 
+BODIES = [body_reading, body_writing, body_evaluating]
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_a_hook_that_evaluates_while_plans_change(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_evaluating):
+def test_hooks(size: int) -> None:
+    for worst in run_ranks(each_in_ways, size, BODIES):
         assert max(worst.values()) < EXACT, worst

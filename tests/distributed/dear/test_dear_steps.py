@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import EXACT, PHASES, SIZES, Pair, in_forms, made, mlp, sgd
+from sharded import EXACT, PHASES, SIZES, Pair, each_in_ways, made, mlp, sgd
 
 pytestmark = pytest.mark.sanitize
 
@@ -55,12 +55,13 @@ REFUSED = (inside_no_sync, inside_no_sync_and_zeroed_late, inside_no_sync_on_top
 
 
 def body_refused(rank: Rank) -> dict[str, float]:
+    """Steps without new averaged gradients."""
     found = {}
     for misuse in REFUSED if Pair.form == "replicated" else (*AGAIN, *REFUSED):
         for fallback in PHASES:
             for steps in (0, 2):
                 pair = Pair(rank, made(mlp), sgd, fallback=fallback).run(steps)
-                assert pair.sync.stats()["mode"] == ("allreduce" if fallback else "dear")
+                assert pair.sync.stats()["mode"] == ("allreduce" if fallback and rank.size > 1 else "dear")
                 pair.zero_grad()
                 with pytest.raises(RuntimeError) as error:
                     misuse(pair)
@@ -70,11 +71,6 @@ def body_refused(rank: Rank) -> dict[str, float]:
                 assert "call optimizer.zero_grad() after each step" in message, (name, message)
                 found[name] = pair.run(2).done()
     return found
-
-
-def test_steps_without_new_averaged_gradients() -> None:
-    for worst in run_ranks(in_forms, 2, body_refused, deadline=120):
-        assert max(worst.values()) < EXACT, worst
 
 
 def after_clearing(pair: Pair) -> None:
@@ -142,6 +138,7 @@ TAKEN = (
 
 
 def body_taken(rank: Rank) -> dict[str, float]:
+    """Steps that are those of single-process training."""
     found = {}
     for step, fallback in itertools.product(TAKEN, PHASES):
         pair = Pair(rank, made(mlp), sgd, fallback=fallback)
@@ -151,7 +148,10 @@ def body_taken(rank: Rank) -> dict[str, float]:
     return found
 
 
+BODIES = [body_refused, body_taken]
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_steps_that_are_those_of_single_process_training(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_taken):
+def test_steps(size: int) -> None:
+    for worst in run_ranks(each_in_ways, size, BODIES, deadline=120):
         assert max(worst.values()) < EXACT, worst

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
 from pretended_hosts import be_on_host, needs_root
-from sharded import EXACT, FORMS, Pair, made, sgd
+from sharded import EXACT, FORMS, Pair, each_in_ways, made, sgd
 from torch import nn
 
 import torchext
@@ -32,25 +33,20 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=0.03)
 
 
-def body_trains(rank: Rank, form: str, places: tuple[int, ...]) -> dict[str, float]:
-    be_on_host(places[rank.rank])
-    rank.init("gloo")
-    return {
-        f"{optimizer.__name__}, {bucket_mb} MiB": Pair(
-            rank, made(deep), optimizer, form=f"{form} over hierarchical", bucket_mb=bucket_mb
-        )
-        .run(6)
-        .done()
-        for optimizer in (sgd, adamw)
-        for bucket_mb in (0.1, 1.0)
-    }
+def body_trains(rank: Rank) -> dict[str, float]:
+    found = {}
+    for (name, hosts), optimizer, bucket_mb in itertools.product(PLACES.items(), (sgd, adamw), (0.1, 1.0)):
+        be_on_host(hosts[rank.rank])
+        pair = Pair(rank, made(deep), optimizer, bucket_mb=bucket_mb)
+        assert torchext._C.hosts_of(pair.group, torch.device("cpu")) == list(hosts), name
+        found[f"{name}, {optimizer.__name__}, {bucket_mb} MiB"] = pair.run(4).done()
+    return found
 
 
 @needs_root
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("places", PLACES)
-def test_over_rooms(form: str, places: str) -> None:
-    for worst in run_ranks(body_trains, 4, form, PLACES[places], deadline=120):
+def test_over_rooms() -> None:
+    ways = [f"{form} over hierarchical" for form in FORMS]
+    for worst in run_ranks(each_in_ways, 4, [body_trains], ways, deadline=120):
         assert max(worst.values()) < EXACT, str(worst)
 
 

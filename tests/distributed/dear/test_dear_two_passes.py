@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import EXACT, SIZES, Branches, Pair, batch, in_form, in_forms, made, mlp, sgd
+from sharded import EXACT, SIZES, Branches, Pair, batch, each_in_ways, made, mlp, sgd
 from torch.nn.functional import cross_entropy
 
 pytestmark = pytest.mark.sanitize
@@ -34,6 +34,7 @@ def clip_what_has_been_read(pair: Pair) -> None:
 
 
 def body_taken(rank: Rank) -> dict[str, float]:
+    """Changes that count."""
     found = {}
     cases = itertools.product((measure, clip, scale, clip_what_has_been_read), ("", "gradient_as_bucket_view"))
     for change, ddp in cases:
@@ -48,12 +49,6 @@ def body_taken(rank: Rank) -> dict[str, float]:
             pair.update()
         found[f"{change.__name__} {ddp}"] = pair.done()
     return found
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_changes_that_count(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_taken):
-        assert max(worst.values()) < EXACT, worst
 
 
 def by_the_optimizer(pair: Pair) -> None:
@@ -106,9 +101,12 @@ def body_skipped(rank: Rank) -> dict[str, float]:
     return worst
 
 
+BODIES = [body_taken, body_skipped]
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_clipped_gradients_of_a_step_that_is_skipped(size: int) -> None:
-    for worst in run_ranks(in_forms, size, body_skipped):
+def test_what_is_done_between_passes(size: int) -> None:
+    for worst in run_ranks(each_in_ways, size, BODIES):
         assert max(worst.values()) < EXACT, worst
 
 
@@ -153,7 +151,6 @@ BETWEEN = (nothing, read, scale_what_is_used, read_and_clear, read_and_clear_by_
 
 def body_branches(rank: Rank) -> dict[str, float]:
     """Ranks use different branches: each lacks the gradients of one."""
-    rank.init("dear")
     worst = {}
     for between in BETWEEN:
         pair = Pair(rank, made(Branches), sgd, find_unused_parameters=True)
@@ -180,5 +177,5 @@ def body_branches(rank: Rank) -> dict[str, float]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_gradients_that_some_ranks_lack_in_the_replicated_form(size: int) -> None:
-    for worst in run_ranks(in_form, size, "replicated", body_branches):
+    for worst in run_ranks(each_in_ways, size, [body_branches], ["replicated"]):
         assert max(worst.values()) < EXACT, worst

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, run_ranks
-from sharded import EXACT, PHASES, SIZES, Pair, adamw, in_forms, made, mlp, sgd
+from sharded import EXACT, PHASES, SIZES, Pair, adamw, each_in_ways, made, mlp, sgd
 from torch import nn
 
 pytestmark = pytest.mark.sanitize
@@ -174,10 +174,12 @@ def body_by_a_list(rank: Rank) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("body", [body_by_hand, body_skipped, body_in_a_hook, body_by_a_list])
+BODIES = [body_by_hand, body_skipped, body_in_a_hook, body_by_a_list]
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_zeroed(size: int, body: Callable[[Rank], dict[str, float]]) -> None:
-    for worst in run_ranks(in_forms, size, body):
+def test_zeroed(size: int) -> None:
+    for worst in run_ranks(each_in_ways, size, BODIES):
         assert max(worst.values()) < EXACT, worst
 
 

@@ -1,8 +1,7 @@
-"""What "hop" refuses, with which words; what happens when ranks disagree."""
+"""What "hop" refuses of groups, and when ranks disagree; what one rank sees is in tests/python/hop."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -24,81 +23,8 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
-# ---- What one rank can see ----
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"graph": "star"}, r'HopOptions.graph must be one of ring-based, .*full; got "star"'),
-        ({"order": "both"}, r'HopOptions.order must be one of parallel, serial; got "both"'),
-        ({"max_iteration_gap": -1}, r"HopOptions.max_iteration_gap must be in \[0, \d+\], got -1"),
-        ({"backup_workers": -1}, r"HopOptions.backup_workers must be in \[0, \d+\], got -1"),
-        ({"staleness": -2}, r"HopOptions.staleness must be in \[0, \d+\], got -2"),
-        ({"max_jump": -2}, r"HopOptions.max_jump must be in \[0, \d+\], got -2"),
-        ({"jump_trigger": 0}, r"HopOptions.jump_trigger must be in \[1, \d+\], got 0"),
-        (
-            {"jump_trigger": 2, "staleness": 2},
-            r"HopOptions.jump_trigger = 2: allowed 1 \(the default\) without max_jump",
-        ),
-        ({"backup_workers": 1}, r"HopOptions.max_iteration_gap = 0: allowed 1 or more with backup_workers = 1"),
-        (
-            {"backup_workers": 1, "staleness": 2, "max_iteration_gap": 3},
-            r"HopOptions.staleness = 2: allowed 0 with backup_workers = 1",
-        ),
-        (
-            {"max_jump": 4, "max_iteration_gap": 3},
-            r"HopOptions.max_jump = 4: allowed 0 without backup_workers or staleness",
-        ),
-        ({"max_jump": 4, "staleness": 2}, r"HopOptions.max_iteration_gap = 0: allowed 1 or more with max_jump = 4"),
-        ({"max_jump": 1, "staleness": 2, "max_iteration_gap": 3}, r"HopOptions.max_jump = 1: allowed 0 .* or 2"),
-        ({"notify_ack": True, "max_iteration_gap": 2}, r"HopOptions.max_iteration_gap = 2: allowed 0 with notify_ack"),
-        ({"notify_ack": True, "staleness": 2}, r"HopOptions.staleness = 2: allowed 0 with notify_ack"),
-        ({"neighbours": []}, r"HopOptions.neighbours must have an entry for each rank, got"),
-        ({"neighbours": [[1], [0]], "weights": [[1.0]]}, r"neighbours and weights are both given, for 2 and 1 ranks"),
-        (
-            {"neighbours": [[1], [0]], "graph": "full"},
-            r'HopOptions.graph = "full": allowed without neighbours, which .*; leave one of them out',
-        ),
-        ({"weights": [[0.5, 0.5], [0.5, 0.5]], "graph": "ring"}, r'HopOptions.graph = "ring": allowed without weights'),
-        ({"neighbours": [[1], [2], [1]]}, r"HopOptions.neighbours: .*strongly connected"),
-        ({"neighbours": [[1], [2], [3]]}, r"HopOptions.neighbours: .*3"),
-        ({"neighbours": [[1], [0, 0]]}, r"HopOptions.neighbours: .*0"),
-        ({"weights": [[0.5, 0.5], [0.6, 0.4]]}, r"HopOptions.weights: .*1\.1"),
-        ({"weights": [[0.5, 0.5]]}, r"HopOptions.weights: "),
-        ({"weights": [[1.0, 0.0], [0.0, 1.0]]}, r"HopOptions.weights: .*strongly connected"),
-        ({"weights": [[0.0, 1.0], [1.0, 0.0]]}, r"HopOptions.weights: .*0"),
-        ({"weights": [[1.5, -0.5], [-0.5, 1.5]]}, r"HopOptions.weights: .*-0\.5"),
-    ],
-    ids=str,
-)
-def test_an_option_that_cannot_be(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        torchext.HopOptions(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"max_ig": 2}, "^HopOptions: no option max_ig: allowed graph, neighbours, "),
-        ({"staleness": "4"}, r"^HopOptions: staleness must be an int, got '4' \(str\)$"),
-        ({"graph": 3}, r"^HopOptions: graph must be a str, got 3 \(int\)$"),
-        ({"neighbours": 5}, r"^HopOptions: neighbours must be a list of ranks for each rank, or None, got 5 \(int\)$"),
-    ],
-    ids=str,
-)
-def test_an_unknown_option_or_type(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        torchext.HopOptions(**options)
-
-
-def test_options_tell_what_they_are() -> None:
-    options = torchext.HopOptions(neighbours=[[1], [0]], staleness=2, timeout=timedelta(seconds=7))
-    assert options.neighbours == [[1], [0]] and options.weights is None and options.staleness == 2
-    assert torchext.HopOptions().graph == "ring-based"
-
-
-def body_refused(rank: Rank) -> bool:
+def body_refused(rank: Rank) -> None:
+    """By what options say of a group's size, which is looked at when the ranks have met."""
     for number, (options, text) in enumerate(
         [
             ({"neighbours": [[1], [0]]}, r"HopOptions.neighbours describes a graph of 2 ranks, the group has 3"),
@@ -110,19 +36,11 @@ def body_refused(rank: Rank) -> bool:
         with pytest.raises(ValueError, match=text):
             rank.init("hop", store=f"refused {number}", pg_options=torchext.HopOptions(**options))
     rank.init("hop")
-    synced = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    synced.module[1] = nn.SyncBatchNorm(4)  # later, as DDP takes none on a CPU
-    with pytest.raises(ValueError, match=r"'1' is a SyncBatchNorm.*Use BatchNorm"):
-        torchext.attach(synced, sgd(synced))
-    plain = DistributedDataParallel(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"bucket_mb must be 'auto' with hop, which sends whole models, got 2"):
-        torchext.attach(plain, sgd(plain), bucket_mb=2)
     assert torchext.backend_of().failure == (-1, "")
-    return True
 
 
 def test_refused_when_the_group_is_made() -> None:
-    assert run_ranks(body_refused, 3) == [True] * 3
+    run_ranks(body_refused, 3)
 
 
 def body_children(rank: Rank) -> bool:
@@ -144,9 +62,6 @@ def body_children(rank: Rank) -> bool:
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="split_group of torch 2.11's own Gloo hangs at times")
 def test_a_child_takes_what_fits() -> None:
     assert run_ranks(body_children, 4) == [True] * 4
-
-
-# ---- What only a comparison of ranks can see ----
 
 
 def body_disagreement(rank: Rank) -> list[tuple[str, str, str, float]]:
@@ -211,6 +126,7 @@ def body_moved(rank: Rank) -> tuple[str, str, float]:
 
 
 def test_tensors_given_other_memory() -> None:
+    """Seen when they are sent, which one rank alone does not do."""
     for kind, text, seconds in run_ranks(body_moved, 2):
         assert kind == "RuntimeError" and "parameter or buffer 0 " in text and "before it is wrapped" in text, text
         assert seconds < DEADLINE
