@@ -25,6 +25,8 @@ import torchext
 
 pytestmark = pytest.mark.sanitize
 
+SLOW = pytest.mark.slow
+
 DEATH_LIMIT = 5.0
 
 
@@ -53,11 +55,19 @@ def body_training(rank: Rank, backend: str, options: dict[str, Any], timeout: fl
     return error, later, time.monotonic() - start
 
 
+# Quick is where another wait of Python's, or of a class that talks to Gloo, ends: with the generator's host, with a
+# peer, in hop's and in dear's exchange. How each class of csrc ends its waits is tested there, with ranks as threads.
 DEATHS: list[tuple[int, str, dict[str, Any]]] = [
-    (2, "prague", {"order": "atc"}),
     (0, "prague", {"order": "atc"}),  # it hosts the generator
     (3, "prague", {}),
     (1, "prague", {"generator": "static"}),
+    (3, "hop", {"graph": "ring"}),  # its opposite has no line to it
+    (1, "hop", {"backup_workers": 1, "max_iteration_gap": 4}),
+    (2, "dear", {"allreduce_fallback": False}),
+    (1, "dear", {"allreduce_fallback": False, "transport": "collectives"}),
+]
+MORE_DEATHS: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "prague", {"order": "atc"}),
     (0, "prague", {"generator": "ready-set", "order": "atc"}),
     (0, "prague", {"generator": "random"}),
     (1, "dssync", {"order": "atc"}),
@@ -65,22 +75,28 @@ DEATHS: list[tuple[int, str, dict[str, Any]]] = [
     (3, "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),
     (2, "hop", {}),
     (0, "hop", {"order": "serial"}),
-    (3, "hop", {"graph": "ring"}),  # its opposite has no line to it
-    (1, "hop", {"backup_workers": 1, "max_iteration_gap": 4}),
     (1, "hop", {"staleness": 3, "max_iteration_gap": 4, "max_jump": 4}),
     (2, "hop", {"notify_ack": True}),
     (3, "hop", {"weights": [[0.6, 0.4, 0, 0], [0, 0.6, 0.4, 0], [0, 0, 0.6, 0.4], [0.4, 0, 0, 0.6]]}),
     (0, "dear", {}),  # in the trial of all-reduce
-    (2, "dear", {"allreduce_fallback": False}),
     (1, "dear", {"allreduce_fallback": False, "form": "replicated", "bucket_mb": 0.01}),
-    (1, "dear", {"allreduce_fallback": False, "transport": "collectives"}),
 ]
 
 
 # Two workers: test_flight_recorder.py.
 @pytest.mark.parametrize(
     ("victim", "backend", "options", "size"),
-    [*((*death, 4) for death in DEATHS), (5, "hop", {"graph": "ring"}, 8), (6, "prague", {}, 8)],
+    [
+        *((*death, 4) for death in DEATHS),
+        *(
+            pytest.param(*death, marks=SLOW)
+            for death in (
+                *((*more, 4) for more in MORE_DEATHS),
+                (5, "hop", {"graph": "ring"}, 8),
+                (6, "prague", {}, 8),
+            )
+        ),
+    ],
     ids=str,
 )
 def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any], size: int) -> None:
@@ -162,7 +178,11 @@ def body_slow(rank: Rank, generator: str, heartbeat: float) -> Any:
     return elapsed_error(lambda: trainer.run(1_000_000))
 
 
-@pytest.mark.parametrize(("generator", "heartbeat"), [("random", 0), ("smart", 0), ("static", 0), ("static", 2)])
+# Slow: another generator of the same service.
+@pytest.mark.parametrize(
+    ("generator", "heartbeat"),
+    [pytest.param("random", 0, marks=SLOW), ("smart", 0), ("static", 0), ("static", 2)],
+)
 def test_a_rank_that_takes_too_long_is_not_said_to_have_died(generator: str, heartbeat: float) -> None:
     """Some wait for the generator meanwhile, which waits for those that wait for the slow rank."""
     for _ in range(4):
@@ -184,20 +204,20 @@ def test_a_rank_that_takes_too_long_is_not_said_to_have_died(generator: str, hea
     raise AssertionError("the slow rank was in no group, four times")
 
 
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    [
-        ("prague", {"generator": "static", "order": "atc"}),
-        ("prague", {}),
-        ("dssync", {}),
-        ("hop", {}),
-        ("hop", {"order": "serial", "graph": "ring"}),
-        ("hop", {"backup_workers": 1, "max_iteration_gap": 4}),
-        ("dear", {"allreduce_fallback": False}),
-        ("dear", {"allreduce_fallback": False, "transport": "collectives"}),
-    ],
-    ids=str,
-)
+# Slow: how a wait for the generator, for a token or a collective ends is tested with ranks as threads.
+STOPS: list[Any] = [
+    ("prague", {"generator": "static", "order": "atc"}),
+    ("hop", {"order": "serial", "graph": "ring"}),
+    ("dear", {"allreduce_fallback": False}),
+    pytest.param("prague", {}, marks=SLOW),
+    pytest.param("dssync", {}, marks=SLOW),
+    pytest.param("hop", {}, marks=SLOW),
+    pytest.param("hop", {"backup_workers": 1, "max_iteration_gap": 4}, marks=SLOW),
+    pytest.param("dear", {"allreduce_fallback": False, "transport": "collectives"}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("backend", "options"), STOPS, ids=str)
 def test_sigstop_in_training_honours_the_timeout(backend: str, options: dict[str, Any]) -> None:
     timeout = 3
     texts = []
@@ -290,7 +310,14 @@ def test_a_script_ends_cleanly(tmp_path: Path, mode: str, backend: str, order: s
         assert "Traceback" not in ended.err and "terminate called" not in ended.err and "Error" not in ended.err, ended
 
 
-@pytest.mark.parametrize(("backend", "order"), slow_on(WAYS, "dssync"))
+# Slow: a second order of the same synchronizer, and dssync, whose synchronizer is prague's.
+ONCE_A_SYNCHRONIZER = [
+    pytest.param(*way, marks=() if way in (("prague", "cta"), ("hop", "parallel"), ("dear", "sharded")) else SLOW)
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("backend", "order"), ONCE_A_SYNCHRONIZER)
 def test_an_exception_in_training_reaches_the_others(tmp_path: Path, backend: str, order: str) -> None:
     results = run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), "exception", backend, order)
     for rank, ended in enumerate(results):
@@ -302,7 +329,7 @@ def test_an_exception_in_training_reaches_the_others(tmp_path: Path, backend: st
 
 @pytest.mark.parametrize(
     ("backend", "order"),
-    [pytest.param("dssync", "cta", marks=pytest.mark.slow), ("dssync", "atc"), ("dear", "sharded")],
+    [pytest.param("dssync", "cta", marks=SLOW), ("dssync", "atc"), ("dear", "sharded")],
 )
 def test_who_ends_early_ends_the_others(tmp_path: Path, backend: str, order: str) -> None:
     """As with DDP, they need it in their next step: an error at once, and no wait for the group's timeout."""
