@@ -54,7 +54,7 @@ forkserver.set_forkserver_preload(["rank_imports"])
 # Generous: shared runners stall. Tests of speed assert times of their own.
 DEADLINE = 60.0
 
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 _SHOW_STACKS = signal.SIGRTMAX
 
 
@@ -102,6 +102,10 @@ class Rank:
             **kwargs,
         )
 
+    def within(self, folder: Path, *, alone: bool = False) -> Rank:
+        """The same, with a folder of its own; alone: the only rank of another group."""
+        return Rank(0, 1, folder, self._line) if alone else Rank(self.rank, self.size, folder, self._line)
+
     def report(self, word: str) -> None:
         self._line.send(("report", word))
 
@@ -139,7 +143,7 @@ def _die_with_the_test() -> None:
     children of its own by it, which ranks don't do.
     """
     os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _rank_main(body: Callable[..., Any], rank: int, size: int, folder: str, line: Connection, args: Any) -> None:
@@ -218,6 +222,10 @@ class Ranks:
         )
         for rank in wanted:
             assert word in self._seen[rank], f"rank {rank} ended before {word!r}: {self._outcomes[rank]}"
+
+    def said(self) -> list[str]:
+        """What the ranks have reported so far."""
+        return [word for words in self._seen for word in words]
 
     def wait_until(self, done: Callable[[list[list[str]], dict[int, Outcome]], bool], deadline: float) -> bool:
         """Waits until `done(words reported by each rank, outcomes so far)`; False when the deadline passes first."""

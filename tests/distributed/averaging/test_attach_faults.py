@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from attached import OPTIONS, Trainer, mlp, prague
 from case_choice import slow_on
 from harness import Rank, elapsed_error, launch
 from interpreters import run_script
+from rows import run_rows
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +32,13 @@ SLOW = pytest.mark.slow
 DEATH_LIMIT = 5.0
 
 
-def body_training(rank: Rank, backend: str, options: dict[str, Any], timeout: float = 60) -> Any:
+HIT_AFTER = 0.3  # seconds of training
+
+
+def body_training(
+    rank: Rank, victim: int, signum: int, backend: str, options: dict[str, Any], timeout: float = 60
+) -> Any:
+    """Trains until a signal hits the victim, which is to be a child of its own; how each of the others learns of it."""
     pg_options = OPTIONS[backend](timeout=timedelta(seconds=timeout), **options)
     rank.init(backend, timeout=timeout, pg_options=pg_options)
     torch.manual_seed(0)
@@ -46,7 +54,8 @@ def body_training(rank: Rank, backend: str, options: dict[str, Any], timeout: fl
 
     train(5)
     dist.barrier()
-    rank.report("ready")
+    if rank.rank == victim:
+        threading.Timer(HIT_AFTER, os.kill, (os.getpid(), signum)).start()
     error = elapsed_error(lambda: train(1_000_000))
     later = elapsed_error(sync.synchronize)
     start = time.monotonic()
@@ -55,19 +64,11 @@ def body_training(rank: Rank, backend: str, options: dict[str, Any], timeout: fl
     return error, later, time.monotonic() - start
 
 
-# Quick is where another wait of Python's, or of a class that talks to Gloo, ends: with the generator's host, with a
-# peer, in hop's and in dear's exchange. How each class of csrc ends its waits is tested there, with ranks as threads.
 DEATHS: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "prague", {"order": "atc"}),
     (0, "prague", {"order": "atc"}),  # it hosts the generator
     (3, "prague", {}),
     (1, "prague", {"generator": "static"}),
-    (3, "hop", {"graph": "ring"}),  # its opposite has no line to it
-    (1, "hop", {"backup_workers": 1, "max_iteration_gap": 4}),
-    (2, "dear", {"allreduce_fallback": False}),
-    (1, "dear", {"allreduce_fallback": False, "transport": "collectives"}),
-]
-MORE_DEATHS: list[tuple[int, str, dict[str, Any]]] = [
-    (2, "prague", {"order": "atc"}),
     (0, "prague", {"generator": "ready-set", "order": "atc"}),
     (0, "prague", {"generator": "random"}),
     (1, "dssync", {"order": "atc"}),
@@ -75,46 +76,36 @@ MORE_DEATHS: list[tuple[int, str, dict[str, Any]]] = [
     (3, "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),
     (2, "hop", {}),
     (0, "hop", {"order": "serial"}),
+    (3, "hop", {"graph": "ring"}),  # its opposite has no line to it
+    (1, "hop", {"backup_workers": 1, "max_iteration_gap": 4}),
     (1, "hop", {"staleness": 3, "max_iteration_gap": 4, "max_jump": 4}),
     (2, "hop", {"notify_ack": True}),
     (3, "hop", {"weights": [[0.6, 0.4, 0, 0], [0, 0.6, 0.4, 0], [0, 0, 0.6, 0.4], [0.4, 0, 0, 0.6]]}),
     (0, "dear", {}),  # in the trial of all-reduce
+    (2, "dear", {"allreduce_fallback": False}),
     (1, "dear", {"allreduce_fallback": False, "form": "replicated", "bucket_mb": 0.01}),
+    (1, "dear", {"allreduce_fallback": False, "transport": "collectives"}),
 ]
-
-
 # Two workers: test_flight_recorder.py.
-@pytest.mark.parametrize(
-    ("victim", "backend", "options", "size"),
-    [
-        *((*death, 4) for death in DEATHS),
-        *(
-            pytest.param(*death, marks=SLOW)
-            for death in (
-                *((*more, 4) for more in MORE_DEATHS),
-                (5, "hop", {"graph": "ring"}, 8),
-                (6, "prague", {}, 8),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any], size: int) -> None:
-    with launch(body_training, size, backend, options) as ranks:
-        ranks.expect("ready")
-        time.sleep(0.3)
-        ranks.kill(victim)
-        start = time.monotonic()
-        for outcome in ranks.outcomes(deadline=20):
-            assert outcome.ok, outcome.trace
-            (kind, text, _), later, detach_seconds = outcome.value
-            assert kind == "DistBackendError", (kind, text)
-            assert f"rank {victim} died" in text and backend in text, text
-            assert later[0] == "DistBackendError" and f"rank {victim} died" in later[1], later
-            assert later[2] < 1 and detach_seconds < 1
-        assert time.monotonic() - start < DEATH_LIMIT
-    for rank, process in enumerate(ranks.processes):
-        assert process.exitcode == (-signal.SIGKILL if rank == victim else 0), (rank, process.exitcode)
+DEATHS_OF_EIGHT: list[tuple[int, str, dict[str, Any]]] = [(5, "hop", {"graph": "ring"}), (6, "prague", {})]
+
+
+@pytest.mark.parametrize(("size", "deaths"), [(4, DEATHS), (8, DEATHS_OF_EIGHT)], ids=["4", "8"])
+def test_sigkill_in_training(size: int, deaths: list[tuple[int, str, dict[str, Any]]]) -> None:
+    rows = {f"{victim} of {backend} {options}": (victim, backend, options) for victim, backend, options in deaths}
+    arguments = {name: (victim, int(signal.SIGKILL), *how) for name, (victim, *how) in rows.items()}
+    found = run_rows(body_training, size, arguments, victims={row[0] for row in rows.values()}, deadline=40)
+    for name, (victim, backend, _) in rows.items():
+        outcomes = found[name]
+        assert outcomes[victim].message == f"exit code {-signal.SIGKILL}", (name, outcomes[victim])
+        for outcome in (other for other in outcomes if other.rank != victim):
+            assert outcome.ok, (name, outcome.trace)
+            (kind, text, seconds), later, detach_seconds = outcome.value
+            assert kind == "DistBackendError", (name, kind, text)
+            assert f"rank {victim} died" in text and backend in text, (name, text)
+            assert later[0] == "DistBackendError" and f"rank {victim} died" in later[1], (name, later)
+            assert later[2] < 1 and detach_seconds < 1, (name, later[2], detach_seconds)
+            assert seconds < HIT_AFTER + DEATH_LIMIT, (name, seconds)
 
 
 class SlowStore(dist.Store):
@@ -204,40 +195,38 @@ def test_a_rank_that_takes_too_long_is_not_said_to_have_died(generator: str, hea
     raise AssertionError("the slow rank was in no group, four times")
 
 
-# Slow: how a wait for the generator, for a token or a collective ends is tested with ranks as threads.
-STOPS: list[Any] = [
+STOPS: list[tuple[str, dict[str, Any]]] = [
     ("prague", {"generator": "static", "order": "atc"}),
+    ("prague", {}),
+    ("dssync", {}),
+    ("hop", {}),
     ("hop", {"order": "serial", "graph": "ring"}),
+    ("hop", {"backup_workers": 1, "max_iteration_gap": 4}),
     ("dear", {"allreduce_fallback": False}),
-    pytest.param("prague", {}, marks=SLOW),
-    pytest.param("dssync", {}, marks=SLOW),
-    pytest.param("hop", {}, marks=SLOW),
-    pytest.param("hop", {"backup_workers": 1, "max_iteration_gap": 4}, marks=SLOW),
-    pytest.param("dear", {"allreduce_fallback": False, "transport": "collectives"}, marks=SLOW),
+    ("dear", {"allreduce_fallback": False, "transport": "collectives"}),
 ]
 
 
-@pytest.mark.parametrize(("backend", "options"), STOPS, ids=str)
-def test_sigstop_in_training_honours_the_timeout(backend: str, options: dict[str, Any]) -> None:
-    timeout = 3
-    texts = []
-    with launch(body_training, 4, backend, options, timeout) as ranks:
-        ranks.expect("ready")
-        time.sleep(0.3)
-        ranks.kill(2, signal.SIGSTOP)
-        start = time.monotonic()
-        for outcome in ranks.outcomes([0, 1, 3], deadline=30):
-            assert outcome.ok, outcome.trace
-            (kind, text, _), later, _ = outcome.value
-            assert kind == "DistBackendError" and backend in text, (kind, text)
-            assert later[0] == "DistBackendError" and later[2] < 1, later
+def test_sigstop_in_training_honours_the_timeout() -> None:
+    victim, timeout = 2, 3
+    rows = {
+        f"{backend} {options}": (victim, int(signal.SIGSTOP), backend, options, timeout) for backend, options in STOPS
+    }
+    for name, outcomes in run_rows(body_training, 4, rows, victims={victim}, deadline=40).items():
+        backend = rows[name][2]
+        texts = []
+        for outcome in (other for other in outcomes if other.rank != victim):
+            assert outcome.ok, (name, outcome.trace)
+            (kind, text, seconds), later, _ = outcome.value
+            assert kind == "DistBackendError" and backend in text, (name, kind, text)
+            assert later[0] == "DistBackendError" and later[2] < 1, (name, later)
+            assert timeout - 1 < seconds < HIT_AFTER + timeout + DEATH_LIMIT, (name, seconds)
             texts.append(text)
-        assert timeout - 1 < time.monotonic() - start < timeout + DEATH_LIMIT
-        ranks.kill(2, signal.SIGCONT)
-    if backend == "hop":
-        # The first to give up says what for: the stopped one's model, or that it takes the own one. Who hears of it
-        # only when the first has closed its connections says that.
-        assert any(re.search(r"waited 3000 ms for .*(from rank|to go out to ranks)", text) for text in texts), texts
+        if backend == "hop":
+            # The first to give up says what for: the stopped one's model, or that it takes the own one. Who hears of it
+            # only when the first has closed its connections says that.
+            said = (re.search(r"waited 3000 ms for .*(from rank|to go out to ranks)", text) for text in texts)
+            assert any(said), (name, texts)
 
 
 # ---- Scripts that end ----

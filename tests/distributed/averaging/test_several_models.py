@@ -84,17 +84,6 @@ def check_asking_meanwhile(rank: Rank, order: str) -> None:
     trainer.sync.detach()
 
 
-def body_asks_meanwhile(rank: Rank) -> None:
-    rank.init()
-    for order in ORDERS:
-        with row(order):
-            check_asking_meanwhile(rank, order)
-
-
-def test_a_collective_that_was_under_way_when_a_group_was_asked_for() -> None:
-    run_ranks(body_asks_meanwhile, 2)
-
-
 def begin(what: str, rank: Rank) -> Callable[[], Any]:
     """Begins what takes both ranks and returns how to wait for it. Rank 0 gets a message from rank 1."""
     backend, other, world = torchext.backend_of(), 1 - rank.rank, dist.group.WORLD
@@ -162,6 +151,9 @@ def body_waits_later(rank: Rank) -> None:
     for order, what in itertools.product(ORDERS, kinds):
         with row(order, what):
             check_waiting_later(rank, order, what)
+    for order in ORDERS:
+        with row(order, "asked for under a collective"):
+            check_asking_meanwhile(rank, order)
 
 
 def test_what_was_begun_before_a_step_is_waited_for_after_it() -> None:

@@ -76,11 +76,11 @@ class Training:
 def test_a_world_of_one_trains(prague: None) -> None:
     training = Training()
     with training.sync.averaged():
-        before = float(training.loss())
+        before = training.loss().item()
     for _ in range(20):
         training.step()
     with training.sync.averaged():
-        assert float(training.loss()) < before
+        assert training.loss().item() < before
     training.sync.synchronize()
     stats = training.sync.stats()
     training.sync.detach()
@@ -152,6 +152,7 @@ def test_unfreezing_after_attach(name: str) -> None:
 # ---- averaged() and state_dict() ----
 
 
+@pytest.mark.filterwarnings("ignore::torchext.errors.ReplicaWarning")
 def test_an_error_ends_the_block(backend: str) -> None:
     """And what was loaded inside is gone with it."""
     training = Training(kind=torch.optim.AdamW)

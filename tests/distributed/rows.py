@@ -1,0 +1,155 @@
+"""Rows of one table, one after the other in one group of processes: to start these takes longer than most rows do.
+
+    def body(rank: Rank, backend: str) -> float: ...   # as for run_ranks(), once a row
+
+    for name, outcomes in run_rows(body, 2, {"prague": ("prague",), "hop": ("hop",)}).items():
+        assert all(outcome.value > 1 for outcome in outcomes), (name, outcomes)
+
+Each row has a folder of its own, where its ranks meet. Its groups end behind it, when every rank has its outcome. A row
+that fails leaves the others to run; one that does not end is named.
+
+A rank that is killed or stopped in some row is a victim: it runs each row in a child, forked where it has no group yet.
+One that is stopped goes on when all others have their outcome.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness import DEADLINE, PR_SET_PDEATHSIG, Outcome, Rank, launch
+
+Rows = Mapping[str, tuple[Any, ...]]
+
+
+def run_rows(
+    body: Callable[..., Any], size: int, rows: Rows, *, victims: Collection[int] = (), deadline: float = DEADLINE
+) -> dict[str, list[Outcome]]:
+    """The outcomes of all ranks, by row; `deadline` is that of each row."""
+    assert rows
+    with launch(_walk, size, body, dict(rows), set(victims)) as ranks:
+        for name in rows:
+            try:
+                ranks.expect(_over(name), deadline=deadline)
+            except AssertionError as error:
+                error.add_note("\n".join(ranks.said()))
+                raise
+        found = ranks.values()
+    return {name: [outcomes[name] for outcomes in found] for name in rows}
+
+
+def row_values(
+    body: Callable[..., Any], size: int, rows: Rows, *, victims: Collection[int] = (), deadline: float = DEADLINE
+) -> dict[str, list[Any]]:
+    """The values of all ranks, by row; fails with the name of each row in which a rank raised."""
+    found = run_rows(body, size, rows, victims=victims, deadline=deadline)
+    failed = {name: [o.trace or o.message for o in found[name] if not o.ok] for name in found}
+    texts = [f"{name}: {text}" for name, errors in failed.items() for text in errors]
+    assert not texts, "\n".join([f"failed: {', '.join(name for name in failed if failed[name])}", *texts])
+    return {name: [outcome.value for outcome in outcomes] for name, outcomes in found.items()}
+
+
+def meet(rank: Rank, word: str) -> None:
+    """In a body: all ranks have come to this word; without a group."""
+    (rank.folder / f"{word}{rank.rank}").touch()
+    while not all((rank.folder / f"{word}{other}").exists() for other in range(rank.size)):
+        time.sleep(0.005)
+
+
+def await_others(rank: Rank) -> None:
+    """In a body: until all other ranks have their outcome of the row."""
+    while not _others_are_done(rank):
+        time.sleep(0.005)
+
+
+def _others_are_done(rank: Rank) -> bool:
+    return all(_seen(rank, other).exists() for other in range(rank.size) if other != rank.rank)
+
+
+def _over(name: str) -> str:
+    return f"{name} is over"
+
+
+def _walk(rank: Rank, body: Callable[..., Any], rows: Rows, victims: set[int]) -> dict[str, Outcome]:
+    found = {}
+    for number, (name, arguments) in enumerate(rows.items()):
+        folder = rank.folder / f"row{number}"
+        folder.mkdir(exist_ok=True)
+        one = rank.within(folder)
+        if rank.rank in victims:
+            found[name] = _run_in_child(one, body, arguments)
+        else:
+            found[name] = _run(one, body, arguments)
+            _meet(one)
+            _end_groups(found[name])
+        if not found[name].ok:
+            rank.report(f"{name}: rank {rank.rank}: {found[name].trace or found[name].message}")
+        rank.report(_over(name))
+    return found
+
+
+def _run(rank: Rank, body: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
+    try:
+        return Outcome(rank.rank, value=body(rank, *arguments))
+    except BaseException as error:  # the test judges it
+        return Outcome(rank.rank, error=type(error).__name__, message=str(error), trace=traceback.format_exc())
+
+
+def _run_in_child(rank: Rank, body: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
+    told = rank.folder / f"outcome of {rank.rank}"  # no pipe: children of the child would have it, too
+    if (child := os.fork()) == 0:
+        _child(rank, body, arguments, told)
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        if _others_are_done(rank):
+            os.kill(child, signal.SIGCONT)
+        time.sleep(0.01)
+    if told.exists():
+        outcome: Outcome = pickle.loads(told.read_bytes())
+        return outcome
+    _come(rank)
+    return Outcome(rank.rank, error="ProcessEnded", message=f"exit code {os.waitstatus_to_exitcode(status)}")
+
+
+def _child(rank: Rank, body: Callable[..., Any], arguments: tuple[Any, ...], told: Path) -> NoReturn:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    outcome = _run(rank, body, arguments)
+    told.write_bytes(pickle.dumps(outcome))
+    _meet(rank)
+    os._exit(0)
+
+
+def _end_groups(outcome: Outcome) -> None:
+    import torch.distributed as dist
+
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+    except Exception:
+        if outcome.ok:
+            outcome.error, outcome.trace = "GroupsDoNotEnd", traceback.format_exc()
+
+
+def _seen(rank: Rank, other: int) -> Path:
+    return rank.folder / f"rank {other} has its outcome"
+
+
+def _come(rank: Rank) -> None:
+    _seen(rank, rank.rank).touch()
+
+
+def _meet(rank: Rank) -> None:
+    """Without a group: a rank whose connections close tells the others what the code under test must tell them."""
+    _come(rank)
+    await_others(rank)
