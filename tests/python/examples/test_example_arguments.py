@@ -6,13 +6,19 @@ import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 # Not imported, which would take a second and more of each process of pytest.
 needs_sklearn = pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn is not installed")
+
+
+def begins_to_train(*_: Any, **__: Any) -> None:
+    raise AssertionError("it was not refused")
 
 
 def refusal(
@@ -22,6 +28,7 @@ def refusal(
     path = str(EXAMPLES / script)
     monkeypatch.setattr(sys, "argv", [path, *arguments])
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(dist, "init_process_group", begins_to_train)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(path, run_name="__main__")
     assert end.value.code == 2
