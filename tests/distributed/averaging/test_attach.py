@@ -5,61 +5,66 @@ Many checks share one world: each makes a group of its own inside it.
 
 from __future__ import annotations
 
+import itertools
 import time
-from typing import Any
 
 import pytest
 import torch
 from attached import ORDERS, Trainer, equal_everywhere, everywhere, flat
 from harness import Rank, run_ranks
+from named_rows import row
 
 pytestmark = pytest.mark.sanitize
 
 GENERATORS = ("smart", "division", "random", "static", "ready-set")
 
 
-def body_trains(rank: Rank, order: str) -> bool:
+def check_training(rank: Rank, generator: str, order: str) -> None:
+    trainer = Trainer(rank, generator=generator, order=order)
+    before = trainer.evaluate()
+    trainer.run(41)  # static: not after a round of all
+    trainer.sync.wait()
+    stats = trainer.sync.stats()
+    assert stats["steps"] == 41, stats
+    assert 0 < stats["averages"] <= 60, stats
+    assert sum(stats["group_sizes"].values()) == stats["averages"]
+    assert set(stats["group_sizes"]) <= {2, 3, 4}, stats
+    assert stats["bytes_sent"] > 0 and stats["bucket_bytes"] >= 4 * flat(trainer.module).numel()
+    assert min(v for k, v in stats.items() if k.endswith("_ms")) >= 0, stats
+
+    with trainer.sync.averaged() as module:
+        assert module is trainer.module
+        average = flat(module)
+        equal_everywhere(module)
+        for call in (trainer.sync.synchronize, trainer.sync.averaged().__enter__, trainer.optimizer.step):
+            with pytest.raises(RuntimeError, match=r"averaged\(\)"):
+                call()
+    local = everywhere(flat(trainer.module))
+    torch.testing.assert_close(local.mean(0), average, rtol=0, atol=1e-6)
+    # The last group of the others may be one of all, after which their local values are equal.
+    assert generator != "static" or (local != local[0]).any(), "local values did not come back"
+    after = trainer.evaluate()
+    assert after < 0.8 * before, (before, after)
+    assert torch.equal(flat(trainer.module), local[rank.rank])
+
+    trainer.sync.synchronize()
+    equal_everywhere(trainer.module)
+    torch.testing.assert_close(flat(trainer.module), average, rtol=0, atol=1e-6)
+    assert 0 < trainer.sync.stats()["consensus_distance"] < 1
+    trainer.run(2)
+    trainer.sync.detach()
+
+
+def body_trains(rank: Rank) -> bool:
     rank.init()
-    for generator in GENERATORS:
-        trainer = Trainer(rank, generator=generator, order=order)
-        before = trainer.evaluate()
-        trainer.run(41)  # static: not after a round of all
-        trainer.sync.wait()
-        stats = trainer.sync.stats()
-        assert stats["steps"] == 41, stats
-        assert 0 < stats["averages"] <= 60, (generator, stats)
-        assert sum(stats["group_sizes"].values()) == stats["averages"]
-        assert set(stats["group_sizes"]) <= {2, 3, 4}, stats
-        assert stats["bytes_sent"] > 0 and stats["bucket_bytes"] >= 4 * flat(trainer.module).numel()
-        assert min(v for k, v in stats.items() if k.endswith("_ms")) >= 0, stats
-
-        with trainer.sync.averaged() as module:
-            assert module is trainer.module
-            average = flat(module)
-            equal_everywhere(module)
-            for call in (trainer.sync.synchronize, trainer.sync.averaged().__enter__, trainer.optimizer.step):
-                with pytest.raises(RuntimeError, match=r"averaged\(\)"):
-                    call()
-        local = everywhere(flat(trainer.module))
-        torch.testing.assert_close(local.mean(0), average, rtol=0, atol=1e-6)
-        # The last group of the others may be one of all, after which their local values are equal.
-        assert generator != "static" or (local != local[0]).any(), "local values did not come back"
-        after = trainer.evaluate()
-        assert after < 0.8 * before, (generator, before, after)
-        assert torch.equal(flat(trainer.module), local[rank.rank])
-
-        trainer.sync.synchronize()
-        equal_everywhere(trainer.module)
-        torch.testing.assert_close(flat(trainer.module), average, rtol=0, atol=1e-6)
-        assert 0 < trainer.sync.stats()["consensus_distance"] < 1
-        trainer.run(2)
-        trainer.sync.detach()
+    for generator, order in itertools.product(GENERATORS, ORDERS):
+        with row(generator, order):
+            check_training(rank, generator, order)
     return True
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_trains(order: str) -> None:
-    assert run_ranks(body_trains, 4, order) == [True] * 4
+def test_trains() -> None:
+    assert run_ranks(body_trains, 4, deadline=120) == [True] * 4
 
 
 def body_uneven(rank: Rank) -> bool:
@@ -102,20 +107,3 @@ def body_at_the_deadline(rank: Rank) -> float:
 def test_who_has_come_by_the_deadline_is_a_group() -> None:
     """On every rank, that of the generator too: nobody says a word to it meanwhile."""
     assert max(run_ranks(body_at_the_deadline, 3)) < 3
-
-
-def body_alone(rank: Rank) -> dict[str, Any]:
-    rank.init()
-    trainer = Trainer(rank)
-    before = trainer.evaluate()
-    trainer.run(20)
-    assert trainer.evaluate() < before
-    trainer.sync.synchronize()
-    stats = trainer.sync.stats()
-    trainer.sync.detach()
-    return stats
-
-
-def test_a_world_of_one() -> None:
-    (stats,) = run_ranks(body_alone, 1)
-    assert stats["steps"] == 20 and stats["averages"] == 0 and stats["bytes_sent"] == 0

@@ -9,12 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import Normalized, Trainer, batch, everywhere
-from case_choice import slow_on
 from harness import Rank, run_ranks
+from named_rows import row
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-import torchext
 
 pytestmark = pytest.mark.sanitize
 
@@ -57,8 +54,7 @@ class Masked(nn.Module):
         return self.head(inputs)
 
 
-def body_kept(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
-    rank.init(backend)
+def check_kept(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     trainer = Trainer(rank, model=Masked(), backend=backend, **options)
     expected = {name: buffer.clone() for name, buffer in Masked().named_buffers()}
 
@@ -87,21 +83,10 @@ def body_kept(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
     assert largest.isfinite().all() and (largest == largest[0]).all()
     torch.testing.assert_close(largest[0, 0].item(), torch.finfo(torch.float32).max * (11 / 18), rtol=1e-6, atol=0)
     trainer.sync.detach()
-    return True
 
 
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    slow_on(VARIANTS, "dssync"),
-    ids=[f"{name}-{options['order']}" for name, options in VARIANTS],
-)
-def test_constant_and_infinite_buffers_stay(backend: str, options: dict[str, Any]) -> None:
-    assert run_ranks(body_kept, 3, backend, options, deadline=60) == [True] * 3
-
-
-def body_in_between(rank: Rank) -> bool:
+def check_in_between(rank: Rank) -> None:
     """Averages that collectives of the script bring forward."""
-    rank.init()
     trainer = Trainer(rank, model=Masked())
     expected = dict(Masked().named_buffers())
     for _ in range(8):
@@ -111,16 +96,23 @@ def body_in_between(rank: Rank) -> bool:
             if name not in ("seen", "least"):
                 torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0, equal_nan=True, msg=name)
     trainer.sync.detach()
-    return True
 
 
-def test_collectives_in_between() -> None:
-    assert run_ranks(body_in_between, 3) == [True] * 3
+def body_kept(rank: Rank) -> None:
+    rank.init()
+    for backend, options in VARIANTS:
+        with row(backend, options):
+            check_kept(rank, backend, options)
+    with row("collectives in between"):
+        check_in_between(rank)
 
 
-def body_variance(rank: Rank, backend: str, options: dict[str, Any]) -> list[float]:
+def test_constant_and_infinite_buffers_stay() -> None:
+    run_ranks(body_kept, 3, deadline=120)
+
+
+def check_variance(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     """Several passes a step, as in accumulation, and one worker with a batch that stands out."""
-    rank.init(backend)
     trainer = Trainer(rank, model=Normalized(), lr=0.001, backend=backend, **options)
     least = []
     for step in range(6):
@@ -135,14 +127,19 @@ def body_variance(rank: Rank, backend: str, options: dict[str, Any]) -> list[flo
     with trainer.sync.averaged() as module, torch.no_grad():
         assert module.eval()(batch(9, 0)[0]).isfinite().all()
     trainer.sync.detach()
-    return least
+    assert min(least) > 0, least
 
 
-@pytest.mark.parametrize(("backend", "options"), slow_on(VARIANTS, "dssync"), ids=str)
-def test_a_variance_never_becomes_negative(backend: str, options: dict[str, Any]) -> None:
+def body_variance(rank: Rank) -> None:
+    rank.init()
+    for backend, options in VARIANTS:
+        with row(backend, options):
+            check_variance(rank, backend, options)
+
+
+def test_a_variance_never_becomes_negative() -> None:
     """What passes took off it meanwhile may be more than the mean is."""
-    for least in run_ranks(body_variance, 2, backend, options):
-        assert min(least) > 0, least
+    run_ranks(body_variance, 2, deadline=120)
 
 
 class Assigned(nn.Module):
@@ -159,8 +156,7 @@ class Assigned(nn.Module):
         return self.head(inputs)
 
 
-def body_assigned(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
-    rank.init(backend)
+def check_assigned(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     trainer = Trainer(rank, model=Assigned(), backend=backend, **options)
     for _ in range(3):
         trainer.run(2)
@@ -175,53 +171,15 @@ def body_assigned(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
         with trainer.sync.averaged() as module:
             module(torch.ones(2, 8))
         assert torch.equal(trainer.module.seen, own)
-    trainer.sync.synchronize()  # nothing is under way on any rank
-    trainer.module.seen = torch.zeros(4)
-    for call in (trainer.sync.synchronize, trainer.sync.averaged().__enter__, trainer.step):
-        with pytest.raises(RuntimeError, match=r"buffer seen has been given other memory since torchext.attach"):
-            call()
-        trainer.module.seen = torch.zeros(4)
-    return True
+    trainer.sync.detach()
 
 
-@pytest.mark.parametrize(("backend", "options"), slow_on(VARIANTS, "dssync"), ids=str)
-def test_a_buffer_that_is_assigned_anew_is_averaged(backend: str, options: dict[str, Any]) -> None:
-    assert run_ranks(body_assigned, 2, backend, options) == [True, True]
+def body_assigned(rank: Rank) -> None:
+    rank.init()
+    for backend, options in VARIANTS:
+        with row(backend, options):
+            check_assigned(rank, backend, options)
 
 
-def body_moved(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
-    rank.init(backend)
-    trainer = Trainer(rank, backend=backend, **options)
-    trainer.run(2)
-    trainer.sync.synchronize()
-    trainer.module.double()
-    for call in (trainer.sync.synchronize, trainer.sync.averaged().__enter__):
-        with pytest.raises(RuntimeError, match=r"parameter or buffer 0 .* has been given other memory"):
-            call()
-    return True
-
-
-@pytest.mark.parametrize(("backend", "options"), slow_on(VARIANTS[1::2], "dssync"), ids=str)
-def test_memory_that_the_model_no_longer_has_is_not_averaged(backend: str, options: dict[str, Any]) -> None:
-    assert run_ranks(body_moved, 2, backend, options) == [True, True]
-
-
-class Sliced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 1)
-        self.register_buffer("odd", torch.ones(8, 16)[:, :8])
-
-
-def body_odd(rank: Rank, backend: str) -> bool:
-    rank.init(backend)
-    model = DistributedDataParallel(Sliced(), broadcast_buffers=False, init_sync=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"buffer 'odd' has strides \(16, 1\)"):
-        torchext.attach(model, optimizer)
-    return True
-
-
-@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync"))
-def test_buffers_that_cannot_be_averaged_are_named(backend: str) -> None:
-    assert run_ranks(body_odd, 2, backend) == [True, True]
+def test_a_buffer_that_is_assigned_anew_is_averaged() -> None:
+    run_ranks(body_assigned, 2, deadline=120)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from attached import Normalized, batch, equal_everywhere, everywhere, flat
-from case_choice import slow_on
+from attached import Normalized, batch, equal_everywhere, everywhere, flat, new_group
 from harness import Rank, run_ranks
+from named_rows import row
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 
 
-def attached() -> tuple[DistributedDataParallel, torch.optim.Optimizer, torchext.Synchronizer]:
-    ddp = DistributedDataParallel(Normalized())
+def attached(group: dist.ProcessGroup) -> tuple[DistributedDataParallel, torch.optim.Optimizer, torchext.Synchronizer]:
+    ddp = DistributedDataParallel(Normalized(), process_group=group)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     return ddp, optimizer, torchext.attach(ddp, optimizer)
 
@@ -36,9 +36,9 @@ def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in state.items()}
 
 
-def body(rank: Rank, backend: str, path: str) -> None:
-    rank.init(backend)
-    ddp, optimizer, sync = attached()
+def check(rank: Rank, backend: str, path: str) -> None:
+    group = new_group(backend)
+    ddp, optimizer, sync = attached(group)
     train(rank, ddp, optimizer, 5)
     replicas = everywhere(flat(ddp))
     assert (replicas - replicas[0]).abs().max() > 0  # else nothing is shown here
@@ -49,7 +49,7 @@ def body(rank: Rank, backend: str, path: str) -> None:
     sync.detach()
 
     # Another run: attached first, its optimizer has no state yet.
-    other, other_optimizer, other_sync = attached()
+    other, other_optimizer, other_sync = attached(group)
     other_sync.synchronize()
     model_state, optimizer_state = get_state_dict(other, other_optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
@@ -66,8 +66,15 @@ def body(rank: Rank, backend: str, path: str) -> None:
     train(rank, other, other_optimizer, 5)
     other_sync.synchronize()
     equal_everywhere(other.module)
+    other_sync.detach()
 
 
-@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync"))
-def test_saved_inside_averaged_and_loaded_by_another_run(backend: str, tmp_path: Path) -> None:
-    run_ranks(body, 3, backend, str(tmp_path / "checkpoint"))
+def body(rank: Rank, folder: Path) -> None:
+    rank.init()
+    for backend in ("prague", "dssync", "hop"):
+        with row(backend):
+            check(rank, backend, str(folder / backend))
+
+
+def test_saved_inside_averaged_and_loaded_by_another_run(tmp_path: Path) -> None:
+    run_ranks(body, 3, tmp_path)

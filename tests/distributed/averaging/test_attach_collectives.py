@@ -6,13 +6,14 @@ holds up for longer than the others wait is left out of one average, hence "most
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from attached import ORDERS, Trainer, equal_everywhere
 from harness import Rank, run_ranks
+from named_rows import row
 
 pytestmark = pytest.mark.sanitize
 
@@ -26,35 +27,24 @@ def full_groups(trainer: Trainer, group_size: int) -> int:
     return sum(count for size, count in sizes.items() if size >= group_size)
 
 
-def body_logs_its_loss(rank: Rank, order: str, group_size: int) -> list[int]:
-    rank.init()
-    counts = []
-    for generator in GENERATORS:
-        trainer = Trainer(rank, generator=generator, order=order, group_size=group_size)
-        trainer.run(3)  # DDP's own collectives
-        trainer.sync.synchronize()
-        before = full_groups(trainer, group_size)
-        for _ in range(STEPS):
-            loss = torch.tensor(trainer.step())
-            dist.all_reduce(loss)
-            assert loss.isfinite()
-        trainer.sync.wait()
-        counts.append(full_groups(trainer, group_size) - before)
-        trainer.sync.synchronize()
-        equal_everywhere(trainer.module)
-        trainer.sync.detach()
-    return counts
+def check_logging_its_loss(rank: Rank, generator: str, order: str, group_size: int) -> None:
+    trainer = Trainer(rank, generator=generator, order=order, group_size=group_size)
+    trainer.run(3)  # DDP's own collectives
+    trainer.sync.synchronize()
+    before = full_groups(trainer, group_size)
+    for _ in range(STEPS):
+        loss = torch.tensor(trainer.step())
+        dist.all_reduce(loss)
+        assert loss.isfinite()
+    trainer.sync.wait()
+    count = full_groups(trainer, group_size) - before
+    trainer.sync.synchronize()
+    equal_everywhere(trainer.module)
+    trainer.sync.detach()
+    assert count >= MOST * STEPS, count
 
 
-@pytest.mark.parametrize("group_size", [2, 4])
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_collective_after_every_step_leaves_groups_full(order: str, group_size: int) -> None:
-    for counts in run_ranks(body_logs_its_loss, 4, order, group_size):
-        assert min(counts) >= MOST * STEPS, dict(zip(GENERATORS, counts, strict=True))
-
-
-def body_two_models(rank: Rank, order: str) -> list[int]:
-    rank.init()
+def check_two_models(rank: Rank, order: str) -> None:
     models = [Trainer(rank, order=order, group_size=4) for _ in range(2)]
     for model in models:
         model.run(3)
@@ -70,32 +60,43 @@ def body_two_models(rank: Rank, order: str) -> list[int]:
         equal_everywhere(model.module)
     for model in models:
         model.sync.detach()
-    return counts
+    assert min(counts) >= MOST * STEPS, counts
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_so_it_does_for_two_models_of_one_loop(order: str) -> None:
-    for counts in run_ranks(body_two_models, 4, order):
-        assert min(counts) >= MOST * STEPS, counts
+def body_logs_its_loss(rank: Rank) -> None:
+    rank.init()
+    for values in itertools.product(GENERATORS, ORDERS, (2, 4)):
+        with row(*values):
+            check_logging_its_loss(rank, *values)
+    for order in ORDERS:
+        with row("two models of one loop", order):
+            check_two_models(rank, order)
 
 
-def body_one_stops(rank: Rank, order: str) -> list[Any]:
+def test_a_collective_after_every_step_leaves_groups_full() -> None:
+    run_ranks(body_logs_its_loss, 4, deadline=120)
+
+
+def check_one_stops(rank: Rank, order: str) -> None:
     """Rank 3 takes no step from the tenth on until the twentieth, and comes to every collective."""
-    rank.init(timeout=20)
     trainer = Trainer(rank, order=order, group_size=4)
-    totals = []
     for step in range(STEPS):
         if rank.rank != 3 or not 10 <= step < 20:
             trainer.step()
         total = torch.ones(1)
         dist.all_reduce(total)
-        totals.append(float(total))
+        assert float(total) == 4.0
     trainer.sync.synchronize()
     equal_everywhere(trainer.module)
     trainer.sync.detach()
-    return totals
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_nobody_waits_for_ever_for_a_worker_that_takes_no_step(order: str) -> None:
-    assert run_ranks(body_one_stops, 4, order) == [[4.0] * STEPS] * 4
+def body_one_stops(rank: Rank) -> None:
+    rank.init(timeout=20)
+    for order in ORDERS:
+        with row(order):
+            check_one_stops(rank, order)
+
+
+def test_nobody_waits_for_ever_for_a_worker_that_takes_no_step() -> None:
+    run_ranks(body_one_stops, 4)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from attached import OPTIONS, Trainer, mlp, prague
 from case_choice import slow_on
 from harness import Rank, elapsed_error, launch
 from interpreters import run_script
+from rows import run_rows
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,10 +27,18 @@ import torchext
 
 pytestmark = pytest.mark.sanitize
 
+SLOW = pytest.mark.slow
+
 DEATH_LIMIT = 5.0
 
 
-def body_training(rank: Rank, backend: str, options: dict[str, Any], timeout: float = 60) -> Any:
+HIT_AFTER = 0.3  # seconds of training
+
+
+def body_training(
+    rank: Rank, victim: int, signum: int, backend: str, options: dict[str, Any], timeout: float = 60
+) -> Any:
+    """Trains until a signal hits the victim, which is to be a child of its own; how each of the others learns of it."""
     pg_options = OPTIONS[backend](timeout=timedelta(seconds=timeout), **options)
     rank.init(backend, timeout=timeout, pg_options=pg_options)
     torch.manual_seed(0)
@@ -44,7 +54,8 @@ def body_training(rank: Rank, backend: str, options: dict[str, Any], timeout: fl
 
     train(5)
     dist.barrier()
-    rank.report("ready")
+    if rank.rank == victim:
+        threading.Timer(HIT_AFTER, os.kill, (os.getpid(), signum)).start()
     error = elapsed_error(lambda: train(1_000_000))
     later = elapsed_error(sync.synchronize)
     start = time.monotonic()
@@ -75,30 +86,26 @@ DEATHS: list[tuple[int, str, dict[str, Any]]] = [
     (1, "dear", {"allreduce_fallback": False, "form": "replicated", "bucket_mb": 0.01}),
     (1, "dear", {"allreduce_fallback": False, "transport": "collectives"}),
 ]
-
-
 # Two workers: test_flight_recorder.py.
-@pytest.mark.parametrize(
-    ("victim", "backend", "options", "size"),
-    [*((*death, 4) for death in DEATHS), (5, "hop", {"graph": "ring"}, 8), (6, "prague", {}, 8)],
-    ids=str,
-)
-def test_sigkill_in_training(victim: int, backend: str, options: dict[str, Any], size: int) -> None:
-    with launch(body_training, size, backend, options) as ranks:
-        ranks.expect("ready")
-        time.sleep(0.3)
-        ranks.kill(victim)
-        start = time.monotonic()
-        for outcome in ranks.outcomes(deadline=20):
-            assert outcome.ok, outcome.trace
-            (kind, text, _), later, detach_seconds = outcome.value
-            assert kind == "DistBackendError", (kind, text)
-            assert f"rank {victim} died" in text and backend in text, text
-            assert later[0] == "DistBackendError" and f"rank {victim} died" in later[1], later
-            assert later[2] < 1 and detach_seconds < 1
-        assert time.monotonic() - start < DEATH_LIMIT
-    for rank, process in enumerate(ranks.processes):
-        assert process.exitcode == (-signal.SIGKILL if rank == victim else 0), (rank, process.exitcode)
+DEATHS_OF_EIGHT: list[tuple[int, str, dict[str, Any]]] = [(5, "hop", {"graph": "ring"}), (6, "prague", {})]
+
+
+@pytest.mark.parametrize(("size", "deaths"), [(4, DEATHS), (8, DEATHS_OF_EIGHT)], ids=["4", "8"])
+def test_sigkill_in_training(size: int, deaths: list[tuple[int, str, dict[str, Any]]]) -> None:
+    rows = {f"{victim} of {backend} {options}": (victim, backend, options) for victim, backend, options in deaths}
+    arguments = {name: (victim, int(signal.SIGKILL), *how) for name, (victim, *how) in rows.items()}
+    found = run_rows(body_training, size, arguments, victims={row[0] for row in rows.values()}, deadline=40)
+    for name, (victim, backend, _) in rows.items():
+        outcomes = found[name]
+        assert outcomes[victim].message == f"exit code {-signal.SIGKILL}", (name, outcomes[victim])
+        for outcome in (other for other in outcomes if other.rank != victim):
+            assert outcome.ok, (name, outcome.trace)
+            (kind, text, seconds), later, detach_seconds = outcome.value
+            assert kind == "DistBackendError", (name, kind, text)
+            assert f"rank {victim} died" in text and backend in text, (name, text)
+            assert later[0] == "DistBackendError" and f"rank {victim} died" in later[1], (name, later)
+            assert later[2] < 1 and detach_seconds < 1, (name, later[2], detach_seconds)
+            assert seconds < HIT_AFTER + DEATH_LIMIT, (name, seconds)
 
 
 class SlowStore(dist.Store):
@@ -162,7 +169,11 @@ def body_slow(rank: Rank, generator: str, heartbeat: float) -> Any:
     return elapsed_error(lambda: trainer.run(1_000_000))
 
 
-@pytest.mark.parametrize(("generator", "heartbeat"), [("random", 0), ("smart", 0), ("static", 0), ("static", 2)])
+# Slow: another generator of the same service.
+@pytest.mark.parametrize(
+    ("generator", "heartbeat"),
+    [pytest.param("random", 0, marks=SLOW), ("smart", 0), ("static", 0), ("static", 2)],
+)
 def test_a_rank_that_takes_too_long_is_not_said_to_have_died(generator: str, heartbeat: float) -> None:
     """Some wait for the generator meanwhile, which waits for those that wait for the slow rank."""
     for _ in range(4):
@@ -184,40 +195,38 @@ def test_a_rank_that_takes_too_long_is_not_said_to_have_died(generator: str, hea
     raise AssertionError("the slow rank was in no group, four times")
 
 
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    [
-        ("prague", {"generator": "static", "order": "atc"}),
-        ("prague", {}),
-        ("dssync", {}),
-        ("hop", {}),
-        ("hop", {"order": "serial", "graph": "ring"}),
-        ("hop", {"backup_workers": 1, "max_iteration_gap": 4}),
-        ("dear", {"allreduce_fallback": False}),
-        ("dear", {"allreduce_fallback": False, "transport": "collectives"}),
-    ],
-    ids=str,
-)
-def test_sigstop_in_training_honours_the_timeout(backend: str, options: dict[str, Any]) -> None:
-    timeout = 3
-    texts = []
-    with launch(body_training, 4, backend, options, timeout) as ranks:
-        ranks.expect("ready")
-        time.sleep(0.3)
-        ranks.kill(2, signal.SIGSTOP)
-        start = time.monotonic()
-        for outcome in ranks.outcomes([0, 1, 3], deadline=30):
-            assert outcome.ok, outcome.trace
-            (kind, text, _), later, _ = outcome.value
-            assert kind == "DistBackendError" and backend in text, (kind, text)
-            assert later[0] == "DistBackendError" and later[2] < 1, later
+STOPS: list[tuple[str, dict[str, Any]]] = [
+    ("prague", {"generator": "static", "order": "atc"}),
+    ("prague", {}),
+    ("dssync", {}),
+    ("hop", {}),
+    ("hop", {"order": "serial", "graph": "ring"}),
+    ("hop", {"backup_workers": 1, "max_iteration_gap": 4}),
+    ("dear", {"allreduce_fallback": False}),
+    ("dear", {"allreduce_fallback": False, "transport": "collectives"}),
+]
+
+
+def test_sigstop_in_training_honours_the_timeout() -> None:
+    victim, timeout = 2, 3
+    rows = {
+        f"{backend} {options}": (victim, int(signal.SIGSTOP), backend, options, timeout) for backend, options in STOPS
+    }
+    for name, outcomes in run_rows(body_training, 4, rows, victims={victim}, deadline=40).items():
+        backend = rows[name][2]
+        texts = []
+        for outcome in (other for other in outcomes if other.rank != victim):
+            assert outcome.ok, (name, outcome.trace)
+            (kind, text, seconds), later, _ = outcome.value
+            assert kind == "DistBackendError" and backend in text, (name, kind, text)
+            assert later[0] == "DistBackendError" and later[2] < 1, (name, later)
+            assert timeout - 1 < seconds < HIT_AFTER + timeout + DEATH_LIMIT, (name, seconds)
             texts.append(text)
-        assert timeout - 1 < time.monotonic() - start < timeout + DEATH_LIMIT
-        ranks.kill(2, signal.SIGCONT)
-    if backend == "hop":
-        # The first to give up says what for: the stopped one's model, or that it takes the own one. Who hears of it
-        # only when the first has closed its connections says that.
-        assert any(re.search(r"waited 3000 ms for .*(from rank|to go out to ranks)", text) for text in texts), texts
+        if backend == "hop":
+            # The first to give up says what for: the stopped one's model, or that it takes the own one. Who hears of it
+            # only when the first has closed its connections says that.
+            said = (re.search(r"waited 3000 ms for .*(from rank|to go out to ranks)", text) for text in texts)
+            assert any(said), (name, texts)
 
 
 # ---- Scripts that end ----
@@ -290,7 +299,14 @@ def test_a_script_ends_cleanly(tmp_path: Path, mode: str, backend: str, order: s
         assert "Traceback" not in ended.err and "terminate called" not in ended.err and "Error" not in ended.err, ended
 
 
-@pytest.mark.parametrize(("backend", "order"), slow_on(WAYS, "dssync"))
+# Slow: a second order of the same synchronizer, and dssync, whose synchronizer is prague's.
+ONCE_A_SYNCHRONIZER = [
+    pytest.param(*way, marks=() if way in (("prague", "cta"), ("hop", "parallel"), ("dear", "sharded")) else SLOW)
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("backend", "order"), ONCE_A_SYNCHRONIZER)
 def test_an_exception_in_training_reaches_the_others(tmp_path: Path, backend: str, order: str) -> None:
     results = run_script(tmp_path, SCRIPT, 3, str(tmp_path / "store"), "exception", backend, order)
     for rank, ended in enumerate(results):
@@ -302,7 +318,7 @@ def test_an_exception_in_training_reaches_the_others(tmp_path: Path, backend: st
 
 @pytest.mark.parametrize(
     ("backend", "order"),
-    [pytest.param("dssync", "cta", marks=pytest.mark.slow), ("dssync", "atc"), ("dear", "sharded")],
+    [pytest.param("dssync", "cta", marks=SLOW), ("dssync", "atc"), ("dear", "sharded")],
 )
 def test_who_ends_early_ends_the_others(tmp_path: Path, backend: str, order: str) -> None:
     """As with DDP, they need it in their next step: an error at once, and no wait for the group's timeout."""

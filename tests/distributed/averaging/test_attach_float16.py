@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import ORDERS, Trainer, everywhere
+from attached import ORDERS, Trainer, everywhere, new_group
 from harness import Rank, run_ranks
+from named_rows import row
 from torch import nn
 
 pytestmark = pytest.mark.sanitize
@@ -27,39 +28,45 @@ class Large(nn.Module):
         return inputs.sum(1, keepdim=True) + (self.weight * 0).sum()
 
 
-def body_means(rank: Rank, backend: str, options: dict[str, Any], order: str) -> tuple[float, bool]:
-    rank.init()
+MEANS: list[tuple[str, int, dict[str, Any]]] = [
+    ("prague", 2, {"generator": "static"}),
+    ("dssync", 3, {"group_size": 3}),
+    ("dssync", 4, {"group_size": 4}),
+    ("dssync", 4, {"group_size": 4, "shared_memory": False}),
+]
+
+
+def check_mean(rank: Rank, backend: str, size: int, options: dict[str, Any], order: str) -> None:
+    group = new_group(backend, list(range(size)), order=order, **options)
+    if rank.rank >= size:
+        return
     model = Large()
-    trainer = Trainer(rank, model=model, backend=backend, order=order, **options)
+    trainer = Trainer(rank, model=model, group=group)
     with torch.no_grad():
         model.weight.fill_(32_000 + 8_000 * rank.rank)
     trainer.run(2)
     trainer.sync.wait()
-    everyone = everywhere(model.weight.detach().float())
-    return float(everyone[rank.rank].mean()), bool((everyone == everyone[0]).all())
+    everyone = everywhere(model.weight.detach().float(), group)
+    assert (everyone == everyone[0]).all()
+    # Two roundings of the format.
+    assert float(everyone[0].mean()) == pytest.approx(32_000 + 4_000 * (size - 1), rel=2e-3)
+    trainer.sync.detach()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    ("backend", "size", "options"),
-    [
-        ("prague", 2, {"generator": "static"}),
-        ("dssync", 3, {"group_size": 3}),
-        ("dssync", 4, {"group_size": 4}),
-        ("dssync", 4, {"group_size": 4, "shared_memory": False}),
-    ],
-    ids=str,
-)
-def test_means(backend: str, size: int, options: dict[str, Any], order: str) -> None:
-    expected = 32_000 + 4_000 * (size - 1)
-    for mean, equal in run_ranks(body_means, size, backend, options, order):
-        assert equal
-        assert mean == pytest.approx(expected, rel=2e-3)  # two roundings of the format
-
-
-def body_same(rank: Rank, order: str) -> tuple[float, float, int]:
-    """With collectives that drain outstanding averages, and weights that are written in step after step."""
+def body_means(rank: Rank) -> None:
     rank.init()
+    for values in MEANS:
+        for order in ORDERS:
+            with row(*values, order):
+                check_mean(rank, *values, order)
+
+
+def test_means() -> None:
+    run_ranks(body_means, 4)
+
+
+def check_same(rank: Rank, order: str) -> None:
+    """With collectives that drain outstanding averages, and weights that are written in step after step."""
     model = Large()
     trainer = Trainer(rank, model=model, order=order)
     for step in range(16):
@@ -70,13 +77,18 @@ def body_same(rank: Rank, order: str) -> tuple[float, float, int]:
                 model.weight.clamp_(max=60_000.0)
         if step % 4 == 3:
             dist.all_reduce(torch.ones(1))
-    averages = trainer.sync.stats()["averages"]
+    assert trainer.sync.stats()["averages"] > 0
     trainer.sync.synchronize()
-    return float(model.weight.min()), float(model.weight.max()), averages
+    assert (float(model.weight.min()), float(model.weight.max())) == (START, START)
+    trainer.sync.detach()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_what_is_the_same_on_two_workers_stays_so(order: str) -> None:
-    for least, most, averages in run_ranks(body_same, 2, order):
-        assert (least, most) == (START, START)
-        assert averages > 0
+def body_same(rank: Rank) -> None:
+    rank.init()
+    for order in ORDERS:
+        with row(order):
+            check_same(rank, order)
+
+
+def test_what_is_the_same_on_two_workers_stays_so() -> None:
+    run_ranks(body_same, 2)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from attached import Trainer, equal_everywhere, everywhere, new_group
-from case_choice import slow_on
 from harness import Rank, elapsed_error, run_ranks
+from named_rows import row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,9 +24,6 @@ BACKENDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dssync", {}),
     ("hop", {"graph": "ring"}),
     ("hop", {"graph": "ring", "order": "serial"}),
-)
-each_backend = pytest.mark.parametrize(
-    ("backend", "options"), slow_on(BACKENDS, "dssync"), ids=lambda value: str(value)
 )
 
 
@@ -43,25 +41,29 @@ class WithBackbone(nn.Module):
         return self.head(torch.tanh(self.body(inputs.to(self.body.weight.dtype)).float()))  # type: ignore[no-any-return]
 
 
-def body_bytes(rank: Rank, backend: str, options: dict[str, Any]) -> tuple[int, int]:
-    rank.init()
+def check_bytes(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     trainer = Trainer(rank, model=WithBackbone(), backend=backend, lr=0.01, **options)
     trainer.run(6)
     stats = trainer.sync.stats()
     trainer.sync.detach()
-    return stats["bytes_sent"] + stats.get("bytes_shared", 0), stats.get("bucket_bytes", 0)
-
-
-@each_backend
-def test_only_what_is_trained_travels(backend: str, options: dict[str, Any]) -> None:
     head = 4 * 401
-    for sent, buckets in run_ranks(body_bytes, 2, backend, options):
-        assert 0 < sent <= 7 * (head + 128), (sent, head)  # messages have headers, and hop is one ahead
-        assert buckets in (0, head)
+    sent = stats["bytes_sent"] + stats.get("bytes_shared", 0)
+    assert 0 < sent <= 7 * (head + 128), (sent, head)  # messages have headers, and hop is one ahead
+    assert stats.get("bucket_bytes", 0) in (0, head), stats
 
 
-def body_bits(rank: Rank, backend: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+def body_bytes(rank: Rank) -> None:
     rank.init()
+    for backend, options in BACKENDS:
+        with row(backend, options):
+            check_bytes(rank, backend, options)
+
+
+def test_only_what_is_trained_travels() -> None:
+    run_ranks(body_bytes, 2)
+
+
+def check_bits(rank: Rank, backend: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     trainer = Trainer(rank, model=WithBackbone(dtype), backend=backend, lr=0.01, **options)
     before = {name: value.clone() for name, value in trainer.module.body.state_dict().items()}
     for _ in range(2):
@@ -76,15 +78,8 @@ def body_bits(rank: Rank, backend: str, options: dict[str, Any], dtype: torch.dt
     trainer.sync.detach()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@each_backend
-def test_what_is_frozen_stays_to_the_bit(backend: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    run_ranks(body_bits, 3, backend, options, dtype)
-
-
-def body_16_bits(rank: Rank) -> None:
+def check_16_bits(rank: Rank) -> None:
     """Parameters that are the same everywhere come out as they went in, trained ones too, in any number of ranks."""
-    rank.init()
     trainer = Trainer(rank, model=nn.Linear(300, 3).to(torch.bfloat16), backend="prague")
     before = trainer.module.weight.detach().clone()
     trainer.sync.synchronize()
@@ -92,12 +87,20 @@ def body_16_bits(rank: Rank) -> None:
     trainer.sync.detach()
 
 
-def test_equal_16_bit_parameters_stay_to_the_bit() -> None:
-    run_ranks(body_16_bits, 3)
-
-
-def body_teacher(rank: Rank, backend: str, options: dict[str, Any]) -> None:
+def body_bits(rank: Rank) -> None:
     rank.init()
+    for (backend, options), dtype in itertools.product(BACKENDS, (torch.bfloat16, torch.float32, torch.float64)):
+        with row(backend, options, dtype):
+            check_bits(rank, backend, options, dtype)
+    with row("trained, of 16 bits"):
+        check_16_bits(rank)
+
+
+def test_what_is_the_same_stays_to_the_bit() -> None:
+    run_ranks(body_bits, 3)
+
+
+def check_teacher(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     trainer = Trainer(rank, model=WithBackbone(), backend=backend, lr=0.01, **options)
     module: Any = trainer.module
     for _ in range(4):
@@ -117,32 +120,15 @@ def body_teacher(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     trainer.sync.detach()
 
 
-@each_backend
-def test_a_teacher_is_averaged_where_workers_meet(backend: str, options: dict[str, Any]) -> None:
-    run_ranks(body_teacher, 2, backend, options)
-
-
-def body_unfrozen(rank: Rank, backend: str) -> tuple[str, str, float]:
+def body_teacher(rank: Rank) -> None:
     rank.init()
-    trainer = Trainer(rank, model=WithBackbone(), backend=backend, ddp={"find_unused_parameters": True})
-    trainer.run(2)
-    trainer.sync.wait()
-    for frozen in (True, False):  # what was trained at attach may pause
-        trainer.module.head.bias.requires_grad_(not frozen)
-        trainer.run(1)
-    trainer.sync.wait()
-    trainer.module.body.weight.requires_grad_(True)
-    error = elapsed_error(trainer.step)
-    trainer.module.body.weight.requires_grad_(False)
-    trainer.sync.detach()
-    return error
+    for backend, options in BACKENDS:
+        with row(backend, options):
+            check_teacher(rank, backend, options)
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop", "dear"])
-def test_unfreezing_after_attach(backend: str) -> None:
-    for kind, text, _ in run_ranks(body_unfrozen, 2, backend):
-        assert kind == "ValueError"
-        assert "body.weight was frozen at torchext.attach and requires a gradient now" in text, text
+def test_a_teacher_is_averaged_where_workers_meet() -> None:
+    run_ranks(body_teacher, 2)
 
 
 def body_frozen_here_only(rank: Rank) -> tuple[str, str, float]:

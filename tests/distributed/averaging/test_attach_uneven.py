@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
-from attached import OPTIONS, mlp
+from attached import mlp, new_group
 from harness import Rank, run_ranks
+from named_rows import row
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
 
-def body_joins(rank: Rank, unused: bool) -> int:
-    rank.init("prague")
-    ddp = DistributedDataParallel(mlp(), find_unused_parameters=unused)
+def check_join(rank: Rank, unused: bool) -> None:
+    ddp = DistributedDataParallel(mlp(), process_group=new_group("prague"), find_unused_parameters=unused)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     sync = torchext.attach(ddp, optimizer)
     steps = 0
@@ -27,22 +26,27 @@ def body_joins(rank: Rank, unused: bool) -> int:
             optimizer.step()
             steps += 1
     sync.detach()
-    return steps
+    assert steps == 3 + 2 * rank.rank
 
 
-@pytest.mark.parametrize("unused", [False, True])
-def test_uneven_inputs_with_prague(unused: bool) -> None:
-    assert run_ranks(body_joins, 3, unused) == [3, 5, 7]
+def body_joins(rank: Rank) -> None:
+    rank.init()
+    for unused in (False, True):
+        with row(f"find_unused_parameters={unused}"):
+            check_join(rank, unused)
 
 
-def body_slow_peer(rank: Rank, backend: str) -> None:
+def test_uneven_inputs_with_prague() -> None:
+    run_ranks(body_joins, 3)
+
+
+def check_slow_peer(rank: Rank, backend: str) -> None:
     """Worker 1 takes its first step when worker 0 has been through the forward pass after its own."""
-    rank.init(backend, pg_options=OPTIONS[backend](order="cta"))
-    ddp = DistributedDataParallel(torch.compile(mlp(), backend="eager"))
+    ddp = DistributedDataParallel(torch.compile(mlp(), backend="eager"), process_group=new_group(backend, order="cta"))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     sync = torchext.attach(ddp, optimizer)
     inputs = torch.ones(2, next(ddp.parameters()).shape[1])
-    through = rank.folder / "through"
+    through = rank.folder / f"through-{backend}"
     for step in range(3):
         end = time.monotonic() + 45  # it compiles first
         while rank.rank == 1 and step == 0 and not through.exists():
@@ -58,6 +62,12 @@ def body_slow_peer(rank: Rank, backend: str) -> None:
     sync.detach()
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync"])
-def test_cta_hides_averages_under_the_forward_pass_of_a_compiled_model(backend: str) -> None:
-    run_ranks(body_slow_peer, 2, backend)
+def body_slow_peer(rank: Rank) -> None:
+    rank.init()
+    for backend in ("prague", "dssync"):
+        with row(backend):
+            check_slow_peer(rank, backend)
+
+
+def test_cta_hides_averages_under_the_forward_pass_of_a_compiled_model() -> None:
+    run_ranks(body_slow_peer, 2, deadline=120)

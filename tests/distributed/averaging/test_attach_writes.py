@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import Trainer, everywhere, flat
-from case_choice import slow_on
+from attached import ORDERS, Trainer, everywhere, flat
 from harness import Rank, run_ranks
+from named_rows import row
 
 pytestmark = pytest.mark.sanitize
 
@@ -22,11 +22,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("hop", {"order": "parallel"}),
     ("hop", {"order": "serial"}),
 ]
-both = pytest.mark.parametrize(
-    ("backend", "options"),
-    slow_on(VARIANTS, "dssync"),
-    ids=[f"{name}-{options['order']}" for name, options in VARIANTS],
-)
 
 
 def fill(trainer: Trainer, value: float) -> None:
@@ -35,8 +30,7 @@ def fill(trainer: Trainer, value: float) -> None:
             parameter.fill_(value)
 
 
-def body_loads(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
-    rank.init(backend)
+def check_loads(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     trainer = Trainer(rank, backend=backend, lr=0.0, **options)
     names = trainer.module.state_dict()  # which waits; later nobody does
     trainer.run(2)
@@ -59,17 +53,21 @@ def body_loads(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
     trainer.sync.synchronize()
     assert (flat(trainer.module) == value).all(), flat(trainer.module)
     trainer.sync.detach()
-    return True
 
 
-@both
-def test_what_is_loaded_stays(backend: str, options: dict[str, Any]) -> None:
-    assert run_ranks(body_loads, 2, backend, options) == [True] * 2
+def body_loads(rank: Rank) -> None:
+    rank.init()
+    for backend, options in VARIANTS:
+        with row(backend, options):
+            check_loads(rank, backend, options)
 
 
-def body_every_step(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
+def test_what_is_loaded_stays() -> None:
+    run_ranks(body_loads, 2)
+
+
+def check_every_step(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     """Of a parameter that is written in every step the mean moves as written, and the workers come together."""
-    rank.init(backend)
     trainer = Trainer(rank, backend=backend, lr=0.0, **options)
     fill(trainer, 100.0 * rank.rank)
     trainer.step()
@@ -93,17 +91,21 @@ def body_every_step(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
     trainer.sync.synchronize()
     assert (first == 5).all() and (flat(trainer.module)[first.numel() :] == 56).all()
     trainer.sync.detach()
-    return True
 
 
-@both
-def test_what_is_written_in_every_step_is_added(backend: str, options: dict[str, Any]) -> None:
-    assert run_ranks(body_every_step, 2, backend, options) == [True] * 2
+def body_every_step(rank: Rank) -> None:
+    rank.init()
+    for backend, options in VARIANTS:
+        with row(backend, options):
+            check_every_step(rank, backend, options)
 
 
-def body_collective_inside(rank: Rank, order: str) -> float:
+def test_what_is_written_in_every_step_is_added() -> None:
+    run_ranks(body_every_step, 2)
+
+
+def check_collective_inside(rank: Rank, order: str) -> None:
     """A hook of the script reduces a norm inside the step, and drains the averages owed to the other worker there."""
-    rank.init("prague")
     trainer = Trainer(rank, lr=0.0, backend="prague", order=order)
     with torch.no_grad():
         for parameter in trainer.module.parameters():
@@ -117,10 +119,16 @@ def body_collective_inside(rank: Rank, order: str) -> float:
     trainer.sync.synchronize()
     mean = float(flat(trainer.module).mean())
     trainer.sync.detach()
-    return mean
+    assert mean == pytest.approx(50.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("order", ["atc", "cta"])
-def test_an_average_formed_inside_a_step_counts(order: str) -> None:
+def body_collective_inside(rank: Rank) -> None:
+    rank.init()
+    for order in ORDERS:
+        with row(order):
+            check_collective_inside(rank, order)
+
+
+def test_an_average_formed_inside_a_step_counts() -> None:
     """Both take part in it, so that the mean of all stays."""
-    assert run_ranks(body_collective_inside, 2, order) == pytest.approx([50.0, 50.0], abs=1e-3)
+    run_ranks(body_collective_inside, 2)

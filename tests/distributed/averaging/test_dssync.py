@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from attached import ORDERS, Trainer, batch, equal_everywhere, everywhere, flat, new_group
 from harness import Rank, run_ranks
+from named_rows import row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -254,38 +255,30 @@ def test_the_position_survives_a_checkpoint() -> None:
     assert run_ranks(body_resume, 4) == [True] * 4
 
 
-def body_skipped_step(rank: Rank) -> bool:
+def check_skipped_step(rank: Rank, order: str) -> None:
     """A gradient scaler makes one rank skip a step: the others meet it again at the next collective call."""
-    rank.init("dssync")
-    for order in ORDERS:
-        trainer = Trainer(rank, backend="dssync", order=order)
-        for phase in range(3):
-            for step in range(6):
-                trainer.optimizer.zero_grad()
-                trainer.loss(6 * phase + step).backward()
-                if not (rank.rank == 1 and step == 2 + phase):
-                    trainer.optimizer.step()
-                if step == 4:
-                    dist.all_reduce(torch.zeros(1), group=trainer.group)
-            if phase == 1:
-                trainer.evaluate()
-            else:
-                trainer.sync.synchronize()
-                equal_everywhere(trainer.module)
-            assert trainer.sync.state_dict()["steps"] == 6 * (phase + 1)
-        stats = trainer.sync.stats()
-        assert stats["steps"] == (15 if rank.rank == 1 else 18) and stats["averages"] == 18, stats
-        trainer.sync.detach()
-    return True
+    trainer = Trainer(rank, backend="dssync", order=order)
+    for phase in range(3):
+        for step in range(6):
+            trainer.optimizer.zero_grad()
+            trainer.loss(6 * phase + step).backward()
+            if not (rank.rank == 1 and step == 2 + phase):
+                trainer.optimizer.step()
+            if step == 4:
+                dist.all_reduce(torch.zeros(1), group=trainer.group)
+        if phase == 1:
+            trainer.evaluate()
+        else:
+            trainer.sync.synchronize()
+            equal_everywhere(trainer.module)
+        assert trainer.sync.state_dict()["steps"] == 6 * (phase + 1)
+    stats = trainer.sync.stats()
+    assert stats["steps"] == (15 if rank.rank == 1 else 18) and stats["averages"] == 18, stats
+    trainer.sync.detach()
 
 
-def test_a_rank_that_skips_a_step_catches_up() -> None:
-    assert run_ranks(body_skipped_step, 4) == [True] * 4
-
-
-def body_skipped_steps(rank: Rank, backend: str, options: dict[str, Any]) -> bool:
+def check_skipped_steps(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     """Some skip more steps than the others can go on without them, who do not come to the meeting before."""
-    rank.init(backend)
     skipped = {0: (), 1: (2, 3, 5), 2: (7,), 3: (0, 1, 2, 3)}[rank.rank]
     trainer = Trainer(rank, backend=backend, **options)
     for phase in range(3):
@@ -310,21 +303,28 @@ def body_skipped_steps(rank: Rank, backend: str, options: dict[str, Any]) -> boo
         if rank.rank != 2 or step < 28:
             trainer.optimizer.step()
     trainer.sync.detach()
-    return True
 
 
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    [
-        ("dssync", {"order": "atc"}),
-        ("dssync", {"order": "cta"}),
-        ("dssync", {"schedule": "random", "sync_period": 2}),
-        ("prague", {"generator": "static"}),
-    ],
-    ids=str,
-)
-def test_ranks_that_skip_several_steps_catch_up(backend: str, options: dict[str, Any]) -> None:
-    assert run_ranks(body_skipped_steps, 4, backend, options) == [True] * 4
+SKIPPING: list[tuple[str, dict[str, Any]]] = [
+    ("dssync", {"order": "atc"}),
+    ("dssync", {"order": "cta"}),
+    ("dssync", {"schedule": "random", "sync_period": 2}),
+    ("prague", {"generator": "static"}),
+]
+
+
+def body_skips(rank: Rank) -> None:
+    rank.init("dssync")
+    for order in ORDERS:
+        with row("one step", order):
+            check_skipped_step(rank, order)
+    for backend, options in SKIPPING:
+        with row("several steps", backend, options):
+            check_skipped_steps(rank, backend, options)
+
+
+def test_ranks_that_skip_steps_catch_up() -> None:
+    run_ranks(body_skips, 4, deadline=120)
 
 
 def body_swa(rank: Rank) -> bool:
@@ -351,50 +351,10 @@ def test_stochastic_weight_averaging() -> None:
     assert run_ranks(body_swa, 4) == [True] * 4
 
 
-def body_split(rank: Rank) -> list[int]:
-    rank.init("dssync", pg_options=torchext.DSSyncOptions(racks=[3, 3, 5, 5]))
-    members = [0, 2, 3]
-    child = dist.new_group(members, backend="dssync")
-    if rank.rank not in members:
-        return []
-    parent = torchext.backend_of()
-    assert torchext.backend_of(child).options.racks == []  # a new group has options of its own
-    return list(parent.options.racks)
-
-
-def test_groups_beside_the_world() -> None:
-    assert run_ranks(body_split, 4) == [[3, 3, 5, 5], [], [3, 3, 5, 5], [3, 3, 5, 5]]
-
-
 # ---- Bad input ----
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"group_size": 1}, r"group_size must be 0 or at least 2, got 1"),
-        ({"group_size": -2}, r"group_size must be in \[0, \d+\], got -2"),
-        ({"schedule": "rack"}, r'schedule must be one of auto, grid, random, topology; got "rack"'),
-        ({"order": "both"}, r'order must be one of atc, cta; got "both"'),
-        ({"sync_period": 0}, r"sync_period must be in \[1, \d+\], got 0"),
-        ({"seed": -1}, r"seed must be in \[0, \d+\], got -1"),
-        ({"schedule": "grid", "racks": [0, 1]}, r'racks is for schedule "topology", got "grid"'),
-        ({"schedule": "topology", "racks": [0, 1], "host_bandwidth": -1.0}, r"must be 0 or more and finite, got -1"),
-        ({"schedule": "topology", "racks": [0, 1], "host_bandwidth": 1.0}, r"given together.*got 1 and 0"),
-        ({"schedule": "topology", "host_bandwidth": 1.0, "uplink_bandwidth": 1.0}, r"need racks"),
-    ],
-    ids=str,
-)
-def test_an_option_out_of_range(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        torchext.DSSyncOptions(**options)
-
-
 def body_refused(rank: Rank) -> list[str]:
-    with pytest.raises(ValueError, match=r"group_size must be at most 3, the group's ranks, got 4"):
-        rank.init("dssync", store="size", pg_options=torchext.DSSyncOptions(group_size=4))
-    with pytest.raises(ValueError, match=r"an entry for each of the 3 ranks, got 2"):
-        rank.init("dssync", store="racks", pg_options=torchext.DSSyncOptions(schedule="topology", racks=[0, 1]))
     rank.init("dssync")
     odd = rank.rank == 2
     messages = []

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attached import ORDERS, new_group
 from harness import Rank, run_ranks
+from named_rows import row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +22,7 @@ import torchext
 pytestmark = pytest.mark.sanitize
 
 STEPS = 8  # of an epoch
+EPOCHS = 6
 
 
 def barrier(rank: Rank, name: str) -> None:
@@ -33,11 +36,10 @@ class Training:
     """A small regression on one rank, attached."""
 
     def __init__(self, rank: Rank, backend: str, options: dict[str, Any]) -> None:
-        kinds = {"prague": torchext.PragueOptions, "dssync": torchext.DSSyncOptions, "hop": torchext.HopOptions}
-        kinds["dear"] = torchext.DeAROptions
-        rank.init(backend, pg_options=kinds[backend](**options))
+        self.group = new_group(backend, **options)
         torch.manual_seed(0)
-        self.model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)))
+        module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        self.model = DistributedDataParallel(module, process_group=self.group)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.sync = torchext.attach(self.model, self.optimizer)
         self._data = torch.Generator().manual_seed(rank.rank)
@@ -47,29 +49,32 @@ class Training:
         self.model(torch.randn(16, 8, generator=self._data)).square().mean().backward()
         self.optimizer.step()
 
+    def end(self) -> None:
+        self.sync.detach()
+        dist.destroy_process_group(self.group)
 
-def trained(rank: Rank, backend: str, options: dict[str, Any]) -> tuple[Any, Any]:
+
+def same_everywhere(module: nn.Module) -> None:
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+    assert flat.isfinite().all()
+    first = flat.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, flat)
+
+
+def check_epochs(rank: Rank, name: str, backend: str, options: dict[str, Any]) -> None:
     training = Training(rank, backend, options)
-    return training.step, training.sync
-
-
-def body_epochs(rank: Rank, backend: str, options: dict[str, Any], epochs: int) -> int:
-    step, sync = trained(rank, backend, options)
     pauses = random.Random(rank.rank)
-    for epoch in range(epochs):
+    for epoch in range(EPOCHS):
         for _ in range(STEPS):
             if pauses.random() < 0.2:
                 time.sleep(pauses.uniform(0.0, 0.1))
-            step()
-        barrier(rank, f"epoch{epoch}")
-    with sync.averaged() as module:
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
-        assert flat.isfinite().all()
-        first = flat.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, flat)
-    sync.detach()
-    return int(sync.stats()["steps"])
+            training.step()
+        barrier(rank, f"{name}-epoch{epoch}")
+    with training.sync.averaged() as module:
+        same_everywhere(module)
+    training.end()
+    assert training.sync.stats()["steps"] == EPOCHS * STEPS
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -84,44 +89,56 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "options"), CASES, ids=lambda value: str(value))
+def body_epochs(rank: Rank) -> None:
+    rank.init()
+    for number, (backend, options) in enumerate(CASES):
+        with row(backend, options):
+            check_epochs(rank, f"row{number}", backend, options)
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_barrier_that_no_backend_sees(backend: str, options: dict[str, Any], size: int) -> None:
-    assert run_ranks(body_epochs, size, backend, options, 6, deadline=120) == [6 * STEPS] * size
+def test_a_barrier_that_no_backend_sees(size: int) -> None:
+    run_ranks(body_epochs, size, deadline=180)
 
 
-def body_one_evaluates(rank: Rank, options: dict[str, Any]) -> tuple[int, int]:
+def check_one_evaluates(rank: Rank, generator: str, order: str) -> None:
     """Rank 0 leaves for a time after a step; the others train on, and it comes back to the groups."""
-    step, sync = trained(rank, "prague", options)
+    name = f"{generator}-{order}"
+    training = Training(rank, "prague", {"generator": generator, "order": order})
     for _ in range(10):
-        step()
+        training.step()
     if rank.rank == 0:
-        others = [rank.folder / f"on-{other}" for other in range(1, rank.size)]
+        others = [rank.folder / f"{name}-on-{other}" for other in range(1, rank.size)]
         while not all(path.exists() for path in others):  # for as long as that takes them
             time.sleep(0.01)
     else:
         for _ in range(40):
-            step()
-        (rank.folder / f"on-{rank.rank}").touch()
-    before = sync.stats()["averages"]
-    barrier(rank, "back")
+            training.step()
+        (rank.folder / f"{name}-on-{rank.rank}").touch()
+    before = training.sync.stats()["averages"]
+    barrier(rank, f"{name}-back")
     for _ in range(40):
-        step()
-    after = sync.stats()["averages"]
-    with sync.averaged():
+        training.step()
+    after = training.sync.stats()["averages"]
+    with training.sync.averaged():
         pass
-    sync.detach()
-    return before, after
+    training.end()
+    assert after > before, (before, after)
 
 
-@pytest.mark.parametrize("generator", ["smart", "random"])
-@pytest.mark.parametrize("order", ["cta", "atc"])
-def test_others_train_on_while_one_is_elsewhere(generator: str, order: str) -> None:
-    counts = run_ranks(body_one_evaluates, 4, {"generator": generator, "order": order}, deadline=120)
-    assert all(after > before for before, after in counts), counts
+def body_one_evaluates(rank: Rank) -> None:
+    rank.init()
+    for generator in ("smart", "random"):
+        for order in ORDERS:
+            with row(generator, order):
+                check_one_evaluates(rank, generator, order)
 
 
-def body_one_saves(rank: Rank, backend: str, options: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+def test_others_train_on_while_one_is_elsewhere() -> None:
+    run_ranks(body_one_evaluates, 4, deadline=120)
+
+
+def check_one_saves(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     """Rank 0 evaluates and saves alone, for longer than a heartbeat may be missing; the others go on."""
     training = Training(rank, backend, {**options, "heartbeat_timeout": timedelta(seconds=1)})
     for epoch in range(2):
@@ -136,13 +153,13 @@ def body_one_saves(rank: Rank, backend: str, options: dict[str, Any]) -> tuple[A
             torch.save([training.model.state_dict(), training.optimizer.state_dict()], io.BytesIO())
             time.sleep(2.5 if epoch == 0 else 0.0)
     with training.sync.averaged() as module:
-        end = {name: value.detach().clone() for name, value in module.named_parameters()}
-    failure = torchext.backend_of().failure
-    training.sync.detach()
-    return failure, end
+        same_everywhere(module)
+    failure = torchext.backend_of(training.group).failure
+    training.end()
+    assert not failure[1], failure
 
 
-ALONE = [
+ALONE: list[tuple[str, dict[str, Any]]] = [
     ("prague", {}),
     ("prague", {"generator": "static"}),
     ("dssync", {}),
@@ -153,10 +170,12 @@ ALONE = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::torchext.errors.ReplicaWarning")
-@pytest.mark.parametrize(("backend", "options"), ALONE, ids=lambda value: str(value))
-def test_one_evaluates_and_saves_alone(backend: str, options: dict[str, Any]) -> None:
-    ends = run_ranks(body_one_saves, 3, backend, options, deadline=120)
-    for failure, end in ends:
-        assert not failure[1], failure
-        assert all(torch.equal(value, ends[0][1][name]) for name, value in end.items())
+def body_one_saves(rank: Rank) -> None:
+    rank.init()
+    for backend, options in ALONE:
+        with row(backend, options):
+            check_one_saves(rank, backend, options)
+
+
+def test_one_evaluates_and_saves_alone() -> None:
+    run_ranks(body_one_saves, 3, deadline=180)

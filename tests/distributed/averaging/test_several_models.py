@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import Trainer, equal_everywhere, mlp, new_group
+from attached import ORDERS, Trainer, equal_everywhere, mlp, new_group
 from case_choice import slow_on
 from harness import Rank, launch, run_ranks
+from named_rows import row
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
@@ -26,9 +28,8 @@ STEPS = 25
 PAUSES = (0.0, 0.15)  # longer than a model waits for its average before the others drain theirs
 
 
-def body_between_steps(rank: Rank, order: str, what: str) -> int:
+def check_between_steps(rank: Rank, order: str, what: str) -> None:
     """What is no collective of the model's group blocks, too, while others may wait for an average with this rank."""
-    rank.init()
     trainer = Trainer(rank, order=order)
     for turn in range(8):
         for _ in range(4):
@@ -44,24 +45,27 @@ def body_between_steps(rank: Rank, order: str, what: str) -> int:
         else:
             dist.recv(torch.ones(1), 1 - rank.rank)
     trainer.sync.synchronize()
-    return trainer.step_count
+    equal_everywhere(trainer.module)
+    trainer.sync.detach()
 
 
-def between() -> list[Any]:
-    of_2_11 = torch.__version__.startswith("2.11")
-    refused = pytest.mark.skipif(of_2_11, reason="torch 2.11 splits groups of a device only (device_id)")
-    return ["new_group", pytest.param("split_group", marks=refused), "message"]
+# torch 2.11 splits groups of a device only (device_id).
+BETWEEN = ["new_group", *([] if torch.__version__.startswith("2.11") else ["split_group"]), "message"]
 
 
-@pytest.mark.parametrize("what", between())
-@pytest.mark.parametrize("order", ["atc", "cta"])
-def test_calls_between_steps_that_wait_for_others(order: str, what: str) -> None:
-    assert run_ranks(body_between_steps, 2, order, what) == [32, 32]
-
-
-def body_asks_meanwhile(rank: Rank, order: str) -> float:
-    """Rank 0 asks for a group under a collective, and waits for that before its step; the other waits for the group."""
+def body_between_steps(rank: Rank) -> None:
     rank.init()
+    for order, what in itertools.product(ORDERS, BETWEEN):
+        with row(order, what):
+            check_between_steps(rank, order, what)
+
+
+def test_calls_between_steps_that_wait_for_others() -> None:
+    run_ranks(body_between_steps, 2)
+
+
+def check_asking_meanwhile(rank: Rank, order: str) -> None:
+    """Rank 0 asks for a group under a collective, and waits for that before its step; the other waits for the group."""
     trainer = Trainer(rank, order=order)
     trainer.run(3)
     total = torch.ones(1)
@@ -76,12 +80,8 @@ def body_asks_meanwhile(rank: Rank, order: str) -> float:
         dist.all_reduce(total)
     trainer.sync.synchronize()
     equal_everywhere(trainer.module)
-    return float(total)
-
-
-@pytest.mark.parametrize("order", ["atc", "cta"])
-def test_a_collective_that_was_under_way_when_a_group_was_asked_for(order: str) -> None:
-    assert run_ranks(body_asks_meanwhile, 2, order) == [2.0] * 2
+    assert float(total) == 2.0
+    trainer.sync.detach()
 
 
 def begin(what: str, rank: Rank) -> Callable[[], Any]:
@@ -123,9 +123,8 @@ def begin(what: str, rank: Rank) -> Callable[[], Any]:
     return poll
 
 
-def body_waits_later(rank: Rank, order: str, what: str) -> int:
+def check_waiting_later(rank: Rank, order: str, what: str) -> None:
     """Rank 0 begins something, steps, asks for a group, and waits; the other waits for it in its groups first."""
-    rank.init()
     trainer = Trainer(rank, order=order)
     for _ in range(4 if what == "reduce_scatter" else 0):  # so that the next one is predicted, and starts at once
         begin(what, rank)()
@@ -143,17 +142,25 @@ def body_waits_later(rank: Rank, order: str, what: str) -> int:
         begin(what, rank)()
     trainer.sync.synchronize()
     equal_everywhere(trainer.module)
-    return trainer.step_count
+    trainer.sync.detach()
 
 
-@pytest.mark.parametrize("what", ["message", "messages", "partial", "reduce_scatter", "limited", "polled"])
-@pytest.mark.parametrize("order", ["atc", "cta"])
-def test_what_was_begun_before_a_step_is_waited_for_after_it(order: str, what: str) -> None:
-    assert run_ranks(body_waits_later, 2, order, what) == [4, 7]
+def body_waits_later(rank: Rank) -> None:
+    rank.init()
+    kinds = ("message", "messages", "partial", "reduce_scatter", "limited", "polled")
+    for order, what in itertools.product(ORDERS, kinds):
+        with row(order, what):
+            check_waiting_later(rank, order, what)
+    for order in ORDERS:
+        with row(order, "asked for under a collective"):
+            check_asking_meanwhile(rank, order)
 
 
-def body(rank: Rank, generator: str, order: str) -> int:
-    rank.init(timeout=20)
+def test_what_was_begun_before_a_step_is_waited_for_after_it() -> None:
+    run_ranks(body_waits_later, 2, deadline=120)
+
+
+def check_other_orders(rank: Rank, generator: str, order: str) -> None:
     models = [Trainer(rank, generator=generator, order=order, seed=seed) for seed in range(MODELS)]
     chance = random.Random(rank.rank)
     for step in range(STEPS):
@@ -170,46 +177,28 @@ def body(rank: Rank, generator: str, order: str) -> int:
         equal_everywhere(model.module)
         model.sync.detach()
     dist.barrier()
-    return averages
+    assert averages > 0
 
 
-@pytest.mark.parametrize(("generator", "order"), [("random", "atc"), ("smart", "cta")])
-def test_in_other_orders_on_other_ranks(generator: str, order: str) -> None:
-    assert min(run_ranks(body, 4, generator, order)) > 0
+def body_other_orders(rank: Rank) -> None:
+    rank.init(timeout=20)
+    for generator, order in (("random", "atc"), ("smart", "cta")):
+        with row(generator, order):
+            check_other_orders(rank, generator, order)
+
+
+def test_in_other_orders_on_other_ranks() -> None:
+    run_ranks(body_other_orders, 4, deadline=120)
 
 
 # ---- on_peer_failure="continue" ----
 
 
-def attached(group: dist.ProcessGroup | None, on_peer_failure: Any = "continue") -> Any:
+def attached(group: dist.ProcessGroup) -> Any:
     """The DDP model, its optimizer, its synchronizer."""
     ddp = DistributedDataParallel(mlp(), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
-    return ddp, optimizer, torchext.attach(ddp, optimizer, on_peer_failure=on_peer_failure)
-
-
-def body_one_renews_world(rank: Rank) -> None:
-    rank.init()
-    refused = pytest.raises(ValueError, match="Several models can train on if each has a group of its own")
-    _, _, first = attached(None)
-    for group, on_peer_failure in ((new_group("prague"), "raise"), (new_group("prague"), "continue")):
-        with refused:
-            attached(group, on_peer_failure)
-    first.detach()
-    kept = attached(new_group("prague"))
-    also_kept = attached(None, "raise")  # ends with the job, as it says
-    with refused:
-        attached(None)
-    del kept, also_kept  # in cycles, not detached
-    attached(None)
-    dist.destroy_process_group()
-    rank.init(store="again")
-    attached(None)
-    dist.destroy_process_group()
-
-
-def test_only_one_model_may_renew_the_default_group() -> None:
-    run_ranks(body_one_renews_world, 2)
+    return ddp, optimizer, torchext.attach(ddp, optimizer, on_peer_failure="continue")
 
 
 def body_each_goes_on(rank: Rank, backend: str) -> list[Any]:

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 from harness import Outcome, Rank, Ranks, free_port, launch
-from interpreters import run_interpreters
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -210,56 +209,6 @@ def train_with_a_kill(folder: Path, backend: str, checkpoint: Path, *options: st
         os.kill(workers[-1], signal.SIGKILL)
         status = process.wait(max(1.0, limit - time.monotonic()))
     return status, output.read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--resume"], "--resume needs --checkpoint"),
-        (["--straggler=3"], "--step-ms"),
-        (["--option=group_size=2"], "not to gloo"),
-        (["--backend=mpi"], "invalid choice"),
-        ([], "torchrun --nproc-per-node"),
-    ],
-)
-def test_bad_command_lines_say_what_to_type(arguments: list[str], message: str, tmp_path: Path) -> None:
-    (ended,) = run_interpreters(tmp_path, [SCRIPT, *arguments], [{}])
-    assert ended.code == 2 and message in ended.err, ended
-
-
-@pytest.mark.parametrize("option", ["--checkpoint", "--log-file"])
-@pytest.mark.parametrize(("name", "reason"), [("", "Is a directory"), ("file/digits.pt", "cannot write")])
-def test_what_cannot_be_written_is_refused_before_training(option: str, name: str, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    path = tmp_path / name
-    (ended,) = run_interpreters(tmp_path, [SCRIPT, f"{option}={path}"], [job])
-    assert ended.code == 2 and reason in ended.err and str(path) in ended.err, ended
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--epochs=0"], "--epochs must be at least 1, got 0"),
-        (["--batch-size=-2"], "--batch-size must be at least 1, got -2"),
-        (["--lr=nan"], "--lr must be above 0 and finite, got nan"),
-        (["--lr-decay=-3"], "--lr-decay must be above 0 and finite, got -3"),
-        (["--step-ms=-5"], "--step-ms must be at least 0, got -5"),
-        (["--min-accuracy=97"], "--min-accuracy is a share from 0 to 1, got 97"),
-        (["--straggler=0.5"], "--straggler K needs K >= 1"),
-        (["--resume"], "--resume needs --checkpoint FILE"),
-        (["--option=group_size=2"], "--option belongs to torchext's backends, not to gloo"),
-        ([], "torchrun --nproc-per-node 4"),
-    ],
-)
-def test_bad_arguments_end_it_before_it_starts(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert said in capsys.readouterr().err
 
 
 def test_demo_says_when_the_accuracy_was_reached(tmp_path: Path) -> None:

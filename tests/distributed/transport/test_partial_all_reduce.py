@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from attached import prague
 from harness import Rank, run_ranks
+from named_rows import row
 
 import torchext
 
@@ -41,9 +42,9 @@ def digest(tensor: torch.Tensor) -> str:
 class Log:
     """Averages through one group, each checked here, and digests for the test to compare between ranks."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, group: dist.ProcessGroup) -> None:
         self.me = rank.rank
-        self.backend = torchext.backend_of()
+        self.backend = torchext.backend_of(group)
         self.digests: dict[str, str] = {}
         self.salt = 0
 
@@ -77,13 +78,9 @@ def bit_equal(logs: list[dict[str, str]], calls: int) -> None:
 # ---- Values ----
 
 
-# Sockets carry between hosts what goes through shared memory on one.
-both_ways = pytest.mark.parametrize("shared_memory", [True, False])
-
-
-def body_values(rank: Rank, shared_memory: bool) -> Any:
-    rank.init(pg_options=torchext.PragueOptions(shared_memory=shared_memory))
-    log = Log(rank)
+def values(rank: Rank, shared_memory: bool) -> dict[str, str]:
+    """Sockets carry between hosts what goes through shared memory on one."""
+    log = Log(rank, prague(shared_memory=shared_memory))
     for members in ([0, 1], [3, 1], [2, 0, 3], [0, 1, 2, 3]):
         for dtype in FLOATS:
             for numel in (1, 7, 1000):
@@ -98,13 +95,23 @@ def body_values(rank: Rank, shared_memory: bool) -> Any:
     return log.digests
 
 
-@both_ways
-def test_values(shared_memory: bool) -> None:
-    bit_equal(run_ranks(body_values, 4, shared_memory), 4 * 16 + 4 + 1)
-
-
-def body_works(rank: Rank) -> bool:
+def body_values(rank: Rank) -> list[dict[str, str]]:
     rank.init()
+    digests = []
+    for shared_memory in (True, False):
+        with row(f"shared_memory={shared_memory}"):
+            digests.append(values(rank, shared_memory))
+    with row("works and edges"):
+        check_works(rank)
+    return digests
+
+
+def test_values() -> None:
+    for digests in zip(*run_ranks(body_values, 4, deadline=120), strict=True):
+        bit_equal(list(digests), 4 * 16 + 4 + 1)
+
+
+def check_works(rank: Rank) -> None:
     backend, me = torchext.backend_of(), rank.rank
     everyone = list(range(rank.size))
     # Waited out of order, direct and ring mixed.
@@ -134,42 +141,3 @@ def body_works(rank: Rank) -> bool:
     parameter = torch.nn.Parameter(torch.full((2, 3), float(me)))
     backend.partial_all_reduce(parameter, everyone).wait()
     assert torch.equal(parameter.data, torch.full((2, 3), 1.5)) and parameter.requires_grad
-    return True
-
-
-def test_works_and_edges() -> None:
-    assert run_ranks(body_works, 4) == [True] * 4
-
-
-# ---- Errors ----
-
-
-def body_bad_calls(rank: Rank) -> bool:
-    rank.init()
-    backend, me = torchext.backend_of(), rank.rank
-    other = (me + 1) % 4
-    third = (me + 2) % 4
-    good = torch.full((4,), 7.0)
-    for tensor, members, kind, text in [
-        (good, [me, 4], ValueError, r"member 4 is not a rank of this group \(0\.\.3\)"),
-        (good, [-1, me], ValueError, r"member -1 is not a rank"),
-        (good, [me, other, other], ValueError, f"rank {other} is named twice"),
-        (good, [other, third], ValueError, f"rank {me}, is not among the members"),
-        (good, [], ValueError, f"rank {me}, is not among the members"),
-        (torch.full((4, 4), 7.0).t()[:, ::2], [me, other], ValueError, r"contiguous.*strides \[1, 8\]"),
-        (torch.full((4,), 7), [me, other], TypeError, r"(?i)float32, float64, float16 or bfloat16.*(long|int64)"),
-        (torch.full((4,), True), [me, other], TypeError, r"(?i)bfloat16.*bool"),
-        (torch.full((4,), 7.0).to_sparse(), [me, other], TypeError, r"(?i)dense.*sparse"),
-        (torch.ones(2, device="meta"), [me, other], ValueError, "CPU tensors, got one on meta"),
-    ]:
-        with pytest.raises(kind, match=text):
-            backend.partial_all_reduce(tensor, members)
-    assert good.tolist() == [7.0] * 4
-    assert backend.failure == (-1, "")
-    backend.partial_all_reduce(good, [0, 1, 2, 3]).wait()
-    assert good.tolist() == [7.0] * 4
-    return True
-
-
-def test_errors_of_one_rank_are_raised_at_once() -> None:
-    assert run_ranks(body_bad_calls, 4) == [True] * 4

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attached import new_group
 from harness import Rank, elapsed_error, launch, run_ranks
+from named_rows import row
 
 import torchext
 
@@ -89,11 +91,10 @@ def test_windows_come_and_go_with_their_group() -> None:
 # ---- Values ----
 
 
-def body_attached(rank: Rank, name: str, shared_memory: bool) -> Any:
-    options = {"prague": torchext.PragueOptions, "dssync": torchext.DSSyncOptions}[name]
-    rank.init(name, pg_options=options(shared_memory=shared_memory, group_size=2))
+def check_attached(rank: Rank, name: str, shared_memory: bool) -> None:
     torch.manual_seed(rank.rank)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(200, 300, bias=False))
+    group = new_group(name, shared_memory=shared_memory, group_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(200, 300, bias=False), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     sync = torchext.attach(model, optimizer)
     for _ in range(6):
@@ -107,19 +108,25 @@ def body_attached(rank: Rank, name: str, shared_memory: bool) -> Any:
     dist.all_reduce(total)
     torch.testing.assert_close(total / rank.size, weights)
     sync.detach()
-    return sync.stats()
+    stats = sync.stats()
+    assert stats["averages"] > 0
+    sizes = 4 * 200 * 300 * stats["averages"]
+    # All data through one way or the other, and what is sent beside shared memory are headers.
+    assert stats["bytes_shared"] >= (sizes if shared_memory else 0)
+    assert (stats["bytes_sent"] < sizes / 100) == shared_memory
+    assert shared_memory or stats["bytes_shared"] == 0
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("name", ["prague", "dssync"])
-def test_an_attached_model(name: str, shared_memory: bool) -> None:
-    for stats in run_ranks(body_attached, 4, name, shared_memory):
-        assert stats["averages"] > 0
-        sizes = 4 * 200 * 300 * stats["averages"]
-        # All data through one way or the other, and what is sent beside shared memory are headers.
-        assert stats["bytes_shared"] >= (sizes if shared_memory else 0)
-        assert (stats["bytes_sent"] < sizes / 100) == shared_memory
-        assert shared_memory or stats["bytes_shared"] == 0
+def body_attached(rank: Rank) -> None:
+    rank.init()
+    for name in ("prague", "dssync"):
+        for shared_memory in (True, False):
+            with row(name, f"shared_memory={shared_memory}"):
+                check_attached(rank, name, shared_memory)
+
+
+def test_an_attached_model() -> None:
+    run_ranks(body_attached, 4)
 
 
 # ---- Faults ----
@@ -140,7 +147,8 @@ def body_averages(rank: Rank, timeout: float, heartbeat: float) -> Any:
     return elapsed_error(lambda: averages(members))
 
 
-@pytest.mark.parametrize("victim", [1, 3])
+# Slow: one of a pair. The other case's is one of three, and the pair hears of it.
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_sigkill(victim: int) -> None:
     with launch(body_averages, 5, 60, 5) as ranks:
         ranks.expect("ready")

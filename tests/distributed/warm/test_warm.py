@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from named_rows import row
 from warm_agent import DEADLINE, ROOT, WAITS, Agent, agent, gone, pids, until, write
 
 __all__ = ["agent"]  # a fixture
@@ -92,17 +92,25 @@ ENDS = [
 ]
 
 
-def test_it_ends_as_its_worker_ends(agent: Agent, tmp_path: Path) -> None:
-    for number, (ends, status, says) in enumerate(ENDS, 1):
-        script = write(tmp_path, f"import atexit, os, signal, sys\nprint('begun')\n{ends}\n")
-        assert agent.wait(agent.start(script)) == status, (ends, agent.said(number))
-        assert agent.said(number).startswith("begun\n") and says in agent.said(number)
+def run(agent: Agent, *words: str, **env: str) -> tuple[int, str]:
+    """How it ends, and all that it prints."""
+    status = agent.wait(agent.start(*words, options=("--preload=numpy,colorsys",), **env))
+    return status, agent.said(agent.started)
 
 
-def test_modules_and_what_is_to_be_imported(agent: Agent, tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
+def check_ends(agent: Agent, folder: Path) -> None:
+    for ends, status, says in ENDS:
+        script = write(folder, f"import atexit, os, signal, sys\nprint('begun')\n{ends}\n")
+        ended, said = run(agent, script)
+        assert ended == status, (ends, said)
+        assert said.startswith("begun\n") and says in said, ends
+
+
+def check_modules(agent: Agent, folder: Path) -> None:
+    """Run by -m, and what --preload has the server import."""
+    (folder / "package").mkdir()
     write(
-        tmp_path,
+        folder,
         """
         import sys
         imported = "colorsys" in sys.modules
@@ -114,16 +122,14 @@ def test_modules_and_what_is_to_be_imported(agent: Agent, tmp_path: Path) -> Non
         """,
         "package/train.py",
     )
-    write(tmp_path, "def double(x):\n    return 2 * x\n", "package/values.py")
-    pid = agent.start("-m", "package.train", "--lr", "1", options=("--preload=colorsys",))
-    assert agent.wait(pid) == 0, agent.said()
-    assert agent.said() == "[2, 4] True ['--lr', '1'] package\n"
+    write(folder, "def double(x):\n    return 2 * x\n", "package/values.py")
+    assert run(agent, "-m", "package.train", "--lr", "1") == (0, "[2, 4] True ['--lr', '1'] package\n")
 
 
-def test_processes_of_a_script(agent: Agent, tmp_path: Path) -> None:
+def check_processes(agent: Agent, folder: Path) -> None:
     """Forked and spawned ones, which must find the script's functions."""
     script = write(
-        tmp_path,
+        folder,
         """
         import multiprocessing
         def double(x):
@@ -134,39 +140,35 @@ def test_processes_of_a_script(agent: Agent, tmp_path: Path) -> None:
                     print(way, pool.map(double, [1, 2]))
         """,
     )
-    assert agent.wait(agent.start(script)) == 0, agent.said()
-    assert agent.said().splitlines() == [f"{way} [2, 4]" for way in ("fork", "spawn", "forkserver")]
+    status, said = run(agent, script)
+    assert status == 0, said
+    assert said.splitlines() == [f"{way} [2, 4]" for way in ("fork", "spawn", "forkserver")]
 
 
-def test_a_large_environment(agent: Agent, tmp_path: Path) -> None:
+def check_large_environment(agent: Agent, folder: Path) -> None:
     """It comes to the server in many pieces."""
-    script = write(tmp_path, "import os\nprint(sum(len(v) for k, v in os.environ.items() if k.startswith('LARGE')))\n")
+    script = write(folder, "import os\nprint(sum(len(v) for k, v in os.environ.items() if k.startswith('LARGE')))\n")
     large = {f"LARGE{number}": "x" * 100_000 for number in range(10)}
-    assert agent.wait(agent.start(script, **large)) == 0, agent.said()
-    assert agent.said() == "1000000\n"
+    assert run(agent, script, **large) == (0, "1000000\n")
 
 
-def test_random_numbers(agent: Agent, tmp_path: Path) -> None:
+def check_random_numbers(agent: Agent, folder: Path) -> None:
     """As in processes of their own: numpy's and Python's differ, torch's do not."""
-    script = write(
-        tmp_path, "import numpy, random, torch\nprint(numpy.random.rand(), random.random(), torch.rand(1))\n"
-    )
-    pids = [agent.start(script, options=("--preload=numpy",)) for _ in range(2)]
-    assert [agent.wait(pid) for pid in pids] == [0, 0], agent.said()
-    (numpy, python, torch), (other_numpy, other_python, other_torch) = (agent.said(n).split() for n in (1, 2))
+    script = write(folder, "import numpy, random, torch\nprint(numpy.random.rand(), random.random(), torch.rand(1))\n")
+    (status, said), (other_status, other_said) = run(agent, script), run(agent, script)
+    assert (status, other_status) == (0, 0), said + other_said
+    (numpy, python, torch), (other_numpy, other_python, other_torch) = said.split(), other_said.split()
     assert numpy != other_numpy and python != other_python and torch == other_torch
 
 
+def test_scripts_of_one_server(agent: Agent, tmp_path: Path) -> None:
+    for check in (check_ends, check_modules, check_processes, check_large_environment, check_random_numbers):
+        with row(check.__name__):
+            check(agent, tmp_path)
+
+
 def test_signals_reach_the_worker(agent: Agent, tmp_path: Path) -> None:
-    thin = agent.start(write(tmp_path, WAITS))
-    _, child = pids(agent)
-    os.kill(thin, signal.SIGTERM)
-    assert agent.wait(thin) == 5
-    assert f"told {int(signal.SIGTERM)}" in agent.said()
-    os.kill(child, signal.SIGKILL)
-
-
-def test_killed_its_worker_is_killed(agent: Agent, tmp_path: Path) -> None:
+    """Killed, it takes its worker with it, and no other."""
     script = write(tmp_path, WAITS)
     thin, other = agent.start(script), agent.start(script)
     killed, left = pids(agent, 1), pids(agent, 2)
@@ -176,6 +178,7 @@ def test_killed_its_worker_is_killed(agent: Agent, tmp_path: Path) -> None:
     assert not any(map(gone, left))
     os.kill(other, signal.SIGTERM)
     assert agent.wait(other) == 5
+    assert f"told {int(signal.SIGTERM)}" in agent.said(2)
     os.kill(left[1], signal.SIGKILL)
 
 
@@ -206,22 +209,6 @@ def test_what_cannot_be_imported(agent: Agent, tmp_path: Path) -> None:
     pid = agent.start(script, options=("--preload=no_such_module",))
     assert agent.wait(pid) == 1
     assert "No module named 'no_such_module'" in agent.said() and "begun" not in agent.said()
-
-
-@pytest.mark.parametrize(
-    "words", [[], ["-m"], ["--lr", "1"], ["--preload"], ["--preload=", "script.py"], ["--preloads=a", "script.py"]]
-)
-def test_bad_arguments(words: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torchext_warm", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "torchrun ... -m torchext_warm" in done.stderr or "write --preload=MODULE,MODULE" in done.stderr
 
 
 def test_without_torchrun_the_script_runs_as_it_is(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import struct
@@ -45,13 +44,6 @@ def test_other_users_are_refused(agent: Agent, tmp_path: Path) -> None:
     os.kill(thin, signal.SIGTERM)
     assert agent.wait(thin) == 5
     os.kill(child, signal.SIGKILL)
-
-
-def test_nobody_can_know_the_name_beforehand(agent: Agent) -> None:
-    """It has a digest of what the kernel shows to this user only."""
-    address = torchext_warm._address(agent.process.pid)
-    assert address == torchext_warm._address(agent.process.pid) != torchext_warm._address(os.getpid())
-    assert re.fullmatch(rb"\0torchext-warm-[0-9a-f]{64}", address)
 
 
 def test_the_server_waits_for_no_single_process(agent: Agent, tmp_path: Path) -> None:

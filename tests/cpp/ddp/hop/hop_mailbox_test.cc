@@ -174,22 +174,37 @@ TEST_F(HopMailboxTest, ADrainWithALimitGivesUpWhileOthersTrain) {
   });
 }
 
-TEST_F(HopMailboxTest, ADeadNeighbourEndsTheWaitAndIsNamed) {
-  const World world(3);
-  std::barrier<> started(3);
-  onHopGroups(world, [&](ProcessGroupHop& group, int rank) {
-    HopMailbox mailbox(kit::attachable(group), kit::hopSetup(group, GraphKind::kFull, {}, kModelBytes));
-    iterate(mailbox, rank, 0);
-    started.arrive_and_wait();
-    if (rank == 2) {
-      world.kill(2);
-      return;
-    }
-    const std::string error = errorOf([&] { iterate(mailbox, rank, 1); });
-    EXPECT_TRUE(has(error, "rank 2")) << error;
-    EXPECT_EQ(errorOf([&] { mailbox.checkUsable(); }), error);
-    EXPECT_NE(errorOf([&] { mailbox.drain(true); }), "");
-  });
+// Its model, its tokens and its acknowledgements: what each mode waits for.
+TEST_F(HopMailboxTest, ADeadNeighbourEndsTheWaitOfEveryModeAndIsNamed) {
+  const std::vector<HopMode> modes = {{},
+                                      {.notify_ack = true},
+                                      {.max_iteration_gap = 2},
+                                      {.max_iteration_gap = 2, .backup_workers = 1},
+                                      {.max_iteration_gap = 4, .staleness = 3}};
+  for (const HopMode& mode : modes) {
+    SCOPED_TRACE(::testing::Message() << "notify_ack " << mode.notify_ack << ", max_iteration_gap "
+                                      << mode.max_iteration_gap << ", backup_workers " << mode.backup_workers
+                                      << ", staleness " << mode.staleness);
+    const World world(3);
+    std::barrier<> started(3);
+    onHopGroups(world, [&](ProcessGroupHop& group, int rank) {
+      HopMailbox mailbox(kit::attachable(group), kit::hopSetup(group, GraphKind::kFull, mode, kModelBytes));
+      iterate(mailbox, rank, 0);
+      started.arrive_and_wait();
+      if (rank == 2) {
+        world.kill(2);
+        return;
+      }
+      const std::string error = errorOf([&] {
+        for (std::int64_t k = 1; k < 100; ++k) {  // some modes go on without it for a while
+          iterate(mailbox, rank, k);
+        }
+      });
+      EXPECT_TRUE(has(error, "rank 2")) << error;
+      EXPECT_EQ(errorOf([&] { mailbox.checkUsable(); }), error);
+      EXPECT_NE(errorOf([&] { mailbox.drain(true); }), "");
+    });
+  }
 }
 
 TEST_F(HopMailboxTest, AnotherModelIsRefusedBeforeItsBytesAreTaken) {
