@@ -11,6 +11,7 @@ import torch.distributed as dist
 from attached import equal_everywhere, flat
 from harness import Rank, run_ranks
 from kfac_net import EXACT, OPTIONS, Net, mostly_cpu, run_alone, train, use_path, whole_batch
+from one_group import run_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.sanitize
 
 
 def body_strategies(rank: Rank, methods: tuple[str, ...], queued: bool, shared: bool) -> dict[str, float]:
-    rank.init("gloo")
     use_path(queued)
     worst = {}
     options = OPTIONS | {"shared_memory": shared}
@@ -33,7 +33,6 @@ def body_strategies(rank: Rank, methods: tuple[str, ...], queued: bool, shared: 
             train(model, optimizer, steps, rank=rank.rank, size=rank.size)
             equal_everywhere(model.module)
             if expected is None:
-                # No process group is touched with a world of one rank.
                 expected = run_alone(rank, steps, method)
             error = (flat(model.module) - expected).abs().max() / expected.abs().max()
             worst[f"{strategy} {method}"] = float(error)
@@ -63,21 +62,16 @@ def test_directions_split_by_columns_are_the_same(size: int, queued: bool) -> No
     assert sum(sent for _, sent in outcomes) >= (size - 1) * 6 * 8 * (4 * 10 + 9 * 23 + 3 * 9)
 
 
-@pytest.mark.parametrize(
-    ("size", "path"),
-    [
-        (1, "memory"),
-        (2, "memory"),
-        (2, "queued"),
-        (3, "messages"),
-        # tests/cpp/kfac has each part's three manners with three ranks.
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "messages"), (3, "memory"), (3, "queued"))),
-        *(pytest.param(4, path, marks=pytest.mark.slow) for path in ("memory", "messages")),
-    ],
-)
-def test_every_exact_strategy_is_one_process_with_the_whole_batch(size: int, path: str) -> None:
-    for worst in run_ranks(body_strategies, size, ("inverse", "eigen"), path == "queued", path == "memory"):
-        assert max(worst.values()) < 1e-5, worst
+# tests/cpp/kfac has each part's three manners.
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_exact_strategy_is_one_process_with_the_whole_batch(size: int) -> None:
+    cases = {
+        path: (body_strategies, ("inverse", "eigen"), path == "queued", path == "memory")
+        for path in ("memory", "queued", "messages")
+    }
+    for path, ranks in run_in_one_group(cases, size, deadline=120).items():
+        for worst in ranks:
+            assert max(worst.values()) < 1e-5, (path, worst)
 
 
 def body_dp(rank: Rank, queued: bool) -> float:
@@ -192,7 +186,6 @@ def test_gradient_accumulation_under_no_sync(queued: bool) -> None:
 def body_more_calls(rank: Rank, queued: bool, changes: str) -> float:
     """Factors have left, and then there is more of them, or the loss turns out to be scaled: all are sent again."""
     use_path(queued)
-    rank.init("gloo", timeout=20)
     groups = [dist.new_group([r]) for r in range(rank.size)]
     flats = []
     for alone in (False, True):
@@ -218,9 +211,10 @@ def body_more_calls(rank: Rank, queued: bool, changes: str) -> float:
 
 
 @mostly_cpu
-@pytest.mark.parametrize("changes", ["calls", "scale"])
-def test_factors_that_left_too_early_are_sent_again(changes: str, queued: bool) -> None:
-    assert max(run_ranks(body_more_calls, 2, queued, changes)) < 1e-9
+def test_factors_that_left_too_early_are_sent_again(queued: bool) -> None:
+    cases = {changes: (body_more_calls, queued, changes) for changes in ("calls", "scale")}
+    for changes, differences in run_in_one_group(cases, 2, timeout=20).items():
+        assert max(differences) < 1e-9, changes
 
 
 def body_preconditioner(rank: Rank) -> float:
