@@ -57,3 +57,22 @@ def run_in_one_group(
     """
     found = run_ranks(_body, size, dict(cases), {"backend": backend, **init}, deadline=deadline)
     return {name: [values[name] for values in found] for name in cases}
+
+
+def _bodies(rank: Rank, cases: Mapping[str, Case]) -> dict[str, Any]:
+    folder, values = rank.folder, {}
+    for place, (name, (call, *args)) in enumerate(cases.items()):
+        rank.folder = folder / str(place)
+        rank.folder.mkdir(exist_ok=True)
+        with named(name):
+            values[name] = call(rank, *args)
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return values
+
+
+def run_in_turn(cases: Mapping[str, Case], size: int, *, deadline: float = DEADLINE) -> dict[str, list[Any]]:
+    """As :func:`run_in_one_group`, where each case makes the default group by itself: the processes are the same."""
+    found = run_ranks(_bodies, size, dict(cases), deadline=deadline)
+    return {name: [values[name] for values in found] for name in cases}
