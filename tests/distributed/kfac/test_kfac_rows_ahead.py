@@ -60,30 +60,6 @@ def once_another(model: nn.Module, optimizer: KFAC, step: int) -> None:
     optimizer.param_groups[0]["lr"] = 0.05 if step == 5 else 0.1
 
 
-# Steps 1, 2, 4, 5 and 7 are of rows, 1 and 2 are what the next ones are foreseen by; three layers.
-AHEAD: list[tuple[Look, dict[str, Any], dict[str, Any], int]] = [
-    (nothing, {}, {}, 9),
-    (nothing, {"kl_clip": 1e-9}, {}, 9),
-    (nothing, {"kl_clip": None}, {}, 9),
-    (nothing, {"split_directions": True}, {}, 9),
-    (nothing, {"shared_memory": True}, {}, 0),
-    (other_rate, {"kl_clip": 1e-9}, {}, 0),
-    (other_rate, {"kl_clip": None}, {}, 9),  # nothing depends on it
-    (other_factor, {}, {}, 0),
-    (once_another, {"kl_clip": 1e-9}, {}, 3),
-    (cleared, {}, {}, 9),
-    (nothing, {}, {"gradient_as_bucket_view": True}, 9),
-]
-
-
-def test_directions_are_written_ahead_where_their_factor_is_foreseen() -> None:
-    cases = {f"{look.__name__} {options} {ddp}": (look, options, ddp, ahead) for look, options, ddp, ahead in AHEAD}
-    found = run_in_one_group({name: (body_ahead, *case[:3]) for name, case in cases.items()}, 3)
-    for name, (*_, ahead) in cases.items():
-        for stats in found[name]:
-            assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, ahead), name
-
-
 def watch(model: nn.Module, optimizer: KFAC, step: int) -> Callable[[], None]:
     """Whoever has hold of a gradient sees its direction; on every rank another kind of hold.
 
@@ -106,9 +82,29 @@ def watch(model: nn.Module, optimizer: KFAC, step: int) -> Callable[[], None]:
     return check
 
 
-def test_whoever_holds_a_gradient_sees_its_direction() -> None:
-    for stats in run_in_one_group({"watch": (body_ahead, watch, {}, {})}, 4)["watch"]:
-        assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, 9)
+# Steps 1, 2, 4, 5 and 7 are of rows, 1 and 2 are what the next ones are foreseen by; three layers.
+AHEAD: list[tuple[Look, dict[str, Any], dict[str, Any], int]] = [
+    (nothing, {}, {}, 9),
+    (nothing, {"kl_clip": 1e-9}, {}, 9),
+    (nothing, {"kl_clip": None}, {}, 9),
+    (nothing, {"split_directions": True}, {}, 9),
+    (nothing, {"shared_memory": True}, {}, 0),
+    (other_rate, {"kl_clip": 1e-9}, {}, 0),
+    (other_rate, {"kl_clip": None}, {}, 9),  # nothing depends on it
+    (other_factor, {}, {}, 0),
+    (once_another, {"kl_clip": 1e-9}, {}, 3),
+    (cleared, {}, {}, 9),
+    (nothing, {}, {"gradient_as_bucket_view": True}, 9),
+    (watch, {}, {}, 9),
+]
+
+
+def test_directions_are_written_ahead_where_their_factor_is_foreseen() -> None:
+    cases = {f"{look.__name__} {options} {ddp}": (look, options, ddp, ahead) for look, options, ddp, ahead in AHEAD}
+    found = run_in_one_group({name: (body_ahead, *case[:3]) for name, case in cases.items()}, 4)
+    for name, (*_, ahead) in cases.items():
+        for stats in found[name]:
+            assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, ahead), name
 
 
 def body_kept(rank: Rank) -> bool:

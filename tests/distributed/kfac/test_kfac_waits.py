@@ -28,7 +28,13 @@ pytestmark = pytest.mark.sanitize
 # Of every wait; what is waited for here takes far less.
 TIMEOUT = 300.0
 
-both_ways = pytest.mark.parametrize("shared", [True, False], ids=["memory", "sockets"])
+# tests/cpp/kfac ends the waits of each part in either way.
+through_memory = pytest.mark.parametrize(
+    "shared", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["memory", "sockets"]
+)
+through_sockets = pytest.mark.parametrize(
+    "shared", [pytest.param(True, marks=pytest.mark.slow), False], ids=["memory", "sockets"]
+)
 
 
 @contextlib.contextmanager
@@ -194,7 +200,7 @@ def test_a_step_ends_with_the_models_group(backend: str, shared: bool, interval:
     assert "rank 1 has had enough" in failure[1]
 
 
-@both_ways
+@through_memory
 def test_a_step_ends_where_a_rank_is_stopped(shared: bool) -> None:
     with launch(body_failure, 2, "dear", shared, 1, "stops") as ranks:
         ranks.expect("coming", [0])
@@ -223,7 +229,7 @@ def body_destroys(rank: Rank, shared: bool) -> Any:
         return elapsed_error(lambda: kfac.step(lr=0.1))
 
 
-@both_ways
+@through_sockets
 def test_a_handler_may_end_the_groups(shared: bool) -> None:
     with launch(body_destroys, 2, shared) as ranks:
         outcome = ranks.outcomes([0], deadline=30)[0]
