@@ -35,7 +35,8 @@ class ElasticTraining:
         pg_options = OPTIONS[backend](timeout=timedelta(seconds=60), **options)
         group = None
         if own_group:
-            rank.init("gloo", timeout=60)
+            if not dist.is_initialized():
+                rank.init("gloo", timeout=60)
             group = dist.new_group(backend=backend, pg_options=pg_options)
         elif workers is not None and rank.rank >= workers:
             torchext.join_running_job(backend, f"file://{rank.folder / 'store'}", pg_options=pg_options)

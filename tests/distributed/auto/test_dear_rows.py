@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, launch, run_ranks
+from harness import Rank, launch
 from made_plans import Beside, Net, bucket_bytes, local_link, plan_for
+from one_group import run_in_turn
 from test_apply import adamw, dear_at_once, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -83,10 +84,10 @@ def body_exact(rank: Rank, form: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_beside_dear_train_as_one_process_does(form: str) -> None:
-    for worst in run_ranks(body_exact, 2, form, deadline=120):
-        assert max(worst.values()) < EXACT, worst
+def test_rows_beside_dear_train_as_one_process_does() -> None:
+    for form, ranks in run_in_turn({form: (body_exact, form) for form in FORMS}, 2, deadline=240).items():
+        for worst in ranks:
+            assert max(worst.values()) < EXACT, (form, worst)
 
 
 def body_gradients(rank: Rank, form: str) -> dict[str, float]:
@@ -149,10 +150,10 @@ def body_gradients(rank: Rank, form: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_done_to_gradients_counts(form: str) -> None:
-    for worst in run_ranks(body_gradients, 2, form, deadline=120):
-        assert max(worst.values()) < EXACT, worst
+def test_what_is_done_to_gradients_counts() -> None:
+    for form, ranks in run_in_turn({form: (body_gradients, form) for form in FORMS}, 2, deadline=240).items():
+        for worst in ranks:
+            assert max(worst.values()) < EXACT, (form, worst)
 
 
 def close(ours: Any, theirs: Any) -> bool:
@@ -198,9 +199,8 @@ def body_state(rank: Rank, form: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_state_is_that_of_the_plain_optimizer(form: str) -> None:
-    run_ranks(body_state, 2, form, deadline=120)
+def test_state_is_that_of_the_plain_optimizer() -> None:
+    run_in_turn({form: (body_state, form) for form in FORMS}, 2, deadline=240)
 
 
 def body_by_hand(rank: Rank) -> None:
@@ -265,10 +265,6 @@ def body_by_hand(rank: Rank) -> None:
     dist.destroy_process_group()
 
 
-def test_a_script_of_its_own() -> None:
-    run_ranks(body_by_hand, 2)
-
-
 def body_live(rank: Rank) -> None:
     rank.init("torchext")
     model = Net()
@@ -290,8 +286,9 @@ def body_live(rank: Rank) -> None:
     dist.destroy_process_group()
 
 
-def test_a_live_choice_leaves_a_model_with_rows_to_ddp() -> None:
-    run_ranks(body_live, 2)
+def test_scripts_of_their_own() -> None:
+    """With the calls made by hand, and with a live choice, which leaves a model with rows to DDP."""
+    run_in_turn({"by hand": (body_by_hand,), "live": (body_live,)}, 2)
 
 
 def body_lost(rank: Rank) -> None:
@@ -304,6 +301,7 @@ def body_lost(rank: Rank) -> None:
         pair.run(3)
 
 
+@pytest.mark.slow  # the wait for rows is that of test_factor_layers.py
 def test_a_lost_rank_is_named() -> None:
     with launch(body_lost, 2) as ranks:
         ranks.expect("trained")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
 from made_plans import ROWS, Beside, Net, local_link
+from one_group import run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,10 +136,11 @@ def body_exact(rank: Rank, form: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("form", ["replicated", "sharded"])
-def test_model_is_that_of_one_process_before_and_after_the_switch(form: str) -> None:
-    for worst in run_ranks(body_exact, 2, form, deadline=120):
-        assert max(worst.values()) < EXACT, worst
+def test_model_is_that_of_one_process_before_and_after_the_switch() -> None:
+    cases = {form: (body_exact, form) for form in ("replicated", "sharded")}
+    for form, ranks in run_in_turn(cases, 2, deadline=240).items():
+        for worst in ranks:
+            assert max(worst.values()) < EXACT, (form, worst)
 
 
 def body_measured(rank: Rank) -> tuple[str, str, float, list[str]]:
@@ -325,10 +327,6 @@ def body_two_optimizers(rank: Rank) -> float:
     return apart
 
 
-def test_two_optimizers() -> None:
-    assert max(run_ranks(body_two_optimizers, 2)) < EXACT
-
-
 def raised(kind: type[Exception], call: Callable[[], Any]) -> str:
     with pytest.raises(kind) as error:
         call()
@@ -402,11 +400,11 @@ def body_groups(rank: Rank, name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["torchext", "cpu:torchext"])
-def test_groups_of_that_name(name: str) -> None:
-    results = run_ranks(body_groups, 3, name)
-    assert results[0][2:] == ["torchext"] * 2
-    assert all(found[1] == "torchext" for found in results)
+def test_groups_of_that_name() -> None:
+    cases = {name: (body_groups, name) for name in ("torchext", "cpu:torchext")}
+    for name, results in run_in_turn(cases, 3).items():
+        assert results[0][2:] == ["torchext"] * 2, name
+        assert all(found[1] == "torchext" for found in results), name
 
 
 def body_compiled(rank: Rank) -> float:
@@ -430,5 +428,6 @@ def body_compiled(rank: Rank) -> float:
     return apart
 
 
-def test_compiled_model() -> None:
-    assert max(run_ranks(body_compiled, 2, deadline=120)) < EXACT
+def test_two_optimizers_and_a_compiled_model() -> None:
+    found = run_in_turn({"two optimizers": (body_two_optimizers,), "compiled": (body_compiled,)}, 2, deadline=120)
+    assert all(max(apart) < EXACT for apart in found.values()), found

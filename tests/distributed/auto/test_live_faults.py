@@ -88,7 +88,14 @@ def body(rank: Rank, place: str) -> Any:
     return reached, first, second, torchext.backend_of().failure
 
 
-@pytest.mark.parametrize("place", PLACES)
+# Steps are measured and trained by collectives of dear's, whose faults tests/distributed/fault has.
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("measuring links", "deciding"),
+        *(pytest.param(place, marks=pytest.mark.slow) for place in ("measuring steps", "training by dear")),
+    ],
+)
 def test_a_rank_that_dies_is_named(place: str) -> None:
     with launch(body, SIZE, place) as ranks:
         start = time.monotonic()

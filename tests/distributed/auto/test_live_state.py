@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch.distributed as dist
-from harness import Rank, run_ranks
+from harness import Rank
+from one_group import run_in_turn
 from test_live_choice import BEFORE, EXACT, adamw, at_once, chosen
 from test_live_decision import Pair, train_on
 
@@ -64,10 +64,13 @@ def body_checkpoints(rank: Rank, form: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("form", ["replicated", "sharded"])
-def test_a_checkpoint_goes_on_in_another_phase(form: str) -> None:
-    for worst in run_ranks(body_checkpoints, 2, form, deadline=120):
-        assert max(worst.values()) < EXACT, worst
+FORMS = ("replicated", "sharded")
+
+
+def test_a_checkpoint_goes_on_in_another_phase() -> None:
+    for form, ranks in run_in_turn({form: (body_checkpoints, form) for form in FORMS}, 2, deadline=240).items():
+        for worst in ranks:
+            assert max(worst.values()) < EXACT, (form, worst)
 
 
 def body_between(rank: Rank, form: str) -> list[float]:
@@ -98,7 +101,7 @@ def body_between(rank: Rank, form: str) -> list[float]:
     return worst
 
 
-@pytest.mark.parametrize("form", ["replicated", "sharded"])
-def test_calls_between_decision_and_switch(form: str) -> None:
-    for worst in run_ranks(body_between, 2, form):
-        assert max(worst) < EXACT, worst
+def test_calls_between_decision_and_switch() -> None:
+    for form, ranks in run_in_turn({form: (body_between, form) for form in FORMS}, 2).items():
+        for worst in ranks:
+            assert max(worst) < EXACT, (form, worst)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
+from one_group import named, run_in_turn
 from torch import nn
 
 from torchext import auto
@@ -42,16 +43,16 @@ def body_plan(rank: Rank, backend: str) -> Any:
     return json_file.dumps(plan), plan.explain(), named.chosen.way, reasons["dear sharded"]
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 2), ("prague", 3)])
-def test_all_ranks_have_the_same_plan(backend: str, ranks: int) -> None:
-    results = run_ranks(body_plan, ranks, backend)
-    assert all(result == results[0] for result in results)
-    _, text, named, reason = results[0]
-    assert text.startswith(f"{ranks} ranks on 1 host, links of ")
-    assert "of gradients in 6 tensors" in text
-    assert sum(line.endswith(" chosen") for line in text.splitlines()) == 1
-    assert named == "prague"
-    assert reason == "not possible: form is 'replicated'"
+def test_all_ranks_have_the_same_plan() -> None:
+    for backend, results in run_in_turn({backend: (body_plan, backend) for backend in ("gloo", "prague")}, 3).items():
+        with named(backend):
+            assert all(result == results[0] for result in results)
+            _, text, chosen, reason = results[0]
+            assert text.startswith("3 ranks on 1 host, links of ")
+            assert "of gradients in 6 tensors" in text
+            assert sum(line.endswith(" chosen") for line in text.splitlines()) == 1
+            assert chosen == "prague"
+            assert reason == "not possible: form is 'replicated'"
 
 
 def raising(model: Any) -> None:

@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere
+from case_choice import slow_on
 from elastic_training import ElasticTraining
-from harness import Rank, launch, run_ranks
+from harness import Rank, launch
 from interpreters import run_script
+from one_group import run_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,25 +49,32 @@ def body_continue(rank: Rank, backend: str, options: dict[str, Any], sizes: list
     return first, training.validation_loss(), after, said
 
 
+# tests/python/elastic has the options that fit those who are left; here are the ways to go on with them.
 DEATHS: list[tuple[list[int], str, dict[str, Any]]] = [
-    ([2], "prague", {"order": "atc", "group_size": 4}),
-    ([0], "prague", {}),  # it hosts the generator
-    ([0, 2, 1], "prague", {"generator": "random"}),  # until one is left
+    ([0, 2, 1], "prague", {"generator": "random"}),  # the host of the generator first, and until one is left
     ([1], "prague", {"generator": "static"}),
-    ([3], "dssync", {}),
     ([0, 1], "dssync", {"schedule": "random", "order": "atc"}),
+    ([2], "hop", {"staleness": 3, "max_iteration_gap": 4, "max_jump": 4}),
+    ([3], "hop", {"weights": [[0.6, 0.4, 0, 0], [0, 0.6, 0.4, 0], [0, 0, 0.6, 0.4], [0.4, 0, 0, 0.6]]}),
+]
+MORE_DEATHS: list[tuple[list[int], str, dict[str, Any]]] = [
+    ([2], "prague", {"order": "atc", "group_size": 4}),
+    ([0], "prague", {}),
+    ([3], "dssync", {}),
     ([2], "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),
     ([2], "hop", {}),
     ([0], "hop", {"order": "serial"}),
     ([1], "hop", {"backup_workers": 1, "max_iteration_gap": 4}),
-    ([2], "hop", {"staleness": 3, "max_iteration_gap": 4, "max_jump": 4}),
-    ([3], "hop", {"weights": [[0.6, 0.4, 0, 0], [0, 0.6, 0.4, 0], [0, 0, 0.6, 0.4], [0.4, 0, 0, 0.6]]}),
 ]
 
 
 @pytest.mark.parametrize(
     ("victims", "backend", "options", "workers"),
-    [*((*death, 4) for death in DEATHS), ([5, 0], "prague", {}, 8)],
+    [
+        *((*death, 4) for death in DEATHS),
+        *(pytest.param(*death, 4, marks=pytest.mark.slow) for death in MORE_DEATHS),
+        pytest.param([5, 0], "prague", {}, 8, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_the_living_train_on(victims: list[int], backend: str, options: dict[str, Any], workers: int) -> None:
@@ -83,6 +92,10 @@ def test_the_living_train_on(victims: list[int], backend: str, options: dict[str
                 assert re.match(says, line), said
             assert stats["lost_ranks"] == victims and stats["workers"] == sizes[-1]
             assert 0 < stats["recovery_ms"] < 10_000 * len(victims)
+
+
+# Of dssync, too, the synchronizer is GroupSynchronizer.
+BACKENDS = slow_on(["prague", "dssync", "hop"], "dssync")
 
 
 def body_average(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
@@ -103,7 +116,7 @@ def body_average(rank: Rank, backend: str, options: dict[str, Any]) -> Any:
     return training.workers()
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_average_is_formed_without_the_dead(backend: str) -> None:
     with launch(body_average, 4, backend, {}) as ranks:
         ranks.expect("ready")
@@ -158,9 +171,15 @@ def body_apart(rank: Rank, backend: str, options: dict[str, Any]) -> int:
     return training.workers()
 
 
-@pytest.mark.parametrize(
-    ("backend", "options"), [("dssync", {}), ("dssync", {"order": "cta"}), ("prague", {"generator": "static"})], ids=str
-)
+# Both have schedules, by which workers may be steps apart.
+SCHEDULED: list[tuple[str, dict[str, Any]]] = [
+    ("dssync", {}),
+    ("dssync", {"order": "atc"}),
+    ("prague", {"generator": "static"}),
+]
+
+
+@pytest.mark.parametrize(("backend", "options"), [SCHEDULED[0], *slow_on(SCHEDULED[1:], "dssync", "prague")], ids=str)
 def test_workers_that_are_steps_apart_when_one_dies(backend: str, options: dict[str, Any]) -> None:
     with launch(body_apart, 8, backend, options) as ranks:  # with fewer they are one step apart at most
         ranks.expect("ready")
@@ -186,9 +205,7 @@ def body_notices(rank: Rank, backend: str, options: dict[str, Any]) -> int:
     return training.workers()
 
 
-@pytest.mark.parametrize(
-    ("backend", "options"), [("dssync", {}), ("dssync", {"order": "cta"}), ("prague", {"generator": "static"})], ids=str
-)
+@pytest.mark.parametrize(("backend", "options"), slow_on(SCHEDULED, "dssync"), ids=str)
 def test_workers_may_meet_when_they_notice_a_loss(backend: str, options: dict[str, Any]) -> None:
     with launch(body_notices, 8, backend, options) as ranks:
         ranks.expect("ready")
@@ -197,27 +214,6 @@ def test_workers_may_meet_when_they_notice_a_loss(backend: str, options: dict[st
         for outcome in ranks.outcomes(deadline=30):
             assert outcome.ok, outcome.trace
             assert outcome.value == 7
-
-
-def body_without_a_store(rank: Rank) -> int:
-    """The store dies: nobody can join any more, and the group trains on."""
-    training = ElasticTraining(rank, "prague", {})
-    assert training.sync._membership is not None  # type: ignore[attr-defined]
-
-    def gone() -> list[int]:
-        raise dist.DistNetworkError("connection was reset")
-
-    training.sync._membership._admission.newcomers = gone  # type: ignore[attr-defined]
-    for _ in range(2):
-        training.train(3)
-        training.sync.synchronize()
-        equal_everywhere(training.ddp.module)
-    training.sync.detach()
-    return training.workers()
-
-
-def test_training_needs_no_store() -> None:
-    assert run_ranks(body_without_a_store, 2) == [2, 2]
 
 
 ATTACHES = """
@@ -257,14 +253,17 @@ SCRIPT = (
 )
 
 
+# An exception and an exit end at the same handler. Between meetings others are in a collective already.
+SCRIPT_ENDS = [("hop", "raise"), ("dssync", "exit between meetings"), ("prague", "destroy")]
+MORE_SCRIPT_ENDS = [
+    *(("prague", "raise"), ("dssync", "raise"), ("hop", "exit")),
+    *(("prague", "exit between meetings"), ("hop", "exit between meetings")),
+    *(("dssync", "destroy"), ("hop", "destroy")),
+]
+
+
 @pytest.mark.parametrize(
-    ("backend", "how"),
-    [
-        *(("prague", "raise"), ("dssync", "raise"), ("hop", "raise"), ("hop", "exit")),
-        # Where the others are in a collective already, which it no longer comes to.
-        *(("prague", "exit between meetings"), ("dssync", "exit between meetings"), ("hop", "exit between meetings")),
-        *(("prague", "destroy"), ("dssync", "destroy"), ("hop", "destroy")),
-    ],
+    ("backend", "how"), [*SCRIPT_ENDS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_SCRIPT_ENDS)]
 )
 def test_the_others_train_on_when_a_script_ends(tmp_path: Path, backend: str, how: str) -> None:
     ends = run_script(tmp_path, SCRIPT, 3, backend, how, str(tmp_path / "store"))
@@ -308,8 +307,11 @@ LEAVES_AFTERWARDS = (
 @pytest.mark.parametrize(
     ("backend", "how"),
     [
-        *(("prague", "exit"), ("dssync", "exit"), ("hop", "exit")),
-        *(("prague", "raise"), ("hop", "raise"), ("prague", "detach"), ("hop", "detach")),
+        *(("dssync", "exit"), ("hop", "raise"), ("prague", "detach")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("prague", "exit"), ("hop", "exit"), ("prague", "raise"), ("hop", "detach"))
+        ),
     ],
 )
 def test_who_leaves_after_a_death_is_not_waited_for(tmp_path: Path, backend: str, how: str) -> None:
@@ -400,7 +402,7 @@ def body_in_forward(rank: Rank, backend: str) -> Any:
     return sync.stats()["workers"]
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_death_in_the_middle_of_a_forward_pass(backend: str) -> None:
     with launch(body_in_forward, 4, backend) as ranks:
         ranks.expect("ready", [2])
@@ -410,7 +412,7 @@ def test_a_death_in_the_middle_of_a_forward_pass(backend: str) -> None:
 
 
 def body_exception(rank: Rank, backend: str) -> bool:
-    training = ElasticTraining(rank, backend, {})
+    training = ElasticTraining(rank, backend, {}, own_group=True)
     training.train(3)
     for _ in range(2):
         with contextlib.suppress(KeyError), training.sync.averaged():
@@ -418,9 +420,11 @@ def body_exception(rank: Rank, backend: str) -> bool:
                 raise KeyError("a metric")
         training.train(3)
     training.sync.synchronize()
-    return bool(training.sync.stats()["lost_ranks"])
+    lost = training.sync.stats()["lost_ranks"]
+    training.sync.detach()
+    return bool(lost)
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
-def test_an_exception_of_one_rank_in_an_average(backend: str) -> None:
-    assert run_ranks(body_exception, 3, backend) == [False] * 3
+def test_an_exception_of_one_rank_in_an_average() -> None:
+    cases = {backend: (body_exception, backend) for backend in ("prague", "dssync", "hop")}
+    assert run_in_one_group(cases, 3, timeout=60) == {backend: [False] * 3 for backend in cases}

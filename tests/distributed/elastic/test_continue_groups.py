@@ -35,7 +35,14 @@ def body_stopped(rank: Rank, backend: str, stopped: int, own_group: bool) -> Any
 
 @pytest.mark.parametrize(
     ("backend", "stopped", "own_group"),
-    [("prague", 2, False), ("hop", 2, False), ("prague", 0, False), ("prague", 2, True), ("hop", 0, True)],
+    [
+        ("prague", 2, False),
+        ("hop", 0, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("hop", 2, False), ("prague", 0, False), ("prague", 2, True))
+        ),
+    ],
 )
 def test_one_is_gone_when_the_others_connect(backend: str, stopped: int, own_group: bool) -> None:
     """It has come to the new group and is missed there: neither for a group's timeout, nor as long as one may come."""
@@ -70,7 +77,8 @@ def body_late(rank: Rank, own_group: bool) -> Any:
     return training.sync.stats()["lost_ranks"], dist.get_world_size(group)
 
 
-@pytest.mark.parametrize("own_group", [False, True])
+# A model's own group is made otherwise, which the test above has; who waits for whom is the same.
+@pytest.mark.parametrize("own_group", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_who_comes_too_late_to_a_new_group_comes_to_the_next(own_group: bool) -> None:
     with launch(body_late, 5, own_group) as ranks:
         ranks.expect("ready")

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from attached import equal_everywhere
 from elastic_training import ElasticTraining
 from harness import Rank, elapsed_error, launch, run_ranks
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
@@ -48,36 +46,6 @@ def test_who_was_stopped_for_too_long_is_told_so() -> None:
     assert [outcome.ok for outcome in outcomes] == [True] * 4, outcomes
     assert [outcome.value for outcome in outcomes if outcome.rank != 2] == [("", [2])] * 3
     assert "the others train on without rank 2" in outcomes[2].value[0], outcomes[2]
-
-
-def body_refused(rank: Rank) -> None:
-    rank.init("dear", store="dear")
-    ddp = DistributedDataParallel(nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"dear's workers hold a slice .* torchrun --max-restarts"):
-        torchext.attach(ddp, optimizer, on_peer_failure="continue")
-    with pytest.raises(ValueError, match=r"'raise' or 'continue', got 'ignore'"):
-        torchext.attach(ddp, optimizer, on_peer_failure="ignore")  # type: ignore[arg-type]
-
-
-def test_refused() -> None:
-    run_ranks(body_refused, 2)
-
-
-def body_one_group(rank: Rank) -> None:
-    rank.init("gloo")
-    group = dist.new_group(backend="dssync")
-    models = [DistributedDataParallel(nn.Linear(2, 2), process_group=group) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    kept = torchext.attach(models[0], optimizers[0], on_peer_failure="continue")
-    for choice in ("continue", "raise"):
-        with pytest.raises(ValueError, match="another attached model has the same process group"):
-            torchext.attach(models[1], optimizers[1], on_peer_failure=choice)  # type: ignore[arg-type]
-    kept.detach()
-
-
-def test_two_models_on_one_group() -> None:
-    run_ranks(body_one_group, 2)
 
 
 def body_left_out(rank: Rank) -> int:

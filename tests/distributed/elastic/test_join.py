@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere
+from case_choice import slow_on
 from elastic_training import ElasticTraining
 from harness import Rank, launch
 
@@ -51,7 +52,15 @@ def body_joins(rank: Rank, backend: str, options: dict[str, Any], workers: int) 
     return steps, place, momentum, after
 
 
-@pytest.mark.parametrize(("backend", "options"), BACKENDS, ids=str)
+# tests/python/elastic has the options that fit one more worker.
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        *(BACKENDS[at] for at in (0, 2, 4)),
+        *(pytest.param(*BACKENDS[at], marks=pytest.mark.slow) for at in (1, 3)),
+    ],
+    ids=str,
+)
 def test_a_newcomer_trains_with_the_others(backend: str, options: dict[str, Any]) -> None:
     with launch(body_joins, 4, backend, options, 3) as ranks:
         ranks.expect("trains", [0, 1, 2])
@@ -93,7 +102,8 @@ def body_replaced(rank: Rank, backend: str) -> Any:
     return dist.get_rank(), stats["workers"], stats["lost_ranks"], stats["joined_ranks"]
 
 
-@pytest.mark.parametrize("backend", ["prague", "dssync", "hop"])
+# The others' classes are those of the newcomers above.
+@pytest.mark.parametrize("backend", slow_on(["prague", "dssync", "hop"], "dssync", "prague"))
 def test_a_newcomer_takes_the_place_of_the_dead(backend: str) -> None:
     with launch(body_replaced, 4, backend) as ranks:
         ranks.expect("trains", [0, 1, 2])

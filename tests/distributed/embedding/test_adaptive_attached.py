@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from attached import new_group
 from harness import Rank, run_ranks
+from one_group import named, run_in_one_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,14 +37,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 class Attached:
     """A table with a head in DDP, attached; a learning rate of 0, so that nothing but averages changes values."""
 
-    def __init__(self, backend: str, *, wrapped: bool = True, on_peer_failure: Any = "raise", **options: Any) -> None:
+    def __init__(self, backend: str, *, wrapped: bool = True, **options: Any) -> None:
         torch.manual_seed(0)
         self.table = AdaptiveEmbedding(ROWS, DIM, budget=0.25, chunk_dim=4, layout="direct", init_std=0.0)
         self.group = new_group(backend, **options)
         self.ddp = DistributedDataParallel(nn.Sequential(self.table, nn.Linear(DIM, 1)), process_group=self.group)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.0, momentum=0.9)
         self.pruner = self.make_pruner(self.ddp if wrapped else self.table)  # before the model is attached
-        self.sync = torchext.attach(self.ddp, self.optimizer, on_peer_failure=on_peer_failure)
+        self.sync = torchext.attach(self.ddp, self.optimizer)
 
     def make_pruner(self, module: nn.Module, **options: Any) -> ChunkPruner:
         given = {"first": 1, "growth": 1.0, "interval": 1, "hysteresis": 0.0, **options}
@@ -55,7 +56,6 @@ class Attached:
 
 
 def body_values(rank: Rank, backend: str, options: dict[str, Any], wrapped: bool) -> tuple[int, Tensor]:
-    rank.init("gloo")
     model = Attached(backend, wrapped=wrapped, **options)
     table, admitted, seen = model.table, 0, []
     generator = torch.Generator().manual_seed(rank.rank)  # every worker observes something else
@@ -88,24 +88,18 @@ def body_values(rank: Rank, backend: str, options: dict[str, Any], wrapped: bool
     return admitted, torch.stack(seen)
 
 
-def check_values(backend: str, options: dict[str, Any], *, wrapped: bool = True) -> None:
-    (admitted, seen), *others = run_ranks(body_values, 3, backend, options, wrapped)
-    assert admitted > 20
-    for other in others:
-        assert torch.equal(other[1], seen)
-
-
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    VARIANTS,
-    ids=["-".join([name, *map(str, options.values())]) for name, options in VARIANTS],
-)
-def test_no_average_brings_back_what_was_before_a_pruning(backend: str, options: dict[str, Any]) -> None:
-    check_values(backend, options)
-
-
-def test_a_pruner_of_the_module_knows_of_its_wrapper() -> None:
-    check_values("dssync", {}, wrapped=False)
+def test_no_average_brings_back_what_was_before_a_pruning() -> None:
+    cases: dict[str, Any] = {
+        "-".join([backend, *map(str, options.values())]): (body_values, backend, options, True)
+        for backend, options in VARIANTS
+    }
+    # A pruner of the module, too, knows of the wrapper that is attached.
+    cases["the module's pruner"] = (body_values, "dssync", {}, False)
+    for name, ((admitted, seen), *others) in run_in_one_group(cases, 3, deadline=120).items():
+        with named(name):
+            assert admitted > 20
+            for other in others:
+                assert torch.equal(other[1], seen)
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -144,16 +138,3 @@ def test_what_cannot_be_pruned_where_replicas_are_averaged_is_refused() -> None:
         assert group.startswith("ValueError: process_group = ")
         assert "leave it out" in group
         assert uneven.startswith("RuntimeError: replicas differ: rank 1 has other chunks or steps")
-
-
-def body_continues(rank: Rank) -> str:
-    rank.init("prague")
-    model = Attached("prague", on_peer_failure="continue")
-    model.backward(torch.arange(ROWS))
-    return refusal(model.pruner.prune)
-
-
-def test_workers_that_may_be_lost_are_refused() -> None:
-    for text in run_ranks(body_continues, 2):
-        assert text.startswith("ValueError: on_peer_failure = 'continue' of torchext.attach")
-        assert "allowed is 'raise'" in text

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from adaptive import BAGS, DIM, ROWS, STEPS, batch, hold, loss
-from harness import Rank, run_ranks
+from harness import Rank
+from one_group import named, run_in_one_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +30,6 @@ def replica(layout: str) -> AdaptiveEmbeddingBag:
 
 
 def train_replica(rank: Rank, layout: str, name: str) -> Trace:
-    rank.init("gloo")
     table = replica(layout)
     ddp = DistributedDataParallel(table)
     optimizer = OPTIMIZERS[name](ddp.parameters(), lr=0.2)
@@ -45,18 +44,14 @@ def train_replica(rank: Rank, layout: str, name: str) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize(
-    ("world", "layout", "name"), [(2, "direct", "adagrad"), (3, "hash", "adam"), (3, "sketch", "sgd")]
-)
-def test_replicas_equal_one_process_with_the_same_chunks(world: int, layout: str, name: str) -> None:
-    traces = run_ranks(train_replica, world, layout, name)
+def check_replicas(traces: list[Trace], name: str) -> None:
     table = replica("direct")
     optimizer = OPTIMIZERS[name](table.parameters(), lr=0.2)
     held: set[int] = set()
     left = 0
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss(table(torch.cat([batch(rank, step) for rank in range(world)]))).backward()
+        loss(table(torch.cat([batch(rank, step) for rank in range(len(traces))]))).backward()
         optimizer.step()
         keys = set(traces[0][step][1].tolist())
         if keys != held:
@@ -71,6 +66,14 @@ def test_replicas_equal_one_process_with_the_same_chunks(world: int, layout: str
     assert left > 3
 
 
+def test_replicas_equal_one_process_with_the_same_chunks() -> None:
+    ways = [("direct", "adagrad"), ("hash", "adam"), ("sketch", "sgd")]
+    cases = {name: (train_replica, layout, name) for layout, name in ways}
+    for name, traces in run_in_one_group(cases, 3).items():
+        with named(name):
+            check_replicas(traces, name)
+
+
 def table_of(mode: str, training: str, optimizer: str, layout: str) -> AdaptiveEmbeddingBag:
     options: dict[str, Any] = {"mode": mode, "training": training, "optimizer": optimizer, "lr": 0.2}
     budget = {"budget": 0.4, "chunk_dim": 4, "layout": layout, "init_std": 0.0}
@@ -78,7 +81,6 @@ def table_of(mode: str, training: str, optimizer: str, layout: str) -> AdaptiveE
 
 
 def train_shards(rank: Rank, mode: str, optimizer: str, layout: str) -> Trace:
-    rank.init("gloo")
     table = table_of(mode, "sharded", optimizer, layout)
     pruner = ChunkPruner(table, first=1, growth=1.0, interval=3, max_swap_share=0.3, hysteresis=0.0)
     trace = []
@@ -89,12 +91,8 @@ def train_shards(rank: Rank, mode: str, optimizer: str, layout: str) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize(
-    ("world", "mode", "optimizer", "layout"),
-    [(2, "sum", "adagrad", "direct"), (3, "mean", "adam", "hash"), (3, "sum", "sgd", "sketch")],
-)
-def test_shards_equal_one_process_with_the_same_chunks(world: int, mode: str, optimizer: str, layout: str) -> None:
-    traces = run_ranks(train_shards, world, mode, optimizer, layout)
+def check_shards(traces: list[Trace], mode: str, optimizer: str) -> None:
+    world = len(traces)
     table = table_of(mode, "fused", optimizer, "direct")
     held: set[int] = set()
     left = 0
@@ -117,6 +115,14 @@ def test_shards_equal_one_process_with_the_same_chunks(world: int, mode: str, op
             torch.testing.assert_close(trace[step][0], table.weight[rank::world])
     assert len(held) >= 28
     assert left > 3
+
+
+def test_shards_equal_one_process_with_the_same_chunks() -> None:
+    ways = {"direct": ("sum", "adagrad"), "hash": ("mean", "adam"), "sketch": ("sum", "sgd")}
+    cases = {layout: (train_shards, *way, layout) for layout, way in ways.items()}
+    for layout, traces in run_in_one_group(cases, 3).items():
+        with named(layout):
+            check_shards(traces, *ways[layout])
 
 
 class Wire(TorchDispatchMode):
@@ -148,7 +154,6 @@ class Around(nn.Module):
 
 
 def train_on_the_wire(rank: Rank, size: int, budget: float) -> tuple[set[str], list[tuple[int, ...]]]:
-    rank.init("gloo")
     bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded", budget=budget, chunk_dim=4)
     bag._take(torch.randn(bag.num_embeddings, DIM))
     model = DistributedDataParallel(Around(bag))
@@ -163,11 +168,12 @@ def train_on_the_wire(rank: Rank, size: int, budget: float) -> tuple[set[str], l
     return wire.names, wire.seen
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.4])
-@pytest.mark.parametrize("size", [3, 50])
-def test_no_gradient_of_shards_is_on_the_wire(size: int, budget: float) -> None:
+def test_no_gradient_of_shards_is_on_the_wire() -> None:
     """Bags and their gradients are, to and from all ranks, however many ids are in them; of the rest what DDP sends."""
     world = 2
-    for names, seen in run_ranks(train_on_the_wire, world, size, budget):
-        assert names == {"c10d::allgather_", "c10d::alltoall_base_", "c10d::allreduce_"}
-        assert sorted(seen) == [(1,)] + 4 * [(world * BAGS, DIM)]
+    ways = [(size, budget) for size in (3, 50) for budget in (1.0, 0.4)]
+    cases = {f"{size} ids, budget {budget}": (train_on_the_wire, size, budget) for size, budget in ways}
+    for name, values in run_in_one_group(cases, world).items():
+        for names, seen in values:
+            assert names == {"c10d::allgather_", "c10d::alltoall_base_", "c10d::allreduce_"}, name
+            assert sorted(seen) == [(1,)] + 4 * [(world * BAGS, DIM)], name

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from adaptive import DIM, ROWS, STEPS, batch, loss
+from attached import new_group
 from harness import Rank, run_ranks
+from one_group import run_in_one_group
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,6 @@ def table(layout: str = "direct", **options: Any) -> AdaptiveEmbeddingBag:
 
 
 def train_sparse(rank: Rank, layout: str) -> dict[str, Tensor]:
-    rank.init("gloo")
     module = table(layout)
     ddp = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
@@ -37,13 +37,13 @@ def train_sparse(rank: Rank, layout: str) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()} | {"weight": module.weight}
 
 
-@pytest.mark.parametrize("layout", ["direct", "hash", "sketch"])
-def test_replicas_decide_alike(layout: str) -> None:
-    states = run_ranks(train_sparse, 3, layout)
-    for state in states[1:]:
-        for name in ("pool", "index", "seen", "weight"):
-            assert torch.equal(state[name], states[0][name]), name
-    assert (states[0]["weight"] != 0).sum() > 50
+def test_replicas_decide_alike() -> None:
+    cases = {layout: (train_sparse, layout) for layout in ("direct", "hash", "sketch")}
+    for layout, states in run_in_one_group(cases, 3).items():
+        for state in states[1:]:
+            for name in ("pool", "index", "seen", "weight"):
+                assert torch.equal(state[name], states[0][name]), (layout, name)
+        assert (states[0]["weight"] != 0).sum() > 50, layout
 
 
 def test_sparse_gradients_under_ddp_equal_one_process() -> None:
@@ -77,6 +77,7 @@ def train_whole(rank: Rank) -> Tensor:
 
 def in_ddp(model: nn.Module, compiled: str) -> nn.Module:
     """The model in DDP, as it is or compiled from within or from without."""
+    torch._dynamo.reset()
     if compiled == "inside":
         model.compile(backend="eager")
     ddp = DistributedDataParallel(model)
@@ -85,11 +86,10 @@ def in_ddp(model: nn.Module, compiled: str) -> nn.Module:
     return ddp
 
 
-COMPILED = pytest.mark.parametrize("compiled", ["", "inside", "outside"])
+COMPILED = ("", "inside", "outside")
 
 
 def start_from_rank_0(rank: Rank, compiled: str) -> Tensor:
-    rank.init("gloo")
     module = table("hash", sparse=False)
     ids = torch.arange(ROWS).unsqueeze(1)
     if rank.rank == 0:
@@ -101,15 +101,14 @@ def start_from_rank_0(rank: Rank, compiled: str) -> Tensor:
     return ddp(ids).detach()
 
 
-@COMPILED
-def test_ddp_begins_with_the_table_of_rank_0(compiled: str) -> None:
-    first, second = run_ranks(start_from_rank_0, 2, compiled)
-    assert first.any()
-    assert torch.equal(first, second)
+def test_ddp_begins_with_the_table_of_rank_0() -> None:
+    cases = {f"compiled {how}": (start_from_rank_0, how) for how in COMPILED}
+    for name, (first, second) in run_in_one_group(cases, 2).items():
+        assert first.any(), name
+        assert torch.equal(first, second), name
 
 
 def loaded_by_rank_0(rank: Rank, compiled: str) -> tuple[Tensor, Tensor, Tensor]:
-    rank.init("gloo")
     module, ids = table("hash", sparse=False), torch.arange(ROWS).unsqueeze(1)
     first = in_ddp(module, compiled)
     before = first(ids)
@@ -125,77 +124,15 @@ def loaded_by_rank_0(rank: Rank, compiled: str) -> tuple[Tensor, Tensor, Tensor]
     return before.detach(), outputs[0].detach(), module.index
 
 
-@COMPILED
-def test_a_table_that_rank_0_has_loaded_is_sent_when_it_is_wrapped_again(compiled: str) -> None:
-    if compiled and torch.__version__.startswith("2.11"):
-        pytest.skip("torch 2.11 takes what was compiled elsewhere (docs/guide/embeddings.md)")
-    (before, first, index), (_, second, other) = run_ranks(loaded_by_rank_0, 2, compiled)
-    assert not before.any()
-    assert first.any()
-    assert torch.equal(first, second)
-    assert torch.equal(index, other)
-
-
-def compiled_whole_in_ddp(rank: Rank) -> tuple[str, bool]:
-    rank.init("gloo")
-    module = table(sparse=False)
-    module.compile(backend="eager", fullgraph=True)
-    ddp, ids = DistributedDataParallel(module), batch(rank.rank, 0)
-    try:
-        ddp(ids)
-    except torch._dynamo.exc.Unsupported as error:
-        refusal = str(error)
-    module._compiled_call_impl = None
-    ddp(ids)
-    module.compile(backend="eager", fullgraph=True)
-    return refusal, ddp(ids).requires_grad
-
-
-def test_the_first_pass_in_ddp_is_no_full_graph_and_says_so() -> None:
-    for refusal, trained in run_ranks(compiled_whole_in_ddp, 2):
-        assert "run one forward pass in DDP before compiling" in refusal
-        assert trained
-
-
-def fused_in_ddp(rank: Rank, compiled: str) -> str:
-    rank.init("gloo")
-    model = nn.Sequential(table(sparse=False, training="fused"), nn.Linear(DIM, 1))
-    try:
-        in_ddp(model, compiled)(batch(rank.rank, 0))
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-@COMPILED
-def test_a_fused_table_in_ddp_is_refused_with_the_way_out(compiled: str) -> None:
-    for text in run_ranks(fused_in_ddp, 2, compiled):
-        assert "replicas would differ" in text
-        assert "training='sparse'" in text
-        assert "training='sharded'" in text
-
-
-def shared_budget_in_ddp(rank: Rank) -> list[str]:
-    rank.init("gloo")
-    model = Two()
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    refusals = []
-    try:
-        ChunkPruner(ddp, optimizer=optimizer, shared_budget=20)
-    except ValueError as error:
-        refusals.append(str(error))
-    pruner = ChunkPruner(model, optimizer=optimizer, shared_budget=20)  # cannot know yet
-    loss(ddp(batch(rank.rank, 0))).backward()
-    try:
-        pruner.prune()
-    except ValueError as error:
-        refusals.append(str(error))
-    try:
-        model.first.load_state_dict(table(sparse=False, budget=3).state_dict())
-    except RuntimeError as error:
-        refusals.append(str(error))
-    return refusals
+def test_a_table_that_rank_0_has_loaded_is_sent_when_it_is_wrapped_again() -> None:
+    # torch 2.11 takes what was compiled elsewhere (docs/guide/embeddings.md).
+    ways = COMPILED[:1] if torch.__version__.startswith("2.11") else COMPILED
+    cases = {f"compiled {how}": (loaded_by_rank_0, how) for how in ways}
+    for name, ((before, first, index), (_, second, other)) in run_in_one_group(cases, 2).items():
+        assert not before.any(), name
+        assert first.any(), name
+        assert torch.equal(first, second), name
+        assert torch.equal(index, other), name
 
 
 class Two(nn.Module):
@@ -209,16 +146,7 @@ class Two(nn.Module):
         return self.first(ids) + self.second(ids)
 
 
-def test_a_shared_budget_in_ddp_is_refused_with_the_way_out() -> None:
-    for refusals in run_ranks(shared_budget_in_ddp, 2):
-        before, pruning, loading = refusals
-        assert "Leave shared_budget out" in before
-        assert pruning == before
-        assert "pool: another number of slots inside DDP; load before" in loading
-
-
 def prune_one_by_itself(rank: Rank, training: str) -> tuple[str, list[Tensor], bool]:
-    rank.init("gloo")
     torch.manual_seed(0)
     model = table(training=training, sparse=False)
     ddp = DistributedDataParallel(model)
@@ -241,27 +169,16 @@ def prune_one_by_itself(rank: Rank, training: str) -> tuple[str, list[Tensor], b
     return refusal, [alone.index, model.index], kept
 
 
-@pytest.mark.parametrize("training", ["dense", "sparse"])
-def test_one_replica_cannot_be_pruned_by_what_it_alone_has_observed(training: str) -> None:
-    first, second = run_ranks(prune_one_by_itself, 2, training)
-    for refusal, _, kept in (first, second):
-        assert refusal.startswith("prune() of a table inside DistributedDataParallel")
-        assert "Take ChunkPruner.prune() on all ranks, or prune a copy" in refusal
-        assert kept
-    (one_alone, one), (other_alone, other) = first[1], second[1]
-    assert not torch.equal(one_alone, other_alone)  # which is why
-    assert torch.equal(one, other)
-
-
-def prune_alone_in_ddp(rank: Rank) -> dict[str, int]:
-    rank.init("gloo")
-    model = table()
-    loss(DistributedDataParallel(model)(batch(rank.rank, 0))).backward()
-    return model.prune(optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
-
-
-def test_the_only_replica_is_pruned_by_itself() -> None:
-    assert run_ranks(prune_alone_in_ddp, 1)[0]["admitted"] > 5
+def test_one_replica_cannot_be_pruned_by_what_it_alone_has_observed() -> None:
+    cases = {training: (prune_one_by_itself, training) for training in ("dense", "sparse")}
+    for training, (first, second) in run_in_one_group(cases, 2).items():
+        for refusal, _, kept in (first, second):
+            assert refusal.startswith("prune() of a table inside DistributedDataParallel"), training
+            assert "Take ChunkPruner.prune() on all ranks, or prune a copy" in refusal, training
+            assert kept, training
+        (one_alone, one), (other_alone, other) = first[1], second[1]
+        assert not torch.equal(one_alone, other_alone), training  # which is why
+        assert torch.equal(one, other), training
 
 
 class Branching(nn.Module):
@@ -317,11 +234,8 @@ def test_replicas_are_those_of_the_tables_ddp() -> None:
 
 
 def prune_with_dear(rank: Rank, form: str, momentum: float) -> str | Tensor:
-    rank.init(
-        "dear" if form else "gloo",
-        pg_options=torchext.DeAROptions(form=form, allreduce_fallback=False) if form else None,
-    )
-    model = DistributedDataParallel(table(sparse=False))
+    group = new_group("dear", form=form, allreduce_fallback=False) if form else None
+    model = DistributedDataParallel(table(sparse=False), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
     synchronizer = torchext.attach(model, optimizer) if form else None
     pruner = ChunkPruner(model, optimizer=optimizer, first=2, growth=1.0, interval=3)
@@ -339,17 +253,17 @@ def prune_with_dear(rank: Rank, form: str, momentum: float) -> str | Tensor:
 
 
 def test_dears_state_moves_with_the_chunks_or_is_refused() -> None:
-    for text in run_ranks(prune_with_dear, 2, "sharded", 0.9):
+    ways = [(form, momentum) for form in ("", "replicated", "sharded") for momentum in (0.9, 0.0)]
+    found = run_in_one_group({f"{form} {momentum}": (prune_with_dear, form, momentum) for form, momentum in ways}, 2)
+    for text in found["sharded 0.9"]:
         assert "state 'momentum_buffer' has shape" in text
         assert "form='replicated'" in text
     for form, momentum in (("replicated", 0.9), ("sharded", 0.0)):
-        expected = run_ranks(prune_with_dear, 2, "", momentum)[0]
-        for weight in run_ranks(prune_with_dear, 2, form, momentum):
-            torch.testing.assert_close(weight, expected)
+        for weight in found[f"{form} {momentum}"]:
+            torch.testing.assert_close(weight, found[f" {momentum}"][0], msg=form)
 
 
 def prune_with_zero(rank: Rank, zero: bool) -> tuple[Tensor, int]:
-    rank.init("gloo")
     model = DistributedDataParallel(Two())
     optimizer: torch.optim.Optimizer
     if zero:
@@ -368,9 +282,10 @@ def prune_with_zero(rank: Rank, zero: bool) -> tuple[Tensor, int]:
 
 
 def test_the_state_that_zero_keeps_on_the_rank_that_steps_moves_with_the_chunks() -> None:
-    expected, swapped = run_ranks(prune_with_zero, 2, False)[0]
+    found = run_in_one_group({"plain": (prune_with_zero, False), "zero": (prune_with_zero, True)}, 2)
+    expected, swapped = found["plain"][0]
     assert swapped > 0
-    for weight, _ in run_ranks(prune_with_zero, 2, True):
+    for weight, _ in found["zero"]:
         torch.testing.assert_close(weight, expected)
 
 

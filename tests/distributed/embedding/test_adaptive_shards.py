@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from adaptive import BAGS, DIM, ROWS, STEPS, batch, loss
 from harness import Rank, run_ranks
+from one_group import named, run_in_one_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.sanitize
 
 
 def sharded(rank: Rank, mode: str, optimizer: str, padding: int | None) -> tuple[Tensor, list[Tensor], Any, int]:
-    rank.init("gloo")
     bag = AdaptiveEmbeddingBag(
         ROWS, DIM, mode=mode, training="sharded", optimizer=optimizer, lr=0.3, padding_idx=padding, dtype=torch.float64
     )
@@ -53,11 +53,8 @@ class Around(nn.Module):
         return self.bag(ids, None, weights) * self.scale
 
 
-@pytest.mark.parametrize(
-    ("world", "mode", "optimizer", "padding"),
-    [(2, "sum", "adagrad", None), (3, "mean", "sgd", 5), (4, "sum", "adam", 0)],
-)
-def test_shards_equal_one_process(world: int, mode: str, optimizer: str, padding: int | None) -> None:
+def check_against_one_process(ranks: list[Any], mode: str, optimizer: str, padding: int | None) -> None:
+    world = len(ranks)
     reference = AdaptiveEmbeddingBag(
         ROWS, DIM, mode=mode, training="fused", optimizer=optimizer, lr=0.3, padding_idx=padding, dtype=torch.float64
     )
@@ -78,9 +75,7 @@ def test_shards_equal_one_process(world: int, mode: str, optimizer: str, padding
         # DDP's mean over the ranks of each one's mean.
         torch.stack([loss(output) for output in outputs]).mean().backward()
         gradients = [] if weights is None else list(weights.grad.split([part.numel() for part in parts]))  # type: ignore[union-attr]
-    for rank, (weight, outputs_of_rank, gradient, owned) in enumerate(
-        run_ranks(sharded, world, mode, optimizer, padding)
-    ):
+    for rank, (weight, outputs_of_rank, gradient, owned) in enumerate(ranks):
         torch.testing.assert_close(weight, reference.weight[rank::world])
         for step, output in enumerate(outputs_of_rank):
             torch.testing.assert_close(output, expected[step][rank])
@@ -91,30 +86,29 @@ def test_shards_equal_one_process(world: int, mode: str, optimizer: str, padding
         assert owned <= (ROWS // world + 1) * DIM
 
 
-def means_of_many(rank: Rank, dtype: torch.dtype) -> Tensor:
-    rank.init("gloo")
-    bag = AdaptiveEmbeddingBag(4, 4, mode="mean", training="sharded", padding_idx=0, dtype=dtype)
-    bag.load_state_dict({"weight": torch.ones(4, 4)})
-    ids = torch.cat([torch.full((5000,), 1), torch.full((300,), 0)])
-    return bag(ids, torch.tensor([0, 0])).detach()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_the_mean_of_many_ids_is_that_many(dtype: torch.dtype) -> None:
-    (mean,) = run_ranks(means_of_many, 1, dtype)
-    assert mean.dtype == dtype
-    assert mean.tolist() == [[0.0] * 4, [1.0] * 4]
+# Three is the first world whose ranks differ in more than who is first and who last.
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_shards_equal_one_process(world: int) -> None:
+    ways: list[tuple[str, str, int | None]] = [("sum", "adagrad", None), ("mean", "sgd", 5), ("sum", "adam", 0)]
+    found = run_in_one_group({way[1]: (sharded, *way) for way in ways}, world)
+    for way in ways:
+        with named(way):
+            check_against_one_process(found[way[1]], *way)
 
 
 def weighted_differently(rank: Rank, given: tuple[str, ...], freeze: bool) -> None:
-    """given, by rank: weights that need a gradient, others, or none."""
-    rank.init("gloo", timeout=20)
-    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded", optimizer="sgd", lr=1.0, dtype=torch.float64)
+    """given, by rank of a group of the first ones: weights that need a gradient, others, or none."""
+    size = len(given)
+    group = dist.new_group(range(size))
+    if rank.rank >= size:
+        return
+    options: dict[str, Any] = {"optimizer": "sgd", "lr": 1.0, "dtype": torch.float64, "process_group": group}
+    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded", **options)
     whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64, requires_grad=True)
     bag._take(whole.detach())
     bag.requires_grad_(not freeze)
     # Here every rank's batch at once, by torch.
-    batches = [batch(number, 0) for number in range(rank.size)]
+    batches = [batch(number, 0) for number in range(size)]
     weights = [
         torch.ones(ids.shape, dtype=torch.float64) if how == "none" else torch.linspace(-1, 1, ids.numel()).double()
         for how, ids in zip(given, batches, strict=True)
@@ -130,23 +124,23 @@ def weighted_differently(rank: Rank, given: tuple[str, ...], freeze: bool) -> No
     loss(output).backward()
     torch.testing.assert_close(output, expected[rank.rank])
     if own.requires_grad:
-        torch.testing.assert_close(own.grad, weights[rank.rank].grad * rank.size)  # of this rank's loss, not the mean
+        torch.testing.assert_close(own.grad, weights[rank.rank].grad * size)  # of this rank's loss, not the mean
     trained = whole.detach() if freeze else whole.detach() - whole.grad
-    torch.testing.assert_close(bag.weight, trained[rank.rank :: rank.size])
+    torch.testing.assert_close(bag.weight, trained[rank.rank :: size])
 
 
-@pytest.mark.parametrize(
-    ("given", "freeze"),
-    [
-        (("gradient", "plain"), False),
-        (("plain", "gradient"), True),
-        (("none", "gradient"), False),
-        (("gradient", "none", "plain"), True),
-        (("plain", "none", "none"), False),
-    ],
-)
-def test_weights_that_only_some_ranks_give_or_train(given: tuple[str, ...], freeze: bool) -> None:
-    run_ranks(weighted_differently, len(given), given, freeze)
+WEIGHTS: list[tuple[tuple[str, ...], bool]] = [
+    (("gradient", "plain"), False),
+    (("plain", "gradient"), True),
+    (("none", "gradient"), False),
+    (("gradient", "none", "plain"), True),
+    (("plain", "none", "none"), False),
+]
+
+
+def test_weights_that_only_some_ranks_give_or_train() -> None:
+    cases = {f"{given}, frozen {freeze}": (weighted_differently, given, freeze) for given, freeze in WEIGHTS}
+    run_in_one_group(cases, 3, timeout=20)
 
 
 def shards_of_a_whole_table(rank: Rank) -> tuple[list[Tensor], str]:
@@ -169,64 +163,6 @@ def test_shards_take_their_share_of_a_whole_table_and_can_be_copied() -> None:
     for outputs, refusal in run_ranks(shards_of_a_whole_table, 2):
         assert all(torch.equal(output, whole) for output in outputs)
         assert "cannot be pickled; save state_dict() of each rank" in refusal
-
-
-def swapped_shards(rank: Rank) -> tuple[str, bool]:
-    rank.init("gloo")
-    bag = AdaptiveEmbeddingBag(8, DIM, training="sharded", optimizer="sgd")
-    saved: list[Any] = [None] * rank.size
-    dist.all_gather_object(saved, bag.state_dict())
-    before, refusal = bag.weight.clone(), ""
-    try:
-        bag.load_state_dict(saved[1 - rank.rank])
-    except RuntimeError as error:
-        refusal = str(error)
-    kept = torch.equal(bag.weight, before)
-    old = saved[1 - rank.rank]  # of a version that did not say
-    old.pop("shard", None)
-    bag.load_state_dict(old)
-    bag.load_state_dict(saved[rank.rank])
-    return refusal, kept and torch.equal(bag.weight, before)
-
-
-def test_the_state_of_another_ranks_shard_is_refused() -> None:
-    for rank, (refusal, kept) in enumerate(run_ranks(swapped_shards, 2)):
-        assert f"shard: saved by rank {1 - rank} of 2, of a table of 8 rows; this is rank {rank} of 2, of 8" in refusal
-        assert kept
-
-
-def initial_shards(rank: Rank) -> list[Tensor]:
-    rank.init("gloo")
-    made = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        made.append(AdaptiveEmbeddingBag(ROWS - 1, DIM, training="sharded").weight.clone())
-    return made
-
-
-def test_shards_begin_with_values_of_their_own() -> None:
-    first, second = run_ranks(initial_shards, 2)
-    for shard in (first, second):
-        assert torch.equal(shard[0], shard[1])
-        assert not (shard[0] == shard[2]).any()
-        assert 0.8 < shard[0].std() < 1.2
-    assert not (first[0] == second[0]).any()
-
-
-def frozen_shards(rank: Rank) -> list[bool]:
-    rank.init("gloo")
-    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="sum", training="sharded")
-    before, changed = bag.weight.clone(), []
-    for trains in (False, True):
-        bag.requires_grad_(trains)
-        ids = batch(rank.rank, 0)
-        bag(ids, None, torch.ones(ids.shape, requires_grad=True)).sum().backward()
-        changed.append(not torch.equal(bag.weight, before))
-    return changed
-
-
-def test_frozen_shards_are_not_trained() -> None:
-    assert run_ranks(frozen_shards, 2) == [[False, True]] * 2
 
 
 def sharded_with_empty_batches(rank: Rank) -> tuple[list[Tensor], Tensor]:
@@ -252,25 +188,6 @@ def test_a_rank_with_an_empty_batch_takes_part() -> None:
     # Six ids at half the gradient, as the mean over two ranks: -3 a batch; a bag holds three of them.
     assert torch.equal(trained, torch.tensor([[-9.0], [-6.0]]).expand(2, DIM))
     assert [output.flatten()[0].item() for output in full] == [0.0, -9.0, -18.0, 0.0, -3.0]
-
-
-def sharded_without_a_device_of_its_own(rank: Rank) -> list[Tensor]:
-    """Trains while tensors that are made without a device land on one that cannot take part."""
-    rank.init("gloo")
-    bag = AdaptiveEmbeddingBag(ROWS, DIM, mode="mean", training="sharded", lr=0.3, padding_idx=1)
-    bag._take(torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9))[rank.rank :: rank.size])
-    trained = copy.deepcopy(bag)
-    for module, device in ((bag, "cpu"), (trained, "meta")):
-        for step in range(3):
-            ids, offsets = batch(rank.rank, step).reshape(-1), torch.tensor([0, 3, 3, 20])
-            with torch.device(device):
-                loss(module(ids, offsets) + module(ids.view(BAGS, -1)).sum()).backward()
-    return [bag.weight, trained.weight]
-
-
-def test_shards_make_everything_on_the_tables_device() -> None:
-    for weight, trained in run_ranks(sharded_without_a_device_of_its_own, 2):
-        assert torch.equal(trained, weight)
 
 
 def sharded_pruning(rank: Rank) -> tuple[int, int, Tensor]:

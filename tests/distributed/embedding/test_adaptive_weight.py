@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from attached import new_group
-from harness import Rank, run_ranks
+from harness import Rank
+from one_group import named, run_in_one_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,7 +65,6 @@ def trained(rank: Rank, model: Recommender, backend: str | None, options: dict[s
 
 
 def body(rank: Rank, name: str) -> tuple[list[Tensor], list[Tensor]]:
-    rank.init("gloo", timeout=30)
     sparse = name == "gloo-sparse"
     expected = trained(rank, Recommender(nn.EmbeddingBag, nn.Embedding, sparse), None, {}, sparse)
     model = Recommender(AdaptiveEmbeddingBag, AdaptiveEmbedding, sparse)
@@ -74,9 +73,10 @@ def body(rank: Rank, name: str) -> tuple[list[Tensor], list[Tensor]]:
     return found, expected
 
 
-@pytest.mark.parametrize("name", ["gloo", "gloo-sparse", *ATTACHED])
-def test_a_whole_table_trains_as_torchs(name: str) -> None:
-    ranks = run_ranks(body, 2, name)
-    for found, expected in ranks:
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(ranks[0][0], ranks[1][0], rtol=0, atol=0)
+def test_a_whole_table_trains_as_torchs() -> None:
+    cases = {name: (body, name) for name in ("gloo", "gloo-sparse", *ATTACHED)}
+    for name, ranks in run_in_one_group(cases, 2, timeout=30).items():
+        with named(name):
+            for found, expected in ranks:
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ranks[0][0], ranks[1][0], rtol=0, atol=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from harness import Rank
 from kfac_net import OPTIONS, ROWS
 from torch import Tensor, nn
@@ -39,7 +40,8 @@ ROW_OPTIONS: dict[str, Any] = OPTIONS | {"strategy": "spd", "shared_memory": Fal
 
 
 def steps(rank: Rank, count: int, *, ddp: bool = True, timeout: float = 20) -> tuple[Any, KFAC]:
-    rank.init("gloo", timeout=timeout)
+    if not dist.is_initialized():
+        rank.init("gloo", timeout=timeout)
     model = DistributedDataParallel(Dense()) if ddp else Dense()
     optimizer = KFAC(model, gather_rows=True, **ROW_OPTIONS)
     for step in range(count):

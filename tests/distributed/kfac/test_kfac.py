@@ -11,6 +11,7 @@ import torch.distributed as dist
 from attached import equal_everywhere, flat
 from harness import Rank, run_ranks
 from kfac_net import EXACT, OPTIONS, Net, mostly_cpu, run_alone, train, use_path, whole_batch
+from one_group import run_in_one_group, run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.sanitize
 
 
 def body_strategies(rank: Rank, methods: tuple[str, ...], queued: bool, shared: bool) -> dict[str, float]:
-    rank.init("gloo")
     use_path(queued)
     worst = {}
     options = OPTIONS | {"shared_memory": shared}
@@ -33,7 +33,6 @@ def body_strategies(rank: Rank, methods: tuple[str, ...], queued: bool, shared: 
             train(model, optimizer, steps, rank=rank.rank, size=rank.size)
             equal_everywhere(model.module)
             if expected is None:
-                # No process group is touched with a world of one rank.
                 expected = run_alone(rank, steps, method)
             error = (flat(model.module) - expected).abs().max() / expected.abs().max()
             worst[f"{strategy} {method}"] = float(error)
@@ -53,31 +52,16 @@ def body_split(rank: Rank, queued: bool) -> tuple[float, int]:
     return float((flat(model.module) - expected).abs().max() / expected.abs().max()), optimizer.stats()["sent_bytes"]
 
 
-@mostly_cpu
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_directions_split_by_columns_are_the_same(size: int, queued: bool) -> None:
-    outcomes = run_ranks(body_split, size, queued)
-    for error, _ in outcomes:
-        assert error < 1e-9
-    # Linear and ungrouped convolutions, in each step, to all other ranks.
-    assert sum(sent for _, sent in outcomes) >= (size - 1) * 6 * 8 * (4 * 10 + 9 * 23 + 3 * 9)
-
-
-@pytest.mark.parametrize(
-    ("size", "path"),
-    [
-        (1, "memory"),
-        (2, "memory"),
-        (2, "queued"),
-        (3, "messages"),
-        # tests/cpp/kfac has each part's three manners with three ranks.
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "messages"), (3, "memory"), (3, "queued"))),
-        *(pytest.param(4, path, marks=pytest.mark.slow) for path in ("memory", "messages")),
-    ],
-)
-def test_every_exact_strategy_is_one_process_with_the_whole_batch(size: int, path: str) -> None:
-    for worst in run_ranks(body_strategies, size, ("inverse", "eigen"), path == "queued", path == "memory"):
-        assert max(worst.values()) < 1e-5, worst
+# tests/cpp/kfac has each part's three manners.
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_exact_strategy_is_one_process_with_the_whole_batch(size: int) -> None:
+    cases = {
+        path: (body_strategies, ("inverse", "eigen"), path == "queued", path == "memory")
+        for path in ("memory", "queued", "messages")
+    }
+    for path, ranks in run_in_one_group(cases, size, deadline=120).items():
+        for worst in ranks:
+            assert max(worst.values()) < 1e-5, (path, worst)
 
 
 def body_dp(rank: Rank, queued: bool) -> float:
@@ -95,11 +79,6 @@ def body_dp(rank: Rank, queued: bool) -> float:
     train(model, optimizer, 6)
     expected = run_alone(rank, 6, "inverse")
     return float((flat(model.module) - expected).abs().max())
-
-
-@mostly_cpu
-def test_dp_uses_the_owners_own_factors(queued: bool) -> None:
-    assert max(run_ranks(body_dp, 3, queued)) < 1e-9
 
 
 def triangle(dim: int) -> int:
@@ -160,14 +139,6 @@ def body_overlap(rank: Rank, queued: bool) -> tuple[int, int]:
     return stats["runs"], stats["runs_overlapped"]
 
 
-@mostly_cpu
-def test_runs_leave_during_the_backward_pass(queued: bool) -> None:
-    """From the third step on: the first two show how often a layer is called."""
-    for runs, overlapped in run_ranks(body_overlap, 2, queued):
-        assert 0 < overlapped < runs
-        assert overlapped >= 0.7 * runs
-
-
 def body_no_sync(rank: Rank, queued: bool) -> float:
     use_path(queued)
     rank.init("gloo")
@@ -185,8 +156,20 @@ def body_no_sync(rank: Rank, queued: bool) -> float:
 
 
 @mostly_cpu
-def test_gradient_accumulation_under_no_sync(queued: bool) -> None:
-    assert max(run_ranks(body_no_sync, 3, queued)) < 1e-5
+def test_other_ways_are_one_process_with_the_whole_batch(queued: bool) -> None:
+    size = 3
+    cases = {
+        "directions split by columns": (body_split, queued),
+        "the owners' own factors": (body_dp, queued),
+        "accumulation under no_sync": (body_no_sync, queued),
+    }
+    found = run_in_turn(cases, size)
+    assert all(error < 1e-9 for error, _ in found["directions split by columns"])
+    # Linear and ungrouped convolutions, in each step, to all other ranks.
+    sent = sum(sent for _, sent in found["directions split by columns"])
+    assert sent >= (size - 1) * 6 * 8 * (4 * 10 + 9 * 23 + 3 * 9)
+    assert max(found["the owners' own factors"]) < 1e-9
+    assert max(found["accumulation under no_sync"]) < 1e-5
 
 
 def body_more_calls(rank: Rank, queued: bool, changes: str) -> float:
@@ -218,9 +201,18 @@ def body_more_calls(rank: Rank, queued: bool, changes: str) -> float:
 
 
 @mostly_cpu
-@pytest.mark.parametrize("changes", ["calls", "scale"])
-def test_factors_that_left_too_early_are_sent_again(changes: str, queued: bool) -> None:
-    assert max(run_ranks(body_more_calls, 2, queued, changes)) < 1e-9
+def test_runs_leave_during_the_backward_pass_and_again_if_it_was_too_early(queued: bool) -> None:
+    cases = {
+        "during": (body_overlap, queued),
+        "more calls": (body_more_calls, queued, "calls"),
+        "another scale": (body_more_calls, queued, "scale"),
+    }
+    found = run_in_turn(cases, 2)
+    for runs, overlapped in found["during"]:  # from the third step on: two show how often a layer is called
+        assert 0 < overlapped < runs
+        assert overlapped >= 0.7 * runs
+    assert max(found["more calls"]) < 1e-9
+    assert max(found["another scale"]) < 1e-9
 
 
 def body_preconditioner(rank: Rank) -> float:

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere, flat
-from harness import Rank, launch, run_ranks
+from harness import Rank, elapsed_error, run_ranks
 from kfac_net import EXACT, OPTIONS, Net, Uneven, mostly_cpu, train, use_path, whole_batch
+from one_group import run_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +20,6 @@ pytestmark = pytest.mark.sanitize
 def body_skip_uneven(rank: Rank, queued: bool) -> int:
     """NaN in a step in which one rank has sent during the backward pass, and another has not."""
     use_path(queued)
-    rank.init("gloo", timeout=20)
     model = DistributedDataParallel(Uneven(), find_unused_parameters=True)
     optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=1)
     for step in range(8):
@@ -34,15 +34,9 @@ def body_skip_uneven(rank: Rank, queued: bool) -> int:
     return int(optimizer.stats()["skipped"])
 
 
-@mostly_cpu
-def test_a_skipped_step_ends_what_it_had_sent(queued: bool) -> None:
-    assert run_ranks(body_skip_uneven, 2, queued) == [1, 1]
-
-
 def body_left_out(rank: Rank, interval: int, queued: bool) -> int:
     """Steps 3, 4 and 9 are left out by hand on all ranks. In step 3 factors leave on rank 0 only."""
     use_path(queued)
-    rank.init("gloo", timeout=20)
     model = DistributedDataParallel(Uneven())
     optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=interval)
     for step in range(14):
@@ -57,16 +51,9 @@ def body_left_out(rank: Rank, interval: int, queued: bool) -> int:
     return int(optimizer.stats()["steps"])
 
 
-@mostly_cpu
-@pytest.mark.parametrize("interval", [1, 3])
-def test_steps_left_out_by_hand_on_all_ranks(interval: int, queued: bool) -> None:
-    assert run_ranks(body_left_out, 2, interval, queued) == [11, 11]
-
-
 def body_left_out_empty(rank: Rank, queued: bool) -> int:
     """All ranks leave out step 5, in which rank 1 has an empty batch."""
     use_path(queued)
-    rank.init("gloo", timeout=20)
     model = DistributedDataParallel(Uneven())
     optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=1)
     for step in range(8):
@@ -80,13 +67,18 @@ def body_left_out_empty(rank: Rank, queued: bool) -> int:
 
 
 @mostly_cpu
-def test_a_step_left_out_where_one_rank_had_nothing(queued: bool) -> None:
-    assert run_ranks(body_left_out_empty, 2, queued) == [7, 7]
+def test_steps_left_out_by_hand_on_all_ranks(queued: bool) -> None:
+    cases = {
+        "in every step": (body_left_out, 1, queued),
+        "in every third": (body_left_out, 3, queued),
+        "one rank had nothing": (body_left_out_empty, queued),
+    }
+    steps = run_in_one_group(cases, 2, timeout=20)
+    assert steps == {"in every step": [11, 11], "in every third": [11, 11], "one rank had nothing": [7, 7]}
 
 
 def body_left_out_on_one(rank: Rank, queued: bool) -> tuple[list[str], int]:
     use_path(queued)
-    rank.init("gloo", timeout=20)
     model = DistributedDataParallel(Net())
     optimizer = SPDKFAC(model, **{**OPTIONS, "inverse_update_steps": 1})
     train(model, optimizer, 4, rank=rank.rank, size=rank.size)
@@ -106,19 +98,9 @@ def body_left_out_on_one(rank: Rank, queued: bool) -> tuple[list[str], int]:
     return errors, optimizer.stats()["steps"]
 
 
-@mostly_cpu
-def test_a_step_left_out_on_one_rank_is_an_error_on_all(queued: bool) -> None:
-    for errors, steps in run_ranks(body_left_out_on_one, 3, queued):
-        assert len(errors) == 1
-        assert "rank 1 left out step 5" in errors[0]
-        assert "on all ranks alike" in errors[0]
-        assert steps == 8
-
-
 def body_left_out_early(rank: Rank, queued: bool) -> tuple[int, int, int]:
     """The same before the runs are planned anew, by what all ranks have seen of three sending steps."""
     use_path(queued)
-    rank.init("gloo", timeout=20)
     model = DistributedDataParallel(Net())
     options = {**OPTIONS, "inverse_update_steps": 1, "martens_decay": True}
     optimizer = SPDKFAC(model, **options)
@@ -143,8 +125,15 @@ def body_left_out_early(rank: Rank, queued: bool) -> tuple[int, int, int]:
 
 
 @mostly_cpu
-def test_a_step_left_out_on_one_rank_changes_nothing(queued: bool) -> None:
-    assert run_ranks(body_left_out_early, 3, queued) == [(7, 7, 7)] * 3
+def test_a_step_left_out_on_one_rank_is_an_error_on_all_and_changes_nothing(queued: bool) -> None:
+    cases = {"planned anew": (body_left_out_on_one, queued), "before": (body_left_out_early, queued)}
+    found = run_in_one_group(cases, 3, timeout=20)
+    for errors, steps in found["planned anew"]:
+        assert len(errors) == 1
+        assert "rank 1 left out step 5" in errors[0]
+        assert "on all ranks alike" in errors[0]
+        assert steps == 8
+    assert found["before"] == [(7, 7, 7)] * 3
 
 
 def body_uneven(rank: Rank, queued: bool) -> list[bool]:
@@ -172,7 +161,6 @@ def test_ranks_that_call_layers_differently_stay_equal(queued: bool) -> None:
 
 def body_nan(rank: Rank, queued: bool) -> list[tuple[int, float]]:
     use_path(queued)
-    rank.init("gloo")
     results = []
     for strategy in ("spd", "pad", "mem-opt"):
         models = [DistributedDataParallel(Net()) for _ in range(2)]
@@ -194,16 +182,9 @@ def body_nan(rank: Rank, queued: bool) -> list[tuple[int, float]]:
     return results
 
 
-@mostly_cpu
-def test_nan_on_one_rank_skips_the_step_on_all(queued: bool) -> None:
-    for results in run_ranks(body_nan, 3, queued):
-        assert all(skipped == 2 and difference < 1e-12 for skipped, difference in results), results
-
-
 def body_overflow(rank: Rank, queued: bool) -> int:
     """Rank 1's inputs have squares beyond float32, its gradients are finite."""
     use_path(queued)
-    rank.init("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
     optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=1)
@@ -218,51 +199,71 @@ def body_overflow(rank: Rank, queued: bool) -> int:
 
 
 @mostly_cpu
-def test_an_overflow_on_one_rank_is_left_out_there(queued: bool) -> None:
-    assert run_ranks(body_overflow, 2, queued) == [0, 1]
+def test_what_is_not_finite_on_one_rank_is_skipped_or_left_out(queued: bool) -> None:
+    cases = {
+        "nan": (body_nan, queued),
+        "a rank has sent": (body_skip_uneven, queued),
+        "overflow": (body_overflow, queued),
+    }
+    found = run_in_one_group(cases, 3, timeout=20)
+    for results in found["nan"]:
+        assert all(skipped == 2 and difference < 1e-12 for skipped, difference in results), results
+    assert found["a rank has sent"] == [1, 1, 1]
+    assert found["overflow"] == [0, 1, 0]
 
 
-def body_different(rank: Rank, what: str) -> None:
-    rank.init("gloo", timeout=20)
-    torch.manual_seed(0)
-    second = rank.rank == 1
+def differing(what: str, second: bool) -> None:
+    """Makes an optimizer that is another one on the second rank."""
     if what == "no layer":
         KFAC(nn.LayerNorm(4) if second else nn.Linear(4, 4))
     elif what == "shape":
         KFAC(nn.Linear(4, 5 if second else 4))
     elif what == "count":
         KFAC(nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] if second else [])))
-    elif what == "kl_clip":
-        KFAC(nn.Linear(4, 4), kl_clip=1e-3 if second else None)
-    elif what == "damping":
-        KFAC(nn.Linear(4, 4), damping=0.1 if second else 0.2)
-    elif what == "lr":
-        KFAC(nn.Linear(4, 4), lr=-1.0 if second else 1.0)
     elif what == "misspelt":
         SPDKFAC(nn.Linear(4, 4), **({"dampng": 1.0} if second else {}))
     elif what == "misspelt in front":
         KFACPreconditioner(nn.Linear(4, 4), **({"dampng": 1.0} if second else {}))
     elif what == "strategy":
         SPDKFAC(nn.Linear(4, 4), **({"strategy": "pad"} if second else {}))
+    else:
+        values = {
+            "kl_clip": (None, 1e-3),
+            "damping": (0.2, 0.1),
+            "lr": (1.0, -1.0),
+            "direction_precision": ("high", "highest"),
+            "gather_rows": (True, False),
+            "shared_memory": (True, False),
+        }
+        KFAC(nn.Linear(4, 4), **{what: values[what][second]})
 
 
-@pytest.mark.parametrize(
-    ("what", "error", "message"),
-    [
-        ("shape", "DistBackendError", "layers[0] is the model itself, weight [4, 4] and bias, groups 1 on rank 0 and"),
-        ("count", "DistBackendError", "the number of layers is 1 on rank 0 and 2 on rank 1"),
-        ("damping", "DistBackendError", "damping is 0.2 on rank 0 and 0.1 on rank 1"),
-        ("kl_clip", "DistBackendError", "kl_clip is None on rank 0 and 0.001 on rank 1"),
-        ("no layer", "RuntimeError", "rank 1 could not build its optimizer"),
-        ("lr", "RuntimeError", "rank 1 could not build its optimizer"),
-        ("misspelt", "RuntimeError", "rank 1 could not build its optimizer"),
-        ("misspelt in front", "RuntimeError", "rank 1 could not build its optimizer"),
-        ("strategy", "RuntimeError", "rank 1 could not build its optimizer"),
-    ],
-)
-def test_ranks_that_differ_are_told_at_construction(what: str, error: str, message: str) -> None:
-    with launch(body_different, 2, what) as ranks:
-        outcomes = ranks.outcomes(deadline=15)
-    assert outcomes[0].error == error, outcomes[0]
-    assert message in outcomes[0].message
-    assert not outcomes[1].ok
+def body_different(rank: Rank, what: str) -> tuple[str, str, float]:
+    torch.manual_seed(0)
+    return elapsed_error(lambda: differing(what, rank.rank == 1))
+
+
+# What the first rank is told.
+DIFFERENT = {
+    "shape": ("DistBackendError", "layers[0] is the model itself, weight [4, 4] and bias, groups 1 on rank 0 and"),
+    "count": ("DistBackendError", "the number of layers is 1 on rank 0 and 2 on rank 1"),
+    "damping": ("DistBackendError", "damping is 0.2 on rank 0 and 0.1 on rank 1"),
+    "kl_clip": ("DistBackendError", "kl_clip is None on rank 0 and 0.001 on rank 1"),
+    "direction_precision": ("DistBackendError", "direction_precision is high on rank 0 and highest on rank 1"),
+    "gather_rows": ("DistBackendError", "gather_rows is True on rank 0 and False on rank 1"),
+    "shared_memory": ("DistBackendError", "shared_memory is True on rank 0 and False on rank 1"),
+    "no layer": ("RuntimeError", "rank 1 could not build its optimizer"),
+    "lr": ("RuntimeError", "rank 1 could not build its optimizer"),
+    "misspelt": ("RuntimeError", "rank 1 could not build its optimizer"),
+    "misspelt in front": ("RuntimeError", "rank 1 could not build its optimizer"),
+    "strategy": ("RuntimeError", "rank 1 could not build its optimizer"),
+}
+
+
+def test_ranks_that_differ_are_told_at_construction() -> None:
+    found = run_in_one_group({what: (body_different, what) for what in DIFFERENT}, 2, timeout=20)
+    for what, ((kind, text, seconds), second) in found.items():
+        error, message = DIFFERENT[what]
+        assert kind == error and message in text and seconds < 15, (what, kind, text, seconds)
+        if error == "DistBackendError":  # the second is told the same
+            assert second[0] == error and message in second[1], (what, second)

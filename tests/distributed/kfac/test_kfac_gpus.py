@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from attached import flat
 from gpus import NO_GPU, nccl_can, take_gpu
@@ -15,11 +14,10 @@ from torchext.optim import KFAC
 
 pytestmark = NO_GPU
 STEPS = 8
+METHODS = ("inverse", "eigen")
 
 
-def body(rank: Rank, method: str) -> dict[str, Tensor]:
-    device = take_gpu(rank)
-    rank.init("nccl" if nccl_can(rank.size) else "gloo")
+def trained(rank: Rank, device: torch.device, method: str) -> dict[str, Tensor]:
     found = {}
     for strategy in EXACT:
         module = Net().to(device)
@@ -34,11 +32,18 @@ def body(rank: Rank, method: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("method", ["inverse", "eigen"])
-def test_every_exact_strategy(method: str) -> None:
-    model = Net()
-    train(model, KFAC(model, method=method, **OPTIONS), STEPS)
-    outcomes = run_ranks(body, 2, method)
-    for strategy in EXACT:
-        assert torch.equal(outcomes[0][strategy], outcomes[1][strategy]), strategy
-        torch.testing.assert_close(outcomes[0][strategy], flat(model), rtol=1e-6, atol=1e-6)
+def body(rank: Rank) -> dict[str, dict[str, Tensor]]:
+    device = take_gpu(rank)
+    rank.init("nccl" if nccl_can(rank.size) else "gloo")
+    return {method: trained(rank, device, method) for method in METHODS}
+
+
+def test_every_exact_strategy() -> None:
+    outcomes = run_ranks(body, 2)
+    for method in METHODS:
+        model = Net()
+        train(model, KFAC(model, method=method, **OPTIONS), STEPS)
+        first, second = (outcome[method] for outcome in outcomes)
+        for strategy in EXACT:
+            assert torch.equal(first[strategy], second[strategy]), (method, strategy)
+            torch.testing.assert_close(first[strategy], flat(model), rtol=1e-6, atol=1e-6)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere, flat
 from dense_net import ROW_OPTIONS, STEPS, Dense, backward, batch, steps
 from harness import Rank, run_ranks
+from one_group import run_in_one_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +21,6 @@ Look = Callable[[Any, KFAC, int], Any]
 
 def body_ahead(rank: Rank, look: Look, options: dict[str, Any], ddp: dict[str, Any]) -> dict[str, Any]:
     """Both ways; `look` at what is between backward() and step(), and afterwards at what that returned."""
-    rank.init("gloo")
     models = [DistributedDataParallel(Dense(), **ddp) for _ in range(2)]
     optimizers = [KFAC(m, gather_rows=r, **(ROW_OPTIONS | options)) for m, r in zip(models, (False, True), strict=True)]
     for step in range(STEPS):
@@ -61,34 +60,6 @@ def once_another(model: nn.Module, optimizer: KFAC, step: int) -> None:
     optimizer.param_groups[0]["lr"] = 0.05 if step == 5 else 0.1
 
 
-# Steps 1, 2, 4, 5 and 7 are of rows, 1 and 2 are what the next ones are foreseen by; three layers.
-@pytest.mark.parametrize(
-    ("look", "options", "ahead"),
-    [
-        (nothing, {}, 9),
-        (nothing, {"kl_clip": 1e-9}, 9),
-        pytest.param(nothing, {"kl_clip": None}, 9, marks=pytest.mark.slow),
-        (nothing, {"split_directions": True}, 9),
-        (nothing, {"shared_memory": True}, 0),
-        pytest.param(other_rate, {"kl_clip": 1e-9}, 0, marks=pytest.mark.slow),
-        (other_rate, {"kl_clip": None}, 9),  # nothing depends on it
-        (other_factor, {}, 0),
-        (once_another, {"kl_clip": 1e-9}, 3),
-        (cleared, {}, 9),
-    ],
-)
-def test_directions_are_written_ahead_where_their_factor_is_foreseen(
-    look: Look, options: dict[str, Any], ahead: int
-) -> None:
-    for stats in run_ranks(body_ahead, 3, look, options, {}):
-        assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, ahead)
-
-
-def test_directions_ahead_where_gradients_are_views_of_buckets() -> None:
-    for stats in run_ranks(body_ahead, 3, nothing, {}, {"gradient_as_bucket_view": True}):
-        assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, 9)
-
-
 def watch(model: nn.Module, optimizer: KFAC, step: int) -> Callable[[], None]:
     """Whoever has hold of a gradient sees its direction; on every rank another kind of hold.
 
@@ -111,9 +82,29 @@ def watch(model: nn.Module, optimizer: KFAC, step: int) -> Callable[[], None]:
     return check
 
 
-def test_whoever_holds_a_gradient_sees_its_direction() -> None:
-    for stats in run_ranks(body_ahead, 4, watch, {}, {}):
-        assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, 9)
+# Steps 1, 2, 4, 5 and 7 are of rows, 1 and 2 are what the next ones are foreseen by; three layers.
+AHEAD: list[tuple[Look, dict[str, Any], dict[str, Any], int]] = [
+    (nothing, {}, {}, 9),
+    (nothing, {"kl_clip": 1e-9}, {}, 9),
+    (nothing, {"kl_clip": None}, {}, 9),
+    (nothing, {"split_directions": True}, {}, 9),
+    (nothing, {"shared_memory": True}, {}, 0),
+    (other_rate, {"kl_clip": 1e-9}, {}, 0),
+    (other_rate, {"kl_clip": None}, {}, 9),  # nothing depends on it
+    (other_factor, {}, {}, 0),
+    (once_another, {"kl_clip": 1e-9}, {}, 3),
+    (cleared, {}, {}, 9),
+    (nothing, {}, {"gradient_as_bucket_view": True}, 9),
+    (watch, {}, {}, 9),
+]
+
+
+def test_directions_are_written_ahead_where_their_factor_is_foreseen() -> None:
+    cases = {f"{look.__name__} {options} {ddp}": (look, options, ddp, ahead) for look, options, ddp, ahead in AHEAD}
+    found = run_in_one_group({name: (body_ahead, *case[:3]) for name, case in cases.items()}, 4)
+    for name, (*_, ahead) in cases.items():
+        for stats in found[name]:
+            assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, ahead), name
 
 
 def body_kept(rank: Rank) -> bool:

@@ -13,6 +13,7 @@ import torch
 from attached import equal_everywhere, flat
 from dense_net import ROW_OPTIONS, Dense, backward, batch, steps
 from harness import Rank, elapsed_error, launch, run_ranks
+from one_group import run_in_one_group
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC
@@ -42,10 +43,6 @@ def body_nan(rank: Rank) -> tuple[int, int]:
     return optimizer.stats()["skipped"], optimizer.stats()["row_directions_refused"]
 
 
-def test_a_batch_that_is_not_finite_on_one_rank_is_skipped_on_all() -> None:
-    assert run_ranks(body_nan, 2) == [(1, 0)] * 2
-
-
 def body_left_out(rank: Rank) -> tuple[int, int]:
     """All ranks clear the gradients of a backward pass whose rows have left; then training goes on."""
     model, optimizer = steps(rank, 2)
@@ -57,9 +54,12 @@ def body_left_out(rank: Rank) -> tuple[int, int]:
     return optimizer.stats()["row_directions"], optimizer.stats()["row_directions_refused"]
 
 
-def test_a_step_that_all_ranks_leave_out() -> None:
+def test_a_step_that_is_skipped_or_left_out_on_all_ranks() -> None:
+    cases = {"not finite on one rank": (body_nan,), "left out on all": (body_left_out,)}
+    found = run_in_one_group(cases, 3, timeout=20)
+    assert found["not finite on one rank"] == [(1, 0)] * 3
     # Steps 1, 4, 5 and 7 are of rows; those of step 2 had left with another batch's.
-    assert run_ranks(body_left_out, 3) == [(3 * 4, 3)] * 3
+    assert found["left out on all"] == [(3 * 4, 3)] * 3
 
 
 def body_gone(rank: Rank) -> bool:

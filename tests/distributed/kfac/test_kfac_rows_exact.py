@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from attached import equal_everywhere, flat
 from dense_net import ROW_OPTIONS, STEPS, Dense, batch
 from harness import Rank, run_ranks
 from kfac_net import OPTIONS, ROWS, Net, run_alone, train
+from one_group import named, run_in_one_group
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC, KFACPreconditioner
@@ -19,7 +19,6 @@ STRATEGIES = ("spd", "pad", "comm-opt", "hybrid", "auto")
 
 
 def body(rank: Rank, shared: bool, options: dict[str, Any]) -> dict[str, tuple[float, int]]:
-    rank.init("gloo")
     expected = run_alone(rank, STEPS, "inverse")
     start = flat(Net())
     found = {}
@@ -46,33 +45,26 @@ WAYS: dict[str, dict[str, Any]] = {
     "factors in all steps": {"factor_update_steps": 1},
     "split": {"split_directions": True},
 }
-QUICK = [
-    (1, True, "seldom"),
-    (2, True, "factors in all steps"),
-    (3, False, "seldom"),
-    (3, False, "split"),
-]
-ALL = [
-    (size, shared, way)
-    for size, shared in ((1, True), (2, True), (2, False), (3, True), (3, False), (4, False))
-    for way in WAYS
-]
 
 
-@pytest.mark.parametrize(
-    ("size", "shared", "way"),
-    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
-)
-def test_every_strategy_is_one_process_with_the_whole_batch(size: int, shared: bool, way: str) -> None:
-    for found in run_ranks(body, size, shared, WAYS[way]):
-        for strategy, (error, count) in found.items():
-            assert error < 1e-9, found
-            # Two Linear layers in five steps; under `hybrid` and what `auto` may choose some belong to few ranks.
-            assert count == 10 or (strategy in ("hybrid", "auto") and size > 1), found
+def check_exact(found: dict[str, tuple[float, int]], size: int) -> None:
+    for strategy, (error, count) in found.items():
+        assert error < 1e-9, found
+        # Two Linear layers in five steps; under `hybrid` and what `auto` may choose some belong to few ranks.
+        assert count == 10 or (strategy in ("hybrid", "auto") and size > 1), found
 
 
-def body_bytes(rank: Rank, split: bool) -> tuple[list[int], int]:
-    rank.init("gloo")
+@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4)), 3])
+def test_every_strategy_is_one_process_with_the_whole_batch(size: int) -> None:
+    ways = [(shared, way) for way in WAYS for shared in (False, True)]
+    cases = {f"{way}, memory {shared}": (body, shared, WAYS[way]) for shared, way in ways}
+    for name, ranks in run_in_one_group(cases, size).items():
+        with named(name):
+            for found in ranks:
+                check_exact(found, size)
+
+
+def body_bytes(rank: Rank, split: bool) -> list[int]:
     model = DistributedDataParallel(Dense())
     optimizer = KFAC(model, gather_rows=True, **(ROW_OPTIONS | {"split_directions": split}))
     sent = []
@@ -82,20 +74,18 @@ def body_bytes(rank: Rank, split: bool) -> tuple[list[int], int]:
         model(batch(step).chunk(rank.size)[rank.rank]).square().mean().backward()
         optimizer.step()
         sent.append(optimizer.stats()["sent_bytes"] - before)
-    return [sent[step] for step in (4, 5, 7)], optimizer.stats()["memory_bytes"]
+    return [sent[step] for step in (4, 5, 7)]
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_rows_are_all_that_travels_between_updates(split: bool) -> None:
+def test_rows_are_all_that_travels_between_updates() -> None:
     # To each other rank: the step, three counts, and four rows of each layer's inputs and outputs.
     elements = 4 + ROWS // 3 * (10 + 40 + 40 + 40 + 40 + 3)
-    for sent, _ in run_ranks(body_bytes, 3, split):
-        assert sent == [2 * 8 * elements] * 3
+    found = run_in_one_group({f"split {split}": (body_bytes, split) for split in (False, True)}, 3)
+    assert found == {name: [[2 * 8 * elements] * 3] * 3 for name in ("split False", "split True")}
 
 
 def body_uneven(rank: Rank, shared: bool, split: bool) -> tuple[float, dict[str, Any]]:
     """Batches of other sizes on every rank, in every step; the last rank leaves a layer out in some."""
-    rank.init("gloo")
     models = [DistributedDataParallel(Dense(), find_unused_parameters=True) for _ in range(2)]
     optimizers = [
         KFAC(model, gather_rows=rows, **(ROW_OPTIONS | {"shared_memory": shared, "split_directions": split}))
@@ -114,19 +104,14 @@ def body_uneven(rank: Rank, shared: bool, split: bool) -> tuple[float, dict[str,
     return float((whole - of_rows).abs().max() / (whole - flat(Dense())).abs().max()), optimizers[1].stats()
 
 
-@pytest.mark.parametrize(
-    ("shared", "split"),
-    [
-        (False, False),
-        (True, True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, True), (True, False))),
-    ],
-)
-def test_ranks_whose_batches_differ(shared: bool, split: bool) -> None:
-    for error, stats in run_ranks(body_uneven, 3, shared, split):
-        assert error < 1e-9
-        # In step 7 the first rank has more rows than places.
-        assert (stats["row_directions"], stats["row_directions_refused"]) == (3 * 4, 3)
+def test_ranks_whose_batches_differ() -> None:
+    ways = [(shared, split) for shared in (False, True) for split in (False, True)]
+    cases = {f"memory {shared}, split {split}": (body_uneven, shared, split) for shared, split in ways}
+    for name, values in run_in_one_group(cases, 3).items():
+        for error, stats in values:
+            assert error < 1e-9, name
+            # In step 7 the first rank has more rows than places.
+            assert (stats["row_directions"], stats["row_directions_refused"]) == (3 * 4, 3), name
 
 
 def body_no_sync(rank: Rank) -> float:
@@ -166,7 +151,6 @@ def test_accumulation_without_averaging_and_a_scaler() -> None:
 
 def body_penalty(rank: Rank, count: int, options: dict[str, Any]) -> tuple[int, int]:
     """One rank's loss has a penalty; every rank takes that layer's mean gradient whole."""
-    rank.init("gloo")
     models = [DistributedDataParallel(Dense()) for _ in range(2)]
     optimizers = [
         KFAC(m, gather_rows=rows, **(ROW_OPTIONS | options)) for m, rows in zip(models, (False, True), strict=True)
@@ -186,26 +170,15 @@ def body_penalty(rank: Rank, count: int, options: dict[str, Any]) -> tuple[int, 
     return stats["row_directions"], stats["row_directions_refused"]
 
 
-@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_penalty_on_one_rank(split: bool) -> None:
-    assert run_ranks(body_penalty, 3, STEPS, {"split_directions": split}) == [(10, 5)] * 3
-
-
-@pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_ranks_make_shares_again_where_rows_were_in_vain(shared: bool) -> None:
+def test_a_penalty_on_one_rank_keeps_rows_from_being_taken() -> None:
     """Linear layers whose directions are split take rows together; after eight tries or more in vain none does."""
-    options = {"split_directions": True, "shared_memory": shared}
+    cases: dict[str, Any] = {
+        f"split {split}": (body_penalty, STEPS, {"split_directions": split}) for split in (False, True)
+    }
+    again = {
+        f"again, memory {shared}": (body_penalty, 18, {"split_directions": True, "shared_memory": shared})
+        for shared in (False, True)
+    }
+    found = run_in_one_group(cases | again, 3)
     # Steps 0, 3, 6, 9 and 12 make inverses: of the eight between them each had one layer of three in vain.
-    assert run_ranks(body_penalty, 3, 18, options) == [(16, 8)] * 3
-
-
-def body_options(rank: Rank) -> str:
-    rank.init("gloo", timeout=20)
-    with pytest.raises(dist.DistBackendError) as caught:
-        KFAC(DistributedDataParallel(Dense()), gather_rows=rank.rank == 0)
-    return str(caught.value)
-
-
-def test_ranks_agree_on_the_option() -> None:
-    for message in run_ranks(body_options, 2):
-        assert "gather_rows" in message
+    assert found == {name: [(10, 5)] * 3 for name in cases} | {name: [(16, 8)] * 3 for name in again}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from attached import equal_everywhere, flat
 from harness import Rank, elapsed_error, launch, run_ranks
 from kfac_net import OPTIONS, Net, check_alike, run_alone, train
+from one_group import named, run_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +26,6 @@ STEPS = 5
 
 
 def body_alike(rank: Rank, strategy: str, split: bool | None) -> tuple[list[float], list[dict[str, Any]]]:
-    rank.init("gloo")
     expected = run_alone(rank, STEPS, "inverse") if strategy != "dp" else None
     models, plans, stats = [], [], []
     for shared in (True, False):
@@ -46,19 +45,8 @@ def body_alike(rank: Rank, strategy: str, split: bool | None) -> tuple[list[floa
     return [] if expected is None else [float((flat(models[0]) - expected).abs().max())], stats
 
 
-@pytest.mark.parametrize(
-    ("strategy", "split", "size"),
-    [
-        ("spd", True, 3),
-        ("mem-opt", None, 2),
-        ("dp", None, 3),
-        pytest.param("spd", True, 2, marks=pytest.mark.slow),
-        pytest.param("mem-opt", None, 3, marks=pytest.mark.slow),
-        pytest.param("dp", None, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_the_same_directions_as_by_messages(strategy: str, split: bool | None, size: int) -> None:
-    outcomes = run_ranks(body_alike, size, strategy, split)
+def check_alike_by_messages(outcomes: list[Any], split: bool | None) -> None:
+    size = len(outcomes)
     for errors, (shared, _) in outcomes:
         assert all(error < 1e-9 for error in errors)
         assert shared["shared_bytes"] > 0
@@ -75,6 +63,15 @@ def test_the_same_directions_as_by_messages(strategy: str, split: bool | None, s
         fewer = sum(messages["sent_bytes"] - shared["sent_bytes"] for _, (shared, messages) in outcomes)
         assert fewer == (size - 1) * (through_memory - factors)
     assert all(shared["reduce_bytes"] == shared["all_reduce_bytes"] == 0 for _, (shared, _) in outcomes)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_same_directions_as_by_messages(size: int) -> None:
+    splits = {"spd": True, "mem-opt": None, "dp": None}
+    cases = {strategy: (body_alike, strategy, split) for strategy, split in splits.items()}
+    for strategy, outcomes in run_in_one_group(cases, size).items():
+        with named(strategy):
+            check_alike_by_messages(outcomes, splits[strategy])
 
 
 def body_large(rank: Rank) -> None:
@@ -98,16 +95,6 @@ def body_large(rank: Rank) -> None:
 
 def test_directions_longer_than_the_window() -> None:
     run_ranks(body_large, 2)
-
-
-def body_differs(rank: Rank) -> None:
-    rank.init("gloo", timeout=20)
-    with pytest.raises(dist.DistBackendError, match="shared_memory is True on rank 0 and False on rank 1"):
-        KFAC(DistributedDataParallel(Net()), shared_memory=rank.rank == 0, **OPTIONS)
-
-
-def test_the_option_is_the_same_on_all_ranks() -> None:
-    run_ranks(body_differs, 2)
 
 
 def body_lost(rank: Rank, how: str) -> Any:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached import equal_everywhere, flat
-from harness import Rank, run_ranks
+from harness import Rank
+from one_group import run_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +30,6 @@ def train(model: nn.Module, optimizer: KFAC, batches: list[torch.Tensor]) -> Non
 
 
 def body(rank: Rank, shared: bool) -> dict[str, float]:
-    rank.init("gloo")
     options = {"lr": 0.05, "damping": 0.03, "inverse_update_steps": 2, "kl_clip": None}
     whole = [torch.randn(16 * rank.size, 50, generator=torch.Generator().manual_seed(step)) for step in range(4)]
     mine = [batch.chunk(rank.size)[rank.rank] for batch in whole]
@@ -48,26 +48,9 @@ def body(rank: Rank, shared: bool) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize(
-    ("size", "shared"),
-    [
-        (2, False),
-        (3, True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True), (2, True), (4, False))),
-    ],
-)
-def test_every_way_is_one_process_with_the_whole_batch(size: int, shared: bool) -> None:
-    for errors in run_ranks(body, size, shared):
-        assert max(errors.values()) < 1e-5, errors
-
-
-def body_precision(rank: Rank) -> str:
-    rank.init("gloo")
-    with pytest.raises(dist.DistBackendError) as caught:
-        KFAC(DistributedDataParallel(make()), direction_precision=("high", "highest")[rank.rank])
-    return str(caught.value)
-
-
-def test_ranks_agree_on_the_precision() -> None:
-    for message in run_ranks(body_precision, 2):
-        assert "direction_precision" in message
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_way_is_one_process_with_the_whole_batch(size: int) -> None:
+    cases = {"sockets": (body, False), "memory": (body, True)}
+    for name, ranks in run_in_one_group(cases, size).items():
+        for errors in ranks:
+            assert max(errors.values()) < 1e-5, (name, errors)
