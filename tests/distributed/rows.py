@@ -8,12 +8,22 @@
 Each row has a folder of its own, where its ranks meet. Its groups end behind it, when every rank has its outcome. A row
 that fails leaves the others to run; one that does not end is named.
 
+Rows that do different things are calls, each a function of a rank and its further arguments: values_in_turn(), and for
+calls that share the default group and must not break it, values_in_one_group().
+
+    CALLS = {"float32": (body_sum, torch.float32), "int64": (body_sum, torch.int64)}
+
+    for name, values in values_in_one_group(CALLS, 2).items():
+        with row(name):
+            assert values == [3, 3]
+
 A rank that is killed or stopped in some row is a victim: it runs each row in a child, forked where it has no group yet.
 One that is stopped goes on when all others have their outcome.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -21,11 +31,11 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness import DEADLINE, PR_SET_PDEATHSIG, Outcome, Rank, launch
+from harness import DEADLINE, PR_SET_PDEATHSIG, Outcome, Rank, launch, run_ranks
 
 Rows = Mapping[str, tuple[Any, ...]]
 
@@ -55,6 +65,54 @@ def row_values(
     texts = [f"{name}: {text}" for name, errors in failed.items() for text in errors]
     assert not texts, "\n".join([f"failed: {', '.join(name for name in failed if failed[name])}", *texts])
     return {name: [outcome.value for outcome in outcomes] for name, outcomes in found.items()}
+
+
+def _call(rank: Rank, call: Callable[..., Any], *arguments: Any) -> Any:
+    return call(rank, *arguments)
+
+
+def values_in_turn(calls: Rows, size: int, *, deadline: float = DEADLINE) -> dict[str, list[Any]]:
+    """As :func:`row_values`, where each row is a call of its own."""
+    return row_values(_call, size, calls, deadline=deadline)
+
+
+@contextlib.contextmanager
+def row(*values: object) -> Iterator[None]:
+    """An error inside says in which row it was raised."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note("in the row " + ", ".join(map(str, values)))
+        raise
+
+
+def _in_one_group(rank: Rank, calls: Rows, init: dict[str, Any]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    rank.init(**init)
+    values = {}
+    for name, (call, *arguments) in calls.items():
+        with row(name):
+            values[name] = call(rank, *arguments)
+        gc.collect()  # groups of its own end here, and not in the next row
+    dist.destroy_process_group()
+    return values
+
+
+def values_in_one_group(
+    calls: Rows, size: int, *, backend: str = "gloo", deadline: float = DEADLINE, **init: Any
+) -> dict[str, list[Any]]:
+    """Of each call the values of all ranks; fails with the name of the first that raises.
+
+    Args:
+        calls: By name, in the order in which all ranks make them. The default group is there already.
+        size: Of the group.
+        backend: Of the group.
+        deadline: For all calls together, in seconds.
+        **init: Further arguments of ``Rank.init``.
+    """
+    found = run_ranks(_in_one_group, size, dict(calls), {"backend": backend, **init}, deadline=deadline)
+    return {name: [values[name] for values in found] for name in calls}
 
 
 def meet(rank: Rank, word: str) -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
 from made_plans import Beside, Net, bucket_bytes, plan_for
-from one_group import run_in_turn
 from pretended_hosts import be_on_host, needs_root
+from rows import values_in_turn
 from torch import nn
 
 import torchext
@@ -205,7 +205,7 @@ def body_other_order(rank: Rank) -> tuple[float, dict[str, Any]]:
 
 
 def test_buckets_of_dear_are_confirmed_or_sizes_are_tried() -> None:
-    found = run_in_turn({"compared": (body_confirmed,), "another order": (body_other_order,)}, 2, deadline=120)
+    found = values_in_turn({"compared": (body_confirmed,), "another order": (body_other_order,)}, 2, deadline=120)
     for modes, stats, apart in found["compared"]:  # with plain all-reduce
         assert stats["decided"]
         assert modes[:-1] == [mode for mode in ("allreduce", *("allreduce", "dear") * 3) for _ in range(11)][1:]

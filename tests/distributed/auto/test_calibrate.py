@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, free_port, launch, run_ranks
-from one_group import named, run_in_turn
 from pretended_hosts import be_on_host, needs_root
+from rows import row, values_in_turn
 
 import torchext
 from torchext import _C, auto
@@ -64,9 +64,9 @@ def body_again(rank: Rank) -> Any:
 def test_all_ranks_have_the_same_tables() -> None:
     cases: dict[str, Any] = {backend: (body_calibrate, backend, 0.5) for backend in ("gloo", "dear")}
     cases |= {"short of time": (body_calibrate, "gloo", 0.001), "again": (body_again,)}
-    found = run_in_turn(cases, 3)
+    found = values_in_turn(cases, 3)
     for backend in ("gloo", "dear"):
-        with named(backend):
+        with row(backend):
             check_tables(found[backend], backend)
     link, elapsed = found["short of time"][0]  # then the largest sizes are dropped
     assert [len(table["points"]) for table in link["tables"].values()] == [2] * 5
@@ -84,7 +84,7 @@ def body_rooms(rank: Rank, backend: str) -> Any:
 
 @needs_root
 def test_hosts_of_several_ranks_are_rooms() -> None:
-    for backend, results in run_in_turn({backend: (body_rooms, backend) for backend in ("gloo", "dear")}, 4).items():
+    for backend, results in values_in_turn({backend: (body_rooms, backend) for backend in ("gloo", "dear")}, 4).items():
         link, _ = results[0]
         assert all(other == link for other, _ in results), backend
         assert link["host_of"] == (0, 1, 0, 1), backend

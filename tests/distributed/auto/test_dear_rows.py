@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import Rank, launch
 from made_plans import Beside, Net, bucket_bytes, local_link, plan_for
-from one_group import run_in_turn
+from rows import values_in_turn
 from test_apply import adamw, dear_at_once, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -85,7 +85,7 @@ def body_exact(rank: Rank, form: str) -> dict[str, float]:
 
 
 def test_rows_beside_dear_train_as_one_process_does() -> None:
-    for form, ranks in run_in_turn({form: (body_exact, form) for form in FORMS}, 2, deadline=240).items():
+    for form, ranks in values_in_turn({form: (body_exact, form) for form in FORMS}, 2, deadline=240).items():
         for worst in ranks:
             assert max(worst.values()) < EXACT, (form, worst)
 
@@ -151,7 +151,7 @@ def body_gradients(rank: Rank, form: str) -> dict[str, float]:
 
 
 def test_what_is_done_to_gradients_counts() -> None:
-    for form, ranks in run_in_turn({form: (body_gradients, form) for form in FORMS}, 2, deadline=240).items():
+    for form, ranks in values_in_turn({form: (body_gradients, form) for form in FORMS}, 2, deadline=240).items():
         for worst in ranks:
             assert max(worst.values()) < EXACT, (form, worst)
 
@@ -200,7 +200,7 @@ def body_state(rank: Rank, form: str) -> None:
 
 
 def test_state_is_that_of_the_plain_optimizer() -> None:
-    run_in_turn({form: (body_state, form) for form in FORMS}, 2, deadline=240)
+    values_in_turn({form: (body_state, form) for form in FORMS}, 2, deadline=240)
 
 
 def body_by_hand(rank: Rank) -> None:
@@ -288,7 +288,7 @@ def body_live(rank: Rank) -> None:
 
 def test_scripts_of_their_own() -> None:
     """With the calls made by hand, and with a live choice, which leaves a model with rows to DDP."""
-    run_in_turn({"by hand": (body_by_hand,), "live": (body_live,)}, 2)
+    values_in_turn({"by hand": (body_by_hand,), "live": (body_live,)}, 2)
 
 
 def body_lost(rank: Rank) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
 from made_plans import ROWS, Beside, Net, local_link
-from one_group import run_in_turn
+from rows import values_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,7 +138,7 @@ def body_exact(rank: Rank, form: str) -> dict[str, float]:
 
 def test_model_is_that_of_one_process_before_and_after_the_switch() -> None:
     cases = {form: (body_exact, form) for form in ("replicated", "sharded")}
-    for form, ranks in run_in_turn(cases, 2, deadline=240).items():
+    for form, ranks in values_in_turn(cases, 2, deadline=240).items():
         for worst in ranks:
             assert max(worst.values()) < EXACT, (form, worst)
 
@@ -402,7 +402,7 @@ def body_groups(rank: Rank, name: str) -> list[str]:
 
 def test_groups_of_that_name() -> None:
     cases = {name: (body_groups, name) for name in ("torchext", "cpu:torchext")}
-    for name, results in run_in_turn(cases, 3).items():
+    for name, results in values_in_turn(cases, 3).items():
         assert results[0][2:] == ["torchext"] * 2, name
         assert all(found[1] == "torchext" for found in results), name
 
@@ -429,5 +429,5 @@ def body_compiled(rank: Rank) -> float:
 
 
 def test_two_optimizers_and_a_compiled_model() -> None:
-    found = run_in_turn({"two optimizers": (body_two_optimizers,), "compiled": (body_compiled,)}, 2, deadline=120)
+    found = values_in_turn({"two optimizers": (body_two_optimizers,), "compiled": (body_compiled,)}, 2, deadline=120)
     assert all(max(apart) < EXACT for apart in found.values()), found

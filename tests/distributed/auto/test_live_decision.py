@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
 from made_plans import ROWS, Net
-from one_group import run_in_turn
+from rows import values_in_turn
 from test_live_choice import BEFORE, EXACT, adamw, at_once, chosen, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -190,7 +190,9 @@ def body(rank: Rank, form: str) -> tuple[list[float], list[str]]:
 
 
 def test_ranks_decide_together_whatever_each_does() -> None:
-    for form, ranks in run_in_turn({form: (body, form) for form in ("replicated", "sharded")}, 2, deadline=240).items():
+    for form, ranks in values_in_turn(
+        {form: (body, form) for form in ("replicated", "sharded")}, 2, deadline=240
+    ).items():
         for apart, told in ranks:
             assert max(apart) < EXACT, apart
             alone = "plain DDP: ranks have taken different numbers of steps"

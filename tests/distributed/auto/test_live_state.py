@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from harness import Rank
-from one_group import run_in_turn
+from rows import values_in_turn
 from test_live_choice import BEFORE, EXACT, adamw, at_once, chosen
 from test_live_decision import Pair, train_on
 
@@ -68,7 +68,7 @@ FORMS = ("replicated", "sharded")
 
 
 def test_a_checkpoint_goes_on_in_another_phase() -> None:
-    for form, ranks in run_in_turn({form: (body_checkpoints, form) for form in FORMS}, 2, deadline=240).items():
+    for form, ranks in values_in_turn({form: (body_checkpoints, form) for form in FORMS}, 2, deadline=240).items():
         for worst in ranks:
             assert max(worst.values()) < EXACT, (form, worst)
 
@@ -102,6 +102,6 @@ def body_between(rank: Rank, form: str) -> list[float]:
 
 
 def test_calls_between_decision_and_switch() -> None:
-    for form, ranks in run_in_turn({form: (body_between, form) for form in FORMS}, 2).items():
+    for form, ranks in values_in_turn({form: (body_between, form) for form in FORMS}, 2).items():
         for worst in ranks:
             assert max(worst) < EXACT, (form, worst)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, launch, run_ranks
-from one_group import run_in_turn
+from rows import values_in_turn
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -311,6 +311,6 @@ def body_gaps(rank: Rank) -> float:
 
 def test_two_ranks_train_as_one_process() -> None:
     runtime = "_PipelineScheduleRuntime"
-    found = run_in_turn({"trained": (body_two,), "tensors with gaps": (body_gaps,)}, 2)
+    found = values_in_turn({"trained": (body_two,), "tensors with gaps": (body_gaps,)}, 2)
     assert found["trained"] == [[runtime, runtime, "ScheduleGPipe", runtime, runtime, runtime]] * 2
     assert max(found["tensors with gaps"]) < 1e-5

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
-from one_group import named, run_in_turn
+from rows import row, values_in_turn
 from torch import nn
 
 from torchext import auto
@@ -44,8 +44,10 @@ def body_plan(rank: Rank, backend: str) -> Any:
 
 
 def test_all_ranks_have_the_same_plan() -> None:
-    for backend, results in run_in_turn({backend: (body_plan, backend) for backend in ("gloo", "prague")}, 3).items():
-        with named(backend):
+    for backend, results in values_in_turn(
+        {backend: (body_plan, backend) for backend in ("gloo", "prague")}, 3
+    ).items():
+        with row(backend):
             assert all(result == results[0] for result in results)
             _, text, chosen, reason = results[0]
             assert text.startswith("3 ranks on 1 host, links of ")

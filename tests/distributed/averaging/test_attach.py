@@ -12,7 +12,7 @@ import pytest
 import torch
 from attached import ORDERS, Trainer, equal_everywhere, everywhere, flat
 from harness import Rank, run_ranks
-from named_rows import row
+from rows import row
 
 pytestmark = pytest.mark.sanitize
 

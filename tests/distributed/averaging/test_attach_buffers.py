@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from attached import Normalized, Trainer, batch, everywhere
 from harness import Rank, run_ranks
-from named_rows import row
+from rows import row
 from torch import nn
 
 pytestmark = pytest.mark.sanitize

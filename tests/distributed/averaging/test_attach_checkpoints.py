@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from attached import Normalized, batch, equal_everywhere, everywhere, flat, new_group
 from harness import Rank, run_ranks
-from named_rows import row
+from rows import row
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel

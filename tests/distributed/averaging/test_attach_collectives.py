@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from attached import ORDERS, Trainer, equal_everywhere
 from harness import Rank, run_ranks
-from named_rows import row
+from rows import row
 
 pytestmark = pytest.mark.sanitize
 

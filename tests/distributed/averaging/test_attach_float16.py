@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from attached import ORDERS, Trainer, everywhere, new_group
 from harness import Rank, run_ranks
-from named_rows import row
+from rows import row
 from torch import nn
 
 pytestmark = pytest.mark.sanitize

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from attached import Trainer, equal_everywhere, everywhere, new_group
 from harness import Rank, elapsed_error, run_ranks
-from named_rows import row
+from rows import row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -7,7 +7,7 @@ import time
 import torch
 from attached import mlp, new_group
 from harness import Rank, run_ranks
-from named_rows import row
+from rows import row
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from attached import ORDERS, Trainer, everywhere, flat
 from harness import Rank, run_ranks
-from named_rows import row
+from rows import row
 
 pytestmark = pytest.mark.sanitize
 

@@ -14,7 +14,7 @@ from attached import batch, equal_everywhere, everywhere, mlp, new_group
 from case_choice import slow_on
 from elastic_training import ElasticTraining
 from harness import Rank, launch, run_ranks
-from named_rows import row
+from rows import row
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from attached import ORDERS, Trainer, batch, equal_everywhere, everywhere, flat, new_group
 from harness import Rank, run_ranks
-from named_rows import row
+from rows import row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from attached import ORDERS, new_group
 from harness import Rank, run_ranks
-from named_rows import row
+from rows import row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from attached import ORDERS, Trainer, equal_everywhere, mlp, new_group
 from case_choice import slow_on
 from harness import Rank, launch, run_ranks
-from named_rows import row
+from rows import row
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext

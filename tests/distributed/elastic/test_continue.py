@@ -17,7 +17,7 @@ from case_choice import slow_on
 from elastic_training import ElasticTraining
 from harness import Rank, launch
 from interpreters import run_script
-from one_group import run_in_one_group
+from rows import values_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -427,4 +427,4 @@ def body_exception(rank: Rank, backend: str) -> bool:
 
 def test_an_exception_of_one_rank_in_an_average() -> None:
     cases = {backend: (body_exception, backend) for backend in ("prague", "dssync", "hop")}
-    assert run_in_one_group(cases, 3, timeout=60) == {backend: [False] * 3 for backend in cases}
+    assert values_in_one_group(cases, 3, timeout=60) == {backend: [False] * 3 for backend in cases}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from attached import equal_everywhere, mlp, new_group
 from case_choice import slow_on
 from harness import Rank, elapsed_error, launch, run_ranks
-from one_group import run_in_one_group
+from rows import values_in_one_group
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
@@ -117,7 +117,7 @@ def body_no_death(rank: Rank, backend: str) -> tuple[str, tuple[str, str, float]
 def test_a_failure_of_another_kind_ends_only_its_model() -> None:
     """Nor is anybody dead because a text says so."""
     cases = {backend: (body_no_death, backend) for backend in ("prague", "dssync", "hop")}
-    for backend, values in run_in_one_group(cases, 3, timeout=60).items():
+    for backend, values in values_in_one_group(cases, 3, timeout=60).items():
         for error, (kind, text, _), rolls in values:
             assert not error or "died of boredom" in error, (backend, error)
             assert kind == "DistBackendError" and "died of boredom" in text, (backend, kind, text)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from attached import new_group
 from harness import Rank, run_ranks
-from one_group import named, run_in_one_group
+from rows import row, values_in_one_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,8 +95,8 @@ def test_no_average_brings_back_what_was_before_a_pruning() -> None:
     }
     # A pruner of the module, too, knows of the wrapper that is attached.
     cases["the module's pruner"] = (body_values, "dssync", {}, False)
-    for name, ((admitted, seen), *others) in run_in_one_group(cases, 3, deadline=120).items():
-        with named(name):
+    for name, ((admitted, seen), *others) in values_in_one_group(cases, 3, deadline=120).items():
+        with row(name):
             assert admitted > 20
             for other in others:
                 assert torch.equal(other[1], seen)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from adaptive import BAGS, DIM, ROWS, STEPS, batch, hold, loss
 from harness import Rank
-from one_group import named, run_in_one_group
+from rows import row, values_in_one_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,8 +69,8 @@ def check_replicas(traces: list[Trace], name: str) -> None:
 def test_replicas_equal_one_process_with_the_same_chunks() -> None:
     ways = [("direct", "adagrad"), ("hash", "adam"), ("sketch", "sgd")]
     cases = {name: (train_replica, layout, name) for layout, name in ways}
-    for name, traces in run_in_one_group(cases, 3).items():
-        with named(name):
+    for name, traces in values_in_one_group(cases, 3).items():
+        with row(name):
             check_replicas(traces, name)
 
 
@@ -120,8 +120,8 @@ def check_shards(traces: list[Trace], mode: str, optimizer: str) -> None:
 def test_shards_equal_one_process_with_the_same_chunks() -> None:
     ways = {"direct": ("sum", "adagrad"), "hash": ("mean", "adam"), "sketch": ("sum", "sgd")}
     cases = {layout: (train_shards, *way, layout) for layout, way in ways.items()}
-    for layout, traces in run_in_one_group(cases, 3).items():
-        with named(layout):
+    for layout, traces in values_in_one_group(cases, 3).items():
+        with row(layout):
             check_shards(traces, *ways[layout])
 
 
@@ -173,7 +173,7 @@ def test_no_gradient_of_shards_is_on_the_wire() -> None:
     world = 2
     ways = [(size, budget) for size in (3, 50) for budget in (1.0, 0.4)]
     cases = {f"{size} ids, budget {budget}": (train_on_the_wire, size, budget) for size, budget in ways}
-    for name, values in run_in_one_group(cases, world).items():
+    for name, values in values_in_one_group(cases, world).items():
         for names, seen in values:
             assert names == {"c10d::allgather_", "c10d::alltoall_base_", "c10d::allreduce_"}, name
             assert sorted(seen) == [(1,)] + 4 * [(world * BAGS, DIM)], name

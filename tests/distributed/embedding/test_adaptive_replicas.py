@@ -10,7 +10,7 @@ import torch.distributed as dist
 from adaptive import DIM, ROWS, STEPS, batch, loss
 from attached import new_group
 from harness import Rank, run_ranks
-from one_group import run_in_one_group
+from rows import values_in_one_group
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +39,7 @@ def train_sparse(rank: Rank, layout: str) -> dict[str, Tensor]:
 
 def test_replicas_decide_alike() -> None:
     cases = {layout: (train_sparse, layout) for layout in ("direct", "hash", "sketch")}
-    for layout, states in run_in_one_group(cases, 3).items():
+    for layout, states in values_in_one_group(cases, 3).items():
         for state in states[1:]:
             for name in ("pool", "index", "seen", "weight"):
                 assert torch.equal(state[name], states[0][name]), (layout, name)
@@ -103,7 +103,7 @@ def start_from_rank_0(rank: Rank, compiled: str) -> Tensor:
 
 def test_ddp_begins_with_the_table_of_rank_0() -> None:
     cases = {f"compiled {how}": (start_from_rank_0, how) for how in COMPILED}
-    for name, (first, second) in run_in_one_group(cases, 2).items():
+    for name, (first, second) in values_in_one_group(cases, 2).items():
         assert first.any(), name
         assert torch.equal(first, second), name
 
@@ -128,7 +128,7 @@ def test_a_table_that_rank_0_has_loaded_is_sent_when_it_is_wrapped_again() -> No
     # torch 2.11 takes what was compiled elsewhere (docs/guide/embeddings.md).
     ways = COMPILED[:1] if torch.__version__.startswith("2.11") else COMPILED
     cases = {f"compiled {how}": (loaded_by_rank_0, how) for how in ways}
-    for name, ((before, first, index), (_, second, other)) in run_in_one_group(cases, 2).items():
+    for name, ((before, first, index), (_, second, other)) in values_in_one_group(cases, 2).items():
         assert not before.any(), name
         assert first.any(), name
         assert torch.equal(first, second), name
@@ -171,7 +171,7 @@ def prune_one_by_itself(rank: Rank, training: str) -> tuple[str, list[Tensor], b
 
 def test_one_replica_cannot_be_pruned_by_what_it_alone_has_observed() -> None:
     cases = {training: (prune_one_by_itself, training) for training in ("dense", "sparse")}
-    for training, (first, second) in run_in_one_group(cases, 2).items():
+    for training, (first, second) in values_in_one_group(cases, 2).items():
         for refusal, _, kept in (first, second):
             assert refusal.startswith("prune() of a table inside DistributedDataParallel"), training
             assert "Take ChunkPruner.prune() on all ranks, or prune a copy" in refusal, training
@@ -254,7 +254,7 @@ def prune_with_dear(rank: Rank, form: str, momentum: float) -> str | Tensor:
 
 def test_dears_state_moves_with_the_chunks_or_is_refused() -> None:
     ways = [(form, momentum) for form in ("", "replicated", "sharded") for momentum in (0.9, 0.0)]
-    found = run_in_one_group({f"{form} {momentum}": (prune_with_dear, form, momentum) for form, momentum in ways}, 2)
+    found = values_in_one_group({f"{form} {momentum}": (prune_with_dear, form, momentum) for form, momentum in ways}, 2)
     for text in found["sharded 0.9"]:
         assert "state 'momentum_buffer' has shape" in text
         assert "form='replicated'" in text
@@ -282,7 +282,7 @@ def prune_with_zero(rank: Rank, zero: bool) -> tuple[Tensor, int]:
 
 
 def test_the_state_that_zero_keeps_on_the_rank_that_steps_moves_with_the_chunks() -> None:
-    found = run_in_one_group({"plain": (prune_with_zero, False), "zero": (prune_with_zero, True)}, 2)
+    found = values_in_one_group({"plain": (prune_with_zero, False), "zero": (prune_with_zero, True)}, 2)
     expected, swapped = found["plain"][0]
     assert swapped > 0
     for weight, _ in found["zero"]:

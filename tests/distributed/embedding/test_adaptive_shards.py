@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from adaptive import BAGS, DIM, ROWS, STEPS, batch, loss
 from harness import Rank, run_ranks
-from one_group import named, run_in_one_group
+from rows import row, values_in_one_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,9 +90,9 @@ def check_against_one_process(ranks: list[Any], mode: str, optimizer: str, paddi
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_equal_one_process(world: int) -> None:
     ways: list[tuple[str, str, int | None]] = [("sum", "adagrad", None), ("mean", "sgd", 5), ("sum", "adam", 0)]
-    found = run_in_one_group({way[1]: (sharded, *way) for way in ways}, world)
+    found = values_in_one_group({way[1]: (sharded, *way) for way in ways}, world)
     for way in ways:
-        with named(way):
+        with row(way):
             check_against_one_process(found[way[1]], *way)
 
 
@@ -140,7 +140,7 @@ WEIGHTS: list[tuple[tuple[str, ...], bool]] = [
 
 def test_weights_that_only_some_ranks_give_or_train() -> None:
     cases = {f"{given}, frozen {freeze}": (weighted_differently, given, freeze) for given, freeze in WEIGHTS}
-    run_in_one_group(cases, 3, timeout=20)
+    values_in_one_group(cases, 3, timeout=20)
 
 
 def shards_of_a_whole_table(rank: Rank) -> tuple[list[Tensor], str]:

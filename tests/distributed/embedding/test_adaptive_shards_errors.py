@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from adaptive import DIM, ROWS
 from harness import Rank
-from one_group import named, run_in_one_group
+from rows import row, values_in_one_group
 from torch import Tensor
 
 from torchext.nn import AdaptiveEmbedding, AdaptiveEmbeddingBag
@@ -45,8 +45,8 @@ def sharded_badly(rank: Rank, options: dict[str, Any]) -> tuple[str, str]:
 
 def test_a_bad_batch_of_one_rank_is_an_error_on_all() -> None:
     cases = {options.get("layout", "whole"): (sharded_badly, options) for options in BUDGETS}
-    for name, (first, second) in run_in_one_group(cases, 2, timeout=20).items():
-        with named(name):
+    for name, (first, second) in values_in_one_group(cases, 2, timeout=20).items():
+        with row(name):
             assert first[0] == "ValueError"
             assert "rank 1 was given a batch" in first[1]
             assert second[0] == "IndexError"
@@ -97,8 +97,8 @@ WRONG: list[tuple[tuple[Tensor, Tensor | None, Tensor | None, str], str, str]] =
 def test_a_wrong_argument_on_one_rank_is_an_error_on_all() -> None:
     cases = {text: (badly_called, *given) for given, _, text in WRONG}
     kinds = {text: kind for _, kind, text in WRONG}
-    for text, (first, second) in run_in_one_group(cases, 2, timeout=20).items():
-        with named(text):
+    for text, (first, second) in values_in_one_group(cases, 2, timeout=20).items():
+        with row(text):
             assert first[0] == "ValueError" and "rank 1 was given a batch" in first[1], first
             assert second[0] == kinds[text] and text in second[1], second
             assert "torch.Size([1, 8])" in first[1] and "torch.Size([1, 8])" in second[1]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from attached import new_group
 from harness import Rank
-from one_group import named, run_in_one_group
+from rows import row, values_in_one_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,8 +75,8 @@ def body(rank: Rank, name: str) -> tuple[list[Tensor], list[Tensor]]:
 
 def test_a_whole_table_trains_as_torchs() -> None:
     cases = {name: (body, name) for name in ("gloo", "gloo-sparse", *ATTACHED)}
-    for name, ranks in run_in_one_group(cases, 2, timeout=30).items():
-        with named(name):
+    for name, ranks in values_in_one_group(cases, 2, timeout=30).items():
+        with row(name):
             for found, expected in ranks:
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(ranks[0][0], ranks[1][0], rtol=0, atol=0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,23 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import torchext
 
 ORDERS = ("parallel", "serial")
-
-
-@contextlib.contextmanager
-def row(*values: Any) -> Iterator[None]:
-    """An error in it says of which row of a table it is."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"in the row {', '.join(map(str, values))}")
-        raise
-
-
-def one_after_the_other(rank: Rank, bodies: Iterable[Callable[[Rank], Any]]) -> None:
-    rank.init("hop")
-    for body in bodies:
-        with row(body.__name__):
-            body(rank)
 
 
 def hop(timeout: float = 30.0, **options: Any) -> dist.ProcessGroup:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from attached import Normalized, equal_everywhere, everywhere, flat
 from harness import Rank, run_ranks
-from hop_reference import ORDERS, Reference, Trainer, hop, one_after_the_other, out_neighbours, row, uniform
+from hop_reference import ORDERS, Reference, Trainer, hop, out_neighbours, uniform
+from rows import row, values_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,7 +54,7 @@ def body_exact(rank: Rank) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_standard_mode_is_the_papers_equation(size: int) -> None:
-    run_ranks(one_after_the_other, size, [body_exact])
+    values_in_one_group({"exact": (body_exact,)}, size, backend="hop")
 
 
 def body_other_protocols(rank: Rank) -> None:
@@ -100,7 +101,9 @@ def body_own_graphs(rank: Rank) -> None:
 
 
 def test_tokens_acknowledgements_and_a_users_graph() -> None:
-    run_ranks(one_after_the_other, 4, [body_other_protocols, body_own_graphs])
+    values_in_one_group(
+        {"other protocols": (body_other_protocols,), "own graphs": (body_own_graphs,)}, 4, backend="hop"
+    )
 
 
 def body_batch_norm(rank: Rank) -> None:
@@ -156,7 +159,7 @@ def body_element_types(rank: Rank) -> None:
 
 
 def test_batch_norm_and_element_types() -> None:
-    run_ranks(one_after_the_other, 3, [body_batch_norm, body_element_types])
+    values_in_one_group({"batch norm": (body_batch_norm,), "element types": (body_element_types,)}, 3, backend="hop")
 
 
 # ---- What a training loop does besides ----

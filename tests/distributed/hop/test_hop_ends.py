@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 from attached import Trainer, equal_everywhere
 from harness import Rank, run_ranks
-from hop_reference import ORDERS, row
+from hop_reference import ORDERS
+from rows import row
 
 import torchext
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attached import equal_everywhere, flat
 from harness import Rank, run_ranks
 from kfac_net import EXACT, OPTIONS, Net, mostly_cpu, run_alone, train, use_path, whole_batch
-from one_group import run_in_one_group, run_in_turn
+from rows import values_in_one_group, values_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,7 +59,7 @@ def test_every_exact_strategy_is_one_process_with_the_whole_batch(size: int) -> 
         path: (body_strategies, ("inverse", "eigen"), path == "queued", path == "memory")
         for path in ("memory", "queued", "messages")
     }
-    for path, ranks in run_in_one_group(cases, size, deadline=120).items():
+    for path, ranks in values_in_one_group(cases, size, deadline=120).items():
         for worst in ranks:
             assert max(worst.values()) < 1e-5, (path, worst)
 
@@ -163,7 +163,7 @@ def test_other_ways_are_one_process_with_the_whole_batch(queued: bool) -> None:
         "the owners' own factors": (body_dp, queued),
         "accumulation under no_sync": (body_no_sync, queued),
     }
-    found = run_in_turn(cases, size)
+    found = values_in_turn(cases, size)
     assert all(error < 1e-9 for error, _ in found["directions split by columns"])
     # Linear and ungrouped convolutions, in each step, to all other ranks.
     sent = sum(sent for _, sent in found["directions split by columns"])
@@ -207,7 +207,7 @@ def test_runs_leave_during_the_backward_pass_and_again_if_it_was_too_early(queue
         "more calls": (body_more_calls, queued, "calls"),
         "another scale": (body_more_calls, queued, "scale"),
     }
-    found = run_in_turn(cases, 2)
+    found = values_in_turn(cases, 2)
     for runs, overlapped in found["during"]:  # from the third step on: two show how often a layer is called
         assert 0 < overlapped < runs
         assert overlapped >= 0.7 * runs

@@ -8,7 +8,7 @@ from typing import Any
 from attached import equal_everywhere, flat
 from harness import Rank
 from kfac_net import OPTIONS, Net, train, use_path
-from one_group import run_in_one_group
+from rows import values_in_one_group
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC
@@ -49,9 +49,9 @@ def test_a_checkpoint_loads_at_another_world_size_and_strategy() -> None:
     weights = weights_after(4)
     named = {f"{before} to {after}, queued before {queued}": (before, after, queued) for before, after, queued in WAYS}
     saving = {name: (body_save, before, queued) for name, (before, _, queued) in named.items()}
-    saved = {name: values[0] for name, values in run_in_one_group(saving, 3).items()}
+    saved = {name: values[0] for name, values in values_in_one_group(saving, 3).items()}
     resuming = {
         name: (body_resume, after, saved[name], weights, not queued) for name, (_, after, queued) in named.items()
     }
-    for name, differences in run_in_one_group(resuming, 2).items():
+    for name, differences in values_in_one_group(resuming, 2).items():
         assert max(differences) < 1e-5, name

@@ -6,7 +6,7 @@ import torch
 from attached import flat, new_group
 from harness import Rank
 from kfac_net import Net, train, whole_batch
-from one_group import run_in_one_group
+from rows import values_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +38,7 @@ def body_with_dear(rank: Rank, fallback: bool, first: bool) -> tuple[float, floa
 def test_in_front_of_an_optimizer_of_dear() -> None:
     ways = [(fallback, first) for fallback in (False, True) for first in (False, True)]
     cases = {f"fallback {way[0]}, first {way[1]}": (body_with_dear, *way) for way in ways}
-    for name, values in run_in_one_group(cases, 2).items():
+    for name, values in values_in_one_group(cases, 2).items():
         assert all(difference < 1e-9 and clip < 1e-9 for difference, clip in values), (name, values)
 
 
@@ -68,5 +68,5 @@ def body_by_hand(rank: Rank, given: bool) -> float:
 
 def test_a_step_by_hand_takes_averaged_gradients() -> None:
     cases = {f"param groups {given}": (body_by_hand, given) for given in (False, True)}
-    for name, differences in run_in_one_group(cases, 2).items():
+    for name, differences in values_in_one_group(cases, 2).items():
         assert max(differences) < 1e-12, name

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attached import equal_everywhere, flat
 from harness import Rank, elapsed_error, run_ranks
 from kfac_net import EXACT, OPTIONS, Net, Uneven, mostly_cpu, train, use_path, whole_batch
-from one_group import run_in_one_group
+from rows import values_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,7 +73,7 @@ def test_steps_left_out_by_hand_on_all_ranks(queued: bool) -> None:
         "in every third": (body_left_out, 3, queued),
         "one rank had nothing": (body_left_out_empty, queued),
     }
-    steps = run_in_one_group(cases, 2, timeout=20)
+    steps = values_in_one_group(cases, 2, timeout=20)
     assert steps == {"in every step": [11, 11], "in every third": [11, 11], "one rank had nothing": [7, 7]}
 
 
@@ -127,7 +127,7 @@ def body_left_out_early(rank: Rank, queued: bool) -> tuple[int, int, int]:
 @mostly_cpu
 def test_a_step_left_out_on_one_rank_is_an_error_on_all_and_changes_nothing(queued: bool) -> None:
     cases = {"planned anew": (body_left_out_on_one, queued), "before": (body_left_out_early, queued)}
-    found = run_in_one_group(cases, 3, timeout=20)
+    found = values_in_one_group(cases, 3, timeout=20)
     for errors, steps in found["planned anew"]:
         assert len(errors) == 1
         assert "rank 1 left out step 5" in errors[0]
@@ -205,7 +205,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_or_left_out(queued: bool) -> 
         "a rank has sent": (body_skip_uneven, queued),
         "overflow": (body_overflow, queued),
     }
-    found = run_in_one_group(cases, 3, timeout=20)
+    found = values_in_one_group(cases, 3, timeout=20)
     for results in found["nan"]:
         assert all(skipped == 2 and difference < 1e-12 for skipped, difference in results), results
     assert found["a rank has sent"] == [1, 1, 1]
@@ -261,7 +261,7 @@ DIFFERENT = {
 
 
 def test_ranks_that_differ_are_told_at_construction() -> None:
-    found = run_in_one_group({what: (body_different, what) for what in DIFFERENT}, 2, timeout=20)
+    found = values_in_one_group({what: (body_different, what) for what in DIFFERENT}, 2, timeout=20)
     for what, ((kind, text, seconds), second) in found.items():
         error, message = DIFFERENT[what]
         assert kind == error and message in text and seconds < 15, (what, kind, text, seconds)

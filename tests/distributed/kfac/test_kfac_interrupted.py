@@ -18,7 +18,7 @@ import torch.distributed as dist
 from attached import equal_everywhere, flat
 from harness import Rank, elapsed_error, launch, run_ranks
 from kfac_net import OPTIONS, Net, train, whole_batch
-from one_group import run_in_one_group
+from rows import values_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -182,7 +182,7 @@ def body_again(rank: Rank, shared: bool) -> str:
 
 def test_a_step_that_failed_everywhere_leaves_ranks_equal() -> None:
     cases = {"memory": (body_again, True), "sockets": (body_again, False)}
-    for way, said in run_in_one_group(cases, 2, timeout=30).items():
+    for way, said in values_in_one_group(cases, 2, timeout=30).items():
         assert said == ["3: no memory"] * 2, way
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from attached import equal_everywhere, flat
 from dense_net import ROW_OPTIONS, STEPS, Dense, backward, batch, steps
 from harness import Rank, run_ranks
-from one_group import run_in_one_group
+from rows import values_in_one_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,7 +101,7 @@ AHEAD: list[tuple[Look, dict[str, Any], dict[str, Any], int]] = [
 
 def test_directions_are_written_ahead_where_their_factor_is_foreseen() -> None:
     cases = {f"{look.__name__} {options} {ddp}": (look, options, ddp, ahead) for look, options, ddp, ahead in AHEAD}
-    found = run_in_one_group({name: (body_ahead, *case[:3]) for name, case in cases.items()}, 4)
+    found = values_in_one_group({name: (body_ahead, *case[:3]) for name, case in cases.items()}, 4)
     for name, (*_, ahead) in cases.items():
         for stats in found[name]:
             assert (stats["row_directions"], stats["row_directions_ahead"]) == (15, ahead), name

@@ -13,7 +13,7 @@ import torch
 from attached import equal_everywhere, flat
 from dense_net import ROW_OPTIONS, Dense, backward, batch, steps
 from harness import Rank, elapsed_error, launch, run_ranks
-from one_group import run_in_one_group
+from rows import values_in_one_group
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC
@@ -56,7 +56,7 @@ def body_left_out(rank: Rank) -> tuple[int, int]:
 
 def test_a_step_that_is_skipped_or_left_out_on_all_ranks() -> None:
     cases = {"not finite on one rank": (body_nan,), "left out on all": (body_left_out,)}
-    found = run_in_one_group(cases, 3, timeout=20)
+    found = values_in_one_group(cases, 3, timeout=20)
     assert found["not finite on one rank"] == [(1, 0)] * 3
     # Steps 1, 4, 5 and 7 are of rows; those of step 2 had left with another batch's.
     assert found["left out on all"] == [(3 * 4, 3)] * 3

@@ -10,7 +10,7 @@ from attached import equal_everywhere, flat
 from dense_net import ROW_OPTIONS, STEPS, Dense, batch
 from harness import Rank, run_ranks
 from kfac_net import OPTIONS, ROWS, Net, run_alone, train
-from one_group import named, run_in_one_group
+from rows import row, values_in_one_group
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext.optim import KFAC, KFACPreconditioner
@@ -58,8 +58,8 @@ def check_exact(found: dict[str, tuple[float, int]], size: int) -> None:
 def test_every_strategy_is_one_process_with_the_whole_batch(size: int) -> None:
     ways = [(shared, way) for way in WAYS for shared in (False, True)]
     cases = {f"{way}, memory {shared}": (body, shared, WAYS[way]) for shared, way in ways}
-    for name, ranks in run_in_one_group(cases, size).items():
-        with named(name):
+    for name, ranks in values_in_one_group(cases, size).items():
+        with row(name):
             for found in ranks:
                 check_exact(found, size)
 
@@ -80,7 +80,7 @@ def body_bytes(rank: Rank, split: bool) -> list[int]:
 def test_rows_are_all_that_travels_between_updates() -> None:
     # To each other rank: the step, three counts, and four rows of each layer's inputs and outputs.
     elements = 4 + ROWS // 3 * (10 + 40 + 40 + 40 + 40 + 3)
-    found = run_in_one_group({f"split {split}": (body_bytes, split) for split in (False, True)}, 3)
+    found = values_in_one_group({f"split {split}": (body_bytes, split) for split in (False, True)}, 3)
     assert found == {name: [[2 * 8 * elements] * 3] * 3 for name in ("split False", "split True")}
 
 
@@ -107,7 +107,7 @@ def body_uneven(rank: Rank, shared: bool, split: bool) -> tuple[float, dict[str,
 def test_ranks_whose_batches_differ() -> None:
     ways = [(shared, split) for shared in (False, True) for split in (False, True)]
     cases = {f"memory {shared}, split {split}": (body_uneven, shared, split) for shared, split in ways}
-    for name, values in run_in_one_group(cases, 3).items():
+    for name, values in values_in_one_group(cases, 3).items():
         for error, stats in values:
             assert error < 1e-9, name
             # In step 7 the first rank has more rows than places.
@@ -179,6 +179,6 @@ def test_a_penalty_on_one_rank_keeps_rows_from_being_taken() -> None:
         f"again, memory {shared}": (body_penalty, 18, {"split_directions": True, "shared_memory": shared})
         for shared in (False, True)
     }
-    found = run_in_one_group(cases | again, 3)
+    found = values_in_one_group(cases | again, 3)
     # Steps 0, 3, 6, 9 and 12 make inverses: of the eight between them each had one layer of three in vain.
     assert found == {name: [(10, 5)] * 3 for name in cases} | {name: [(16, 8)] * 3 for name in again}

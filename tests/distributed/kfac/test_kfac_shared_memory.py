@@ -12,7 +12,7 @@ import torch
 from attached import equal_everywhere, flat
 from harness import Rank, elapsed_error, launch, run_ranks
 from kfac_net import OPTIONS, Net, check_alike, run_alone, train
-from one_group import named, run_in_one_group
+from rows import row, values_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,8 +69,8 @@ def check_alike_by_messages(outcomes: list[Any], split: bool | None) -> None:
 def test_the_same_directions_as_by_messages(size: int) -> None:
     splits = {"spd": True, "mem-opt": None, "dp": None}
     cases = {strategy: (body_alike, strategy, split) for strategy, split in splits.items()}
-    for strategy, outcomes in run_in_one_group(cases, size).items():
-        with named(strategy):
+    for strategy, outcomes in values_in_one_group(cases, size).items():
+        with row(strategy):
             check_alike_by_messages(outcomes, splits[strategy])
 
 

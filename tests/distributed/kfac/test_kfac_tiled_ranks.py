@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from attached import equal_everywhere, flat
 from harness import Rank
-from one_group import run_in_one_group
+from rows import values_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,6 +51,6 @@ def body(rank: Rank, shared: bool) -> dict[str, float]:
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_way_is_one_process_with_the_whole_batch(size: int) -> None:
     cases = {"sockets": (body, False), "memory": (body, True)}
-    for name, ranks in run_in_one_group(cases, size).items():
+    for name, ranks in values_in_one_group(cases, size).items():
         for errors in ranks:
             assert max(errors.values()) < 1e-5, (name, errors)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from attached import equal_everywhere
 from harness import Rank, elapsed_error, launch
 from kfac_net import OPTIONS, Net, train, whole_batch
-from one_group import named
+from rows import row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,7 +94,7 @@ def body_signals(rank: Rank, ways: list[tuple[str, bool, int]], raises: bool) ->
     rank.init("gloo", timeout=TIMEOUT)
     found = []
     for way in ways:
-        with named(way):
+        with row(way):
             found.append(body_signal(rank, *way, raises))
     return found
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from attached import prague
 from harness import Rank, run_ranks
-from named_rows import row
+from rows import row
 
 import torchext
 

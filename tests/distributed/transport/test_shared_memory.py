@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from attached import new_group
 from harness import Rank, elapsed_error, launch, run_ranks
-from named_rows import row
+from rows import row
 
 import torchext
 

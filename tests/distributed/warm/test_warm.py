@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from named_rows import row
+from rows import row
 from warm_agent import DEADLINE, ROOT, WAITS, Agent, agent, gone, pids, until, write
 
 __all__ = ["agent"]  # a fixture
