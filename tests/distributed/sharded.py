@@ -333,6 +333,12 @@ def figures_of(form: str, body: Callable[..., Any], *args: Any) -> dict[str, flo
     return found if isinstance(found, dict) else {"": found}
 
 
+def check_within(worst: dict[str, float], bound: float = EXACT) -> None:
+    """An error names what is further apart, or is not a number."""
+    beyond = {name: figure for name, figure in worst.items() if not figure < bound}
+    assert not beyond, f"beyond {bound:g}: {beyond}"
+
+
 def in_form(rank: Rank, form: str, body: Callable[..., Any], *args: Any) -> Any:
     """Runs a body with every Pair in this form, or this one of WAYS."""
     Pair.form = form

@@ -21,7 +21,7 @@ import test_dear_steps
 import test_dear_two_passes
 import test_dear_zeroing
 from harness import Rank
-from sharded import DTYPES, EXACT, FORMS, WAYS, each_in_ways
+from sharded import DTYPES, EXACT, FORMS, WAYS, check_within, each_in_ways
 from test_dear_buffers import body_all
 from test_dear_parts import body_in_parts, check_parts
 from test_dear_planner import body_forward_alone, body_one_looks
@@ -43,7 +43,7 @@ BODIES: list[Callable[..., Any]] = [
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: f"{body.__module__}.{body.__name__}")
 def test_in_both_forms(alone: Rank, body: Callable[..., Any]) -> None:
     worst = each_in_ways(alone, [body])
-    assert max(worst.values()) < EXACT, worst
+    check_within(worst)
 
 
 REPLICATED = [*test_dear_deferred.BODIES, test_dear_two_passes.body_branches, body_one_looks]
@@ -52,13 +52,13 @@ REPLICATED = [*test_dear_deferred.BODIES, test_dear_two_passes.body_branches, bo
 @pytest.mark.parametrize("body", REPLICATED, ids=lambda body: body.__name__)
 def test_in_the_replicated_form(alone: Rank, body: Callable[..., Any]) -> None:
     worst = each_in_ways(alone, [body], ["replicated"])
-    assert max(worst.values()) < EXACT, worst
+    check_within(worst)
 
 
 @pytest.mark.parametrize("body", [test_dear_exact.body_models, test_dear_exact.body_ddp_options])
 def test_models_optimizers_and_options(alone: Rank, body: Callable[..., Any]) -> None:
     worst = each_in_ways(alone, [body], [FORMS[0], WAYS[-1]])
-    assert max(worst.values()) < EXACT, worst
+    check_within(worst)
 
 
 def test_optimizers(alone: Rank) -> None:
@@ -76,7 +76,7 @@ def test_bfloat16(alone: Rank) -> None:
 
 def test_clipping_keeps_the_precision_of_doubles(alone: Rank) -> None:
     worst = each_in_ways(alone, [test_dear_clipping.body_clipped_doubles])
-    assert max(worst.values()) < 1e-12, worst
+    check_within(worst, 1e-12)
 
 
 def test_buffers(alone: Rank) -> None:
@@ -94,7 +94,7 @@ def test_a_forward_pass_alone(alone: Rank) -> None:
 
 def test_a_new_job(alone: Rank, tmp_path: Path) -> None:
     worst = each_in_ways(alone, [test_dear_state.body_restart], FORMS, str(tmp_path))
-    assert max(worst.values()) < EXACT, worst
+    check_within(worst)
 
 
 # In 16 bits several ranks train in tests/distributed.
