@@ -53,7 +53,6 @@ def batch(step: int = 0, size: int = 4) -> Tensor:
 @pytest.mark.parametrize("compiled", ["", "inside", "outside"])
 def test_a_fused_table_in_ddp_is_refused_with_the_way_out(alone: None, compiled: str) -> None:
     model = nn.Sequential(table(training="fused"), nn.Linear(DIM, 1))
-    torch._dynamo.reset()  # what other tests have compiled is no part of it
     if compiled == "inside":
         model.compile(backend="eager")
     ddp = DistributedDataParallel(model)
@@ -65,7 +64,6 @@ def test_a_fused_table_in_ddp_is_refused_with_the_way_out(alone: None, compiled:
 
 def test_the_first_pass_in_ddp_is_no_full_graph_and_says_so(alone: None) -> None:
     module = table()
-    torch._dynamo.reset()
     module.compile(backend="eager", fullgraph=True)
     ddp = DistributedDataParallel(module)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="run one forward pass in DDP before compiling"):
