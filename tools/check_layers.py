@@ -28,7 +28,7 @@ INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh"}
 PACKAGE = "torchext"
 NATIVE = {"_C", "_kernels"}  # below all of Python; the stub of one of them is a file
-UNDERSCORED = {f"{PACKAGE}/_attach.py", f"{PACKAGE}/_build.py", f"{PACKAGE}/_version.py"}
+UNDERSCORED = {f"{PACKAGE}/{name}.py" for name in ("_attach", "_build", "_version", "nn/_lineage")}
 
 
 @dataclass(frozen=True)
