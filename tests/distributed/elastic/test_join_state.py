@@ -13,6 +13,7 @@ from attached import equal_everywhere, mlp
 from case_choice import slow_on
 from elastic_training import ElasticTraining
 from harness import Rank, launch
+from rows import row, row_values
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
@@ -69,17 +70,17 @@ class Choosy(Peculiar):
         raise RuntimeError("not this one")
 
 
-def body_choosy(rank: Rank, workers: int) -> Any:
+def body_choosy(rank: Rank, workers: int, extra: Any, match: str) -> Any:
     if rank.rank == workers:
         torchext.join_running_job("prague", f"file://{rank.folder / 'store'}")
         ddp = DistributedDataParallel(Choosy())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        its = r"cannot load what .* sent \(RuntimeError: not this one\); make model and optimizer as"
-        with pytest.raises(ValueError, match=its):
+        with pytest.raises(ValueError, match=match):
             torchext.attach(ddp, optimizer, on_peer_failure="continue")
         assert not dist.is_initialized()
         return 0
     module = Peculiar()
+    module.extra = (_ for _ in ()) if extra == "a generator" else extra
     training = ElasticTraining(rank, "prague", {}, workers=workers, module=module)
     training.meet_until(lambda stats: bool(stats["lost_ranks"]), steps=0)
     training.train(10)
@@ -89,12 +90,18 @@ def body_choosy(rank: Rank, workers: int) -> Any:
     return stats["workers"], stats["lost_ranks"]
 
 
-# tests/python/elastic has what else cannot be taken over.
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_newcomer_that_cannot_take_over_goes_and_the_job_goes_on(workers: int) -> None:
-    with launch(body_choosy, workers + 1, workers) as ranks:
-        values = ranks.values()
-    assert values[:workers] == [(workers, [workers])] * workers
+    unsaved = r"RuntimeError: that worker could not save it: TypeError: cannot pickle 'generator' object"
+    rows = {
+        "refuses": (7, r"cannot load what .* sent \(RuntimeError: not this one\); make model and optimizer as"),
+        "a function": (print, r"\(UnpicklingError: Weights only load failed"),
+        "a generator": ("a generator", unsaved),
+    }
+    rows_of = {name: (workers, *values) for name, values in rows.items()}
+    for name, values in row_values(body_choosy, workers + 1, rows_of).items():
+        with row(name):
+            assert values[:workers] == [(workers, [workers])] * workers
 
 
 def body_two(rank: Rank, backend: str, first: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from adaptive import BAGS, DIM, ROWS, STEPS, batch, hold, loss
 from harness import Rank
@@ -66,10 +67,11 @@ def check_replicas(traces: list[Trace], name: str) -> None:
     assert left > 3
 
 
-def test_replicas_equal_one_process_with_the_same_chunks() -> None:
+@pytest.mark.parametrize("world", [2, 3])
+def test_replicas_equal_one_process_with_the_same_chunks(world: int) -> None:
     ways = [("direct", "adagrad"), ("hash", "adam"), ("sketch", "sgd")]
     cases = {name: (train_replica, layout, name) for layout, name in ways}
-    for name, traces in values_in_one_group(cases, 3).items():
+    for name, traces in values_in_one_group(cases, world).items():
         with row(name):
             check_replicas(traces, name)
 
@@ -117,10 +119,11 @@ def check_shards(traces: list[Trace], mode: str, optimizer: str) -> None:
     assert left > 3
 
 
-def test_shards_equal_one_process_with_the_same_chunks() -> None:
+@pytest.mark.parametrize("world", [2, 3])
+def test_shards_equal_one_process_with_the_same_chunks(world: int) -> None:
     ways = {"direct": ("sum", "adagrad"), "hash": ("mean", "adam"), "sketch": ("sum", "sgd")}
     cases = {layout: (train_shards, *way, layout) for layout, way in ways.items()}
-    for layout, traces in values_in_one_group(cases, 3).items():
+    for layout, traces in values_in_one_group(cases, world).items():
         with row(layout):
             check_shards(traces, *ways[layout])
 
