@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank
+from largest import largest
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -297,7 +298,7 @@ class Pair:
 
 
 def difference(one: nn.Module, other: nn.Module) -> float:
-    return max(
+    return largest(
         float(((a - b).abs().max() / b.abs().max().clamp(min=0.1)).detach())
         for a, b in zip(one.parameters(), other.parameters(), strict=True)
     )

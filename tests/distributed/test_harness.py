@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import socket
 import sys
+from math import isnan
 from pathlib import Path
 
+import torch
 from harness import Rank, free_port, run_ranks
+from largest import largest
 
 
 def body_ports(rank: Rank) -> list[int]:
@@ -32,3 +35,10 @@ def body_imported(rank: Rank) -> bool:
 
 def test_ranks_begin_with_what_the_fork_server_has_imported() -> None:
     assert run_ranks(body_imported, 1) == [True]
+
+
+def test_the_largest_of_some_figures_is_nan_where_one_is() -> None:
+    nan = float("nan")
+    assert largest(0.0, torch.tensor(2.0)) == largest([1, 2.0]) == 2.0
+    assert all(isnan(largest(values)) for values in ([0.0, nan], (nan, 0.0), {"a": 1.0, "b": nan}.values()))
+    assert isnan(largest(0.0, torch.tensor(nan)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from harness import Rank
+from largest import largest
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -145,7 +146,7 @@ class Beside:
 
     def apart_now(self) -> float:
         """The same, of a model that is detached, too."""
-        return max(
+        return largest(
             float(((a - b).abs().max() / b.abs().max().clamp(min=0.1)).detach())
             for a, b in zip(self.model.parameters(), self.twin.parameters(), strict=True)
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Rank
+from largest import largest
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -67,4 +68,6 @@ class Pair:
             others = [torch.empty_like(parameter) for _ in range(self.rank.size)]
             dist.all_gather(others, parameter)
             assert all(torch.equal(other, parameter) for other in others)
-        return max(float((a - b).abs().max() / b.abs().max().clamp(min=0.1)) for a, b in zip(ours, plain, strict=True))
+        return largest(
+            float((a - b).abs().max() / b.abs().max().clamp(min=0.1)) for a, b in zip(ours, plain, strict=True)
+        )

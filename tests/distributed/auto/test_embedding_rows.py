@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, launch, run_ranks
+from largest import largest
 from made_plans import STEP_SECONDS, candidate, local_link
 from rows_beside import EXACT, Pair, adamw, sgd
 from torch import nn
@@ -86,7 +87,7 @@ def body_exact(rank: Rank) -> dict[str, float]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_rows_of_embeddings_train_as_plain_ddp_does(ranks: int) -> None:
     for found in run_ranks(body_exact, ranks, deadline=180):
-        assert max(found.values()) < EXACT, found
+        assert largest(found.values()) < EXACT, found
 
 
 def body_numbers(rank: Rank) -> None:
@@ -218,7 +219,9 @@ def body_plan(rank: Rank) -> tuple[float, str]:
             own.zero_grad()
             (one(tokens) - targets).pow(2).mean().backward()
             own.step()
-    apart = max(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    apart = largest(
+        float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
     sync.detach()
     dist.destroy_process_group()
     return apart, plan.explain()

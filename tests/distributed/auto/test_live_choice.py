@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
+from largest import largest
 from made_plans import ROWS, Beside, Net, local_link
 from rows import values_in_turn
 from torch import nn
@@ -78,7 +79,7 @@ class LiveBeside(Beside):
 
     def apart_detached(self) -> float:
         pairs = zip(self.model.parameters(), self.twin.parameters(), strict=True)
-        return max(float((a - b).detach().abs().max()) for a, b in pairs)
+        return largest(float((a - b).detach().abs().max()) for a, b in pairs)
 
     @property
     def auto(self) -> auto.AutoSynchronizer:
@@ -140,7 +141,7 @@ def test_model_is_that_of_one_process_before_and_after_the_switch() -> None:
     cases = {form: (body_exact, form) for form in ("replicated", "sharded")}
     for form, ranks in values_in_turn(cases, 2, deadline=240).items():
         for worst in ranks:
-            assert max(worst.values()) < EXACT, (form, worst)
+            assert largest(worst.values()) < EXACT, (form, worst)
 
 
 def body_measured(rank: Rank) -> tuple[str, str, float, list[str]]:
@@ -321,7 +322,7 @@ def body_two_optimizers(rank: Rank) -> float:
                     optimizer.step()
         assert sync.stats()["mode"] == "dear"
         sync.synchronize()
-        apart = max(float((a - b).abs().max()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        apart = largest(float((a - b).abs().max()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
         sync.detach()
     dist.destroy_process_group()
     return apart
@@ -422,7 +423,7 @@ def body_compiled(rank: Rank) -> float:
                 optimizer.step()
         assert sync.stats()["mode"] == "dear"
         sync.synchronize()
-        apart = max(float((a - b).abs().max()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        apart = largest(float((a - b).abs().max()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
         sync.detach()
     dist.destroy_process_group()
     return apart
@@ -430,4 +431,4 @@ def body_compiled(rank: Rank) -> float:
 
 def test_two_optimizers_and_a_compiled_model() -> None:
     found = values_in_turn({"two optimizers": (body_two_optimizers,), "compiled": (body_compiled,)}, 2, deadline=120)
-    assert all(max(apart) < EXACT for apart in found.values()), found
+    assert all(largest(apart) < EXACT for apart in found.values()), found

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
+from largest import largest
 from made_plans import ROWS, Net
 from rows import values_in_turn
 from test_live_choice import BEFORE, EXACT, adamw, at_once, chosen, sgd
@@ -43,7 +44,7 @@ class Pair:
 
     def apart_now(self) -> float:
         pairs = zip(self.ddp.module.parameters(), self.twin.parameters(), strict=True)
-        return max(float((a - b).detach().abs().max()) for a, b in pairs)
+        return largest(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -194,7 +195,7 @@ def test_ranks_decide_together_whatever_each_does() -> None:
         {form: (body, form) for form in ("replicated", "sharded")}, 2, deadline=240
     ).items():
         for apart, told in ranks:
-            assert max(apart) < EXACT, apart
+            assert largest(apart) < EXACT, apart
             alone = "plain DDP: ranks have taken different numbers of steps"
             assert told == ([alone] if form == "sharded" else ["dear", "dear"])
 
@@ -219,7 +220,7 @@ def body_skips_while_compared(rank: Rank) -> tuple[bool, float]:
     decided = bool(sync.stats()["decided"])
     sync.detach()
     pairs = zip(*(model.parameters() for model in models), strict=True)
-    return decided, max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return decided, largest(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 def test_a_rank_may_skip_steps_alone_while_dear_compares() -> None:

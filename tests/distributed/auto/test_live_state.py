@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from harness import Rank
+from largest import largest
 from rows import values_in_turn
 from test_live_choice import BEFORE, EXACT, adamw, at_once, chosen
 from test_live_decision import Pair, train_on
@@ -56,7 +57,7 @@ def body_checkpoints(rank: Rank, form: str) -> dict[str, float]:
                 worst[own] = other.apart()
                 assert other.sync.stats()["steps"] == LAST
                 resumed = other.ddp.module.state_dict()
-                worst[f"{own}, beside the first run"] = max(
+                worst[f"{own}, beside the first run"] = largest(
                     float((resumed[name] - value).abs().max()) for name, value in model.items()
                 )
                 other.sync.detach()
@@ -70,7 +71,7 @@ FORMS = ("replicated", "sharded")
 def test_a_checkpoint_goes_on_in_another_phase() -> None:
     for form, ranks in values_in_turn({form: (body_checkpoints, form) for form in FORMS}, 2, deadline=240).items():
         for worst in ranks:
-            assert max(worst.values()) < EXACT, (form, worst)
+            assert largest(worst.values()) < EXACT, (form, worst)
 
 
 def body_between(rank: Rank, form: str) -> list[float]:
@@ -104,4 +105,4 @@ def body_between(rank: Rank, form: str) -> list[float]:
 def test_calls_between_decision_and_switch() -> None:
     for form, ranks in values_in_turn({form: (body_between, form) for form in FORMS}, 2).items():
         for worst in ranks:
-            assert max(worst) < EXACT, (form, worst)
+            assert largest(worst) < EXACT, (form, worst)

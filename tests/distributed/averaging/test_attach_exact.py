@@ -6,6 +6,7 @@ import pytest
 import torch
 from attached import ORDERS, Normalized, Trainer, batch, equal_everywhere, everywhere, flat
 from harness import Rank, run_ranks
+from largest import largest
 from torch import nn
 
 pytestmark = pytest.mark.sanitize
@@ -41,15 +42,15 @@ def body_quadratic(rank: Rank) -> float:
                 mean -= 0.1 * micro_batches * (mean - goal)
                 if step in (0, 4, 5, 11):
                     with trainer.sync.averaged() as module:
-                        worst = max(worst, float((flat(module) - mean).abs().max()))
+                        worst = largest(worst, float((flat(module) - mean).abs().max()))
             trainer.sync.synchronize()
-            worst = max(worst, float((flat(trainer.module) - mean).abs().max()))
+            worst = largest(worst, float((flat(trainer.module) - mean).abs().max()))
             trainer.sync.detach()
     return worst
 
 
 def test_the_mean_follows_plain_gradient_descent() -> None:
-    assert max(run_ranks(body_quadratic, 4)) < 1e-12
+    assert largest(run_ranks(body_quadratic, 4)) < 1e-12
 
 
 def body_batch_norm(rank: Rank) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from attached import ORDERS, Trainer, batch, equal_everywhere, everywhere, flat, new_group
 from harness import Rank, run_ranks
+from largest import largest
 from rows import row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -129,7 +130,7 @@ def body_follows_replicas(rank: Rank) -> float:
             expected.step()
             worker.sync.wait()
             difference = (flat(worker.module) - flat(expected.modules[worker.rank])).abs().max()
-            worst = max(worst, float(difference))
+            worst = largest(worst, float(difference))
         stats = worker.sync.stats()
         assert stats["averages"] == 7 // period and stats["steps"] == 7, stats
         worker.sync.detach()
@@ -137,7 +138,7 @@ def body_follows_replicas(rank: Rank) -> float:
 
 
 def test_training_follows_replicas_in_one_process() -> None:
-    assert max(run_ranks(body_follows_replicas, 8, deadline=120)) < 1e-6
+    assert largest(run_ranks(body_follows_replicas, 8, deadline=120)) < 1e-6
 
 
 def body_reaches_the_mean(rank: Rank) -> float:
@@ -162,7 +163,7 @@ def body_reaches_the_mean(rank: Rank) -> float:
                 ddp(torch.ones(1, 5)).sum().backward()
                 optimizer.step()
             sync.wait()
-            worst = max(worst, float((flat(module) - mean).abs().max()))
+            worst = largest(worst, float((flat(module) - mean).abs().max()))
             sync.detach()
     return worst
 
@@ -174,7 +175,7 @@ def everywhere_in(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tenso
 
 
 def test_a_pass_over_the_grid_reaches_the_mean() -> None:
-    assert max(run_ranks(body_reaches_the_mean, 8, deadline=120)) < 1e-6
+    assert largest(run_ranks(body_reaches_the_mean, 8, deadline=120)) < 1e-6
 
 
 def body_schedules(rank: Rank) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from attached import Trainer, equal_everywhere, flat
 from harness import Rank
+from largest import largest
 from rows import row_values
 from sharded import FORMS, Pair, in_form, made, mlp, sgd
 
@@ -59,7 +60,7 @@ def test_dear() -> None:
         for form, fallback, scheduled in table
     }
     for row, differences in row_values(in_form, 2, rows, deadline=100).items():
-        assert max(differences) < EXACT, row
+        assert largest(differences) < EXACT, row
 
 
 def body_averaged(rank: Rank, backend: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from attached import Trainer, equal_everywhere, flat
 from harness import Rank
+from largest import largest
 from rows import row_values
 
 STEPS = 8
@@ -92,4 +93,4 @@ def test_a_step_inside_a_step_is_one_step() -> None:
     table = itertools.product(CASES, [False, True])
     rows = {f"{name}{', closure' * closure}": (name.split("-")[0], closure, CASES[name]) for name, closure in table}
     for row, differences in row_values(body, 2, rows).items():
-        assert max(differences) < 1e-6, row
+        assert largest(differences) < 1e-6, row

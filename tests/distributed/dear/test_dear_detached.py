@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from beside_ddp import DEAR, Script
 from harness import Rank, run_ranks
+from largest import largest
 from sharded import check_within
 from torch import nn
 
@@ -54,7 +55,7 @@ def body_beside_ddp(rank: Rank) -> dict[str, float]:
             others = [torch.empty_like(found[form]) for _ in range(rank.size)]
             dist.all_gather(others, found[form])
             apart = [(found[None] - found[form]).abs().max(), (others[0] - others[1]).abs().max()]
-            worst[f"{form}, {first}"] = float(max(apart))
+            worst[f"{form}, {first}"] = largest(apart)
     return worst
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
+from largest import largest
 from sharded import EXACT, SIZES, Pair, Transformer, adamw, check_within, difference, each_in_ways, made, mlp, sgd
 from torch import nn
 
@@ -57,7 +58,7 @@ def body_slow(rank: Rank) -> float:
 
 
 def test_a_long_queue_of_exchanges_is_no_failure() -> None:
-    assert max(run_ranks(body_slow, 2)) < EXACT
+    assert largest(run_ranks(body_slow, 2)) < EXACT
 
 
 def body_closure(rank: Rank) -> float:
@@ -93,7 +94,7 @@ def body_collectives(rank: Rank) -> float:
             total = torch.full((50_000,), float(rank.rank + step))
             dist.all_reduce(total, group=pair.group)
             assert total[-1] == sum(range(rank.size)) + rank.size * step
-    return max(pair.done() for pair in pairs)
+    return largest(pair.done() for pair in pairs)
 
 
 BODIES = [body_closure, body_detach, body_collectives]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, run_ranks
+from largest import largest
 from sharded import (
     EXACT,
     FORMS,
@@ -211,7 +212,7 @@ def body_clipping(rank: Rank) -> dict[str, float]:
         for _ in range(4):
             pair.zero_grad()
             pair.backward(10)
-            norms = max(norms, pair.clip(0.5, norm_type))
+            norms = largest(norms, pair.clip(0.5, norm_type))
             pair.update()
         where = f"norm {norm_type:g}{', all-reduce' if fallback else ''}"
         found |= {where: pair.done(), f"{where}, its value": norms}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from beside_ddp import Script
 from harness import Rank, run_ranks
+from largest import largest
 from sharded import EXACT, Pair, made, mlp, sgd
 from torch.nn.functional import cross_entropy
 
@@ -82,7 +83,7 @@ def body_looks_on(rank: Rank) -> float:
 
 
 def test_a_forward_pass_of_one_rank_alone_behind_a_decision() -> None:
-    assert max(run_ranks(body_looks_on, 2)) < EXACT
+    assert largest(run_ranks(body_looks_on, 2)) < EXACT
 
 
 def body_sharded(rank: Rank) -> tuple[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, run_ranks
+from largest import largest
 from sharded import (
     SIZES,
     SIZES_AND_DTYPES,
@@ -79,7 +80,7 @@ def body_looking(rank: Rank) -> dict[str, float]:
             for index, values in expected.items()
             for key, value in values.items()
         ]
-        return max(apart)
+        return largest(apart)
 
     looks: dict[str, Callable[[], float]] = {
         "eval()": evaluated,
@@ -163,9 +164,9 @@ def body_part(rank: Rank) -> float:
             with torch.no_grad():
                 seen.append((part(inputs), shifts))
             handle.remove()
-        worst = max(worst, float((seen[0][0] - seen[1][0]).abs().max()))
-        worst = max(worst, float((seen[0][1][0] - seen[1][1][0]).abs().max()))
-    return max(worst, pair.done())
+        worst = largest(worst, float((seen[0][0] - seen[1][0]).abs().max()))
+        worst = largest(worst, float((seen[0][1][0] - seen[1][1][0]).abs().max()))
+    return largest(worst, pair.done())
 
 
 def compiled_whole() -> nn.Module:
@@ -187,8 +188,8 @@ def body_compiled(rank: Rank) -> dict[str, float]:
             pair.step()
             with torch.no_grad():
                 inputs = batch(99, 4)[0]
-                worst = max(worst, float((pair.ddp.module(inputs) - pair.twin(inputs)).abs().max()))
-        found[kind.__name__] = max(worst, pair.done())
+                worst = largest(worst, float((pair.ddp.module(inputs) - pair.twin(inputs)).abs().max()))
+        found[kind.__name__] = largest(worst, pair.done())
     return found
 
 

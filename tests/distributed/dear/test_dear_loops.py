@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 from harness import Rank, run_ranks
+from largest import largest
 from sharded import PHASES, SIZES, Pair, check_within, each_in_ways, made, mlp, sgd, wide
 
 
@@ -34,16 +35,16 @@ def body_reading(rank: Rank) -> float:
     worst = 0.0
 
     def compare(read: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
-        return max(float((a - b).detach().abs().max()) for a, b in zip(read, expected, strict=True))
+        return largest(float((a - b).detach().abs().max()) for a, b in zip(read, expected, strict=True))
 
     for _ in range(5):
         pair.step()
-        worst = max(worst, compare(pair.ddp.parameters(), pair.twin.parameters()))
+        worst = largest(worst, compare(pair.ddp.parameters(), pair.twin.parameters()))
         pair.step()
-        worst = max(worst, compare((p for _, p in pair.ddp.named_parameters()), pair.twin.parameters()))
+        worst = largest(worst, compare((p for _, p in pair.ddp.named_parameters()), pair.twin.parameters()))
         pair.step()
-        worst = max(worst, compare(pair.module[2].parameters(), pair.twin[2].parameters()))
-    return max(worst, pair.done())
+        worst = largest(worst, compare(pair.module[2].parameters(), pair.twin[2].parameters()))
+    return largest(worst, pair.done())
 
 
 def body_fused_scaler(rank: Rank) -> float:

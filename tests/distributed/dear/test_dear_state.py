@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, run_ranks
+from largest import largest
 from sharded import (
     FORMS,
     PHASES,
@@ -55,7 +56,7 @@ def body_full(rank: Rank) -> dict[str, float]:
     other.run(4).done()
     pair.run(4)
     return {
-        "the state": max(apart),
+        "the state": largest(apart),
         "loaded from the plain optimizer": difference(other.module, pair.twin),
         "loaded into the plain optimizer": difference(other.twin, pair.twin),
         "going on": pair.done(),
@@ -127,10 +128,10 @@ def body_load_sharded(rank: Rank, dtype: str, folder: str) -> dict[str, dict[str
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, "float32"), *SIZES_AND_DTYPES])
 def test_sharded_checkpoint_at_another_world_size(size: int, dtype: str, tmp_path: Path) -> None:
-    rounding = max(run_ranks(body_save_sharded, size, dtype, str(tmp_path)))
+    rounding = largest(run_ranks(body_save_sharded, size, dtype, str(tmp_path)))
     for other in (size % 4 + 1, (size - 2) % 4 + 1):
         for found in run_ranks(body_load_sharded, other, dtype, str(tmp_path)):
-            found[PLAIN][""] = max(found[PLAIN][""], rounding)  # the steps at both sizes round
+            found[PLAIN][""] = largest(found[PLAIN][""], rounding)  # the steps at both sizes round
             check_beside_a_fault(found, dtype)
 
 

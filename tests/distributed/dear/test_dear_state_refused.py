@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, elapsed_error, launch, run_ranks
+from largest import largest
 from sharded import PHASES, Pair, adamw, check_within, each_in_ways, made, mlp
 
 pytestmark = pytest.mark.sanitize
@@ -38,7 +39,7 @@ def after_checkpoint_functions(rank: Rank, fallback: bool) -> float:
     assert ours[1].keys() == expected[1].keys() and ours[1]["state"].keys() == expected[1]["state"].keys()
     for name, values in expected[1]["state"].items():
         for key, value in values.items():
-            worst = max(worst, float((ours[1]["state"][name][key] - value).abs().max()))
+            worst = largest(worst, float((ours[1]["state"][name][key] - value).abs().max()))
     saved = [copy.deepcopy(state) for state in (ours, expected)]
     pair.run(3)
     made_anew = Pair(rank, made(mlp), adamw, fallback=fallback)  # and one that has not been stepped
@@ -47,7 +48,7 @@ def after_checkpoint_functions(rank: Rank, fallback: bool) -> float:
             (target.ddp, target.twin), (target.optimizer, target.plain), copy.deepcopy(saved), strict=True
         ):
             functions.set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
-        worst = max(worst, target.run(3).done())
+        worst = largest(worst, target.run(3).done())
     return worst
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, run_ranks
+from largest import largest
 from sharded import PHASES, SIZES, Pair, batch, check_within, each_in_ways, made, mlp, sgd
 from torch import nn
 
@@ -37,7 +38,7 @@ def reading(rank: Rank, fallback: bool) -> float:
     pair = Hooked(rank, look, fallback=fallback).run(5)
     apart = [(a - b).abs().max() for i in range(0, 10, 2) for a, b in zip(*seen[i : i + 2], strict=True)]
     assert len(seen) == 10
-    return max(float(max(apart)), pair.done())
+    return largest(largest(apart), pair.done())
 
 
 def body_reading(rank: Rank) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Rank, run_ranks
+from largest import largest
 from sharded import PHASES, SIZES, Pair, adamw, check_within, each_in_ways, made, mlp, sgd
 from torch import nn
 
@@ -146,7 +147,7 @@ def in_a_hook(rank: Rank, clear: Callable[[torch.optim.Optimizer], None], before
         for _ in range(5):
             pair.backward()
             pair.update()
-        worst = max(worst, pair.done())
+        worst = largest(worst, pair.done())
     return worst
 
 

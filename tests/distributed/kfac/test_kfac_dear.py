@@ -6,6 +6,7 @@ import torch
 from attached import flat, new_group
 from harness import Rank
 from kfac_net import Net, train, whole_batch
+from largest import largest
 from rows import values_in_one_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -69,4 +70,4 @@ def body_by_hand(rank: Rank, given: bool) -> float:
 def test_a_step_by_hand_takes_averaged_gradients() -> None:
     cases = {f"param groups {given}": (body_by_hand, given) for given in (False, True)}
     for name, differences in values_in_one_group(cases, 2).items():
-        assert max(differences) < 1e-12, name
+        assert largest(differences) < 1e-12, name

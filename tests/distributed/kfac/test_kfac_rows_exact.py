@@ -10,6 +10,7 @@ from attached import equal_everywhere, flat
 from dense_net import ROW_OPTIONS, STEPS, Dense, batch
 from harness import Rank, run_ranks
 from kfac_net import OPTIONS, ROWS, Net, run_alone, train
+from largest import largest
 from rows import row, values_in_one_group
 from torch.nn.parallel import DistributedDataParallel
 
@@ -146,7 +147,7 @@ def body_no_sync(rank: Rank) -> float:
 
 
 def test_accumulation_without_averaging_and_a_scaler() -> None:
-    assert max(run_ranks(body_no_sync, 2)) < 1e-4
+    assert largest(run_ranks(body_no_sync, 2)) < 1e-4
 
 
 def body_penalty(rank: Rank, count: int, options: dict[str, Any]) -> tuple[int, int]:

@@ -53,20 +53,20 @@ def numbers(module: nn.Module) -> list[float]:
 
 def is_average(saved: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> float:
     """How far what was saved is from the average of all workers' own; collective."""
-    distance = 0.0
+    apart = [torch.zeros((), dtype=torch.float64)]
     for name, value in own.items():
         mean = value.detach().double().clone()
         dist.all_reduce(mean)
-        distance = max(distance, float((saved[name].double() - mean / dist.get_world_size()).abs().max()))
-    return distance
+        apart.append((saved[name].double() - mean / dist.get_world_size()).abs().max())
+    return float(torch.stack(apart).max())  # NaN if one is
 
 
 def spread(own: dict[str, torch.Tensor]) -> float:
     """How far the workers' models are from each other; collective."""
-    distance = 0.0
+    apart = [torch.zeros((), dtype=torch.float64)]
     for value in own.values():
         low, high = value.detach().double().clone(), value.detach().double().clone()
         dist.all_reduce(low, dist.ReduceOp.MIN)
         dist.all_reduce(high, dist.ReduceOp.MAX)
-        distance = max(distance, float((high - low).max()))
-    return distance
+        apart.append((high - low).max())
+    return float(torch.stack(apart).max())
