@@ -27,9 +27,9 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Results:
     found = {}
     for backend in ("dear", "dear sharded", "prague", "dssync", "hop"):
         ended = run_workers([*under_run(backend), SCRIPT], tmp_path_factory.mktemp("untouched"))
+        found[backend] = ended.by_backend()["untouched"]
         said = f"torchext.run: attached Sequential with AdamW to {backend.split()[0]}, 2 workers"
         assert said in ended.errors[0]
-        found[backend] = ended.by_backend()["untouched"]
     return found
 
 
