@@ -195,8 +195,9 @@ def _end_groups(outcome: Outcome) -> None:
             dist.destroy_process_group()
         gc.collect()
     except Exception:
-        if outcome.ok:
-            outcome.error, outcome.trace = "GroupsDoNotEnd", traceback.format_exc()
+        # In place of an error that the body was to raise, too.
+        outcome.trace = f"{outcome.trace}{traceback.format_exc()}"
+        outcome.error, outcome.value = "GroupsDoNotEnd", None
 
 
 def _seen(rank: Rank, other: int) -> Path:

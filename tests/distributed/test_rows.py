@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from unittest import mock
 
 import pytest
 from harness import Rank
@@ -24,12 +25,17 @@ def body(rank: Rank, what: str) -> tuple[int, str]:
         await_others(rank)
     if rank.rank == 0 and what == "never ends":
         signal.pause()
+    if rank.rank == 0 and what == "keeps its groups":
+        mock.patch("torch.distributed.is_initialized", side_effect=OSError).start()
+        raise KeyError(what)
     return rank.rank, " ".join(sorted(path.name for path in rank.folder.iterdir() if what in path.name))
 
 
 def test_rows_run_by_themselves_whatever_becomes_of_others() -> None:
-    rows = {what: (what,) for what in ("raises", "is killed", "is stopped", "comes last")}
+    rows = {what: (what,) for what in ("raises", "is killed", "is stopped", "comes last", "keeps its groups")}
     found = run_rows(body, 2, rows, victims={1})
+    kept = found.pop("keeps its groups")[0]  # an error that was to be raised hides nothing
+    assert kept.error == "GroupsDoNotEnd" and "KeyError" in kept.trace and "OSError" in kept.trace, kept
     for what, outcomes in found.items():
         assert outcomes[0].value == (0, f"{what}0 {what}1"), outcomes
     assert (found["raises"][1].error, found["raises"][1].message) == ("KeyError", "'raises'")

@@ -375,7 +375,7 @@ def test_bad_input_is_refused_on_all_ranks() -> None:
 
 
 def body_groups(rank: Rank, name: str) -> list[str]:
-    rank.init(name)
+    rank.init(name, pg_options=at_once())
     halves = dist.new_group([0, 1], backend="torchext")
     groups: Sequence[Any] = [dist.group.WORLD, *([halves] if rank.rank < 2 else [])]
     found = []
@@ -391,12 +391,13 @@ def body_groups(rank: Rank, name: str) -> list[str]:
         plan = beside.auto.plan
         assert plan is not None
         beside.sync.detach()
-    model = Net()
-    own = sgd(model.parameters())
-    ddp, sync = plan.apply(model, own, trust=True)
-    assert isinstance(sync, torchext.DearSynchronizer)
-    assert ddp.process_group is dist.group.WORLD
-    sync.detach()
+    planned = Beside(rank, Net(), plan, sgd, trust=True)
+    assert isinstance(planned.sync, torchext.DearSynchronizer)
+    assert planned.ddp.process_group is dist.group.WORLD
+    planned.run(3)
+    assert planned.sync.stats()["mode"] == "dear"
+    assert planned.apart() < EXACT
+    planned.sync.detach()
     dist.destroy_process_group()
     return found
 
@@ -404,8 +405,8 @@ def body_groups(rank: Rank, name: str) -> list[str]:
 def test_groups_of_that_name() -> None:
     cases = {name: (body_groups, name) for name in ("torchext", "cpu:torchext")}
     for name, results in values_in_turn(cases, 3).items():
-        assert results[0][2:] == ["torchext"] * 2, name
-        assert all(found[1] == "torchext" for found in results), name
+        world, half = [name, "torchext"], ["torchext"] * 2
+        assert results == [world + half, world + half, world], name
 
 
 def body_compiled(rank: Rank) -> float:

@@ -195,7 +195,7 @@ def test_ranks_decide_together_whatever_each_does() -> None:
         {form: (body, form) for form in ("replicated", "sharded")}, 2, deadline=240
     ).items():
         for apart, told in ranks:
-            assert largest(apart) < EXACT, apart
+            assert largest(apart) < EXACT, (form, apart)
             alone = "plain DDP: ranks have taken different numbers of steps"
             assert told == ([alone] if form == "sharded" else ["dear", "dear"])
 

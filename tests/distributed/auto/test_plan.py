@@ -30,11 +30,14 @@ def body_plan(rank: Rank, backend: str) -> Any:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     link = auto.calibrate(max_seconds=0.1) if backend != "gloo" else None
     plan = auto.plan(model, step, link=link, allow=["prague"])
+    assert plan.link is not None
+    assert plan.link.backend == backend
+    assert plan.link == (link or plan.link)
     link = plan.link
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     again = auto.plan(model, step, link=link, profile=plan.profile)
-    assert again.profile == plan.profile
+    assert (again.link, again.profile) == (link, plan.profile)
     named = auto.plan(model, step, link=link, profile=plan.profile, allow=["prague"], choose="prague")
     replicated = auto.plan(model, step, link=link, profile=plan.profile, form="replicated")
     dist.destroy_process_group()

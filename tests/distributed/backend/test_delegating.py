@@ -75,8 +75,8 @@ def body_all_reduce(rank: Rank) -> bool:
         dist.all_reduce(numbers, op=dist.ReduceOp.AVG)
         same(numbers, torch.tensor([n * (n - 1) // 2 // n, 7]))
     strided = torch.zeros(4, 6)[:, ::2]
-    dist.all_reduce(strided.copy_(torch.full((4, 3), float(rank.rank))))
-    works = []
+    dist.all_reduce(strided.fill_(rank.rank))
+    same(strided, torch.full((4, 3), n * (n - 1) / 2))
     tensors = [data(rank.rank, 5, salt=i) for i in range(30)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in works:
@@ -225,15 +225,24 @@ def test_collectives() -> None:
 def body_groups(rank: Rank, name: str) -> bool:
     rank.init(name)
     me = rank.rank
-    assert dist.get_backend() == name
-    for backend in (name, None, "gloo", f"cpu:gloo,cuda:{name}", f"cpu:{name},cuda:{name}"):
+    assert torchext.backend_of().name() == name
+    backends = {
+        name: name,
+        None: name,
+        "gloo": "gloo",
+        f"cpu:gloo,cuda:{name}": "gloo",
+        f"cpu:{name},cuda:{name}": name,
+    }
+    for backend, own in backends.items():
         group = dist.new_group([0, 2], backend=backend)
         if me in (0, 2):
+            assert group._get_backend(torch.device("cpu")).name() == own
             tensor = data(me)
             dist.all_reduce(tensor, group=group)
             same(tensor, data(0) + data(2))
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     tensor = data(me)
+    assert torchext.backend_of(mesh.get_group("columns")).name() == name
     dist.all_reduce(tensor, group=mesh.get_group("columns"))
     same(tensor, data(me) + data(me ^ 1))
     dist.destroy_process_group()

@@ -122,7 +122,7 @@ def body_goes_on(rank: Rank, backend: str) -> Any:
 
 def test_training_goes_on_without_a_parent() -> None:
     for name, outcomes in run_rows(body_goes_on, 2, ELASTIC, victims={1}, deadline=30).items():
-        assert outcomes[0].value == [1], (name, outcomes[0])
+        assert outcomes[0].ok and outcomes[0].value == [1], (name, outcomes[0])
 
 
 def body_silent(rank: Rank, backend: str) -> Any:

@@ -272,24 +272,40 @@ def test_callbacks_of_what_one_backend_adds_and_of_all_share() -> None:
     assert row_values(body_of, 2, rows) == {name: [True, True] for name in rows}
 
 
-def body_sessions(rank: Rank, backend: str) -> int:
+def body_sessions(rank: Rank, backend: str) -> tuple[int, list[Any]]:
     """Groups come and go in one process, right behind backward passes whose hooks have callbacks."""
+    found: list[Any] = []
     for session in range(20):
         rank.init(backend, store=f"store{session}")
-        ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Linear(16, 4)))
+        torch.manual_seed(session)
+        model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Linear(16, 4))
+        inputs = torch.rand(2, 6, 12)
+        model(inputs).square().sum().div(2).backward()
+        expected = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        ddp = DistributedDataParallel(model)
         if session % 2:
             ddp.register_comm_hook(None, bf16_compress_hook)
         else:
             ddp.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5), powerSGD_hook)
-        for _ in range(4):
-            ddp(torch.rand(6, 12)).square().sum().backward()
+        for step in range(4):
+            ddp(inputs[rank.rank]).square().sum().backward()
+            if step == 0:  # PowerSGD does not compress yet
+                for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                    torch.testing.assert_close(parameter.grad, gradient, rtol=0.02, atol=0.02)
         dist.destroy_process_group()
-    return callback_threads()
+        found += [parameter.grad for parameter in model.parameters()]
+    return callback_threads(), found
 
 
 def test_sessions_with_hooks_one_after_the_other() -> None:
     rows = {backend: (backend,) for backend in ("dear", "prague")}
-    assert row_values(body_sessions, 2, rows, deadline=120) == {backend: [0, 0] for backend in rows}
+    found = row_values(body_sessions, 2, rows, deadline=120)
+    expected = found["prague"][0][1]
+    for backend, values in found.items():
+        for threads, gradients in values:
+            assert threads == 0, backend
+            torch.testing.assert_close(gradients, expected, msg=backend)
 
 
 def body_callback_of_a_failed_call(rank: Rank) -> list[str]:

@@ -19,7 +19,6 @@ from rows import await_others, meet, run_rows
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext.backends import BACKENDS
 
 pytestmark = pytest.mark.sanitize
 
@@ -28,7 +27,7 @@ class Stop(Exception):
     pass
 
 
-def train(steps: int) -> None:
+def train(steps: int) -> DistributedDataParallel:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
@@ -37,20 +36,25 @@ def train(steps: int) -> None:
         optimizer.zero_grad()
         ddp(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+    return ddp
 
 
-def begin(rank: Rank, backend: str) -> list[Any]:
-    """A model is attached, and rank 1 has it until the others are done. Returns the groups besides the first."""
-    rank.init(backend, pg_options=OPTIONS[backend](timeout=30.0))
+def begin(rank: Rank, backend: str) -> tuple[list[Any], DistributedDataParallel]:
+    """A model is attached, and rank 1 has it until the others are done. Returns groups besides the first, and it."""
+    options = {"allreduce_fallback": False} if backend == "dear" else {}
+    rank.init(backend, pg_options=OPTIONS[backend](timeout=30.0, **options))
     others: list[Any] = [dist.new_group([0, 1], backend=backend) for _ in range(2)]
-    train(5)
+    ddp = train(5)
+    if backend == "dear" and rank.rank == 0:  # which waits for its exchanges alone: rank 1 does not come to this one
+        ddp.zero_grad()
+        ddp(torch.ones(2, 4)).sum().backward()
     gc.collect()
     meet(rank, "trains")
-    return others
+    return others, ddp
 
 
 def body_handler(rank: Rank, backend: str) -> float:
-    others = begin(rank, backend)
+    others, _ddp = begin(rank, backend)
     if rank.rank == 1:
         await_others(rank)
         return 0.0
@@ -63,32 +67,29 @@ def body_handler(rank: Rank, backend: str) -> float:
 
     signal.signal(signal.SIGUSR1, handler)
     threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGUSR1)).start()
-    try:
+    with pytest.raises(Stop):
         torchext._C.leave_all("")
-        time.sleep(2)  # nobody was waited for
-    except Stop:
-        pass
+    assert not dist.is_initialized()
     return time.monotonic() - start
 
 
 def body_thread(rank: Rank, backend: str) -> float:
-    others = begin(rank, backend)
+    others, _ddp = begin(rank, backend)
+    destroyed = rank.folder / "destroyed"
     if rank.rank == 1:
-        meet(rank, "leaves")
-        time.sleep(2)
+        while not destroyed.exists():
+            time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)  # the wait for rank 1 ends with it
     start = time.monotonic()
-    destroyed = threading.Event()
 
     def destroy() -> None:
         while others:
             dist.destroy_process_group(others.pop())
-        destroyed.set()
+        destroyed.touch()
 
     threading.Timer(1.0, destroy).start()
-    meet(rank, "leaves")
     torchext._C.leave_all("")
-    assert destroyed.wait(30)
+    assert destroyed.exists()
     return time.monotonic() - start
 
 
@@ -96,14 +97,17 @@ def body_of(rank: Rank, body: Callable[[Rank, str], float], backend: str) -> flo
     return body(rank, backend)
 
 
-QUICK = ("dear", "hop", "prague")  # each with a synchronizer of its own; dssync's is prague's, torchext's is dear's
+# Each with a synchronizer of its own. That of dssync is prague's; with torchext plain DDP trains, and nobody waits.
+QUICK = ("dear", "hop", "prague")
 
 
 @pytest.mark.parametrize(
-    "backends", [pytest.param(QUICK, id="quick"), pytest.param(sorted(BACKENDS), id="all", marks=pytest.mark.slow)]
+    "backends", [pytest.param(QUICK, id="quick"), pytest.param(("dssync",), id="dssync", marks=pytest.mark.slow)]
 )
 def test_groups_end_while_the_process_leaves(backends: Sequence[str]) -> None:
     rows = {f"{body.__name__[5:]}, {name}": (body, name) for body in (body_handler, body_thread) for name in backends}
     for name, outcomes in run_rows(body_of, 2, rows, victims={1}).items():
         assert outcomes[0].ok, (name, outcomes[0].trace)
         assert outcomes[0].value < 20, (name, outcomes[0])
+        killed = name.startswith("thread")
+        assert outcomes[1].message == ("exit code -9" if killed else ""), (name, outcomes[1])

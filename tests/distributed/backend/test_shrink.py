@@ -37,7 +37,7 @@ def body_shrink(rank: Rank, backend: str) -> Any:
         if dist.get_rank() in excluded:
             return error, sizes
         group = dist.shrink_group(excluded, shrink_flags=SHRINK_ABORT)
-        assert group is dist.group.WORLD and dist.get_backend() == backend
+        assert group is dist.group.WORLD and torchext.backend_of().name() == backend
         tensor = torch.full((1000,), float(rank.rank))
         dist.all_reduce(tensor)
         gathered = [None] * dist.get_world_size()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import Trainer, equal_everywhere, new_group
+from attached import Trainer, batch, equal_everywhere, mlp, new_group
 from harness import Rank, run_ranks
 from largest import largest
 from rows import Rows, row_values
@@ -54,7 +54,7 @@ def together(*bodies: Callable[[], None]) -> None:
     assert not any(thread.is_alive() for thread in threads), "two threads wait for each other"
 
 
-def body_collectives_beside_training(rank: Rank, backend: str, options: dict[str, Any]) -> float:
+def body_collectives_beside_training(rank: Rank, backend: str, options: dict[str, Any]) -> tuple[float, int]:
     """A thread that logs over a group of its own, say. Nothing learns: parameters must stay where all of them are."""
     rank.init(backend, timeout=20)
     torch.manual_seed(0)
@@ -82,14 +82,16 @@ def body_collectives_beside_training(rank: Rank, backend: str, options: dict[str
 
     together(train, log)
     trainer.sync.synchronize()
+    averages = trainer.sync.stats()["averages"]
     trainer.sync.detach()
-    return moved
+    return moved, averages
 
 
 @each_backend
 def test_collectives_of_another_thread(rows: Rows) -> None:
-    for row, moved in row_values(body_collectives_beside_training, 3, rows).items():
-        assert largest(moved) < 1e-5, (row, moved)
+    for row, found in row_values(body_collectives_beside_training, 3, rows).items():
+        for moved, averages in found:
+            assert moved < 1e-5 and averages > 0, (row, found)
 
 
 def body_a_thread_each(rank: Rank, backend: str, options: dict[str, Any]) -> None:
@@ -106,6 +108,7 @@ def body_a_thread_each(rank: Rank, backend: str, options: dict[str, Any]) -> Non
 
     together(*(lambda trainer=trainer: train(trainer) for trainer in trainers))  # type: ignore[misc]
     for trainer in trainers:
+        assert trainer.sync.stats()["averages"] > 0
         equal_everywhere(trainer.module)
         trainer.sync.detach()
 
@@ -115,14 +118,15 @@ def test_models_of_different_threads(rows: Rows) -> None:
     row_values(body_a_thread_each, 2, rows)
 
 
-def body_forgotten(rank: Rank, backend: str, options: dict[str, Any]) -> None:
+def body_forgotten(rank: Rank, backend: str, options: dict[str, Any]) -> list[float]:
     """Trials in a loop, in one group; nobody detaches, and one rank collects its garbage at once."""
     rank.init(backend, timeout=20)
-    group = new_group(backend, **options)
+    group, losses = new_group(backend, **options), []
     for _ in range(3):
         trainer = Trainer(rank, group=group)
         trainer.run(10)
-        trainer.evaluate()
+        losses.append(trainer.evaluate())
+        assert trainer.sync.stats()["averages"] > 0
         del trainer
         if rank.rank == 1:
             gc.collect()
@@ -130,11 +134,16 @@ def body_forgotten(rank: Rank, backend: str, options: dict[str, Any]) -> None:
         dist.all_reduce(total, group=group)
         assert float(total) == 2.0
     dist.destroy_process_group()
+    return losses
 
 
 @each_backend
 def test_models_that_are_forgotten_leave_their_group_alone(rows: Rows) -> None:
-    row_values(body_forgotten, 2, rows)
+    inputs, targets = batch(77, 0, rows=256)
+    untrained = float(nn.functional.mse_loss(mlp()(inputs), targets))
+    for row, (first, second) in row_values(body_forgotten, 2, rows).items():
+        assert first == second, row
+        assert all(loss < untrained for loss in first), (row, first)
 
 
 def body_inference(rank: Rank) -> None:
