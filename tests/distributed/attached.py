@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -83,7 +84,7 @@ class Trainer:
         *,
         model: nn.Module | None = None,
         lr: float = 0.1,
-        optimizer: type[torch.optim.SGD] = torch.optim.SGD,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         ddp: dict[str, Any] | None = None,
         bucket_mb: float = 0.001,
         backend: str = "prague",

@@ -127,7 +127,7 @@ def check_variance(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     with trainer.sync.averaged() as module, torch.no_grad():
         assert module.eval()(batch(9, 0)[0]).isfinite().all()
     trainer.sync.detach()
-    assert min(least) > 0, least
+    assert all(variance > 0 for variance in least), least
 
 
 def body_variance(rank: Rank) -> None:
@@ -157,20 +157,38 @@ class Assigned(nn.Module):
 
 
 def check_assigned(rank: Rank, backend: str, options: dict[str, Any]) -> None:
-    trainer = Trainer(rank, model=Assigned(), backend=backend, **options)
+    """The buffer is assigned wherever a forward pass may be: for the step, inside of it, and before a meeting."""
+    model = Assigned()
+
+    def forward(*_: Any) -> None:
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+
+    def evaluating(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=lr)
+        optimizer.register_step_post_hook(forward)
+        return optimizer
+
+    trainer = Trainer(rank, model=model, optimizer=evaluating, backend=backend, **options)
     for _ in range(3):
-        trainer.run(2)
+        trainer.run(3)
+        trainer.sync.wait()
+        first, second = everywhere(model.seen.clone())
+        # 0, or where an average comes with the next step about 1.2; without averages about 2.
+        assert (second - first).abs().max() < 1.6, (first, second)
+        forward()
         trainer.sync.synchronize()
-        first, second = everywhere(trainer.module.seen.clone())
+        first, second = everywhere(model.seen.clone())
         assert torch.equal(first, second) and first.min() > 0
         trainer.run(1)
-        with trainer.sync.averaged() as module:
-            first, second = everywhere(module.seen.clone())
+        forward()
+        with trainer.sync.averaged():
+            first, second = everywhere(model.seen.clone())
             assert torch.equal(first, second) and first.min() > 0
-        own = trainer.module.seen.clone()
-        with trainer.sync.averaged() as module:
-            module(torch.ones(2, 8))
-        assert torch.equal(trainer.module.seen, own)
+        own = model.seen.clone()
+        with trainer.sync.averaged():
+            forward()
+        assert torch.equal(model.seen, own)
     trainer.sync.detach()
 
 

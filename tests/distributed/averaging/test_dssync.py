@@ -304,6 +304,9 @@ def check_skipped_steps(rank: Rank, backend: str, options: dict[str, Any]) -> No
         if rank.rank != 2 or step < 28:
             trainer.optimizer.step()
     trainer.sync.detach()
+    stats = trainer.sync.stats()
+    assert stats["steps"] == 24 - 3 * len(skipped) + (4 if rank.rank == 2 else 8), stats
+    assert stats["averages"] == 32 // period, stats
 
 
 SKIPPING: list[tuple[str, dict[str, Any]]] = [

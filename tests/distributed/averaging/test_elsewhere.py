@@ -54,8 +54,10 @@ class Training:
         dist.destroy_process_group(self.group)
 
 
-def same_everywhere(module: nn.Module) -> None:
-    flat = torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+def same_everywhere(module: nn.Module, backend: str) -> None:
+    # Of buffers dear does what DDP does: rank 0's count, and the others get them in the next forward pass.
+    buffers = [] if backend == "dear" else [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in (*module.parameters(), *buffers)])
     assert flat.isfinite().all()
     first = flat.clone()
     dist.broadcast(first, 0)
@@ -72,7 +74,7 @@ def check_epochs(rank: Rank, name: str, backend: str, options: dict[str, Any]) -
             training.step()
         barrier(rank, f"{name}-epoch{epoch}")
     with training.sync.averaged() as module:
-        same_everywhere(module)
+        same_everywhere(module, backend)
     training.end()
     assert training.sync.stats()["steps"] == EPOCHS * STEPS
 
@@ -153,7 +155,7 @@ def check_one_saves(rank: Rank, backend: str, options: dict[str, Any]) -> None:
             torch.save([training.model.state_dict(), training.optimizer.state_dict()], io.BytesIO())
             time.sleep(2.5 if epoch == 0 else 0.0)
     with training.sync.averaged() as module:
-        same_everywhere(module)
+        same_everywhere(module, backend)
     failure = torchext.backend_of(training.group).failure
     training.end()
     assert not failure[1], failure

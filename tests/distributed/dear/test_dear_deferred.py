@@ -58,33 +58,7 @@ def body_inference(rank: Rank) -> dict[str, float]:
     return found
 
 
-class Plain(torch.optim.Optimizer):
-    """An optimizer of a script, whose step does not turn gradients off: it goes by the mode of its call."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-0.1)
-
-
-def body_without_gradients(rank: Rank) -> float:
-    """An optimizer that does not turn gradients off."""
-    pair = Pair(rank, made(mlp), Plain)
-    for step in range(4):
-        pair.zero_grad()
-        pair.backward()
-        with torch.no_grad():
-            pair.update()
-        with torch.set_grad_enabled(step % 2 == 0), torch.inference_mode(step == 1):
-            pair.sync.wait()
-    return pair.done()
-
-
-BODIES = [body_autocast, body_inference, body_without_gradients]
+BODIES = [body_autocast, body_inference]
 
 
 @pytest.mark.parametrize("size", SIZES)

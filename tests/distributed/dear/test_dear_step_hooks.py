@@ -72,10 +72,7 @@ def body_writing(rank: Rank) -> dict[str, float]:
 
 
 def body_evaluating(rank: Rank) -> float:
-    """A hook evaluates while plans change.
-
-    State is cut and put together again in the hook, in inference mode; later steps change it.
-    """
+    """A hook evaluates, in inference mode, while plans change."""
 
     def evaluate(module: nn.Module, _: torch.optim.Optimizer) -> None:
         with torch.inference_mode():
@@ -90,7 +87,21 @@ def body_evaluating(rank: Rank) -> float:
     return pair.done()
 
 
-BODIES = [body_reading, body_writing, body_evaluating]
+def body_stepping(rank: Rank) -> float:
+    """Steps in inference mode, in which state is cut and put together again; later steps, outside of it, change it."""
+    pair = Pair(rank, made(mlp), sgd, fallback=True)
+    modes = ""
+    for step in range(60):
+        pair.zero_grad()
+        pair.backward()
+        with torch.inference_mode(0 < step < 50):
+            pair.update()
+        modes += str(pair.sync.stats()["mode"])[0]
+    assert rank.size == 1 or "ad" in modes[:50]
+    return pair.done()
+
+
+BODIES = [body_reading, body_writing, body_evaluating, body_stepping]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -17,7 +17,7 @@ from case_choice import slow_on
 from elastic_training import ElasticTraining
 from harness import Rank, launch
 from interpreters import run_script
-from rows import values_in_one_group
+from rows import row_values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -412,7 +412,7 @@ def test_a_death_in_the_middle_of_a_forward_pass(backend: str) -> None:
 
 
 def body_exception(rank: Rank, backend: str) -> bool:
-    training = ElasticTraining(rank, backend, {}, own_group=True)
+    training = ElasticTraining(rank, backend, {})  # of the world: its workers look for newcomers together
     training.train(3)
     for _ in range(2):
         with contextlib.suppress(KeyError), training.sync.averaged():
@@ -426,5 +426,5 @@ def body_exception(rank: Rank, backend: str) -> bool:
 
 
 def test_an_exception_of_one_rank_in_an_average() -> None:
-    cases = {backend: (body_exception, backend) for backend in ("prague", "dssync", "hop")}
-    assert values_in_one_group(cases, 3, timeout=60) == {backend: [False] * 3 for backend in cases}
+    rows = {backend: (backend,) for backend in ("prague", "dssync", "hop")}
+    assert row_values(body_exception, 3, rows) == {backend: [False] * 3 for backend in rows}

@@ -126,6 +126,13 @@ def body_lines_of_a_script(rank: Rank, backend: str) -> Any:
     thread = threading.Thread(target=dist.barrier)
     thread.start()
     thread.join()
+    apart = dist.new_group(backend=backend, pg_options=OPTIONS[backend](call_check="lines"))
+    if rank.rank == 0:
+        kind, text, _ = elapsed_error(lambda: dist.barrier(apart))
+    else:
+        kind, text, _ = elapsed_error(lambda: dist.barrier(apart))
+    assert kind == "DistBackendError" and text.count("barrier() at test_call_check.py:") == 2, (kind, text)
+    dist.destroy_process_group(apart)
     # The ways to leave have lines of their own.
     if rank.rank == 0:
         dist.destroy_process_group()
