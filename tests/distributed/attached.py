@@ -31,6 +31,11 @@ def new_group(backend: str, ranks: list[int] | None = None, **options: Any) -> d
     return dist.new_group(ranks, timeout=timedelta(seconds=30), backend=backend, pg_options=OPTIONS[backend](**options))
 
 
+def at_once(backend: str, **options: Any) -> Any:
+    """Options of a group; with "dear" its own from the first step on, and no trial of plain all-reduce."""
+    return OPTIONS[backend](**({"allreduce_fallback": False} if backend == "dear" else {}), **options)
+
+
 def prague(**options: Any) -> dist.ProcessGroup:
     return new_group("prague", **options)
 

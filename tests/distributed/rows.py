@@ -9,7 +9,7 @@ Each row has a folder of its own, where its ranks meet. Its groups end behind it
 that fails leaves the others to run; one that does not end is named.
 
 Rows that do different things are calls, each a function of a rank and its further arguments: values_in_turn(), and for
-calls that share the default group and must not break it, values_in_one_group().
+calls that share the default group, values_in_one_group(). It is made anew behind a call that fails.
 
     CALLS = {"float32": (body_sum, torch.float32), "int64": (body_sum, torch.int64)}
 
@@ -35,17 +35,23 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness import DEADLINE, PR_SET_PDEATHSIG, Outcome, Rank, launch, run_ranks
+from harness import DEADLINE, PR_SET_PDEATHSIG, Outcome, Rank, launch
 
 Rows = Mapping[str, tuple[Any, ...]]
 
 
 def run_rows(
-    body: Callable[..., Any], size: int, rows: Rows, *, victims: Collection[int] = (), deadline: float = DEADLINE
+    body: Callable[..., Any],
+    size: int,
+    rows: Rows,
+    *,
+    victims: Collection[int] = (),
+    keep: bool = False,
+    deadline: float = DEADLINE,
 ) -> dict[str, list[Outcome]]:
-    """The outcomes of all ranks, by row; `deadline` is that of each row."""
+    """The outcomes of all ranks, by row; `deadline` is that of each row. keep: its groups, for the next one."""
     assert rows
-    with launch(_walk, size, body, dict(rows), set(victims)) as ranks:
+    with launch(_walk, size, body, dict(rows), set(victims), keep) as ranks:
         for name in rows:
             try:
                 ranks.expect(_over(name), deadline=deadline)
@@ -56,11 +62,9 @@ def run_rows(
     return {name: [outcomes[name] for outcomes in found] for name in rows}
 
 
-def row_values(
-    body: Callable[..., Any], size: int, rows: Rows, *, victims: Collection[int] = (), deadline: float = DEADLINE
-) -> dict[str, list[Any]]:
-    """The values of all ranks, by row; fails with the name of each row in which a rank raised."""
-    found = run_rows(body, size, rows, victims=victims, deadline=deadline)
+def row_values(body: Callable[..., Any], size: int, rows: Rows, **further: Any) -> dict[str, list[Any]]:
+    """The values of all ranks, by row; fails with the name of each row in which a rank raised. As run_rows()."""
+    found = run_rows(body, size, rows, **further)
     failed = {name: [o.trace or o.message for o in found[name] if not o.ok] for name in found}
     texts = [f"{name}: {text}" for name, errors in failed.items() for text in errors]
     assert not texts, "\n".join([f"failed: {', '.join(name for name in failed if failed[name])}", *texts])
@@ -86,33 +90,28 @@ def row(*values: object) -> Iterator[None]:
         raise
 
 
-def _in_one_group(rank: Rank, calls: Rows, init: dict[str, Any]) -> dict[str, Any]:
+def _in_one_group(rank: Rank, init: dict[str, Any], call: Callable[..., Any], *arguments: Any) -> Any:
     import torch.distributed as dist
 
-    rank.init(**init)
-    values = {}
-    for name, (call, *arguments) in calls.items():
-        with row(name):
-            values[name] = call(rank, *arguments)
-        gc.collect()  # groups of its own end here, and not in the next row
-    dist.destroy_process_group()
-    return values
+    if not dist.is_initialized():
+        rank.init(**init)
+    return call(rank, *arguments)
 
 
 def values_in_one_group(
     calls: Rows, size: int, *, backend: str = "gloo", deadline: float = DEADLINE, **init: Any
 ) -> dict[str, list[Any]]:
-    """Of each call the values of all ranks; fails with the name of the first that raises.
+    """Of each call the values of all ranks; fails with the names of those that raise.
 
     Args:
         calls: By name, in the order in which all ranks make them. The default group is there already.
         size: Of the group.
         backend: Of the group.
-        deadline: For all calls together, in seconds.
+        deadline: For each call, in seconds.
         **init: Further arguments of ``Rank.init``.
     """
-    found = run_ranks(_in_one_group, size, dict(calls), {"backend": backend, **init}, deadline=deadline)
-    return {name: [values[name] for values in found] for name in calls}
+    rows = {name: ({"backend": backend, **init}, *call) for name, call in calls.items()}
+    return row_values(_in_one_group, size, rows, keep=True, deadline=deadline)
 
 
 def meet(rank: Rank, word: str) -> None:
@@ -136,7 +135,9 @@ def _over(name: str) -> str:
     return f"{name} is over"
 
 
-def _walk(rank: Rank, body: Callable[..., Any], rows: Rows, victims: set[int]) -> dict[str, Outcome]:
+def _walk(rank: Rank, body: Callable[..., Any], rows: Rows, victims: set[int], keep: bool) -> dict[str, Outcome]:
+    import torch.distributed as dist
+
     found = {}
     for number, (name, arguments) in enumerate(rows.items()):
         folder = rank.folder / f"row{number}"
@@ -146,11 +147,18 @@ def _walk(rank: Rank, body: Callable[..., Any], rows: Rows, victims: set[int]) -
             found[name] = _run_in_child(one, body, arguments)
         else:
             found[name] = _run(one, body, arguments)
+            if not found[name].ok:
+                (folder / "failed").touch()
             _meet(one)
-            _end_groups(found[name])
+            if keep and not (folder / "failed").exists():
+                gc.collect()  # groups of its own end here, and not in the next row
+            else:
+                _end_groups(found[name])
         if not found[name].ok:
             rank.report(f"{name}: rank {rank.rank}: {found[name].trace or found[name].message}")
         rank.report(_over(name))
+    if keep and dist.is_initialized():
+        dist.destroy_process_group()
     return found
 
 
@@ -172,18 +180,20 @@ def _run_in_child(rank: Rank, body: Callable[..., Any], arguments: tuple[Any, ..
         if _others_are_done(rank):
             os.kill(child, signal.SIGCONT)
         time.sleep(0.01)
-    if told.exists():
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0 and told.exists():
         outcome: Outcome = pickle.loads(told.read_bytes())
         return outcome
     _come(rank)
-    return Outcome(rank.rank, error="ProcessEnded", message=f"exit code {os.waitstatus_to_exitcode(status)}")
+    return Outcome(rank.rank, error="ProcessEnded", message=f"exit code {code}")
 
 
 def _child(rank: Rank, body: Callable[..., Any], arguments: tuple[Any, ...], told: Path) -> NoReturn:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     outcome = _run(rank, body, arguments)
-    told.write_bytes(pickle.dumps(outcome))
     _meet(rank)
+    _end_groups(outcome)
+    told.write_bytes(pickle.dumps(outcome))
     os._exit(0)
 
 

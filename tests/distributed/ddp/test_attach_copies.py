@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attached import Trainer, batch, equal_everywhere, flat
+from attached import OPTIONS, Trainer, batch, equal_everywhere, flat
+from beside_ddp import ATTACHED
 from harness import Rank
 from rows import row_values
 from torch import nn
@@ -25,8 +26,9 @@ def saved_and_loaded(ddp: DistributedDataParallel) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def body_copies(rank: Rank, backend: str) -> None:
-    rank.init(backend)
+def body_copies(rank: Rank, form: str) -> None:
+    backend, options = ATTACHED[form]
+    rank.init(backend, pg_options=OPTIONS[backend](**options))
     trainer = Trainer(rank, group=dist.group.WORLD)  # DDP copies no model of another group
     for steps in (0, 3):  # before and after the first forward, which puts hooks in their places
         trainer.run(steps)
@@ -60,4 +62,4 @@ def body_copies(rank: Rank, backend: str) -> None:
 
 
 def test_copies_are_not_attached() -> None:
-    row_values(body_copies, 2, {backend: (backend,) for backend in ("prague", "dssync", "hop", "dear")})
+    row_values(body_copies, 2, {form: (form,) for form in ATTACHED})

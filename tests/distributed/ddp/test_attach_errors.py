@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attached import new_group
+from attached import at_once, new_group
 from harness import Rank, elapsed_error, run_ranks
 from rows import row_values
 from torch import nn
@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
-from torchext.backends import BACKENDS
+from torchext.backends import BACKENDS, is_wrapped
 from torchext.optim import SPDKFAC, KFACPreconditioner
 
 DEADLINE = 10.0
@@ -110,7 +110,8 @@ def test_refused_at_once() -> None:
 def body_detail(rank: Rank, backend: str) -> None:
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()
-    rank.init(backend)
+    rank.init(backend, pg_options=at_once(backend))
+    assert is_wrapped(dist.group.WORLD)
     ddp = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = sgd(ddp)
     sync = torchext.attach(ddp, optimizer)
@@ -128,7 +129,7 @@ def test_the_debug_mode_in_which_torch_has_all_ranks_meet() -> None:
 
 
 def body_after_the_end(rank: Rank, backend: str) -> None:
-    rank.init(backend)
+    rank.init(backend, pg_options=at_once(backend))
     ddp = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = sgd(ddp)
     sync = torchext.attach(ddp, optimizer)

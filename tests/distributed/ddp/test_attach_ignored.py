@@ -19,7 +19,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("prague", {"order": "atc", "generator": "static"}),
     ("dssync", {}),
     ("hop", {"graph": "ring"}),
-    ("dear", {"allreduce_fallback": False}),
+    ("dear", {"allreduce_fallback": False, "form": "sharded"}),
     ("dear", {"allreduce_fallback": False, "form": "replicated"}),
     ("dear", {"allreduce_fallback": True}),
 ]
@@ -37,7 +37,11 @@ class Personal(nn.Module):
         self.own.register_parameter("factor", nn.Parameter(torch.full((1,), 1.0 + rank), requires_grad=False))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.own(torch.tanh(self.body(inputs))) * self.own.factor  # type: ignore[no-any-return]
+        self.shared = torch.tanh(self.body(inputs))
+        return self.judged(self.shared)
+
+    def judged(self, shared: torch.Tensor) -> torch.Tensor:
+        return self.own(shared) * self.own.factor  # type: ignore[no-any-return]
 
 
 def body_own(rank: Rank, backend: str, options: dict[str, Any]) -> None:
@@ -46,9 +50,9 @@ def body_own(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     ignored = [name for name in model.state_dict() if name.startswith("own.")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     ddp = DistributedDataParallel(model, process_group=new_group(backend, **options))
-    twin = copy.deepcopy(model)  # of the own part; the body has no learning rate
+    twin = copy.deepcopy(model)  # its own part is trained on what the model's body makes
     own = torch.optim.SGD(model.own.parameters(), lr=0.1, momentum=0.9)
-    optimizers = [torch.optim.SGD(model.body.parameters(), lr=0.0), own]
+    optimizers = [torch.optim.SGD(model.body.parameters(), lr=0.1), own]
     if backend != "dear":
         optimizers[0].add_param_group({**own.param_groups[0], "params": list(model.own.parameters())})
         del optimizers[1]
@@ -58,27 +62,35 @@ def body_own(rank: Rank, backend: str, options: dict[str, Any]) -> None:
     def train() -> None:
         for step in range(6):
             inputs, targets = batch(rank.rank, step)
-            for module, its in ((ddp, optimizers), (twin, [plain])):
+            for module in (ddp, twin):
                 module.zero_grad()
-                nn.functional.mse_loss(module(inputs), targets).backward()
-                for optimizer in its:
-                    optimizer.step()
+            nn.functional.mse_loss(ddp(inputs), targets).backward()
+            nn.functional.mse_loss(twin.judged(model.shared.detach()), targets).backward()
+            for optimizer in (*optimizers, plain):
+                optimizer.step()
 
     def check() -> None:
         for name, value in twin.own.state_dict().items():
             torch.testing.assert_close(model.own.state_dict()[name], value, rtol=0, atol=0, msg=name)
+        for mine, its in zip(model.own.parameters(), twin.own.parameters(), strict=True):
+            state, expected = optimizers[-1].state.get(mine, {}), plain.state.get(its, {})
+            torch.testing.assert_close(dict(state), dict(expected), rtol=0, atol=0)
 
     train()
     with sync.averaged():
+        equal_everywhere(model.body)
         check()
     check()
     sync.synchronize()
+    equal_everywhere(model.body)
+    assert not torch.equal(flat(model.body), flat(twin.body))
     check()
     for module in (model, twin):  # nobody else has to know
         module.own.factor.requires_grad_(True)
     train()
     check()
     assert not torch.equal(*everywhere(flat(model.own))[:2])
+    sync.synchronize()
     sync.detach()
     equal_everywhere(model.body)
     check()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +29,14 @@ ROUNDS = 6
 def held() -> tuple[int, int]:
     """Descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def held_in_the_end(most: tuple[int, int]) -> tuple[int, int]:
+    """The same, once it is no more than that: what ends late has ten seconds."""
+    end = time.monotonic() + 10
+    while any(map(operator.gt, now := held(), most)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return now
 
 
 class Rounds:
@@ -59,14 +69,14 @@ def body_rounds(rank: Rank, form: str) -> list[tuple[int, int]]:
         rounds.train()
         gc.collect()
         seen.append(held())
-    return seen
+    return [*seen, held_in_the_end(seen[1])]
 
 
 def test_nothing_stays_of_groups_that_were_destroyed() -> None:
     for form, both in row_values(body_rounds, 2, {form: (form,) for form in ATTACHED}).items():
         for seen in both:
             descriptors, threads = zip(*seen, strict=True)
-            assert descriptors[-1] <= descriptors[1] + 3 and threads[-1] <= threads[1] + 2, (form, seen)
+            assert descriptors[-1] <= descriptors[1] and threads[-1] <= threads[1], (form, seen)
 
 
 def body_slices(rank: Rank) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attached import at_once
 from beside_ddp import ATTACHED, DEAR, Script, check_apart, check_rows_apart, wide
 from harness import Rank
 from rows import row_values
@@ -191,6 +192,7 @@ def kept_memory(script: Script) -> torch.Tensor:
 def transformed(script: Script) -> torch.Tensor:
     """What functions of parameters are made of, right after a step: derivatives, traces, and passes without values."""
     inputs = torch.ones(2, 16)
+    numbers = itertools.count(-1)  # from the second pass on: no step is before the first
     seen: list[torch.Tensor] = []
     evaluations: list[Callable[[nn.Module], Any]] = [
         lambda model: torch.func.jvp(model, (inputs,), (inputs,))[1],
@@ -201,11 +203,12 @@ def transformed(script: Script) -> torch.Tensor:
     ]
 
     def step(model: nn.Sequential) -> torch.Tensor:
-        if (number := len(seen)) < len(evaluations):
+        if 0 <= (number := next(numbers)) < len(evaluations):
             seen.append(evaluations[number](model).detach().flatten())
         return loss(script.ddp(script.inputs()))
 
     weights = train(script, step)
+    assert len(seen) == len(evaluations)
     return torch.cat([*seen, weights])
 
 
@@ -319,7 +322,7 @@ def test_outputs_without_tensors() -> None:
 
 def body_nothing_kept(rank: Rank, backend: str) -> list[int]:
     """How many parameters the step waits for, because somebody seems to hold their memory."""
-    rank.init(backend)
+    rank.init(backend, pg_options=at_once(backend))
     ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     sync: Any = torchext.attach(ddp, optimizer)

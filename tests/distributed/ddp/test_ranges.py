@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attached import OPTIONS, mlp
+from attached import OPTIONS, at_once, mlp
 from elastic_training import ElasticTraining
 from harness import Rank, run_ranks
 from rows import row_values
@@ -18,7 +18,7 @@ import torchext
 
 def body_long_timeouts(rank: Rank, backend: str) -> Any:
     years = timedelta(days=3650)
-    rank.init(backend, pg_options=OPTIONS[backend](timeout=years), timeout=years.total_seconds())
+    rank.init(backend, pg_options=at_once(backend, timeout=years), timeout=years.total_seconds())
     ddp = DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     sync = torchext.attach(ddp, optimizer)

@@ -26,6 +26,9 @@ def body_other(rank: Rank, form: str, wrapped: bool) -> tuple[str, str, float]:
     other = optimizer.base if isinstance(optimizer, Climbing) else momentum(script.ddp.parameters())
     strange = momentum(nn.Linear(2, 2).parameters())
     loss(script).backward()
+    if not wrapped:
+        optimizer.step()
+        loss(script).backward()
     strange.step()  # of another model
     return elapsed_error(other.step)
 

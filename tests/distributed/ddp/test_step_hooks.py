@@ -72,6 +72,7 @@ def body(rank: Rank, backend: str, closure: bool, options: dict[str, Any]) -> fl
                 trainer.sync.synchronize()  # under which step an average ends is a matter of time
         trainer.sync.synchronize()
         assert trainer.sync.state_dict()["steps"] == STEPS
+        assert backend != "dear" or trainer.sync.stats()["mode"] == "dear"
         equal_everywhere(trainer.module)
         made.append(flat(trainer.module))
         trainer.sync.detach()
@@ -84,8 +85,8 @@ CASES = {
     "dssync": {},
     "hop-parallel": {"order": "parallel"},
     "hop-serial": {"order": "serial"},
-    "dear-sharded": {"form": "sharded"},
-    "dear-replicated": {"form": "replicated"},
+    "dear-sharded": {"form": "sharded", "allreduce_fallback": False},
+    "dear-replicated": {"form": "replicated", "allreduce_fallback": False},
 }
 
 

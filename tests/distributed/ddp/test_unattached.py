@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attached import batch, flat, mlp
+from attached import at_once, batch, flat, mlp
 from harness import Rank
 from rows import row_values
 from torch import nn
@@ -34,7 +34,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def body(rank: Rank, backend: str, case: str) -> Any:
-    rank.init(backend)
+    rank.init(backend, pg_options=at_once(backend))
     if case == "attached":
         model = DistributedDataParallel(mlp())
         optimizer = sgd(model)

@@ -36,6 +36,13 @@ def batch(step: int, rows: int = ROWS) -> Tensor:
     return torch.randn(rows, 10, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
+def check_plan(optimizer: KFAC, *, split: bool, shared: bool) -> None:
+    """What was asked for is done: directions are split, and memory is shared."""
+    plan = optimizer.plan().as_dict
+    several = plan["ranks"] > 1
+    assert (plan["split_directions"], plan["sharing"] is not None) == (split and several, shared and several)
+
+
 ROW_OPTIONS: dict[str, Any] = OPTIONS | {"strategy": "spd", "shared_memory": False, "split_directions": False}
 
 

@@ -22,7 +22,9 @@ mostly_cpu = pytest.mark.parametrize(
 
 def use_path(queued: bool) -> None:
     """From here on in this process: K-FAC's loops for the CPU, or what runs on accelerators, with CPU tensors."""
-    KFACPreconditioner.__init__.__kwdefaults__["_queued"] = queued  # type: ignore[index]
+    defaults: Any = KFACPreconditioner.__init__.__kwdefaults__
+    assert "_queued" in defaults
+    defaults["_queued"] = queued
 
 
 EXACT = ("spd", "pad", "comm-opt", "mem-opt", "hybrid", "d-kfac", "auto")
@@ -77,11 +79,11 @@ def check_alike(models: Sequence[nn.Module], plans: Sequence[object], atol: floa
     assert alike, "\n".join([f"parameters differ by {differences}, allowed {atol}; the plans:", *map(str, plans)])
 
 
-def run_alone(rank: Rank, steps: int, method: str) -> Tensor:
+def run_alone(rank: Rank, steps: int, method: str, **options: Any) -> Tensor:
     """The whole batch in one process, with a group of one for K-FAC."""
     groups = [dist.new_group([r]) for r in range(rank.size)]
     model = Net()
-    train(model, KFAC(model, method=method, process_group=groups[rank.rank], **OPTIONS), steps)
+    train(model, KFAC(model, method=method, process_group=groups[rank.rank], **(OPTIONS | options)), steps)
     return flat(model)
 
 

@@ -32,6 +32,7 @@ def body_strategies(rank: Rank, methods: tuple[str, ...], queued: bool, shared: 
             model = DistributedDataParallel(Net())
             optimizer = KFAC(model, strategy=strategy, method=method, **options)
             train(model, optimizer, steps, rank=rank.rank, size=rank.size)
+            assert (optimizer.stats()["shared_bytes"] > 0) == shared
             equal_everywhere(model.module)
             if expected is None:
                 expected = run_alone(rank, steps, method)
@@ -183,9 +184,12 @@ def body_more_calls(rank: Rank, queued: bool, changes: str) -> float:
         model = Net() if alone else DistributedDataParallel(Net())
         mine, size = (0, 1) if alone else (rank.rank, rank.size)
         group = groups[rank.rank] if alone else None
-        optimizer = SPDKFAC(model, lr=0.1, damping=0.01, inverse_update_steps=1, process_group=group)
+        options = {"damping": 0.01, "inverse_update_steps": 1, "shared_memory": False}
+        optimizer = SPDKFAC(model, lr=0.1, process_group=group, **options)
+        runs = []
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_factor=1024.0, growth_interval=5)
         for step in range(10):
+            before = optimizer.stats()["runs"]
             optimizer.zero_grad()
             parts = 3 if changes == "calls" and step == 6 else 1
             for part in range(parts):
@@ -197,6 +201,9 @@ def body_more_calls(rank: Rank, queued: bool, changes: str) -> float:
                 scaler.update()
             else:
                 optimizer.step()
+            runs.append(optimizer.stats()["runs"] - before)
+        again = {"calls": 6, "scale": 5}[changes]
+        assert alone or runs == [runs[0] * (2 if step == again else 1) for step in range(10)], runs
         flats.append(flat(model if alone else model.module))  # type: ignore[arg-type]
     return float((flats[0] - flats[1]).abs().max() / flats[1].abs().max())
 

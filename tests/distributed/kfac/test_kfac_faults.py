@@ -17,53 +17,89 @@ from torchext.optim import KFAC, SPDKFAC, KFACPreconditioner
 pytestmark = pytest.mark.sanitize
 
 
-def body_skip_uneven(rank: Rank, queued: bool) -> int:
-    """NaN in a step in which one rank has sent during the backward pass, and another has not."""
-    use_path(queued)
-    model = DistributedDataParallel(Uneven(), find_unused_parameters=True)
-    optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=1)
-    for step in range(8):
-        optimizer.zero_grad()
-        inputs = torch.randn(4, 6, dtype=torch.float64)
-        if step == 5 and rank.rank == 0:
-            inputs[0, 0] = float("nan")
-        times = 2 if step == 5 and rank.rank == 1 else 1
-        model(inputs, times, extra=True).sin().sum(1).mean().backward()
-        optimizer.step()
-    equal_everywhere(model.module)
-    return int(optimizer.stats()["skipped"])
+def all_left(optimizer: KFAC, before: int) -> bool:
+    """Whether all factors have left during a backward pass; before: how many runs had left in that of others."""
+    runs = 1 + max(factor["run"] for factor in optimizer.plan().as_dict["factors"])
+    return bool(optimizer.stats()["runs_overlapped"] - before == runs)
 
 
-def body_left_out(rank: Rank, interval: int, queued: bool) -> int:
-    """Steps 3, 4 and 9 are left out by hand on all ranks. In step 3 factors leave on rank 0 only."""
+def uneven_batch(rank: Rank, step: int, rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank.rank))
+
+
+def body_skip_uneven(rank: Rank, queued: bool) -> tuple[int, bool]:
+    """NaN in a step in which all factors of some ranks leave during the backward pass, and those of another do not."""
     use_path(queued)
-    model = DistributedDataParallel(Uneven())
-    optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=interval)
-    for step in range(14):
-        optimizer.zero_grad()
-        batch = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        times = 2 if step == 2 and rank.rank == 1 else 1  # so that rank 1 does not know what to expect of step 3
-        model(batch, times, extra=True).sin().sum(1).mean().backward()
-        if step not in (3, 4, 9):
+    flats, early = [], False
+    for there in (False, True):
+        model = DistributedDataParallel(Uneven(), find_unused_parameters=True)
+        optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=1, shared_memory=False)
+        for step in range(8):
+            nan = step == 5
+            if nan and not there:
+                continue
+            optimizer.zero_grad()
+            before = optimizer.stats()["runs_overlapped"]
+            inputs = uneven_batch(rank, step)
+            if nan and rank.rank == 0:
+                inputs[0, 0] = float("nan")
+            odd = nan and rank.rank == 1
+            model(inputs, 2 if odd else 1, extra=not odd).sin().sum(1).mean().backward()
+            early = all_left(optimizer, before) if nan else early
             optimizer.step()
-    equal_everywhere(model.module)
-    assert torch.isfinite(flat(model.module)).all()
-    return int(optimizer.stats()["steps"])
+        equal_everywhere(model.module)
+        flats.append(flat(model.module))
+    torch.testing.assert_close(*flats, rtol=0, atol=1e-9)
+    return int(optimizer.stats()["skipped"]), early
 
 
-def body_left_out_empty(rank: Rank, queued: bool) -> int:
+def body_left_out(rank: Rank, interval: int, queued: bool) -> tuple[int, bool]:
+    """Steps 3, 4 and 9 are left out by hand on all ranks. In step 3 all factors leave early on rank 0 only."""
+    use_path(queued)
+    flats, early = [], False
+    for there in (False, True):
+        model = DistributedDataParallel(Uneven())
+        optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=interval, shared_memory=False)
+        for step in range(14):
+            left_out = step in (3, 4, 9)
+            if left_out and not there:
+                continue
+            optimizer.zero_grad()
+            before = optimizer.stats()["runs_overlapped"]
+            times = 2 if step == 2 and rank.rank == 1 else 1  # so that rank 1 does not know what to expect of step 3
+            model(uneven_batch(rank, step), times, extra=True).sin().sum(1).mean().backward()
+            early = all_left(optimizer, before) if step == 3 else early
+            if not left_out:
+                optimizer.step()
+        equal_everywhere(model.module)
+        flats.append(flat(model.module))
+    torch.testing.assert_close(*flats, rtol=0, atol=1e-9)
+    return int(optimizer.stats()["steps"]), early
+
+
+def body_left_out_empty(rank: Rank, queued: bool) -> tuple[int, bool]:
     """All ranks leave out step 5, in which rank 1 has an empty batch."""
     use_path(queued)
-    model = DistributedDataParallel(Uneven())
-    optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=1)
-    for step in range(8):
-        optimizer.zero_grad()
-        batch = torch.randn(0 if step == 5 and rank.rank == 1 else 4, 6, dtype=torch.float64)
-        model(batch, 1, extra=True).sin().sum().backward()
-        if step != 5:
-            optimizer.step()
-    equal_everywhere(model.module)
-    return int(optimizer.stats()["steps"])
+    flats, early = [], False
+    for there in (False, True):
+        model = DistributedDataParallel(Uneven())
+        optimizer = SPDKFAC(model, lr=0.1, inverse_update_steps=1, shared_memory=False)
+        for step in range(8):
+            left_out = step == 5
+            if left_out and not there:
+                continue
+            optimizer.zero_grad()
+            before = optimizer.stats()["runs_overlapped"]
+            rows = 0 if left_out and rank.rank == 1 else 4
+            model(uneven_batch(rank, step, rows), 1, extra=True).sin().sum().backward()
+            if left_out:
+                early = all_left(optimizer, before)
+            else:
+                optimizer.step()
+        equal_everywhere(model.module)
+        flats.append(flat(model.module))
+    torch.testing.assert_close(*flats, rtol=0, atol=1e-9)
+    return int(optimizer.stats()["steps"]), early
 
 
 @mostly_cpu
@@ -74,66 +110,47 @@ def test_steps_left_out_by_hand_on_all_ranks(queued: bool) -> None:
         "one rank had nothing": (body_left_out_empty, queued),
     }
     steps = values_in_one_group(cases, 2, timeout=20)
-    assert steps == {"in every step": [11, 11], "in every third": [11, 11], "one rank had nothing": [7, 7]}
+    taken = {"in every step": 11, "in every third": 11, "one rank had nothing": 7}
+    assert steps == {name: [(count, True), (count, False)] for name, count in taken.items()}
 
 
-def body_left_out_on_one(rank: Rank, queued: bool) -> tuple[list[str], int]:
+def body_left_out_on_one(rank: Rank, step: int, shared: bool, queued: bool) -> tuple[bool, tuple[int, int, int]]:
+    """Rank 1 leaves a step out; whether all factors had left by then, and what has been counted in the end."""
     use_path(queued)
     model = DistributedDataParallel(Net())
-    optimizer = SPDKFAC(model, **{**OPTIONS, "inverse_update_steps": 1})
-    train(model, optimizer, 4, rank=rank.rank, size=rank.size)
-    errors = []
-    for step in range(4, 9):
-        image, token, target = (part.chunk(rank.size)[rank.rank] for part in whole_batch(step))
-        nn.functional.cross_entropy(model(image, token), target).backward()
-        try:
-            if step == 5 and rank.rank == 1:
-                optimizer.zero_grad()
-            else:
-                optimizer.step()
-        except dist.DistBackendError as error:
-            errors.append(str(error))
-        optimizer.zero_grad()
-    equal_everywhere(model.module)  # it goes on: nobody has taken that step
-    return errors, optimizer.stats()["steps"]
-
-
-def body_left_out_early(rank: Rank, queued: bool) -> tuple[int, int, int]:
-    """The same before the runs are planned anew, by what all ranks have seen of three sending steps."""
-    use_path(queued)
-    model = DistributedDataParallel(Net())
-    options = {**OPTIONS, "inverse_update_steps": 1, "martens_decay": True}
+    options = {**OPTIONS, "inverse_update_steps": 1, "martens_decay": True, "shared_memory": shared}
     optimizer = SPDKFAC(model, **options)
-    train(model, optimizer, 1, rank=rank.rank, size=rank.size)
-    image, token, target = (part.chunk(rank.size)[rank.rank] for part in whole_batch(1))
+    train(model, optimizer, step, rank=rank.rank, size=rank.size)
+    overlapped = optimizer.stats()["runs_overlapped"]
+    image, token, target = (part.chunk(rank.size)[rank.rank] for part in whole_batch(step))
+    optimizer.zero_grad()
     nn.functional.cross_entropy(model(image, token), target).backward()
+    early = all_left(optimizer, overlapped)
     before = flat(model.module)
     end = optimizer.zero_grad if rank.rank == 1 else optimizer.step
-    with pytest.raises(dist.DistBackendError, match="rank 1 left out step 1"):
+    with pytest.raises(dist.DistBackendError, match=f"rank 1 left out step {step} .* on all ranks alike"):
         end()
     assert torch.equal(flat(model.module), before)
-    train(model, optimizer, 6, first=2, rank=rank.rank, size=rank.size)
+    train(model, optimizer, 7 - step, first=step + 1, rank=rank.rank, size=rank.size)
     equal_everywhere(model.module)
     # As if that batch had never been.
     other = DistributedDataParallel(Net())
     spared = SPDKFAC(other, **options)
-    for first, steps in ((0, 1), (2, 6)):
+    for first, steps in ((0, step), (step + 1, 7 - step)):
         train(other, spared, steps, first=first, rank=rank.rank, size=rank.size)
     torch.testing.assert_close(flat(model.module), flat(other.module), rtol=0, atol=1e-12)
     stats = optimizer.stats()
-    return stats["steps"], stats["factor_updates"], stats["inverse_updates"]
+    return early, (stats["steps"], stats["factor_updates"], stats["inverse_updates"])
 
 
 @mostly_cpu
 def test_a_step_left_out_on_one_rank_is_an_error_on_all_and_changes_nothing(queued: bool) -> None:
-    cases = {"planned anew": (body_left_out_on_one, queued), "before": (body_left_out_early, queued)}
+    cases = {
+        "nothing has left": (body_left_out_on_one, 1, True, queued),
+        "factors have left": (body_left_out_on_one, 5, False, queued),
+    }
     found = values_in_one_group(cases, 3, timeout=20)
-    for errors, steps in found["planned anew"]:
-        assert len(errors) == 1
-        assert "rank 1 left out step 5" in errors[0]
-        assert "on all ranks alike" in errors[0]
-        assert steps == 8
-    assert found["before"] == [(7, 7, 7)] * 3
+    assert found == {name: [(name == "factors have left", (7, 7, 7))] * 3 for name in cases}
 
 
 def body_uneven(rank: Rank, queued: bool) -> list[bool]:
@@ -208,7 +225,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_or_left_out(queued: bool) -> 
     found = values_in_one_group(cases, 3, timeout=20)
     for results in found["nan"]:
         assert all(skipped == 2 and difference < 1e-12 for skipped, difference in results), results
-    assert found["a rank has sent"] == [1, 1, 1]
+    assert found["a rank has sent"] == [(1, True), (1, False), (1, True)]
     assert found["overflow"] == [0, 1, 0]
 
 
@@ -243,27 +260,32 @@ def body_different(rank: Rank, what: str) -> tuple[str, str, float]:
     return elapsed_error(lambda: differing(what, rank.rank == 1))
 
 
-# What the first rank is told.
+# What both ranks are told.
 DIFFERENT = {
-    "shape": ("DistBackendError", "layers[0] is the model itself, weight [4, 4] and bias, groups 1 on rank 0 and"),
-    "count": ("DistBackendError", "the number of layers is 1 on rank 0 and 2 on rank 1"),
-    "damping": ("DistBackendError", "damping is 0.2 on rank 0 and 0.1 on rank 1"),
-    "kl_clip": ("DistBackendError", "kl_clip is None on rank 0 and 0.001 on rank 1"),
-    "direction_precision": ("DistBackendError", "direction_precision is high on rank 0 and highest on rank 1"),
-    "gather_rows": ("DistBackendError", "gather_rows is True on rank 0 and False on rank 1"),
-    "shared_memory": ("DistBackendError", "shared_memory is True on rank 0 and False on rank 1"),
-    "no layer": ("RuntimeError", "rank 1 could not build its optimizer"),
-    "lr": ("RuntimeError", "rank 1 could not build its optimizer"),
-    "misspelt": ("RuntimeError", "rank 1 could not build its optimizer"),
-    "misspelt in front": ("RuntimeError", "rank 1 could not build its optimizer"),
-    "strategy": ("RuntimeError", "rank 1 could not build its optimizer"),
+    "shape": "layers[0] is the model itself, weight [4, 4] and bias, groups 1 on rank 0 and",
+    "count": "the number of layers is 1 on rank 0 and 2 on rank 1",
+    "damping": "damping is 0.2 on rank 0 and 0.1 on rank 1",
+    "kl_clip": "kl_clip is None on rank 0 and 0.001 on rank 1",
+    "direction_precision": "direction_precision is high on rank 0 and highest on rank 1",
+    "gather_rows": "gather_rows is True on rank 0 and False on rank 1",
+    "shared_memory": "shared_memory is True on rank 0 and False on rank 1",
+}
+# What is wrong on the second alone, and its own error.
+REFUSED = {
+    "no layer": ("NoSupportedLayerError", "the model has no Linear, Conv1d/2d/3d or Embedding layer"),
+    "lr": ("ValueError", "lr = -1.0: allowed 0 or more, finite"),
+    "misspelt": ("TypeError", "SPDKFAC: no argument dampng: allowed lr"),
+    "misspelt in front": ("TypeError", "KFACPreconditioner: no argument dampng: allowed optimizer"),
+    "strategy": ("TypeError", 'SPDKFAC: strategy is always "spd" here'),
 }
 
 
 def test_ranks_that_differ_are_told_at_construction() -> None:
-    found = values_in_one_group({what: (body_different, what) for what in DIFFERENT}, 2, timeout=20)
-    for what, ((kind, text, seconds), second) in found.items():
-        error, message = DIFFERENT[what]
-        assert kind == error and message in text and seconds < 15, (what, kind, text, seconds)
-        if error == "DistBackendError":  # the second is told the same
-            assert second[0] == error and message in second[1], (what, second)
+    names = [*DIFFERENT, *REFUSED]
+    found = values_in_one_group({what: (body_different, what) for what in names}, 2, timeout=20)
+    for what, errors in found.items():
+        told = [("DistBackendError", DIFFERENT.get(what, ""))] * 2
+        if what in REFUSED:
+            told = [("RuntimeError", "rank 1 could not build its optimizer; its own error says why"), REFUSED[what]]
+        for (kind, text, seconds), (error, message) in zip(errors, told, strict=True):
+            assert kind == error and message in text and seconds < 15, (what, kind, text, seconds)

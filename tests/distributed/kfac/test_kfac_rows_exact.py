@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attached import equal_everywhere, flat
-from dense_net import ROW_OPTIONS, STEPS, Dense, batch
+from dense_net import ROW_OPTIONS, STEPS, Dense, batch, check_plan
 from harness import Rank, run_ranks
 from kfac_net import OPTIONS, ROWS, Net, run_alone, train
 from largest import largest
@@ -20,7 +20,7 @@ STRATEGIES = ("spd", "pad", "comm-opt", "hybrid", "auto")
 
 
 def body(rank: Rank, shared: bool, options: dict[str, Any]) -> dict[str, tuple[float, int]]:
-    expected = run_alone(rank, STEPS, "inverse")
+    expected = run_alone(rank, STEPS, "inverse", **options)
     start = flat(Net())
     found = {}
     for strategy in STRATEGIES:
@@ -32,18 +32,23 @@ def body(rank: Rank, shared: bool, options: dict[str, Any]) -> dict[str, tuple[f
             gather_rows=True,
             **(OPTIONS | options),
         )
+        check_plan(optimizer, split=options.get("split_directions", False), shared=shared)
         train(model, optimizer, STEPS, rank=rank.rank, size=rank.size)
         equal_everywhere(model.module)
         error = (flat(model.module) - expected).abs().max() / (expected - start).abs().max()
         stats = optimizer.stats()
         assert stats["row_directions_refused"] == 0
+        assert (stats["shared_bytes"] > 0) == (shared and rank.size > 1)
+        # Two Linear layers in five steps; under `hybrid` and what `auto` may choose some belong to few ranks.
+        whose = {f["layer"]: f["workers"] for f in optimizer.plan().as_dict["factors"]}
+        assert stats["row_directions"] == 5 * [whose["hidden"], whose["head"]].count(rank.size)
         found[strategy] = (float(error), stats["row_directions"])
     return found
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "seldom": {},
-    "factors in all steps": {"factor_update_steps": 1},
+    "factors in all steps": {},
+    "in every third": {"factor_update_steps": 3},
     "split": {"split_directions": True},
 }
 
@@ -51,7 +56,6 @@ WAYS: dict[str, dict[str, Any]] = {
 def check_exact(found: dict[str, tuple[float, int]], size: int) -> None:
     for strategy, (error, count) in found.items():
         assert error < 1e-9, found
-        # Two Linear layers in five steps; under `hybrid` and what `auto` may choose some belong to few ranks.
         assert count == 10 or (strategy in ("hybrid", "auto") and size > 1), found
 
 
@@ -68,6 +72,7 @@ def test_every_strategy_is_one_process_with_the_whole_batch(size: int) -> None:
 def body_bytes(rank: Rank, split: bool) -> list[int]:
     model = DistributedDataParallel(Dense())
     optimizer = KFAC(model, gather_rows=True, **(ROW_OPTIONS | {"split_directions": split}))
+    check_plan(optimizer, split=split, shared=False)
     sent = []
     for step in range(STEPS):
         before = optimizer.stats()["sent_bytes"]
@@ -92,6 +97,8 @@ def body_uneven(rank: Rank, shared: bool, split: bool) -> tuple[float, dict[str,
         KFAC(model, gather_rows=rows, **(ROW_OPTIONS | {"shared_memory": shared, "split_directions": split}))
         for model, rows in zip(models, (False, True), strict=True)
     ]
+    for optimizer in optimizers:
+        check_plan(optimizer, split=split, shared=shared)
     for step in range(STEPS):
         rows = (9, 5, 2)[rank.rank] - (2 if rank.rank == 0 and step % 3 == 2 else 0) + (3 if step == 7 else 0)
         mine = batch(10 * step + rank.rank, rows)
@@ -156,6 +163,8 @@ def body_penalty(rank: Rank, count: int, options: dict[str, Any]) -> tuple[int, 
     optimizers = [
         KFAC(m, gather_rows=rows, **(ROW_OPTIONS | options)) for m, rows in zip(models, (False, True), strict=True)
     ]
+    for optimizer in optimizers:
+        check_plan(optimizer, split=options["split_directions"], shared=options.get("shared_memory", False))
     for step in range(count):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()

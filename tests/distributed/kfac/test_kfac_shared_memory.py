@@ -65,7 +65,7 @@ def check_alike_by_messages(outcomes: list[Any], split: bool | None) -> None:
     assert all(shared["reduce_bytes"] == shared["all_reduce_bytes"] == 0 for _, (shared, _) in outcomes)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_same_directions_as_by_messages(size: int) -> None:
     splits = {"spd": True, "mem-opt": None, "dp": None}
     cases = {strategy: (body_alike, strategy, split) for strategy, split in splits.items()}

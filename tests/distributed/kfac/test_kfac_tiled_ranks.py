@@ -55,3 +55,5 @@ def test_every_way_is_one_process_with_the_whole_batch(size: int) -> None:
     for name, ranks in values_in_one_group(cases, size).items():
         for errors in ranks:
             assert largest(errors.values()) < 1e-5, (name, errors)
+    if not _C.has_tiles():
+        pytest.skip("no AMX here: these directions were made without tiles")
