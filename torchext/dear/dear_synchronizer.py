@@ -49,6 +49,7 @@ class DedicatedGroup:
             dist.get_process_group_ranks(self._beside),
             timeout=options._timeout,
             backend="dear",
+            pg_options=options,  # it goes by the same heartbeats, checks and limits
             use_local_synchronization=True,
             group_desc="torchext_dear_dedicated",
         )

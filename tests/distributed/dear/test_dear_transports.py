@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import Rank, run_ranks
 from pretended_hosts import be_on_host, needs_root
+from rows import values_in_one_group
 from sharded import FORMS, Pair, check_within, each_in_ways, made, sgd
 from torch import nn
 
@@ -50,14 +52,29 @@ def test_over_rooms() -> None:
         check_within(worst)
 
 
-def body_differs(rank: Rank) -> None:
-    rank.init("gloo")
-    options = torchext.DeAROptions(transport=("auto", "hierarchical")[rank.rank])
-    group = dist.new_group(backend="dear", pg_options=options)
+def attach(**options: Any) -> torchext.DearSynchronizer:
+    group = dist.new_group(backend="dear", pg_options=torchext.DeAROptions(**options))
     model = nn.parallel.DistributedDataParallel(made(deep), process_group=group)
+    synchronizer = torchext.attach(model, sgd(model.parameters()))
+    assert isinstance(synchronizer, torchext.DearSynchronizer)
+    return synchronizer
+
+
+def differs(rank: Rank) -> None:
     with pytest.raises(dist.DistBackendError, match="transport hierarchical is False on rank 0 and True on rank 1"):
-        torchext.attach(model, sgd(model.parameters()))
+        attach(transport=("auto", "hierarchical")[rank.rank])
 
 
-def test_ranks_that_differ_learn_of_it() -> None:
-    run_ranks(body_differs, 2)
+def dedicated_options(_: Rank) -> tuple[timedelta, str, timedelta]:
+    limit = timedelta(seconds=20)
+    synchronizer = attach(
+        transport="collectives", heartbeat_timeout=timedelta(0), call_check="every", operation_timeout=limit
+    )
+    options = torchext.backend_of(synchronizer._dedicated_group._group).options
+    synchronizer.detach()
+    return options.heartbeat_timeout, options.call_check, options.operation_timeout
+
+
+def test_ranks_that_differ_learn_of_it_and_the_group_beside_goes_by_the_same_options() -> None:
+    calls = {"options": (dedicated_options,), "differs": (differs,)}
+    assert values_in_one_group(calls, 2)["options"] == [(timedelta(0), "every", timedelta(seconds=20))] * 2
