@@ -64,23 +64,24 @@ def body_training(
     return error, later, time.monotonic() - start
 
 
+# Rank 3 is never the victim: it outlives all rows, and ends its groups behind each.
 DEATHS: list[tuple[int, str, dict[str, Any]]] = [
     (2, "prague", {"order": "atc"}),
     (0, "prague", {"order": "atc"}),  # it hosts the generator
-    (3, "prague", {}),
-    (1, "prague", {"generator": "static"}),
+    (1, "prague", {}),
+    (2, "prague", {"generator": "static"}),
     (0, "prague", {"generator": "ready-set", "order": "atc"}),
     (0, "prague", {"generator": "random"}),
     (1, "dssync", {"order": "atc"}),
     (0, "dssync", {"schedule": "random"}),
-    (3, "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),
+    (2, "dssync", {"schedule": "topology", "racks": [0, 1, 0, 1]}),
     (2, "hop", {}),
     (0, "hop", {"order": "serial"}),
-    (3, "hop", {"graph": "ring"}),  # its opposite has no line to it
+    (1, "hop", {"graph": "ring"}),  # its opposite has no line to it
     (1, "hop", {"backup_workers": 1, "max_iteration_gap": 4}),
     (1, "hop", {"staleness": 3, "max_iteration_gap": 4, "max_jump": 4}),
     (2, "hop", {"notify_ack": True}),
-    (3, "hop", {"weights": [[0.6, 0.4, 0, 0], [0, 0.6, 0.4, 0], [0, 0, 0.6, 0.4], [0.4, 0, 0, 0.6]]}),
+    (2, "hop", {"weights": [[0.6, 0.4, 0, 0], [0, 0.6, 0.4, 0], [0, 0, 0.6, 0.4], [0.4, 0, 0, 0.6]]}),
     (0, "dear", {}),  # in the trial of all-reduce
     (2, "dear", {"allreduce_fallback": False}),
     (1, "dear", {"allreduce_fallback": False, "form": "replicated", "bucket_mb": 0.01}),
@@ -209,8 +210,10 @@ STOPS: list[tuple[str, dict[str, Any]]] = [
 
 def test_sigstop_in_training_honours_the_timeout() -> None:
     victim, timeout = 2, 3
+    late = {"heartbeat_timeout": timedelta(seconds=60)}  # or its silence would end the group, whatever the timeout
     rows = {
-        f"{backend} {options}": (victim, int(signal.SIGSTOP), backend, options, timeout) for backend, options in STOPS
+        f"{backend} {options}": (victim, int(signal.SIGSTOP), backend, {**late, **options}, timeout)
+        for backend, options in STOPS
     }
     for name, outcomes in run_rows(body_training, 4, rows, victims={victim}, deadline=40).items():
         backend = rows[name][2]
@@ -218,7 +221,7 @@ def test_sigstop_in_training_honours_the_timeout() -> None:
         for outcome in (other for other in outcomes if other.rank != victim):
             assert outcome.ok, (name, outcome.trace)
             (kind, text, seconds), later, _ = outcome.value
-            assert kind == "DistBackendError" and backend in text, (name, kind, text)
+            assert kind == "DistBackendError" and backend in text and "silent" not in text, (name, kind, text)
             assert later[0] == "DistBackendError" and later[2] < 1, (name, later)
             assert timeout - 1 < seconds < HIT_AFTER + timeout + DEATH_LIMIT, (name, seconds)
             texts.append(text)

@@ -84,33 +84,32 @@ def check_asking_meanwhile(rank: Rank, order: str) -> None:
     trainer.sync.detach()
 
 
-def begin(what: str, rank: Rank) -> Callable[[], Any]:
-    """Begins what takes both ranks and returns how to wait for it. Rank 0 gets a message from rank 1."""
+# What arrives of rank 0's ones and rank 1's twos; of messages those that rank 1 sends. The others are sums.
+ARRIVES = {"message": 2.0, "messages": 2.0, "partial": 1.5}
+
+
+def begin(what: str, rank: Rank) -> tuple[Callable[[], Any], list[torch.Tensor]]:
+    """Begins what takes both ranks, and returns how to wait for it and what it arrives in."""
     backend, other, world = torchext.backend_of(), 1 - rank.rank, dist.group.WORLD
-    total = torch.ones(2)
+    total = torch.full((2,), 1.0 + rank.rank)
     message = dist.irecv if rank.rank == 0 else dist.isend
     if what == "message":
-        return message(total, other).wait
+        return message(total, other).wait, [total]
     if what == "messages":
         world._start_coalescing(torch.device("cpu"))
-        parts = [torch.ones(1), torch.ones(1)]
+        parts = [total[:1].clone(), total[1:].clone()]
         for part in parts:
             message(part, other)
-        joined = world._end_coalescing(torch.device("cpu"))
-
-        def wait_for_both() -> None:
-            joined.wait()
-            parts.clear()
-
-        return wait_for_both
+        return world._end_coalescing(torch.device("cpu")).wait, parts
     if what == "partial":
         partial = backend.partial_all_reduce(total, [0, 1])
-        return lambda: partial.wait(timedelta(seconds=20))
+        return lambda: partial.wait(timedelta(seconds=20)), [total]
     if what == "reduce_scatter":
-        return dist.reduce_scatter_tensor(torch.ones(1), total, async_op=True).wait
+        part = torch.zeros(1)
+        return dist.reduce_scatter_tensor(part, total, async_op=True).wait, [part]
     work = dist.all_reduce(total, async_op=True)
     if what == "limited":
-        return lambda: work.wait(timedelta(seconds=20))
+        return lambda: work.wait(timedelta(seconds=20)), [total]
     assert what == "polled"
 
     def poll() -> None:
@@ -120,26 +119,32 @@ def begin(what: str, rank: Rank) -> Callable[[], Any]:
                 return
         raise AssertionError("never complete")
 
-    return poll
+    return poll, [total]
+
+
+def finish(what: str, begun: tuple[Callable[[], Any], list[torch.Tensor]]) -> None:
+    wait, arrived = begun
+    wait()
+    assert set(torch.cat(arrived).tolist()) == {ARRIVES.get(what, 3.0)}, arrived
 
 
 def check_waiting_later(rank: Rank, order: str, what: str) -> None:
     """Rank 0 begins something, steps, asks for a group, and waits; the other waits for it in its groups first."""
     trainer = Trainer(rank, order=order)
     for _ in range(4 if what == "reduce_scatter" else 0):  # so that the next one is predicted, and starts at once
-        begin(what, rank)()
+        finish(what, begin(what, rank))
     trainer.run(3)
     if rank.rank == 0:
-        wait = begin(what, rank)
+        begun = begin(what, rank)
         trainer.step()
         trainer.loss().backward()
-        wait()
+        finish(what, begun)
         trainer.optimizer.step()
     else:
         time.sleep(0.5)  # the other has begun, and is in a group with this one
         trainer.run(4)
         trainer.sync.wait()
-        begin(what, rank)()
+        finish(what, begin(what, rank))
     trainer.sync.synchronize()
     equal_everywhere(trainer.module)
     trainer.sync.detach()

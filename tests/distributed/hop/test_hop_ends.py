@@ -65,16 +65,26 @@ WAITS: list[dict[str, Any]] = [
 ]
 
 
+# Of the synchronizer: in what they call, and no deeper, is a call of the C++ side.
+CALLERS = {"_begin_round", "_wait_tensors", "_wait_all"}
+
+
+def waits(frame: Any) -> bool:
+    """Whether the synchronizer waits there: not inside of torch's own."""
+    for _ in range(3):
+        if frame is None or frame.f_code.co_name in CALLERS:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in CALLERS
+
+
 def interruptions(rank: Rank, options: dict[str, Any]) -> int:
     trainer = Trainer(rank, backend="hop", graph="ring", lr=0.02, **options)
     interrupted = 0
     if rank.rank == 0:  # the others are slow, so that it waits for a token or an acknowledgement in most steps
 
         def handler(_: int, frame: Any) -> None:
-            if frame.f_code.co_name in (
-                "<lambda>",
-                "_before_step",
-            ):  # around a call of the synchronizer: not inside of torch's own
+            if waits(frame):
                 raise Interrupt
 
         signal.signal(signal.SIGUSR1, handler)
