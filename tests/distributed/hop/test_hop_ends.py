@@ -73,7 +73,7 @@ def interruptions(rank: Rank, options: dict[str, Any]) -> int:
         def handler(_: int, frame: Any) -> None:
             if frame.f_code.co_name in (
                 "<lambda>",
-                "_before_step",
+                "_before",
             ):  # around a call of the synchronizer: not inside of torch's own
                 raise Interrupt
 
