@@ -1,12 +1,7 @@
-"""Decentralized training: what :func:`torchext.attach` returns with backends that average replicas.
-
-Also how it goes on when the group has failed or grown (``membership.py`` says with whom), and what is counted over the
-groups that it has had.
-"""
+"""Decentralized training: what :func:`torchext.attach` returns with backends that average replicas."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,22 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 
 from torchext import _C
 from torchext.backends import backend_of, group_of_one
-from torchext.ddp.forward_hooks import Hook
 from torchext.ddp.replica_notice import ReplicaNotice
 from torchext.ddp.shared_memory import SharedMemory
-from torchext.ddp.step_closures import StepBehindClosure
-from torchext.ddp.step_hooks import after_step, before_step
-from torchext.ddp.step_round import StepRound
 from torchext.ddp.synchronizer import Synchronizer, active_synchronizers
 from torchext.ddp.under_way import Arrivals
 from torchext.decentralized.averaged_state import AveragedState
+from torchext.decentralized.group_recovery import GroupRecovery
+from torchext.decentralized.model_steps import ModelSteps
 from torchext.decentralized.reassigned_buffers import ReassignedBuffers
-from torchext.elastic.cascade import losing
 from torchext.elastic.membership import Membership
 
 __all__ = ["AveragingSynchronizer"]
@@ -53,43 +44,34 @@ class AveragingSynchronizer(Synchronizer):
         tensors: Sequence[torch.Tensor],
     ) -> None:
         super().__init__(core, ddp, optimizers, _AveragedTensors(self, tensors))
-        self._round = StepRound(self._optimizers, self._begin_round, self._end_round)
-        self._behind_closure = StepBehindClosure(self._begin_step)
-        for optimizer in self._optimizers:
-            self._handles += [before_step(optimizer, self._before_step), after_step(optimizer, self._after_step)]
-        if len(self._optimizers) > 1:
-            self._handles.append(ddp.register_forward_pre_hook(Hook(self._enter_forward), prepend=True))
+        self._buffers = ReassignedBuffers(ddp.module, tensors)
+        self._steps = ModelSteps(
+            ddp, self._optimizers, self._buffers, self._check_step, self._begin_round, self._end_round
+        )
+        self._handles.append(self._steps)
         # All that DDP's reducer exchanges where gradients stay local is which parameters were used and, once, the order
         # of its buckets: a worker's own business, for which others need not wait, and newcomers have missed the latter.
         ddp.reducer._update_process_group(group_of_one())
         self._handles.append(_NoMatching(ddp))
         self._local_gradients = _C.keep_gradients_local(ddp.reducer)
         self._local_gradients.synchronizer = core
-        self._membership: Membership | None = None
-        self._make_core: Callable[[Any], _C.AveragingSynchronizer] | None = None
+        self._recovery: GroupRecovery | None = None  # None: the end of its group is that of training
         self._tensors = (*tensors, *self._frozen)
         self._memory = SharedMemory(tensors)
-        self._buffers = ReassignedBuffers(ddp.module, tensors)
-        self._stepping = False  # the optimizer's step is under way
-        self._collectives = 0  # since attach: exact averages, and looks for newcomers
         self._restored = False  # averaged() has nothing to restore any more
         self._averaged_states: list[AveragedState] = []  # inside averaged()
         self._same = True  # replicas do not differ: no step since all workers met
         self._notice = ReplicaNotice(ddp, self._optimizers, lambda: not (self._same or self._averaging))
         self._handles.append(self._notice)
-        self._past: list[dict[str, Any]] = []  # stats of the groups before this one
-        self._left: BaseException | None = None  # why it has left its group, while it has no other
-        self._ended = False  # and will have none
-        self._renewing = False  # on the way to another; the model may be read, for a newcomer
 
     def _steps_inside(self) -> bool:
-        return self._stepping
+        return self._steps.inside
 
     def _continues(self) -> bool:
-        return self._membership is not None
+        return self._recovery is not None
 
     def _renews_world(self) -> bool:
-        return self._membership is not None and self._membership.is_world
+        return self._recovery is not None and self._recovery.membership.is_world
 
     def refuse_uneven_inputs(self, name: str) -> None:
         """From now on ``ddp.join()`` raises: for a backend whose workers wait for each other's steps."""
@@ -102,14 +84,17 @@ class AveragingSynchronizer(Synchronizer):
             membership: Of this worker's group.
             make_core: Makes the C++ synchronizer of a backend; collective.
         """
-        self._membership, self._make_core = membership, make_core
+        self._recovery = GroupRecovery(
+            self._core,
+            membership,
+            make_core,
+            self._tensors,
+            meet=self._meet,
+            leave_average=self._restore_own,
+            attached=_recoveries,
+        )
         if membership.is_newcomer:
-            try:
-                self._collectives = self._meet(None)
-            except dist.DistBackendError as error:
-                membership.fail(error)
-                self._give_up(error)
-                self._collectives = self._renew(None)
+            self._recovery.enter()
 
     def stats(self) -> dict[str, Any]:
         """Counters and milliseconds since attach.
@@ -123,17 +108,9 @@ class AveragingSynchronizer(Synchronizer):
         their ranks at the time of attach, ``joined_ranks``, by the numbers that newcomers get after those, and
         ``recovery_ms``, what it took to go on without the ones and with the others.
         """
-        return self._with_membership(self._core.stats())
-
-    def _with_membership(self, stats: dict[str, Any]) -> dict[str, Any]:
-        for past in self._past:
-            for name in _COUNTERS & stats.keys():
-                stats[name] = _sum(stats[name], past[name])
-        if self._membership is not None:
-            stats["workers"] = len(self._membership.members)
-            stats["lost_ranks"] = list(self._membership.lost)
-            stats["joined_ranks"] = list(self._membership.joined)
-            stats["recovery_ms"] = self._membership.seconds * 1e3
+        stats = self._core.stats()
+        if self._recovery is not None:
+            self._recovery.add_to(stats)
         return stats
 
     def _wait_all(self) -> None:
@@ -141,41 +118,16 @@ class AveragingSynchronizer(Synchronizer):
 
     def _detach_core(self) -> None:
         try:
-            self._round.close()
+            self._steps.close()
             self._core.detach()
         except dist.DistBackendError:
             # Training is over here. Those that train on learn that this worker does not.
-            if self._membership is None:
+            if self._recovery is None:
                 raise
             self._core.leave(timedelta(seconds=2))
 
     def _wait_tensors(self, positions: list[int]) -> None:
         self._persist(lambda: self._core.wait_tensors(positions))
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._stepping = True
-        put_off = self._behind_closure.put_off(optimizer, args, kwargs)
-        if put_off is None:
-            self._begin_step(optimizer)
-        else:
-            self._check_step()
-        return put_off
-
-    def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._buffers.restore()
-        self._check_step()
-        self._round.begins(optimizer)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._behind_closure.begin()  # an optimizer that did not call its closure
-        self._buffers.restore()
-        self._round.ends(optimizer)
-        self._stepping = False
-
-    def _enter_forward(self) -> None:
-        """Ends a step that one of several optimizers has no part in."""
-        if torch.is_grad_enabled():
-            self._round.close()
 
     def _begin_round(self) -> None:
         self._same = False
@@ -200,13 +152,13 @@ class AveragingSynchronizer(Synchronizer):
         return self._memory.held_by_others([_HELD] * len(self._memory))
 
     def _synchronize(self) -> None:
-        self._round.close()
+        self._steps.close()
         self._buffers.restore()
-        self._collective(lambda: self._core.synchronize())
+        self._persist(lambda: self._core.synchronize(), collective=True)
         self._same = True
 
     def _enter_average(self, optimizer_state: bool) -> None:
-        self._round.close()
+        self._steps.close()
         self._buffers.restore()
         states: list[AveragedState] = []
 
@@ -224,7 +176,7 @@ class AveragingSynchronizer(Synchronizer):
                     self._abandon_average(error)
                 raise
 
-        self._restored = not self._collective(enter)
+        self._restored = not self._persist(enter, collective=True)
         if not self._restored:
             for state in states:
                 state.put()
@@ -244,126 +196,48 @@ class AveragingSynchronizer(Synchronizer):
             self._buffers.drop_assigned()  # of the average, and this worker takes its own values again
             self._core.leave_average()
 
-    def _after_meeting(self) -> None:
-        membership = self._membership
-        if membership is None:
-            return
-        came = False
-
-        def look() -> None:
-            nonlocal came
-            came = membership.newcomers()
-
-        # Where the look fails for some, the others go on to the next thing they do together, which fails too.
-        if self._collective(look) and came:
-            self._recover(membership, dist.DistBackendError("torchext: newcomers join the group"))
-
-    def _collective(self, action: Callable[[], None]) -> bool:
-        """Does what all workers do equally often; False if others were past it when this one had to start anew."""
-        done = self._persist(action, self._collectives)
-        self._collectives += 1
-        return done
-
-    def _persist(self, action: Callable[[], None], collectives: int | None = None) -> bool:
-        """Does something with the core; after a failure again, with that of the survivors, unless they are past it."""
-        while True:
-            try:
-                if self._left is not None and not self._renewing:
-                    raise self._left
-                action()
-                return True
-            except dist.DistBackendError as error:
-                if self._membership is None or self._ended:
-                    raise
-                most = self._recover(self._membership, error)
-            if collectives is not None and most > collectives:
-                return False
-
-    def _recover(self, membership: Membership, error: BaseException) -> int:
-        """Goes on with another group; returns how many collectives the furthest of it has done.
-
-        An error that gets here is that of this model's own group: those of others are theirs. Other models go on, too,
-        where they must (``cascade.py``); what keeps one of them from it is raised when that one is next used.
-        """
-        membership.fail(error)
-        gone = membership.agree(error)
-        attached = [model for model in active_synchronizers() if isinstance(model, AveragingSynchronizer)]
-        others = [model for model in attached if model is not self and not model._ended]
-        failed = losing(gone, [model._membership for model in others if model._membership is not None])
-        models = [model for model in attached if model is self or model._membership in failed]
-        if self not in models:  # its group is gone: it fails in its own way
-            models.append(self)
-        # All of them first: the outstanding averages of one that has failed would be in the way of the others'
-        # collectives.
-        for model in models:
-            assert model._membership is not None
-            model._give_up(error if model is self else model._membership.error())
-        # And those of the models that go on as they are: who waits for this worker there does not come to a new group.
-        _C.drain_averages()
-        most = 0
-        for model in models:
-            with contextlib.suppress(dist.DistBackendError):  # kept in _left
-                collectives = model._renew(model._core.steps)
-                most = collectives if model is self else most
-        if self._left is not None:
-            raise self._left
-        return most
-
-    def _give_up(self, error: BaseException) -> None:
-        """Leaves a group that has failed, for that reason."""
+    def _restore_own(self) -> None:
+        """Ends the average inside ``averaged()``, for its group has failed."""
         if self._averaging and not self._restored:
             self._core.leave_average()
             self._restored = True
-        self._core.leave(timedelta(0))
-        self._left = error
 
-    def _renew(self, steps: int | None) -> int:
-        """Trains with another group than it has left; returns how many collectives the furthest of it has done.
+    def _after_meeting(self) -> None:
+        if self._recovery is not None:
+            self._recovery.admit_newcomers()
 
-        The steps are those that this worker has made, or None, as of :meth:`_meet`: the next group may fail before its
-        core has been told.
+    def _persist(self, action: Callable[[], None], *, collective: bool = False) -> bool:
+        """Does something with the core, as often as it takes; False if others are past it, and it is not done."""
+        if self._recovery is not None:
+            return self._recovery.persist(action, collective=collective)
+        action()
+        return True
 
-        The failure may show in the middle of a forward pass, where layers before have saved their parameters for the
-        backward pass. Those take the average's values, as under any average that runs beside a step; autograd must not
-        take it for a mistake.
-        """
-        assert self._membership is not None and self._make_core is not None
-        with _unsafe_preserve_version_counter(self._tensors):
-            while True:
-                assert self._left is not None
-                self._renewing = True
-                try:
-                    core = self._membership.renew(self._left, self._make_core)
-                except dist.DistBackendError as end:
-                    self._left, self._ended = end, True
-                    raise
-                finally:
-                    self._renewing = False
-                self._past.append(self._core.stats())
-                self._core = self._local_gradients.synchronizer = core
-                self._left = None
-                try:
-                    return self._meet(steps)
-                except dist.DistBackendError as another:
-                    self._membership.fail(another)
-                    self._give_up(another)
-
-    def _meet(self, steps: int | None) -> int:
-        """The first thing that a new group does: its workers begin from one average.
+    def _meet(self, core: _C.AveragingSynchronizer, steps: int | None, collectives: int) -> int:
+        """The first thing that a worker does in another group: all begin from one average.
 
         Args:
+            core: What synchronizes the model there.
             steps: Those that this worker has made; None: it is a newcomer.
+            collectives: Those that it has done.
 
         Returns:
             How many collectives the furthest has done.
         """
+        self._core = self._local_gradients.synchronizer = core
         self._buffers.restore()
-        furthest = torch.tensor([steps or 0, self._collectives], device="cpu")
+        furthest = torch.tensor([steps or 0, collectives], device="cpu")
         dist.all_reduce(furthest, dist.ReduceOp.MAX, group=self._ddp.process_group)
-        self._core.synchronize()
+        core.synchronize()
         most, collectives = map(int, furthest)
-        self._core.resume(most if steps is None else steps, most)
+        core.resume(most if steps is None else steps, most)
         return collectives
+
+
+def _recoveries() -> list[GroupRecovery]:
+    """Those of all models that may still train, in the order of attaching."""
+    attached = [model for model in active_synchronizers() if isinstance(model, AveragingSynchronizer)]
+    return [model._recovery for model in attached if model._recovery is not None]
 
 
 class _AveragedTensors(Arrivals):
@@ -419,16 +293,3 @@ def _refuse_join(name: str, **_: Any) -> None:
 
 # How often the C++ side holds the memory of what is averaged: in the buckets, and where it was when it was attached.
 _HELD = 2
-
-# Of stats(), what adds up over several groups.
-_COUNTERS = {
-    *("steps", "averages", "group_sizes", "exposed_ms", "generator_wait_ms", "peer_wait_ms", "transfer_ms", "copy_ms"),
-    *("bytes_sent", "bytes_shared", "skipped", "gaps", "ages", "too_late", "not_sent", "waits"),
-    *("model_wait_ms", "token_wait_ms", "send_wait_ms"),
-}
-
-
-def _sum(left: Any, right: Any) -> Any:
-    if isinstance(left, dict):
-        return {key: left.get(key, 0) + right.get(key, 0) for key in sorted({*left, *right})}
-    return left + right

@@ -33,8 +33,8 @@ class HopSynchronizer(AveragingSynchronizer):
         self.wait()
         return self._core.steps
 
-    def _meet(self, steps: int | None) -> int:
-        most = super()._meet(steps)
+    def _meet(self, core: _C.AveragingSynchronizer, steps: int | None, collectives: int) -> int:
+        most = super()._meet(core, steps, collectives)
         self._core.begin()  # the others may first step another model, where they wait for this worker
         return most
 
@@ -53,4 +53,4 @@ class HopSynchronizer(AveragingSynchronizer):
         ``on_peer_failure="continue"`` also ``workers``, ``lost_ranks``, ``joined_ranks`` and ``recovery_ms``, as
         with ``prague``.
         """
-        return self._with_membership(self._core.stats())
+        return super().stats()

@@ -34,7 +34,7 @@ def check_prunable(tables: Iterable[AdaptiveTable], process_group: Any) -> None:
         ValueError: Named with the way out.
     """
     for synchronizer in averaging(tables):
-        if synchronizer._membership is not None:
+        if synchronizer._continues():
             raise ValueError(
                 "on_peer_failure = 'continue' of torchext.attach: a worker that is lost or let in while tables are "
                 "pruned would leave replicas with different chunks; with a ChunkPruner allowed is 'raise' (torchrun "

@@ -12,7 +12,8 @@ from attached import equal_everywhere
 from elastic_training import ElasticTraining, stop_when_connecting
 from harness import Rank, launch
 
-from torchext.elastic import membership, membership_round
+from torchext.elastic import membership_round, survivor_agreement
+from torchext.elastic.group_formation import GroupFormation
 
 pytestmark = pytest.mark.sanitize
 
@@ -57,15 +58,15 @@ def test_one_is_gone_when_the_others_connect(backend: str, stopped: int, own_gro
 
 def body_late(rank: Rank, own_group: bool) -> Any:
     membership_round.PATIENCE = timedelta(seconds=6)
-    membership.GRACE = 10.0  # the late one has not heard that the others ask who lives
-    real = membership.Membership._form
+    survivor_agreement.GRACE = 10.0  # the late one has not heard that the others ask who lives
+    real = GroupFormation.form
 
-    def form(self: Any, decided: Any, attempt: int) -> None:
+    def form(self: Any, member: Any, decided: Any, attempt: int, before: Any) -> Any:
         if rank.rank == 2 and attempt == 0:
             time.sleep(8)  # a long step: the others have given the first group up
-        real(self, decided, attempt)
+        return real(self, member, decided, attempt, before)
 
-    membership.Membership._form = form  # type: ignore[method-assign]
+    GroupFormation.form = form  # type: ignore[method-assign]
     training = ElasticTraining(rank, "prague", {}, own_group=own_group)
     training.train(3)
     rank.report("ready")
@@ -113,7 +114,7 @@ def body_interrupted(rank: Rank, owner: Any, name: str) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(membership_round.MembershipRound, "read"), (membership.Membership, "_made")],
+    [(membership_round.MembershipRound, "read"), (GroupFormation, "_make")],
     ids=["when it is decided", "when it connects"],
 )
 def test_who_is_interrupted_among_those_that_go_on_is_not_waited_for(owner: Any, name: str) -> None:

@@ -189,7 +189,7 @@ def body_cannot_go_on(rank: Rank) -> tuple[tuple[int, list[int]], tuple[str, str
                 model.step()
     first.meet()
     if second is not None:
-        membership = second.sync._membership  # type: ignore[attr-defined]
+        membership = second.sync._recovery.membership  # type: ignore[attr-defined]
 
         def renew(*_: object) -> None:
             raise dist.DistBackendError("nobody knows who is left")

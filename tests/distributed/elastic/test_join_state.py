@@ -119,7 +119,7 @@ def body_two(rank: Rank, backend: str, first: int) -> Any:
         return None
     training = ElasticTraining(rank, backend, {}, workers=1, module=Peculiar())
     if rank.rank == 0:
-        store = training.sync._membership._admission._store  # type: ignore[attr-defined]
+        store = training.sync._recovery.membership._admission._store  # type: ignore[attr-defined]
         while not store.check(["1/request"]):
             time.sleep(0.01)
         asked.touch()

@@ -165,7 +165,7 @@ def test_another_fails_in_recovery() -> None:
     for name, outcomes in run_rows(body_in_recovery, 5, rows, victims={1}).items():
         if name == "group.formed":
             failed = outcomes[3]
-            assert failed.error == "_LeftBehind" and "without rank 3, which could not come" in failed.message, failed
+            assert failed.error == "LeftBehindError" and "without rank 3, which could not come" in failed.message, failed
             left = [outcomes[rank].value for rank in (0, 2, 4)]
             assert left == [([1, 3], [], 3)] * 3, outcomes
         else:
@@ -192,7 +192,7 @@ def test_a_dead_peer_where_a_group_is_finished_is_a_failure_of_that_group() -> N
         ranks.kill(1)
         ranks.expect_stopped(2)
         (failed,) = ranks.outcomes([3], deadline=20)
-        assert failed.error == "_LeftBehind", failed
+        assert failed.error == "LeftBehindError", failed
         ranks.kill(2, signal.SIGCONT)
         outcomes = ranks.outcomes([0, 2, 4], deadline=60)
     assert [outcome.value for outcome in outcomes] == [([1, 3], [], 3)] * 3, outcomes

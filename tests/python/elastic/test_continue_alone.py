@@ -71,7 +71,7 @@ def test_training_needs_no_store() -> None:
         calls.append(True)
         raise dist.DistNetworkError("connection was reset")
 
-    sync._membership._admission.newcomers = gone
+    sync._recovery.membership._admission.newcomers = gone
     for _ in range(2):
         steps(ddp, optimizer, 3)
         sync.synchronize()
