@@ -16,8 +16,10 @@ from torchext.ddp.step_closures import closure_of, with_closure, with_closure_th
 from torchext.ddp.step_hooks import unhooked, unhooked_step
 from torchext.dear.dear_parameters import DearParameters
 from torchext.dear.dear_refusals import ONE_BY_ONE, refuse_copies
-from torchext.dear.dear_state import DearState, groups_of
+from torchext.dear.dear_state import DearState
 from torchext.dear.deferred_step import DeferredStep
+from torchext.dear.optimizer_state import groups_of
+from torchext.dear.sharded_gradients import ShardedGradients
 
 __all__ = ["DearStep"]
 
@@ -120,7 +122,7 @@ class DearStep:
 
     def _passed(self, loss: Any) -> Any:
         """What a closure gives whose passes have been made before the step."""
-        if self._state.sharded and not self._core.allreduce and self._state.versions() != self._versions:
+        if self._state.sharded and not self._core.allreduce and self._state.parts.versions() != self._versions:
             raise RuntimeError(
                 f"dear: {type(self._optimizer).__name__}.step() calls its closure when it has moved parameters, of "
                 "which each rank has a slice in the sharded form; take DeAROptions(form='replicated')"
@@ -136,7 +138,7 @@ class DearStep:
             begun = True
             self._begins()
             if not self._core.allreduce:
-                self._parameters.settle_rest()
+                self._parameters.averaged.settle_all()
 
         with self._inside():
             if closure_of(args, kwargs) is None:
@@ -170,9 +172,10 @@ class DearStep:
         Otherwise the link would be idle while everything is stepped, between the last reduce-scatter and the first
         all-gather.
         """
-        optimizer, parameters = self._optimizer, self._parameters
+        optimizer, averaged = self._optimizer, self._parameters.averaged
+        assert isinstance(averaged, ShardedGradients)
         in_parts = self._known
-        with self._state.as_slices() as position_of:
+        with self._state.parts.in_param_groups() as position_of:
             groups = optimizer.param_groups
             held = [position_of(part) for group in groups for part in group["params"]]
             left = {position for position in held if position is not None}
@@ -182,35 +185,40 @@ class DearStep:
                 early = {
                     position
                     for position in left
-                    if parameters.is_reduced(position)
+                    if position in averaged
                     and (bucket := self._core.bucket_of(position)) is not None
                     and known <= bucket < arrived
                 }
                 if early:
-                    self._step_of(early, groups_of(groups, early, position_of), args, kwargs)
+                    self._step_of(averaged, early, groups_of(groups, early, position_of), args, kwargs)
                     left -= early
                 known = arrived
             # Without those that have been stepped, but what is no parameter of the model.
             stepped = {position for position in held if position is not None} - left
             rest = [{**g, "params": [p for p in g["params"] if position_of(p) not in stepped]} for g in groups]
-            self._step_of(left, rest if stepped else groups, args, kwargs)
-        parameters.spend(self._own())
+            self._step_of(averaged, left, rest if stepped else groups, args, kwargs)
+        averaged.spend(self._own())
 
     def _step_of(
-        self, positions: set[int], groups: list[dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        averaged: ShardedGradients,
+        positions: set[int],
+        groups: list[dict[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         for position in positions:
-            self._state.part_of(position).grad = self._parameters.own_slice(position)
+            self._state.parts[position].grad = averaged.own_slice(position)
         optimizer, whole = self._optimizer, self._optimizer.param_groups
         optimizer.param_groups = groups
-        self._versions = self._state.versions()  # the parts before this one have moved theirs
+        self._versions = self._state.parts.versions()  # the parts before this one have moved theirs
         try:
             self._run(args, kwargs)
         finally:
             optimizer.param_groups = whole
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        self._parameters.clear(set_to_none, self._own())
+        self._parameters.averaged.clear(set_to_none, self._own())
         if set_to_none:
             self._deferred.cleared()
         if self._cleared is not None:

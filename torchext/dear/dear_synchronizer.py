@@ -26,6 +26,7 @@ from torchext.dear.dear_parameters import DearParameters
 from torchext.dear.dear_state import DearState
 from torchext.dear.dear_step import DearStep
 from torchext.dear.deferred_step import DeferredStep
+from torchext.dear.sharded_gradients import ShardedGradients
 from torchext.dear.state_loading import split_by_owner
 
 __all__ = ["DearSynchronizer", "DedicatedGroup"]
@@ -124,7 +125,7 @@ class DearSynchronizer(Synchronizer):
         self._reduced = True  # DDP's reducer has averaged gradients so far
         core.on_reduced(_weakly(self._parameters, DearParameters.reduced))
         if self._sharded:
-            core.on_accumulating(_weakly(self._parameters, DearParameters.accumulating))
+            core.on_accumulating(_weakly(self._parameters.averaged, ShardedGradients.accumulating))
         self._handles += [
             ddp.register_forward_pre_hook(Hook(self._enter_forward)),
             ddp.register_forward_hook(OutputHook(self._leave_forward), always_call=True),
@@ -222,8 +223,7 @@ class DearSynchronizer(Synchronizer):
         try:
             self._round.close()
             self.wait()
-            self._parameters.settle_rest()  # which DDP would have averaged by now
-            self._parameters.restore_spent()
+            self._parameters.averaged.restore()  # which DDP would have averaged by now
             for state in self._states:
                 state.hold(whole=True)
         except BaseException:
@@ -259,7 +259,7 @@ class DearSynchronizer(Synchronizer):
             deferred.remove()
             step.remove()
             state.remove()
-        self._parameters.drop()
+        self._parameters.averaged.drop()
 
     @property
     def _sharded(self) -> bool:
@@ -295,7 +295,7 @@ class DearSynchronizer(Synchronizer):
             self._give_reducer_back()
         self._synced = ddp.require_backward_grad_sync
         self._core.wait_tensors([])  # raises where the group has failed
-        self._parameters.before_pass()
+        self._parameters.averaged.before_pass()
         if not self._sharded and not self._steps_inside() and self._core.adopt_plan():  # this rank has skipped a step
             self._follow()
         self._core.expect_backward(self._synced)
@@ -357,7 +357,7 @@ class DearSynchronizer(Synchronizer):
             deferred.finish()
         moved = self._core.take_moved()
         for state in self._states:
-            state.moved(moved)
+            state.parts.moved(moved)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._core.allreduce and not self._reduced:
@@ -366,7 +366,7 @@ class DearSynchronizer(Synchronizer):
 
     def _end_round(self) -> None:
         if len(self._optimizers) > 1:
-            self._parameters.settle_rest()  # of those left out
+            self._parameters.averaged.settle_all()  # of those left out
         self._core.after_step()
         if self._sharded and not self._core.allreduce and not self._reduced:
             self._parameters.expect_values()  # all are gathered, whoever has stepped
@@ -381,7 +381,7 @@ class DearSynchronizer(Synchronizer):
         for position in self._apart:
             own[position] += 1  # what stands for it on the C++ side
         for state in self._states:
-            for position in state.parts:
+            for position in state.parts.positions:
                 own[position] += 1  # a slice
         return self._memory.held_by_others(own)
 

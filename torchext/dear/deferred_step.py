@@ -18,7 +18,7 @@ from torchext import _C
 from torchext.ddp.step_hooks import unhooked_step
 from torchext.ddp.under_way import own_gradient, set_own_gradient
 from torchext.dear.dear_parameters import DearParameters
-from torchext.dear.dear_state import groups_of, in_order
+from torchext.dear.optimizer_state import groups_of, in_order
 
 __all__ = ["DeferredStep"]
 
@@ -98,9 +98,10 @@ class DeferredStep:
                 if position is None:
                     continue
                 # What has been frozen since attach is stepped with the gradient that it still has, as by torch.
-                if parameter.requires_grad or parameters.is_reduced(position) or own_gradient(parameter) is not None:
-                    self._left[position] = _Gradient(parameter, parameters.is_reduced(position))
-        parameters.drop(self._own())
+                averaged = position in parameters.averaged
+                if parameter.requires_grad or averaged or own_gradient(parameter) is not None:
+                    self._left[position] = _Gradient(parameter, averaged)
+        parameters.averaged.drop(self._own())
         if type(optimizer.state) in (dict, collections.defaultdict):
             optimizer.state = _FinishedState(optimizer.state, self._look)
         self._state = optimizer.state
