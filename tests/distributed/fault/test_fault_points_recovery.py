@@ -165,7 +165,9 @@ def test_another_fails_in_recovery() -> None:
     for name, outcomes in run_rows(body_in_recovery, 5, rows, victims={1}).items():
         if name == "group.formed":
             failed = outcomes[3]
-            assert failed.error == "LeftBehindError" and "without rank 3, which could not come" in failed.message, failed
+            assert failed.error == "LeftBehindError" and "without rank 3, which could not come" in failed.message, (
+                failed
+            )
             left = [outcomes[rank].value for rank in (0, 2, 4)]
             assert left == [([1, 3], [], 3)] * 3, outcomes
         else:
