@@ -33,7 +33,7 @@ demo: install  ## installs torchext from source into .venv and runs the demo
 test: install  ## everything: C++ (plain, ASan + UBSan, TSan), Python, distributed, everyday, frameworks, packaging
 	@$(RUN) tools/run_tests.py $(SUITES)
 
-test-quick: install  ## C++ (plain), Python, and each sixteenth case of distributed and everyday
+test-quick: install  ## C++ (plain), Python but its long cases, and each sixteenth case of distributed and everyday
 	@$(RUN) tools/run_tests.py --every 16 cpp python distributed everyday
 
 lint: deps  ## ruff, mypy --strict, clang-format, layers, pages, prose, tables, clang-tidy

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     every = config.getoption("--every")
     if every == 1:
         return
-    kept = [item for item in items if item.get_closest_marker("long") is None][::every]
+    kept = items[::every]
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept

@@ -1,7 +1,8 @@
 """Runs every test runner and adds up what they counted: ``python tools/run_tests.py [suite ...]``.
 
 Suites: cpp, asan, tsan (CMake and ctest), python, distributed, everyday, frameworks, packaging (pytest), slow (pytest,
-those marked slow). Without names, all but slow. --every N: of the suites that start processes only each N-th case.
+those marked slow). Without names, all but slow. --every N: of the suites that start processes only each N-th case, and
+of none those marked long.
 MAX_JOBS: compilers at a time, and tests, unless TEST_JOBS says otherwise for them.
 A suite that breaks before it can count is one failure; the others still run. At the end stand the slowest cases, those
 that failed, and what each suite counted and took. The last line is always "N passed, N failed, N skipped", and the exit
@@ -109,7 +110,8 @@ def run_cpp(suite: str, report: Path) -> int:
 
 def run_pytest(suite: str, report: Path, every: int) -> int:
     """Runs one folder of Python tests (or, for slow, the marked ones of all)."""
-    selected = ["-m", "slow", "tests"] if suite == "slow" else ["-m", "not slow", f"tests/{suite}"]
+    marks = "not slow" if every == 1 else "not slow and not long"
+    selected = ["-m", "slow", "tests"] if suite == "slow" else ["-m", marks, f"tests/{suite}"]
     if suite != "slow" and not any((ROOT / "tests" / suite).rglob("test_*.py")):
         print(f"tests/{suite} holds no test")
         return 1

@@ -8,6 +8,8 @@ import pytest
 from lab_benchmarks import contenders, launch, training
 from torch import nn
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("text", "name", "way", "bucket_mb"),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from lab_benchmarks import eventually, launch, needs_namespaces, netlab, reaper, training
 
+pytestmark = pytest.mark.long
+
 RANKS = """
 import socket, time
 import torch, torch.distributed as dist

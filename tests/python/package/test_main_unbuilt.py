@@ -15,6 +15,8 @@ import torch
 
 import torchext
 
+pytestmark = pytest.mark.long
+
 NATIVE = [f"{name}{importlib.machinery.EXTENSION_SUFFIXES[0]}" for name in ("_C", "_kernels")]
 
 
