@@ -162,3 +162,8 @@ def test_the_table_is_in_contributing() -> None:
     assert table(LAWS) in (ROOT / "CONTRIBUTING.md").read_text(), (
         "python tools/check_layers.py --table prints what to put there"
     )
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    names = [path.name for path in ROOT.glob("tests/**/test_*.py")]  # pytest imports them by these, the slow of all
+    assert sorted(names) == sorted(set(names))
