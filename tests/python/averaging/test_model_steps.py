@@ -63,6 +63,22 @@ def test_a_step_begins_behind_its_closure() -> None:
     assert model.told() == ["check", "pass", "restore", "check", "begin", "restore", "end"]
 
 
+class Unasking(torch.optim.SGD):
+    """One that takes a closure and does not call it."""
+
+    __module__ = "torch.optim.unasking"  # torch's own, as a rule, call theirs first
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step()
+
+
+def test_a_step_whose_closure_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim, "SGD", Unasking)
+    model = Model()
+    model.optimizers[0].step(model.loss)
+    assert model.told() == ["check", "restore", "check", "begin", "restore", "end"]
+
+
 def test_a_step_that_is_refused() -> None:
     model = Model()
     model.refused = True

@@ -45,7 +45,8 @@ def test_a_group_of_those_on_the_list() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_who_comes_when_the_others_have_given_up_does_not_wait() -> None:
+def test_who_comes_when_the_others_have_given_up_makes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupFormation, "_make", lambda *_: pytest.fail("made"))
     worker = member()
     worker.round(1).conclude("rank 1 did not come into it")
     with pytest.raises(dist.DistBackendError, match="rank 1 did not come into it") as caught:

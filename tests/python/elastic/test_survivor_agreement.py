@@ -54,12 +54,12 @@ def test_a_minority_does_not_go_on() -> None:
 
 def test_the_dead_of_one_try_are_dead_in_the_next() -> None:
     """There the others have left the failed group, so that it tells nothing any more."""
-    worker = member()
+    worker = member(4)  # of whom two would be a minority without that
     asked = []
 
     def lost() -> set[int]:
         asked.append(True)
-        return {2}
+        return {2, 3}
 
     lives(worker, 1)
     survivors = agreement(worker, lost)
