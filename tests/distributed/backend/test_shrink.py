@@ -26,6 +26,7 @@ SHRINK_ABORT = 1
 
 def body_shrink(rank: Rank, backend: str) -> Any:
     rank.init(backend)
+    kind = dist.group.WORLD.name()
     done = FileStore(str(rank.folder / "done"), -1)
     dist.all_reduce(torch.ones(3))
     if rank.rank == 2:
@@ -38,6 +39,7 @@ def body_shrink(rank: Rank, backend: str) -> Any:
             return error, sizes
         group = dist.shrink_group(excluded, shrink_flags=SHRINK_ABORT)
         assert group is dist.group.WORLD and torchext.backend_of().name() == backend
+        assert group.name() == kind  # as DDP has it, which reads from Gloo what only Gloo has
         tensor = torch.full((1000,), float(rank.rank))
         dist.all_reduce(tensor)
         gathered = [None] * dist.get_world_size()
