@@ -42,6 +42,7 @@ def check_training(rank: Rank, generator: str, order: str, alone: torch.Tensor) 
     before = trainer.evaluate()
     trainer.run(41)  # static: not after a round of all
     trainer.sync.wait()
+    trained = flat(trainer.module)
     stats = trainer.sync.stats()
     assert stats["steps"] == 41, stats
     assert 0 < stats["averages"] <= 60, stats
@@ -59,7 +60,8 @@ def check_training(rank: Rank, generator: str, order: str, alone: torch.Tensor) 
                 call()
     local = everywhere(flat(trainer.module))
     torch.testing.assert_close(local.mean(0), average, rtol=0, atol=1e-6)
-    assert apart(local) < 0.5 * apart(alone), (apart(local), apart(alone))
+    # Groups draw the models together; the meeting above has formed the last one's average.
+    assert apart(everywhere(trained)) < 0.75 * apart(alone)
     with torch.no_grad():  # equal, if the last group was one of all; their mean stays
         for parameter in trainer.module.parameters():
             parameter.add_(0.01 * (rank.rank - 1.5))
