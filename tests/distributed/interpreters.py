@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import runpy
 import sys
 import textwrap
 import time
@@ -36,12 +37,17 @@ def run_script(folder: Path, source: str, size: int, *args: str) -> list[Ended]:
     """Runs `size` ranks of a script in torchrun's environment, and waits for all."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(source))
-    env = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return run_interpreters(folder, [script, *args], [env | {"RANK": str(rank)} for rank in range(size)])
+    return run_interpreters(folder, [script, *args], environments(size))
+
+
+def environments(size: int) -> list[dict[str, str]]:
+    """What torchrun gives to the ranks of a job on this host."""
+    job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def run_interpreters(folder: Path, argv: list[str | Path], environments: list[dict[str, str]]) -> list[Ended]:
-    """Runs `argv`, a script and its arguments, once for each of the environments, all at the same time."""
+    """Runs `argv` once for each of the environments, all at the same time: a script, or -m and a module, and words."""
     words = [str(word) for word in argv]
     start = time.monotonic()
     processes = []
@@ -85,14 +91,9 @@ def _interpreter(argv: list[str], env: dict[str, str], output: str) -> NoReturn:
     torch.set_num_threads(1)
     # What was imported before the fork lives to the end: searching it for garbage would take most of the end's time.
     gc.freeze()
-    sys.argv = argv
-    sys.path.insert(0, str(Path(argv[0]).parent))
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=argv[0], __builtins__=__builtins__)
-    sys.modules["__main__"] = main
     code = 0
     try:
-        exec(compile(Path(argv[0]).read_text(), argv[0], "exec"), main.__dict__)
+        _run(argv)
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
@@ -103,3 +104,17 @@ def _interpreter(argv: list[str], env: dict[str, str], output: str) -> NoReturn:
         code = 1
     ctypes.pythonapi.Py_Exit(ctypes.c_int(code))  # flushes, finalizes and ends the process
     raise AssertionError("unreachable")
+
+
+def _run(argv: list[str]) -> None:
+    """As `__main__`."""
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).parent))
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=argv[0], __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    exec(compile(Path(argv[0]).read_text(), argv[0], "exec"), main.__dict__)

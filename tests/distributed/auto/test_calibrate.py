@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, free_port, launch, run_ranks
+from harness import Rank, launch, run_ranks
+from interpreters import environments, run_interpreters
 from pretended_hosts import be_on_host, needs_root
 from rows import row, values_in_turn
 
@@ -165,15 +163,11 @@ def test_an_interrupt_ends_the_wait() -> None:
 
 
 def test_bench_prints_and_saves(tmp_path: Path) -> None:
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    words = [sys.executable, "-m", "torchext.auto", "bench", "--max-seconds", "0.2"]
+    words = ["-m", "torchext.auto", "bench", "--max-seconds", "0.2"]
     words += ["--json", str(tmp_path / "link.json"), "--plot", str(tmp_path / "link.png")]
-    ranks = [
-        subprocess.Popen(words, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    ended = run_interpreters(tmp_path, [*words], environments(2))
+    assert [each.code for each in ended] == [0, 0], ended
+    outputs = [each.out for each in ended]
     assert outputs[0].startswith("2 ranks on 1 host, backend gloo, cpu: a link has ")
     assert not outputs[1]
     link = auto.LinkModel.load(tmp_path / "link.json")

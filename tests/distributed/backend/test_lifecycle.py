@@ -236,13 +236,15 @@ RESTART_SCRIPT = """
 """
 
 
-def test_torchrun_restarts_and_goes_on(tmp_path: Path) -> None:
+# Six starts of Python take most of the plain way's time.
+@pytest.mark.parametrize("launcher", ["warm", pytest.param("plain", marks=pytest.mark.slow)])
+def test_torchrun_restarts_and_goes_on(tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(RESTART_SCRIPT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=2"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*command, str(script), str(tmp_path)],
+        [*command, *(["-m", "torchext_warm"] if launcher == "warm" else []), str(script), str(tmp_path)],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

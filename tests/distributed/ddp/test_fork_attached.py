@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from case_choice import quick_on
+from interpreters import run_script
 
 pytestmark = pytest.mark.sanitize
-
-HERE = Path(__file__).resolve().parent
 
 SCRIPT = """
 import datetime, gc, os, signal, sys, time
 import torch, torch.distributed as dist
 import torchext
 
-backend, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+backend, folder = sys.argv[1:]
+rank = int(os.environ["RANK"])
 dist.init_process_group(backend, store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2,
                         timeout=datetime.timedelta(seconds=20))
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -86,25 +83,8 @@ print("parent ended", flush=True)
 
 @pytest.mark.parametrize("backend", quick_on("prague", "dear"))
 def test_a_forked_child_ends_and_its_parent_trains_on(backend: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-Wignore", str(script), backend, str(rank), str(tmp_path)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for output in outputs:
+    for ended in run_script(tmp_path, SCRIPT, 2, backend, str(tmp_path)):
+        output = ended.out
         said = [line for line in output.splitlines() if line]
         refused = [f"{name} DistBackendError True" for name in ("averaged", "synchronize", "detach")]
         if backend == "torchext":  # plain DDP still, which has nothing to synchronize
@@ -112,4 +92,4 @@ def test_a_forked_child_ends_and_its_parent_trains_on(backend: str, tmp_path: Pa
         acted = ["forward returned", "step DistBackendError True", *refused]
         ended = "child ended with 0"
         alone = ["collect returned", ended, "another returned", ended]  # a group of the children, beside the model
-        assert said == [*acted, ended, *alone, "parent ended"], output
+        assert said == [*acted, ended, *alone, "parent ended"], ended

@@ -112,7 +112,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 def test_learns_and_logs(backend: str, tmp_path: Path) -> None:
     log_file = tmp_path / "log.json"
-    text = train(tmp_path, backend, "--epochs=6", f"--log-file={log_file}")
+    text = train_without_launcher(tmp_path, backend, "--epochs=6", f"--log-file={log_file}")
     log: dict[str, Any] = json.loads(log_file.read_text())
     require_averages(log["stats"])
     assert log["accuracy"] >= 0.95

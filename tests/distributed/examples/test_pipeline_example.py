@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+from interpreters import environments, run_interpreters
 
-from processes import run, torchrun  # noqa: E402
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def test_it_plans_and_learns(tmp_path: Path) -> None:
     picture = tmp_path / "step.png"
     draws = importlib.util.find_spec("matplotlib") is not None
-    arguments = ["--steps=40", "--blocks=4", *([f"--png={picture}"] if draws else [])]
-    output = tmp_path / "output.txt"
-    with output.open("w") as file:
-        status = run(
-            torchrun(4, EXAMPLES / "train_pipeline.py", *arguments),
-            deadline=120,
-            env={"OMP_NUM_THREADS": "1"},
-            output=file,
-        )
-    text = output.read_text()
-    assert status == 0, text
+    arguments = ["--steps=20", "--blocks=2", *([f"--png={picture}"] if draws else [])]
+    ended = run_interpreters(tmp_path, [EXAMPLES / "train_pipeline.py", *arguments], environments(4))
+    assert all(each.code == 0 for each in ended), ended
+    text = "\n".join(each.out for each in ended)
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", text)]
     assert losses[-1] < 0.8 * losses[0], text
     assert "4 ranks: 2 stages, each on 2 ranks, 8 micro-batches through each pipeline" in text

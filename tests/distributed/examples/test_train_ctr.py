@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import free_port
-from interpreters import run_interpreters
+from interpreters import environments, run_interpreters
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_ctr.py"
 
@@ -42,9 +41,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(data: Path, world: int, *args: str) -> list[float]:
     """The AUC after each epoch."""
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     command = [EXAMPLE, "--data", data, "--batch", "64", "--budget", "0.25", *args]
-    ended = run_interpreters(data, command, [job | {"RANK": str(rank)} for rank in range(world)])
+    ended = run_interpreters(data, command, environments(world))
     assert all(each.code == 0 for each in ended), "\n".join(f"{each.code}: {each.err}" for each in ended)
     return [float(value) for value in re.findall(r"test AUC ([\d.]+)", ended[0].out)]
 
