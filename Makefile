@@ -37,7 +37,7 @@ test-quick: install  ## C++ (plain), Python but its long cases, and each sixteen
 	@$(RUN) tools/run_tests.py --every 16 cpp python distributed everyday
 
 lint: deps  ## ruff, mypy --strict, clang-format, layers, pages, prose, tables, clang-tidy
-	@bash tools/lint.sh "$(DEPS)/bin/python" "$(DEPS_HOME)/clang-tidy" $(CXX_FILES)
+	@bash tools/lint.sh "$(DEPS)/bin/python" "$(DEPS_HOME)" $(CXX_FILES)
 
 format: deps  ## rewrites Python and C++ in the house's format
 	@"$(DEPS)/bin/python" -m ruff check --fix-only --quiet . && "$(DEPS)/bin/python" -m ruff format .

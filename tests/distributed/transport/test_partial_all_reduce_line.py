@@ -27,12 +27,12 @@ def body_values(rank: Rank) -> list[tuple[int, int, float]]:
     assert backend.shared_memory_ranks == [rank.rank], "hosts do not share memory"
     for members in ([0, 1], [2, 3], [0, 2, 3], [0, 1, 2, 3]):
         # Segments: one, a few, more than are received ahead, and a number that no chunk divides evenly.
-        for numel, dtype in ((600_000, torch.float32), (8_000_001, torch.float32), (5_000_003, torch.bfloat16)):
+        for numel, dtype in ((600_000, torch.float32), (5_000_001, torch.float32), (2_000_003, torch.bfloat16)):
             dist.barrier()
             if rank.rank not in members:
                 continue
             expected = sum(sample(of, numel, torch.float32) for of in members) / len(members)
-            for _ in range(3):  # the line is known from the first on
+            for _ in range(2):  # the line is known from the first on
                 tensor = sample(rank.rank, numel, dtype)
                 start = time.perf_counter()
                 backend.partial_all_reduce(tensor, members).wait()
@@ -49,7 +49,7 @@ def body_values(rank: Rank) -> list[tuple[int, int, float]]:
 def test_values() -> None:
     with netlab.NetLab(4, rate="1gbit") as lab:
         results = run_on(lab, body_values)
-    assert [len(lines) for lines in results] == [27, 18, 27, 27]
+    assert [len(lines) for lines in results] == [18, 12, 18, 18]
     for lines in results:
         for members, wrong, bytes_per_second in lines:
             assert wrong == 0, members
