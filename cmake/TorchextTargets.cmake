@@ -2,8 +2,9 @@
 #
 #   torchext_own(target)                               warnings as errors, sanitizers
 #   torchext_add_test(name [TORCH] LABELS l... SOURCES s... LIBRARIES t...)
-#                                                      a GoogleTest executable, each of its tests in ctest; TORCH: it
-#                                                      loads torch, whose libraries no sanitizer sees into
+#                                                      a GoogleTest executable, each of its cases in ctest; TORCH: it
+#                                                      loads torch, whose libraries no sanitizer sees into, for half a
+#                                                      second, so that ctest sees a few parts with many cases each
 
 if(TORCHEXT_SANITIZE STREQUAL "address")
   set(_torchext_sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
@@ -31,13 +32,28 @@ function(torchext_add_test name)
   add_executable(${name} ${arg_SOURCES})
   torchext_own(${name})
   target_link_libraries(${name} PRIVATE ${arg_LIBRARIES} GTest::gtest_main)
-  set(properties LABELS "${arg_LABELS}" TIMEOUT 120)
   if(TORCHEXT_SANITIZE STREQUAL "thread")
     set(options "suppressions=${PROJECT_SOURCE_DIR}/tools/tsan.supp")
     if(arg_TORCH)  # races between two accesses of ours are found
       string(PREPEND options "ignore_noninstrumented_modules=1 ")
     endif()
-    list(APPEND properties ENVIRONMENT "TSAN_OPTIONS=${options}")
+    set(environment "TSAN_OPTIONS=${options}")
   endif()
-  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES ${properties})
+  if(NOT arg_TORCH)
+    set(properties LABELS "${arg_LABELS}" TIMEOUT 120)
+    if(environment)
+      list(APPEND properties ENVIRONMENT "${environment}")
+    endif()
+    gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES ${properties})
+    return()
+  endif()
+  foreach(shard RANGE 3)
+    # tools/run_tests.py knows parts by this name, and reads their cases from these reports.
+    math(EXPR number "${shard} + 1")
+    set(part "${name}.part${number}of4")
+    add_test(NAME ${part} COMMAND ${name})
+    # COST: what takes longest begins first.
+    set_tests_properties(${part} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT 300 COST 100 ENVIRONMENT
+      "GTEST_TOTAL_SHARDS=4;GTEST_SHARD_INDEX=${shard};GTEST_OUTPUT=xml:${CMAKE_BINARY_DIR}/parts/${part}.xml;${environment}")
+  endforeach()
 endfunction()

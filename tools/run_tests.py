@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,8 @@ SAMPLED_SUITES = {"distributed", "everyday"}
 # Suites in which all tests of a file share what its processes did.
 SHARED_SUITES = {"frameworks"}
 TEST_JOBS = os.environ.get("TEST_JOBS", JOBS)
+# The name in ctest of a process that runs many cases (torchext_add_test of cmake/TorchextTargets.cmake).
+PART = re.compile(r"\.part\d+of\d+")
 SLOWEST = 10  # cases that are listed at the end
 
 
@@ -68,21 +71,36 @@ def run(*command: str | Path) -> int:
     ).returncode
 
 
-def read_report(report: Path) -> tuple[Counts, list[tuple[float, str]]]:
-    """Counts of a JUnit file, and the seconds of each case; one failure when the runner left none."""
-    if not report.is_file():
+def read_report(report: Path, parts: Path) -> tuple[Counts, list[tuple[float, str]]]:
+    """Counts of a JUnit file, and the seconds of each case; one failure when the runner left none.
+
+    A part stands for the cases of its own report, which it left in the folder ``parts``.
+    """
+    try:
+        root = ElementTree.parse(report).getroot()
+    except (FileNotFoundError, ElementTree.ParseError):
         return Counts(failed=1), []
     counts = Counts()
     times: list[tuple[float, str]] = []
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
+    for case in root.iter("testcase"):
         folder, name = str(case.get("classname")), str(case.get("name"))
         # ctest gives both the name, and behind it the bytes of the parameter.
         whole = name.partition("  # ")[0] if folder == name else f"{folder}.{name}"
+        failed = case.find("failure") is not None or case.find("error") is not None
+        if PART.search(whole):
+            inner, inner_times = read_report(parts / f"{whole}.xml", parts)
+            if failed and inner.failed == 0:
+                inner.failed = 1
+            if inner.failed and not inner.names:  # it died, or failed outside its cases
+                inner.names = [whole]
+            counts += inner
+            times += inner_times
+            continue
         times.append((float(case.get("time") or 0), whole))
-        if case.find("failure") is not None or case.find("error") is not None:
+        if failed:
             counts.failed += 1
             counts.names.append(whole)
-        elif case.find("skipped") is not None:
+        elif case.find("skipped") is not None or case.get("status") in {"disabled", "notrun"}:
             counts.skipped += 1
         else:
             counts.passed += 1
@@ -126,8 +144,10 @@ def run_suite(suite: str, every: int) -> tuple[Counts, list[tuple[float, str]]]:
     """Runs one suite and returns what :func:`read_report` does; a non-zero exit is a failure even if it shows none."""
     report = REPORTS / f"{suite}.xml"
     report.unlink(missing_ok=True)
+    parts = ROOT / f"build-{suite}" / "parts"
+    shutil.rmtree(parts, ignore_errors=not parts.exists())
     status = run_cpp(suite, report) if suite in CPP_SUITES else run_pytest(suite, report, every)
-    counts, times = read_report(report)
+    counts, times = read_report(report, parts)
     if status != 0 and counts.failed == 0:
         counts.failed = 1
     return counts, times

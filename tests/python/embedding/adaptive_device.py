@@ -11,6 +11,7 @@ import copy
 import functools
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,19 +67,28 @@ class Device:
 def load_simulated(folder: Path) -> None:
     """Compiles the simulated device's kernels into `folder` and registers them, once a process."""
     here = ROOT / "tests" / "cpp" / "simulated_cuda"
-    built = folder / "simulated.so"
+    compiled, built = folder / "simulated.o", folder / "simulated.so"
     folders = [here, ROOT, ROOT / "csrc", *cpp_extension.include_paths()]
     libraries = Path(torch.__file__).parent / "lib"
-    command = [
-        *shlex.split(os.environ.get("CXX", "c++")),
-        *("-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    # Each process of pytest compiles for itself, for half a minute: ccache knows what another has compiled.
+    launcher = ["ccache"] if shutil.which("ccache") and Path(compiler[0]).name != "ccache" else []
+    _call(
+        *(*launcher, *compiler, "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w"),
         *(f"-I{folder}" for folder in folders),
-        *(str(here / "simulated.cpp"), "-o", str(built)),
+        *("-c", str(here / "simulated.cpp"), "-o", str(compiled)),
+    )
+    _call(
+        *(*compiler, "-shared", str(compiled), "-o", str(built)),
         *(f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    )
     torch.ops.load_library(str(built))
+
+
+def _call(*command: str) -> None:
+    environment = {**os.environ, "CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def same(ours: Tensor, expected: Tensor) -> None:
