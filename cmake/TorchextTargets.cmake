@@ -1,10 +1,10 @@
 # What every target of our own is built with.
 #
 #   torchext_own(target)                               warnings as errors, sanitizers
-#   torchext_add_test(name [TORCH] LABELS l... SOURCES s... LIBRARIES t...)
+#   torchext_add_test(name [TORCH parts] LABELS l... SOURCES s... LIBRARIES t...)
 #                                                      a GoogleTest executable, each of its cases in ctest; TORCH: it
 #                                                      loads torch, whose libraries no sanitizer sees into, for half a
-#                                                      second, so that ctest sees a few parts with many cases each
+#                                                      second, so that ctest sees this many parts of many cases each
 
 if(TORCHEXT_SANITIZE STREQUAL "address")
   set(_torchext_sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
@@ -28,10 +28,11 @@ function(torchext_own target)
 endfunction()
 
 function(torchext_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "TORCH" "" "LABELS;SOURCES;LIBRARIES")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TORCH" "LABELS;SOURCES;LIBRARIES")
   add_executable(${name} ${arg_SOURCES})
   torchext_own(${name})
   target_link_libraries(${name} PRIVATE ${arg_LIBRARIES} GTest::gtest_main)
+  set(environment "")
   if(TORCHEXT_SANITIZE STREQUAL "thread")
     set(options "suppressions=${PROJECT_SOURCE_DIR}/tools/tsan.supp")
     if(arg_TORCH)  # races between two accesses of ours are found
@@ -47,13 +48,15 @@ function(torchext_add_test name)
     gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES ${properties})
     return()
   endif()
-  foreach(shard RANGE 3)
+  foreach(number RANGE 1 ${arg_TORCH})
     # tools/run_tests.py knows parts by this name, and reads their cases from these reports.
-    math(EXPR number "${shard} + 1")
-    set(part "${name}.part${number}of4")
+    set(part "${name}.part${number}of${arg_TORCH}")
+    math(EXPR index "${number} - 1")
+    set(shard "GTEST_TOTAL_SHARDS=${arg_TORCH};GTEST_SHARD_INDEX=${index}")
+    set(output "GTEST_OUTPUT=xml:${CMAKE_BINARY_DIR}/parts/${part}.xml")
     add_test(NAME ${part} COMMAND ${name})
     # COST: what takes longest begins first.
-    set_tests_properties(${part} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT 300 COST 100 ENVIRONMENT
-      "GTEST_TOTAL_SHARDS=4;GTEST_SHARD_INDEX=${shard};GTEST_OUTPUT=xml:${CMAKE_BINARY_DIR}/parts/${part}.xml;${environment}")
+    set_tests_properties(${part} PROPERTIES
+      LABELS "${arg_LABELS}" TIMEOUT 300 COST 100 ENVIRONMENT "${shard};${output};${environment}")
   endforeach()
 endfunction()

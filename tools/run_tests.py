@@ -122,7 +122,9 @@ def run_cpp(suite: str, report: Path) -> int:
             f"-DPython_EXECUTABLE={sys.executable}",
         )
         or run("cmake", "--build", folder, "-j", JOBS)
-        or run("ctest", "--test-dir", folder, "-j", JOBS, "--output-on-failure", "--quiet", "--output-junit", report)
+        or run(
+            "ctest", "--test-dir", folder, "-j", TEST_JOBS, "--output-on-failure", "--quiet", "--output-junit", report
+        )
     )
 
 
