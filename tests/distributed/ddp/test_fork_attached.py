@@ -84,12 +84,12 @@ print("parent ended", flush=True)
 @pytest.mark.parametrize("backend", quick_on("prague", "dear"))
 def test_a_forked_child_ends_and_its_parent_trains_on(backend: str, tmp_path: Path) -> None:
     for ended in run_script(tmp_path, SCRIPT, 2, backend, str(tmp_path)):
-        output = ended.out
-        said = [line for line in output.splitlines() if line]
+        assert ended.code == 0, ended
+        said = [line for line in ended.out.splitlines() if line]
         refused = [f"{name} DistBackendError True" for name in ("averaged", "synchronize", "detach")]
         if backend == "torchext":  # plain DDP still, which has nothing to synchronize
             refused = [f"{name} returned" for name in ("averaged", "synchronize", "detach")]
         acted = ["forward returned", "step DistBackendError True", *refused]
-        ended = "child ended with 0"
-        alone = ["collect returned", ended, "another returned", ended]  # a group of the children, beside the model
-        assert said == [*acted, ended, *alone, "parent ended"], ended
+        over = "child ended with 0"
+        alone = ["collect returned", over, "another returned", over]  # a group of the children, beside the model
+        assert said == [*acted, over, *alone, "parent ended"], ended

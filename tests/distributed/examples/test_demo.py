@@ -1,4 +1,4 @@
-"""The digits example: under torchrun it learns and writes its log; killed or ended, it resumes to bit-equal weights.
+"""The digits example: it learns and writes its log; killed or ended, it resumes to bit-equal weights.
 And the demo: its runs end, and say when they reached the accuracy.
 
 What needs no launcher runs in ranks of the test harness, as one starts the script without torchrun: these have imported
