@@ -62,10 +62,11 @@ class Counts:
 
 def run(*command: str | Path) -> int:
     """Runs a command in the source tree, its output on this terminal, without input."""
-    # ccache: what another clone has compiled counts, too.
-    environment = (
-        {**os.environ, "CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"} if command[0] == "cmake" else None
-    )
+    environment = dict(os.environ)
+    if command[0] == "cmake":  # for ccache: what another clone has compiled counts, too
+        environment |= {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
+    # Each of thousands of processes would compile the modules of its test anew.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.run(
         [str(part) for part in command], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, check=False
     ).returncode

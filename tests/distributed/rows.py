@@ -5,8 +5,9 @@
     for name, outcomes in run_rows(body, 2, {"prague": ("prague",), "hop": ("hop",)}).items():
         assert all(outcome.value > 1 for outcome in outcomes), (name, outcomes)
 
-Each row has a folder of its own, where its ranks meet. Its groups end behind it, when every rank has its outcome. A row
-that fails leaves the others to run; one that does not end is named.
+Each row has a folder of its own, where its ranks meet. Its groups end behind it, when every rank has its outcome: the
+threads of a group look for news a hundred times a second. A row that fails leaves the others to run; one that does not
+end is named.
 
 Rows that do different things are calls, each a function of a rank and its further arguments: values_in_turn(), and for
 calls that share the default group, values_in_one_group(). It is made anew behind a call that fails.
@@ -35,6 +36,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from harness import DEADLINE, PR_SET_PDEATHSIG, Outcome, Rank, launch
 
 Rows = Mapping[str, tuple[Any, ...]]
@@ -82,17 +84,33 @@ def values_in_turn(calls: Rows, size: int, *, deadline: float = DEADLINE) -> dic
 
 @contextlib.contextmanager
 def row(*values: object) -> Iterator[None]:
-    """An error inside says in which row it was raised."""
+    """An error inside says in which row it was raised. In a rank: groups that are made inside end with it."""
     try:
-        yield
+        with own_groups():
+            yield
     except BaseException as error:
         error.add_note("in the row " + ", ".join(map(str, values)))
         raise
 
 
-def _in_one_group(rank: Rank, init: dict[str, Any], call: Callable[..., Any], *arguments: Any) -> Any:
-    import torch.distributed as dist
+@contextlib.contextmanager
+def own_groups() -> Iterator[None]:
+    """Groups that are made inside end with it, unless it raises, or the default group has ended."""
+    before = set(_groups())
+    yield
+    for group in _groups():
+        if group not in before:
+            dist.destroy_process_group(group)
 
+
+def _groups() -> list[dist.ProcessGroup]:
+    """Those of this process beside the default group, in the order in which they were made."""
+    if not dist.is_initialized():
+        return []
+    return [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+
+
+def _in_one_group(rank: Rank, init: dict[str, Any], call: Callable[..., Any], *arguments: Any) -> Any:
     if not dist.is_initialized():
         rank.init(**init)
     return call(rank, *arguments)
@@ -136,8 +154,6 @@ def _over(name: str) -> str:
 
 
 def _walk(rank: Rank, body: Callable[..., Any], rows: Rows, victims: set[int], keep: bool) -> dict[str, Outcome]:
-    import torch.distributed as dist
-
     found = {}
     for number, (name, arguments) in enumerate(rows.items()):
         folder = rank.folder / f"row{number}"
@@ -146,14 +162,13 @@ def _walk(rank: Rank, body: Callable[..., Any], rows: Rows, victims: set[int], k
         if rank.rank in victims:
             found[name] = _run_in_child(one, body, arguments)
         else:
+            before = set(_groups())
             found[name] = _run(one, body, arguments)
             if not found[name].ok:
                 (folder / "failed").touch()
             _meet(one)
-            if keep and not (folder / "failed").exists():
-                gc.collect()  # groups of its own end here, and not in the next row
-            else:
-                _end_groups(found[name])
+            kept = before if keep and not (folder / "failed").exists() else None
+            _end_groups(found[name], kept)
         if not found[name].ok:
             rank.report(f"{name}: rank {rank.rank}: {found[name].trace or found[name].message}")
         rank.report(_over(name))
@@ -197,11 +212,14 @@ def _child(rank: Rank, body: Callable[..., Any], arguments: tuple[Any, ...], tol
     os._exit(0)
 
 
-def _end_groups(outcome: Outcome) -> None:
-    import torch.distributed as dist
-
+def _end_groups(outcome: Outcome, kept: Collection[dist.ProcessGroup] | None = None) -> None:
+    """All of this process; kept: all but the default group and these."""
     try:
-        if dist.is_initialized():
+        if kept is not None:
+            for group in _groups():
+                if group not in kept:
+                    dist.destroy_process_group(group)
+        elif dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
     except Exception:

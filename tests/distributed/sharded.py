@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import Rank
 from largest import largest
+from rows import own_groups
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -294,6 +295,7 @@ class Pair:
     def done(self) -> float:
         worst = self.difference()
         self.sync.detach()
+        dist.destroy_process_group(self.group)  # its threads would take their time beside all that follows
         return worst
 
 
@@ -327,7 +329,8 @@ def each_in_ways(
 def figures_of(form: str, body: Callable[..., Any], *args: Any) -> dict[str, float]:
     Pair.form = form
     try:
-        found = body(*args)
+        with own_groups():
+            found = body(*args)
     except BaseException as error:
         error.add_note(f"in the form {form!r}, with the fault {Pair.fault!r}")
         raise

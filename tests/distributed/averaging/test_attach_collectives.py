@@ -18,7 +18,7 @@ from rows import row
 pytestmark = pytest.mark.sanitize
 
 GENERATORS = ("smart", "division", "random", "ready-set")
-STEPS = 30
+STEPS = 20
 MOST = 0.7
 
 

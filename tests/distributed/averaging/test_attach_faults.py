@@ -32,7 +32,7 @@ SLOW = pytest.mark.slow
 DEATH_LIMIT = 5.0
 
 
-HIT_AFTER = 0.3  # seconds of training
+HIT_AFTER = 0.1  # seconds of training
 
 
 def body_training(
@@ -198,7 +198,8 @@ def test_a_rank_that_takes_too_long_is_not_said_to_have_died(generator: str, hea
 
 STOPS: list[tuple[str, dict[str, Any]]] = [
     ("prague", {"generator": "static", "order": "atc"}),
-    ("prague", {}),
+    # Not the default generator: it may leave two slow workers out, and the others train on until a heartbeat misses.
+    ("prague", {"generator": "random"}),
     ("dssync", {}),
     ("hop", {}),
     ("hop", {"order": "serial", "graph": "ring"}),

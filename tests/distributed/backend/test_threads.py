@@ -66,7 +66,7 @@ def body_collectives_beside_training(rank: Rank, backend: str, options: dict[str
 
     def train() -> None:
         nonlocal moved
-        for step in range(150):
+        for step in range(80):
             trainer.step()
             trainer.sync.wait()
             if rank.rank == 0 and step % 7 == 0:
@@ -75,7 +75,7 @@ def body_collectives_beside_training(rank: Rank, backend: str, options: dict[str
             moved = largest(moved, *(float((old - new.detach()).abs().max()) for old, new in pairs))
 
     def log() -> None:
-        for _ in range(100):
+        for _ in range(60):
             total = torch.ones(1)
             dist.all_reduce(total, group=side)
             assert float(total) == 3.0

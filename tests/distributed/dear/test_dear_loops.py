@@ -16,7 +16,7 @@ def body_dropped(rank: Rank) -> dict[str, float]:
     found = {}
     for then in ("", "step", "clip"):
         pair = Pair(rank, made(wide), sgd, bucket_mb=0.05)
-        for _ in range(12):
+        for _ in range(6):
             pair.losses(pair.steps + 1000)[0].backward()
             pair.zero_grad()
             if then == "step":  # it has nothing to step with

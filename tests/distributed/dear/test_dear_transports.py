@@ -41,7 +41,7 @@ def body_trains(rank: Rank) -> dict[str, float]:
         be_on_host(hosts[rank.rank])
         pair = Pair(rank, made(deep), optimizer, bucket_mb=bucket_mb)
         assert torchext._C.hosts_of(pair.group, torch.device("cpu")) == list(hosts), name
-        found[f"{name}, {optimizer.__name__}, {bucket_mb} MiB"] = pair.run(4).done()
+        found[f"{name}, {optimizer.__name__}, {bucket_mb} MiB"] = pair.run(3).done()
     return found
 
 

@@ -59,7 +59,7 @@ def body_values(rank: Rank, backend: str, options: dict[str, Any], wrapped: bool
     model = Attached(backend, wrapped=wrapped, **options)
     table, admitted, seen = model.table, 0, []
     generator = torch.Generator().manual_seed(rank.rank)  # every worker observes something else
-    for step in range(30):
+    for step in range(20):
         model.backward((torch.rand(24, generator=generator) ** 2 * ROWS).long())
         keys, slots = table._resident()
         if step % 2:  # replicas differ, each chunk by its key, as they do after steps of their own

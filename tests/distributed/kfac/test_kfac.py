@@ -38,7 +38,7 @@ def body_strategies(rank: Rank, methods: tuple[str, ...], queued: bool, shared: 
     worst = {}
     options = OPTIONS | {"shared_memory": shared}
     for method in methods:
-        steps = 8
+        steps = 6
         expected = None
         for strategy in EXACT:
             model = DistributedDataParallel(Net())
