@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank
-from rows import await_others, meet, row_values, run_rows, values_in_one_group
+from rows import await_others, meet, row, row_values, run_rows, values_in_one_group
 
 
 class Crashing:
@@ -80,3 +80,20 @@ def test_calls_in_one_group_go_on_behind_one_that_fails() -> None:
     with pytest.raises(AssertionError, match=r"^failed: first, third\nfirst: Traceback(.|\n)*third: Traceback"):
         values_in_one_group({"first": (call, True), "second": (call, False), "third": (call, True)}, 2)
     assert values_in_one_group({"one": (call, False), "other": (call, False)}, 2) == {"one": [2, 2], "other": [2, 2]}
+
+
+made: list[dist.ProcessGroup] = []
+
+
+def body_groups(_: Rank) -> list[bool]:
+    """Makes a group, and one in a block; which of all that its process has made are there."""
+    made.append(dist.new_group())
+    with row("a row"):
+        made.append(dist.new_group())
+    return [group in dist.distributed_c10d._world.pg_map for group in made]
+
+
+def test_groups_end_with_their_row() -> None:
+    first, second = values_in_one_group({"first": (body_groups,), "second": (body_groups,)}, 2).values()
+    assert first == [[True, False]] * 2
+    assert second == [[False, False, True, False]] * 2

@@ -121,19 +121,20 @@ def body_follows_replicas(rank: Rank) -> float:
     rank.init("dssync")
     worst = 0.0
     for size, order, period in [*itertools.product((2, 3, 4, 6, 8), ORDERS, (1,)), (4, "atc", 3), (4, "cta", 2)]:
-        group = new_group("dssync", list(range(size)), order=order, sync_period=period)
-        if rank.rank >= size:
-            continue
-        worker, expected = Worker(rank, group), Replicas(size, order, period)
-        for _ in range(7):  # no multiple of any number of rounds
-            worker.step()
-            expected.step()
-            worker.sync.wait()
-            difference = (flat(worker.module) - flat(expected.modules[worker.rank])).abs().max()
-            worst = largest(worst, float(difference))
-        stats = worker.sync.stats()
-        assert stats["averages"] == 7 // period and stats["steps"] == 7, stats
-        worker.sync.detach()
+        with row(size, order, period):
+            group = new_group("dssync", list(range(size)), order=order, sync_period=period)
+            if rank.rank >= size:
+                continue
+            worker, expected = Worker(rank, group), Replicas(size, order, period)
+            for _ in range(7):  # no multiple of any number of rounds
+                worker.step()
+                expected.step()
+                worker.sync.wait()
+                difference = (flat(worker.module) - flat(expected.modules[worker.rank])).abs().max()
+                worst = largest(worst, float(difference))
+            stats = worker.sync.stats()
+            assert stats["averages"] == 7 // period and stats["steps"] == 7, stats
+            worker.sync.detach()
     return worst
 
 
@@ -147,24 +148,25 @@ def body_reaches_the_mean(rank: Rank) -> float:
     worst = 0.0
     for size, rounds in ((2, 1), (4, 2), (6, 2), (8, 3)):
         for order in ORDERS:
-            group = new_group("dssync", list(range(size)), group_size=2, order=order)
-            if rank.rank >= size:
-                continue
-            generator = torch.Generator().manual_seed(rank.rank)
-            module = nn.Linear(5, 3)
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.copy_(torch.rand(parameter.shape, generator=generator))
-            mean = everywhere_in(group, flat(module)).mean(0)
-            ddp = DistributedDataParallel(module, process_group=group, init_sync=False)
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-            sync = torchext.attach(ddp, optimizer)
-            for _ in range(rounds + (order == "cta")):  # its average arrives with the next step
-                ddp(torch.ones(1, 5)).sum().backward()
-                optimizer.step()
-            sync.wait()
-            worst = largest(worst, float((flat(module) - mean).abs().max()))
-            sync.detach()
+            with row(size, order):
+                group = new_group("dssync", list(range(size)), group_size=2, order=order)
+                if rank.rank >= size:
+                    continue
+                generator = torch.Generator().manual_seed(rank.rank)
+                module = nn.Linear(5, 3)
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.copy_(torch.rand(parameter.shape, generator=generator))
+                mean = everywhere_in(group, flat(module)).mean(0)
+                ddp = DistributedDataParallel(module, process_group=group, init_sync=False)
+                optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+                sync = torchext.attach(ddp, optimizer)
+                for _ in range(rounds + (order == "cta")):  # its average arrives with the next step
+                    ddp(torch.ones(1, 5)).sum().backward()
+                    optimizer.step()
+                sync.wait()
+                worst = largest(worst, float((flat(module) - mean).abs().max()))
+                sync.detach()
     return worst
 
 
@@ -189,17 +191,18 @@ def body_schedules(rank: Rank) -> bool:
         {"schedule": "topology", "racks": racks},
     ]
     for options, order in itertools.product(schedules, ORDERS):
-        trainer = Trainer(rank, backend="dssync", order=order, **options)
-        before = trainer.evaluate()
-        trainer.run(41)
-        trainer.sync.wait()
-        stats = trainer.sync.stats()
-        assert stats["averages"] == stats["steps"] == 41, stats
-        assert set(stats["group_sizes"]) <= {2, 4}, stats
-        assert trainer.evaluate() < 0.8 * before, options
-        trainer.sync.synchronize()
-        equal_everywhere(trainer.module)
-        trainer.sync.detach()
+        with row(options, order):
+            trainer = Trainer(rank, backend="dssync", order=order, **options)
+            before = trainer.evaluate()
+            trainer.run(41)
+            trainer.sync.wait()
+            stats = trainer.sync.stats()
+            assert stats["averages"] == stats["steps"] == 41, stats
+            assert set(stats["group_sizes"]) <= {2, 4}, stats
+            assert trainer.evaluate() < 0.8 * before, options
+            trainer.sync.synchronize()
+            equal_everywhere(trainer.module)
+            trainer.sync.detach()
     # 1 / 0.2: five rounds inside the racks, then one of all four ranks.
     options = {"schedule": "topology", "racks": racks, "host_bandwidth": 1.0, "uplink_bandwidth": 0.2}
     trainer = Trainer(rank, backend="dssync", order="atc", **options)
