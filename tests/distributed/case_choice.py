@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
-from torchext.backends import BACKENDS
-
 
 def quick_on(*names: str) -> list[Any]:
     """All backends, as values of a parameter; those not named are slow, where all share the class under test."""
+    from torchext.backends import BACKENDS  # imported with torch, which the process that shares out cases never needs
+
     assert set(names) <= set(BACKENDS), names
     return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in sorted(BACKENDS)]
 
 
 def slow_on(cases: Sequence[Any], *names: str) -> list[Any]:
     """Cases: backends, or tuples that begin with one. Those of these names are slow: others run the class tested."""
+    from torchext.backends import BACKENDS
+
     assert set(names) <= set(BACKENDS), names
     return [
         pytest.param(*values, marks=pytest.mark.slow if values[0] in names else ())

@@ -262,7 +262,7 @@ def test_what_a_handler_raises_at_exit_ends_every_group() -> None:
 
 def body_end(rank: Rank, backend: str, what: str, together: bool) -> Any:
     """The handler ends the group and returns, as one that leaves before the job is stopped; with the other or alone."""
-    init(rank, backend, timeout=8.0)  # what its end may have to wait for
+    init(rank, backend, timeout=5.0)  # what its end may have to wait for
     training = Training(backend)
     store = FileStore(str(rank.folder / "flags"), 2)
     if rank.rank == 1:
