@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from attached import OPTIONS
 from harness import Rank, elapsed_error, run_ranks
-from rows import row_values
+from rows import meet, row_values
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
@@ -50,6 +50,7 @@ def body_different(rank: Rank, name: str, before: int) -> Any:
     odd, others, _, _ = DIFFERENT[name]
     for _ in range(before):  # so that the others' call is one that was predicted
         others()
+    meet(rank, "agreed")  # a root is done with its broadcasts before all others are
 
     def call() -> None:
         (odd if rank.rank == ODD else others)()
