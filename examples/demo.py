@@ -1,4 +1,4 @@
-"""What ``make demo`` runs: time to accuracy with one slow worker, for gloo, prague and hop.
+"""``make demo`` runs this: time to accuracy with one slow worker, for gloo, prague and hop.
 
     python examples/demo.py
     python examples/demo.py --slow 2 --backends gloo prague dssync

@@ -1,4 +1,4 @@
-// One batch of an embedding bag, in the form that the loops read: ids that were checked, bags as ranges.
+// BagBatch is one batch of an embedding bag, as the loops read it: ids that were checked, bags as ranges.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// What the translation units of the embedding bag's CPU kernels share: the types of a pool, and the size of a thread's
-// part.
+// bag_dispatch holds what the translation units of the embedding bag's CPU kernels share: a pool's types, and the size
+// of a thread's part.
 #pragma once
 
 #include <cstdint>

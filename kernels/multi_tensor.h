@@ -1,4 +1,4 @@
-// What the kernels of multi_tensor_flatten and multi_tensor_average_ share: the check of their arguments.
+// checkedOffsets() checks the arguments of multi_tensor_flatten and multi_tensor_average_, on every device.
 #pragma once
 
 #include <cstdint>

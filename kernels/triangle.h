@@ -1,4 +1,4 @@
-// What one GPU thread does when packed triangles are made from full matrices and back, free of torch and of CUDA.
+// triangle is what one GPU thread does to make packed triangles of full matrices and back; free of torch and of CUDA.
 //
 // A packed triangle (packed_triangle.h) holds the rows of the upper triangle one after the other. Packing
 // goes row by row: both sides are runs of memory. Unpacking goes by tiles of kTile x kTile elements of the upper half:

@@ -1,1 +1,1 @@
-"""What the build and the Makefile use; not part of the package."""
+"""Tools of the build and of the Makefile; not part of the package."""

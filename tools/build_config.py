@@ -1,4 +1,4 @@
-"""What setup.py builds: the extension modules, the CUDA decision, and the record of both.
+"""build_config says what setup.py builds: the extension modules, the CUDA decision, and the record of both.
 
 The record (torchext/_build_info.json) is what `python -m torchext` prints and what torchext._build compares with the
 running torch before it loads native code.

@@ -1,8 +1,9 @@
-"""Checks the prose: sentences that are too long, and names that were retired: ``python tools/check_prose.py``.
+"""Checks the prose: long sentences, retired names, how files open: ``python tools/check_prose.py``.
 
 A sentence of the pages has at most 35 words. An inline piece of code is one word, and tables that a script writes are
 left out. Retired names are looked for as whole words in every text file that git knows. CHANGELOG.md may speak of them,
-and so may the files in which an old name stays as an alias.
+and so may the files in which an old name stays as an alias. A source file opens with "X does Y": its first comment does
+not begin with "What", "How" or "From", unless it is a question (as a benchmark may ask).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ RETIRED = {
     "FollowedRuns": "BackgroundPipeline",
     "FollowingThread": "BackgroundWorker",
     "GroupDirection": "KroneckerProduct",
+    "TiledDirection": "TiledProduct",
     "PlainMode": "EngineGuards",
     "swapMemory": "swapStorage",
     "stand_before": "hook_before_step",
@@ -68,6 +70,11 @@ _ALIASES = {
 }
 _EXCEPTED = {"CHANGELOG.md", "tools/check_prose.py", "tests/python/test_check_prose.py"}
 _EXCEPTED |= {"tests/python/package/test_old_names.py"}
+# Folders whose sources open with "X does Y".
+_SOURCES = ("csrc/", "kernels/", "torchext/", "tools/", "examples/", "benchmarks/", "setup.py")
+_OPENING = re.compile(
+    r'(?:#![^\n]*\n)?(?://|#|r?""")\s*((?:What|Who|Whom|Where|Which|How|Whether|When|Of|From|For)\b.*)'
+)
 _PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/**/*.md")
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _GENERATED = re.compile(r"<!-- table: .*?<!-- end -->", re.DOTALL)
@@ -113,6 +120,12 @@ def retired_names(name: str, text: str) -> Iterator[str]:
             yield old
 
 
+def bad_opening(name: str, text: str) -> str:
+    """How a source file begins that does not say what does what; empty: it does, or no rule is for it."""
+    found = _OPENING.match(text) if name.startswith(_SOURCES) and name.endswith((".h", ".cpp", ".cu", ".py")) else None
+    return found[1].rstrip('."') if found and "?" not in found[1] else ""
+
+
 def texts(root: Path) -> Iterator[tuple[str, str]]:
     """Every text file that git knows or would add, but results: its name, and what is in it."""
     # Also where the tree belongs to somebody else, as in the containers of continuous integration.
@@ -128,13 +141,15 @@ def texts(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def findings(root: Path = ROOT) -> Iterator[str]:
-    """One line for each sentence that is too long and each name that was retired."""
+    """One line for each sentence that is too long, each name that was retired, and each file that opens otherwise."""
     for page in sorted(page for pattern in _PAGES for page in root.glob(pattern)):
         for words, sentence in long_sentences(page.read_text()):
             yield f"{page.relative_to(root)}: a sentence of {words} words, {LIMIT} are allowed: {sentence[:80]} ..."
     for name, text in texts(root):
         for old in retired_names(name, text):
             yield f"{name}: {old} is called {RETIRED[old]} now"
+        if opening := bad_opening(name, text):
+            yield f'{name}: the file opens with "{opening[:40]}"; say "X does Y"'
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What was built, and whether it fits the torch that runs.
+"""The build's record: what was built, and whether it fits the torch that runs.
 
 Nothing here needs native code: ``check_torch`` is called before any is loaded, because a module compiled against
 another torch fails with an undefined symbol at best and with wrong memory at worst.

@@ -1,4 +1,4 @@
-"""What ``python -m torchext`` runs: two processes on this machine, one prague group, the calls training depends on."""
+"""``python -m torchext`` runs this: two processes on this machine, one prague group, the calls training depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// For the bindings of every backend: what their options classes and process groups have in common.
+// bind_group serves the bindings of every backend: what their options classes and process groups have in common.
 #pragma once
 
 #include <chrono>

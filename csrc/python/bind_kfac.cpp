@@ -7,7 +7,7 @@
 #include "core/base/enum_names.h"
 #include "kfac/engine/kfac_engine.h"
 #include "kfac/linalg/matrix_product.h"
-#include "kfac/precondition/tiled_direction.h"
+#include "kfac/precondition/tiled_product.h"
 
 namespace torchext {
 namespace {
@@ -155,7 +155,7 @@ void loadState(KfacEngine& engine, const std::vector<StateTuple>& factors, std::
 }  // namespace
 
 void bindKfac(py::module_& module) {
-  module.def("has_tiles", &TiledDirection::available);
+  module.def("has_tiles", &TiledProduct::available);
   module.def("set_prefers_linear_products", &setPrefersLinearProducts, py::arg("answer").none(true));
 
   py::class_<KfacOptions>(module, "KfacOptions")

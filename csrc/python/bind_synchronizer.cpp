@@ -1,4 +1,4 @@
-// What every attached model has: Synchronizer, AveragingSynchronizer.
+// bind_synchronizer binds what every attached model has: Synchronizer, AveragingSynchronizer.
 #include "python/bind_synchronizer.h"
 
 #include "python/bindings.h"

@@ -1,4 +1,4 @@
-// For the bindings of every system that models are attached to.
+// bind_synchronizer serves the bindings of every system that models are attached to.
 #pragma once
 
 #include <cstddef>

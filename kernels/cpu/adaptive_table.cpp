@@ -1,4 +1,4 @@
-// What happens to a table between steps: pruning, contents carried to their new slots, a list of its chunks, norms
+// The operators on a table between steps: pruning, contents carried to their new slots, a list of its chunks, norms
 // brought down, huge pages.
 #include <cmath>
 #include <cstring>

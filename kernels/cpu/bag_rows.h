@@ -1,4 +1,4 @@
-// Where the rows of a batch lie in the pool, found out and asked for before they are needed.
+// RowChunks says where the rows of a batch lie in the pool, and asks for them before they are needed.
 //
 // Rows lie anywhere in a pool that is far larger than the caches, so a pass waits for memory unless many requests are
 // under way at once. The index is asked for 2 kAhead rows ahead, the pool kAhead rows ahead of where the sums are.

@@ -1,4 +1,4 @@
-// Where the backward pass puts the gradient of a chunk: three fused optimizers, two kinds of gradient, or nowhere.
+// Sinks take the gradient of a chunk from the backward pass: three fused optimizers, two kinds of gradient, or nothing.
 //
 // beginRow(group) comes before a row's chunks; prefetch(slot, width), long before them, asks for what apply() will
 // touch; apply(slot, width, gradient, squares) takes the gradient of one chunk and the sum of its squares.

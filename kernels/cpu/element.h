@@ -1,4 +1,4 @@
-// What a loop needs to know about an element type: the type it computes in, and the way there and back.
+// Element is what a loop needs to know about an element type: the type it computes in, and the way there and back.
 #pragma once
 
 #include <concepts>

@@ -1,4 +1,4 @@
-// What happens to a table on CUDA between steps. Pruning and listing are decided by the CPU's operators, on copies:
+// The operators on a table on CUDA between steps. Pruning and listing are decided by the CPU's operators, on copies:
 // they are rare, and a table decides alike on every device.
 #include <ATen/ops/index_copy.h>
 #include <ATen/ops/index_fill.h>

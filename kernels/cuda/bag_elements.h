@@ -1,4 +1,4 @@
-// From torch's element types to those of the embedding bag's CUDA kernels.
+// bag_elements maps torch's element types to those of the embedding bag's CUDA kernels.
 #pragma once
 
 #include <type_traits>

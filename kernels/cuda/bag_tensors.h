@@ -1,4 +1,4 @@
-// From the tensors of the adaptive embedding bag's operators to what its CUDA kernels see: checks, views, memory.
+// bag_tensors turns the operators' tensors into what the CUDA kernels of the embedding bag see: checks, views, memory.
 //
 // Nothing here waits for the device but DeviceBatch::requireGood.
 #pragma once

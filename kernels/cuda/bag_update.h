@@ -1,5 +1,5 @@
-// What becomes of the gradient of a resident chunk: three fused optimizers, two kinds of gradient, or nothing. The same
-// arithmetic as kernels/cpu/bag_sinks.h, four columns at a time.
+// bag_update applies the gradient of a resident chunk: three fused optimizers, two kinds of gradient, or nothing. The
+// arithmetic is that of kernels/cpu/bag_sinks.h, four columns at a time.
 //
 // begin(), by one lane, touches what a chunk has once and says by what the gradient is multiplied; apply(), by a lane
 // for each quad, does the rest.

@@ -1,4 +1,4 @@
-// The device and stream that an operator's call works on: current from construction to destruction.
+// DeviceScope makes the device and stream of an operator's call current from its construction to its destruction.
 //
 // A test on machines without a GPU puts a header of this name before this one (tests/cpp/simulated_cuda): its device
 // is the CPU, its dispatch key one that is free, and all that stands on this header is the code that it runs.

@@ -1,5 +1,5 @@
-// What the code of the CUDA kernels is written in: functions that nvcc compiles for the device and any C++ compiler for
-// the host, so that tests on machines without a GPU run the very same code.
+// lanes lets nvcc compile the code of the CUDA kernels for the device, and any C++ compiler for the host. So tests on
+// machines without a GPU run the very same code.
 //
 // A group is a power of two of lanes, at most kMostLanes, that work on one item and add up across:
 //   each(f)    f(lane, own) for every lane; own is where the values of this lane are in arrays of Group::kOwn elements

@@ -21,10 +21,15 @@ LONG = ("test_upstream_suite.py", "test_demo.py")
 
 @pytest.hookimpl(tryfirst=True)  # before "not slow" is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, otherwise in order; combinations that show no new value of a parameter are slow."""
+    """Long files first, otherwise in order; combinations that show no new value of a parameter are slow.
+
+    pytest hands over the items of all folders that it collects; those of others stay as they are.
+    """
     items.sort(key=lambda item: item.path.name not in LONG)
     functions = collections.defaultdict[tuple[Path, str], list[pytest.Function]](list)
     for item in items:
+        if HERE not in item.path.parents:
+            continue
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             functions[item.path, item.originalname].append(item)
     for cases in functions.values():

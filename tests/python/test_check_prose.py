@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # for tools; at the end, so that torchext stays the installed one
 
-from tools.check_prose import RETIRED, findings, long_sentences, retired_names  # noqa: E402
+from tools.check_prose import RETIRED, bad_opening, findings, long_sentences, retired_names  # noqa: E402
 
 LONG = "One " + "word " * 10 + "more."  # 12 words
 
@@ -55,6 +55,23 @@ def test_long_sentences(text: str, words: list[int]) -> None:
 )
 def test_retired_names(name: str, text: str, found: list[str]) -> None:
     assert list(retired_names(name, text)) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("csrc/core/a.h", "// Who averages with whom: by a table.", "Who averages with whom: by a table"),
+        ("csrc/core/a.h", "// GroupTable says who averages with whom.", ""),
+        ("csrc/core/a.h", "// Whole groups end together.", ""),
+        ("torchext/a.py", '"""From a name to its group."""', "From a name to its group"),
+        ("tools/a.py", '#!/usr/bin/env python3\n"""How files are named."""', "How files are named"),
+        ("benchmarks/a.py", '"""What does it cost? Two hosts."""', ""),
+        ("tests/python/a.py", '"""What attach refuses."""', ""),
+        ("torchext/a.py", "from torch import nn", ""),
+    ],
+)
+def test_openings(name: str, text: str, found: str) -> None:
+    assert bad_opening(name, text) == found
 
 
 def test_no_name_is_retired_into_another_that_is() -> None:

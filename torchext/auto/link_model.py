@@ -1,4 +1,4 @@
-"""What is known of a network: how long each operation of a process group takes, as measured at a few sizes."""
+"""A link model says how long each operation of a process group takes, as measured at a few sizes."""
 
 from __future__ import annotations
 

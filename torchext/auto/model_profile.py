@@ -1,4 +1,4 @@
-"""What is known of a model: when its gradients are ready, and when its parameters are used first."""
+"""A model profile says when a model's gradients are ready, and when its parameters are used first."""
 
 from __future__ import annotations
 

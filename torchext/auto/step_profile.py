@@ -1,4 +1,4 @@
-"""When the gradients of a model are ready, and when its parameters are used first: measured on a few local steps."""
+"""A step profile measures when gradients are ready and when parameters are used first, on a few local steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the steps of a script take that trains by a plan, beside what was predicted."""
+"""A step watch compares the steps of a script that trains by a plan with what was predicted."""
 
 from __future__ import annotations
 

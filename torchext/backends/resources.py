@@ -1,4 +1,4 @@
-"""What a group takes of the operating system, checked before it is made.
+"""Resources that a group takes of the operating system are checked before it is made.
 
 Gloo without descriptors ends the process (SIGABRT), without its second thread it hangs, and without ports it reports
 something else. So a rank that lacks them says so first, before it meets the others, which then learn who is missing.

@@ -1,1 +1,1 @@
-"""What every folder may use: numbers of others, code that the compiler leaves alone."""
+"""Helpers that every folder may use: numbers of others, code that the compiler leaves alone."""

@@ -1,4 +1,4 @@
-"""How long a synchronizer lives: as long as its model, and in order until the script ends."""
+"""A synchronizer lives as long as its model, and ends in order when the script does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a synchronizer's place where DistributedDataParallel alone trains a model."""
+"""PlainSynchronizer stands in a synchronizer's place where DistributedDataParallel alone trains a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What :func:`torchext.attach` returns, whatever the backend."""
+"""Synchronizer is what :func:`torchext.attach` returns, whatever the backend."""
 
 from __future__ import annotations
 

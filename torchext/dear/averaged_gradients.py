@@ -1,4 +1,4 @@
-"""What "dear" has in the place of parameters' own gradients, between a backward pass that averages and the step."""
+"""Averaged gradients of "dear" stand in the place of parameters' own, from an averaging backward pass to the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ``attach`` gets the buckets of a plan from that was made before training."""
+"""A bucket source gives ``attach`` the buckets of a plan that was made before training."""
 
 from __future__ import annotations
 

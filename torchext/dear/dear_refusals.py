@@ -1,4 +1,4 @@
-"""What "dear" refuses of optimizers, with the words for it: kinds, and copies."""
+"""Refusals of "dear" name the optimizers that it does not take, kinds and copies, and say why."""
 
 from __future__ import annotations
 

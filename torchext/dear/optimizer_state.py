@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a model's parameters, and the order that it has them in."""
+"""An optimizer's state of a model's parameters, and the order that the optimizer has them in."""
 
 from __future__ import annotations
 

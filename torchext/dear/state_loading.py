@@ -1,4 +1,4 @@
-"""What is given to "dear" as the state of its optimizer: checked on all ranks before any of them takes it."""
+"""State that is loaded into "dear" is checked on all ranks before any of them takes it."""
 
 from __future__ import annotations
 

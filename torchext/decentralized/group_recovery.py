@@ -1,4 +1,4 @@
-"""How a model trains on when its group has failed or grown; ``torchext/elastic/membership.py`` says with whom."""
+"""A model trains on when its group has failed or grown; ``torchext/elastic/membership.py`` says with whom."""
 
 from __future__ import annotations
 

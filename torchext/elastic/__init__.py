@@ -1,1 +1,1 @@
-"""Who trains: members, newcomers, joining, and the state that a newcomer gets."""
+"""Elastic training: members, newcomers, joining, and the state that a newcomer gets."""

@@ -1,4 +1,4 @@
-"""Who trains: what ``attach(..., on_peer_failure="continue")`` does when a worker dies, and when one comes.
+"""Membership carries out ``attach(..., on_peer_failure="continue")`` when a worker dies, and when one comes.
 
 Every worker has a number for life: its rank at the time of attach, or the next free one when it joins later.
 

@@ -1,4 +1,4 @@
-"""For scripts with an ``accelerate.Accelerator``: one call attaches a prepared model, and has the average saved.
+"""Scripts with an ``accelerate.Accelerator`` attach a prepared model by one call, which also has the average saved.
 
 On the CPU Accelerate makes process groups of Gloo only, so the group is made before the Accelerator, which takes it.
 Under ``python -m torchext.run`` neither is needed.

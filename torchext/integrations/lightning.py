@@ -1,4 +1,4 @@
-"""What the callback that Lightning finds (``_torchext_lightning.py``) does where a group of torchext is in use."""
+"""The callback that Lightning finds (``_torchext_lightning.py``) acts where a group of torchext is in use."""
 
 from __future__ import annotations
 

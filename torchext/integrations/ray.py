@@ -1,4 +1,4 @@
-"""For Ray Train, which makes the process group by its backend's name: a configuration whose group has options.
+"""Ray Train makes the process group by its backend's name; a configuration here gives that group options.
 
     TorchTrainer(train, torch_config=TorchextConfig(torchext.DeAROptions(form="sharded")), ...)
 

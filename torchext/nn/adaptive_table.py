@@ -1,4 +1,4 @@
-"""How a table of which only a budget of chunks is resident trains, prunes, meets DDP, is saved and copied."""
+"""An adaptive table, of which a budget of chunks is resident, trains, prunes, meets DDP, is saved and copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adaptive table holds, and where: values, index, utilities, optimizer state, by layout and device."""
+"""Chunk storage holds an adaptive table: values, index, utilities, optimizer state, by layout and device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a copy of a table knows of the table it was made of: whether slots still mean the same chunks there."""
+"""Lineage says whether slots of a copied table still mean the same chunks as in the table it was made of."""
 
 from __future__ import annotations
 

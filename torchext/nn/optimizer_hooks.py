@@ -1,4 +1,4 @@
-"""What a table and its optimizer share: state that moves with the chunks, the learning rate of a fused update."""
+"""A table and its optimizer share state that moves with the chunks, and the learning rate of a fused update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When tables are pruned, and by what they know together."""
+"""A pruner decides when tables are pruned, by what they know together."""
 
 from __future__ import annotations
 

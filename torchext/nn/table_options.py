@@ -1,4 +1,4 @@
-"""What adaptive tables can be made with: names, ranges, devices, and the errors that say so."""
+"""Options of adaptive tables: names, ranges, devices, and the errors that say so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a state of K-FAC must be, all of which is known before any of it is loaded."""
+"""A state of K-FAC is checked whole before any of it is loaded."""
 
 from __future__ import annotations
 

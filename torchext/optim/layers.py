@@ -1,4 +1,4 @@
-"""Which modules K-FAC takes, what the engine must know of them, the memory they may take, and their hooks."""
+"""Layers that K-FAC takes: what the engine must know of them, the memory they may take, and their hooks."""
 
 from __future__ import annotations
 

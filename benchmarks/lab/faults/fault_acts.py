@@ -1,4 +1,4 @@
-"""What every rank does in a fault of fault_table.py: how it makes its group, and what it calls then.
+"""fault_acts holds what every rank does in a fault of fault_table.py: how it makes its group, and what it calls then.
 
 Ranks are processes of tests/distributed/harness.py; rank 1 is the one at fault.
 """

@@ -1,4 +1,4 @@
-"""What happens to the ranks of fault_table.py: what stands when they start, and the strike that hits them.
+"""fault_stages says what happens to the ranks of fault_table.py: what stands when they start, and the strike.
 
 Each stage is a context manager in the benchmark's process, made for a number of ranks.
 """

@@ -1,4 +1,4 @@
-"""How many bytes cross the uplink of a lab's racks between two moments."""
+"""An uplink's counter says how many bytes cross between the racks of a lab between two moments."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From repeats to a committed result, beside what no schedule can beat."""
+"""A report goes from repeats to a committed result, beside what no schedule can beat."""

@@ -1,4 +1,4 @@
-"""What no schedule can beat: the shortest steps of DeAR and of DDP on a link, from its measured rate.
+"""Bounds say what no schedule can beat: the shortest steps of DeAR and of DDP on a link, from its measured rate.
 
 A ring moves ``(n - 1) / n`` of the bytes over every link in a reduce-scatter, as much again in an all-gather, and an
 all-reduce is one after the other. The bounds leave out what every message costs, and that layers cannot be cut: a layer

@@ -1,4 +1,4 @@
-"""From repeats to a committed result: checks before timings, spread, paired ratios, JSON.
+"""Results turn repeats into a committed file: checks before timings, spread, paired ratios, JSON.
 
 A ratio is taken repeat by repeat: both contenders run in turn inside one session (A B A B ...), so that what disturbs
 the machine for a minute disturbs both sides of a ratio, and its spread shows what is left.

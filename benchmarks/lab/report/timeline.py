@@ -1,4 +1,4 @@
-"""From a profiler's trace to a picture: which communication lies under which compute.
+"""A timeline turns a profiler's trace into a picture: which communication lies under which compute.
 
 A trace is the dictionary that ``torch.profiler`` exports; spans are ``(begin, end)`` in milliseconds.
 """

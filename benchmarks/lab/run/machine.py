@@ -1,4 +1,4 @@
-"""Where and when a figure was taken: the part of a results file that makes it comparable."""
+"""A machine's record says where and when a figure was taken, so that results files can be compared."""
 
 from __future__ import annotations
 

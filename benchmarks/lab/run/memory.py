@@ -1,4 +1,4 @@
-"""How much memory a process holds, by the kernel's count."""
+"""Memory of a process, as the kernel counts it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is trained, by which contenders, and who is slow."""
+"""Workloads say what is trained, by which contenders, and who is slow."""

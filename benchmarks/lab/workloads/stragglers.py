@@ -1,4 +1,4 @@
-"""Who is slow, and when: the straggler patterns of the benchmarks.
+"""Straggler patterns of the benchmarks say which worker is slow, and when.
 
 A pattern is data: the factor of a step depends on (seed, rank, step) alone, so that both contenders of a
 comparison, in every repeat, meet exactly the same slow steps.

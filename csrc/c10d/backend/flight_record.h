@@ -1,4 +1,4 @@
-// FlightLog: what a group of ours does beyond collectives, in torch's flight recorder.
+// FlightLog records what a group of ours does beyond collectives in torch's flight recorder.
 //
 // Torch records the collectives that are called through torch.distributed. The averages of attached models, the
 // exchanges behind them and partial_all_reduce do not come by there: they are recorded here, into the recorder of the

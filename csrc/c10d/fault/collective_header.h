@@ -1,4 +1,4 @@
-// What a call is (core/fault/call_header.h), made of its arguments, and as text: for the check of calls and for errors.
+// headerOf() describes a call by its arguments (core/fault/call_header.h), for the check of calls and for errors.
 #pragma once
 
 #include <cstdint>

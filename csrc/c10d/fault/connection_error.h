@@ -1,4 +1,4 @@
-// What an inner backend's error says: Gloo's classes are not in the wheel, so types and texts must do.
+// isConnectionError() reads an inner backend's error. Gloo's classes are not in the wheel, so types and texts must do.
 #pragma once
 
 #include <exception>

@@ -1,4 +1,4 @@
-// Whether an error is local: this process' alone, so that the others have yet to hear of it, or its group's.
+// localError() tells this process' own errors, of which the others have yet to hear, from those of its group.
 #pragma once
 
 #include <exception>

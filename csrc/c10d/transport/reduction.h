@@ -1,4 +1,4 @@
-// The arithmetic of a reduction on raw memory, one table of functions a dtype.
+// Reduction is the arithmetic of a reduction on raw memory, one table of functions a dtype.
 #pragma once
 
 #include <cstddef>

@@ -12,7 +12,7 @@
 
 #include "c10d/fault/fault_points.h"
 #include "c10d/fault/parse_message.h"
-#include "core/transport/subset_plan.h"
+#include "core/transport/ring_plan.h"
 
 namespace torchext {
 namespace {

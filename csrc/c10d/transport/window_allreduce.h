@@ -23,7 +23,7 @@
 #include "c10d/transport/point_to_point.h"
 #include "c10d/transport/reduction.h"
 #include "c10d/transport/shared_windows.h"
-#include "core/transport/subset_plan.h"
+#include "core/transport/ring_plan.h"
 
 namespace torchext {
 

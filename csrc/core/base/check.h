@@ -1,4 +1,4 @@
-// Error messages with numbers: what was wrong, its value, what is allowed.
+// check makes error messages with numbers: what was wrong, its value, what is allowed.
 #pragma once
 
 #include <cmath>

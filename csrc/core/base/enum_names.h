@@ -1,4 +1,4 @@
-// Names of an enumeration's values, in options and error messages: one table each, read in both directions.
+// EnumNames names an enumeration's values, in options and error messages: one table each, read in both directions.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// Which host a process is on, as its kernel tells it.
+// hostIdentity() names the host that a process is on, as its kernel tells it.
 #pragma once
 
 #include <string>

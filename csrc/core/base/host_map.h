@@ -1,4 +1,4 @@
-// Which rank is on which host.
+// HostMap says which rank is on which host.
 //
 // A HostMap is an immutable value, built once from host indices that are equal on all ranks; every later question is a
 // look-up. Hosts need not have equal sizes, and the ranks of a host need not be consecutive. Threads: safe to read from

@@ -1,4 +1,4 @@
-// Well mixed bits: for places in a hash, for random numbers' seeds, for stamps of what must be alike on two ranks.
+// mixBits() mixes bits well: for places in a hash, for random numbers' seeds, for stamps of what must be alike.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the parsers of messages from peers share: bounds first, and one error for whatever breaks a rule.
+// Wire holds what the parsers of messages from peers share: bounds first, and one error for whatever breaks a rule.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Which bucket size trains fastest: Bayesian optimization of DeAR's tensor fusion on the training steps themselves
+// BayesianTuner finds the bucket size that trains fastest, by Bayesian optimization on the training steps themselves
 // (Zhang et al., "DeAR", ICDCS 2023: dynamic tensor fusion).
 //
 // The search variable is log2 of the bucket limit in MB (2^20 bytes), the measured one log of the step time, so that

@@ -1,5 +1,5 @@
-// Which gradients travel together: tensor fusion for DeAR (Zhang et al., "DeAR", ICDCS 2023: decoupled all-reduce and
-// its tensor fusion).
+// BucketPlan says which gradients travel together: tensor fusion for DeAR (Zhang et al., "DeAR", ICDCS 2023: decoupled
+// all-reduce and its tensor fusion).
 //
 // Tensors are positions 0..L-1 in the order in which the backward pass finishes their gradients; a bucket is a run of
 // consecutive ones. All tensors of a plan have one element type and device: make one plan for each. Everything here is

@@ -1,5 +1,5 @@
-// Gaussian process regression in one dimension: what a few noisy measurements say about a smooth function
-// (Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapters 2 and 5).
+// GaussianProcess says what a few noisy measurements tell of a smooth function of one number, by regression (Rasmussen
+// and Williams, "Gaussian Processes for Machine Learning", 2006, chapters 2 and 5).
 //
 // y_i = f(x_i) + noise, f ~ GP(mean, signal_variance * Matern 5/2), noise ~ N(0, noise_variance). Matern 5/2 is the
 // kernel for functions that are smooth but not infinitely so. Deterministic: equal input gives equal output on one

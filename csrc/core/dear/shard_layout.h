@@ -1,4 +1,4 @@
-// How the tensors of one bucket are cut over the ranks, and where the pieces lie in the bucket's buffer.
+// ShardLayout cuts the tensors of one bucket over the ranks, and says where the pieces lie in the bucket's buffer.
 //
 // Every tensor is cut by torch.chunk's rule: of N elements rank r of n owns [r c, (r + 1) c) with c = ceil(N / n), the
 // last ranks fewer or none. So what a rank owns of a tensor does not depend on the bucket it travels in: buckets may be
@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/transport/subset_plan.h"
+#include "core/transport/ring_plan.h"
 
 namespace torchext::core {
 

@@ -1,4 +1,4 @@
-// What is said of measured step times: their middle, and whether one way of training is faster for certain.
+// step_times compares measured step times: their middle, and whether one way of training is faster for certain.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Rounds of groups over positions 0..size-1 that bring everybody's values to their mean: the grid of DS-Sync
+// GroupGrid makes rounds of groups over positions 0..size-1 that bring everybody's values to their mean: DS-Sync's grid
 // (Wang et al., INFOCOM 2022, section IV). Private to csrc/core; shuffle_schedule.h puts ranks on the positions.
 //
 // Exact grid: size is a product of radices, position = mixed-radix number, round t groups the positions that differ in

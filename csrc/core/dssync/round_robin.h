@@ -1,4 +1,4 @@
-// Everybody meets everybody once, in rounds of disjoint pairs: the circle method of tournaments.
+// roundRobinPartner() lets everybody meet everybody once, in rounds of pairs: the circle method of tournaments.
 //
 // One position stands still, the others turn around it. An even number of positions needs size - 1 rounds, an odd one
 // size, in each of which one position has nobody. Pure functions.

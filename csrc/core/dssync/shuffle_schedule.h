@@ -1,5 +1,5 @@
-// Who averages with whom at each step of DS-Sync's divide-and-shuffle synchronization (Wang et al., "DS-Sync:
-// Addressing Network Bottlenecks with Divide-and-Shuffle Synchronization for Distributed DNN Training", INFOCOM 2022).
+// ShuffleSchedule says who averages with whom at each step of DS-Sync (Wang et al., "DS-Sync: Addressing Network
+// Bottlenecks with Divide-and-Shuffle Synchronization for Distributed DNN Training", INFOCOM 2022).
 //
 // An immutable value. Every rank builds it from equal options and computes its own group from (rank, step): no
 // generator, no message. At each step the groups are disjoint and cover the world. The step is the optimizer step:

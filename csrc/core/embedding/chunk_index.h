@@ -1,5 +1,5 @@
-// Where a chunk of an embedding table lies: (row, chunk) -> slot of the pool (FIITED's VHPI storage, Luo et al.,
-// arXiv 2401.04408, section 3.3: virtually hashed, physically indexed).
+// ChunkIndex says where a chunk of an embedding table lies: (row, chunk) -> slot of the pool (FIITED's VHPI storage,
+// Luo et al., arXiv 2401.04408, section 3.3: virtually hashed, physically indexed).
 //
 // A table of rows x chunks is stored as a pool of slots, one chunk each; absent chunks have no slot and read as zero.
 // A chunk is named by its key = row * chunks + chunk. Three layouts, all views of memory that the caller owns:

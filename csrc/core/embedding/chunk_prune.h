@@ -1,4 +1,4 @@
-// Pruning: a selection of chunks carried out on index, utilities and addresses, and the list of what the pool must
+// pruneChunks() carries out a selection of chunks on index, utilities and addresses, and lists what the pool must
 // copy.
 //
 // Chunks leave their slots, then the new ones of each row get theirs. A row that grows moves as a whole into a free run

@@ -1,4 +1,4 @@
-// Who stays and who enters when an embedding table is pruned (FIITED, section 3.2).
+// selectChunks() says which chunks stay and which enter when an embedding table is pruned (FIITED, section 3.2).
 //
 // The `capacity` most useful chunks of all, resident or not, are to be resident afterwards. Order: utility; where equal
 // residents first (nothing moves without a gain), then the smaller key. That is a total order: the answer is the same

@@ -1,4 +1,4 @@
-// The address manager of a pool of chunk slots: which are free, as runs of neighbours (FIITED, section 3.3).
+// ChunkSlots manages the slots of a pool: which are free, as runs of neighbours (FIITED, section 3.3).
 //
 // Freed slots merge with free neighbours. allocate(n) prefers one run: the chunks of a row that lie side by side cost
 // one walk through memory instead of n. Among runs that are long enough the shortest is taken, then the first: long

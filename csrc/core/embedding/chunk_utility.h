@@ -1,5 +1,5 @@
-// How useful each chunk has been (FIITED, section 3.2): u <- gamma u + a g in every step, with a the accesses of the
-// row in the step and g the L2 norm of the chunk's gradient. Absent chunks collect utility, too, or none could return.
+// ChunkUtility counts how useful each chunk has been (FIITED, section 3.2): u <- gamma u + a g in every step. Here a
+// are the row's accesses in the step, and g is the L2 norm of the chunk's gradient. Absent chunks collect, too.
 //
 // Instead of a sweep that multiplies all of them by gamma, what is added grows: a g gamma^-n in step n. Comparisons
 // between chunks do not change, and true utility = stored / gamma^-n. Before the factor overflows, renormalise()

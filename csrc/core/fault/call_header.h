@@ -1,4 +1,5 @@
-// What one rank believes a collective to be. All ranks of a group must believe the same of their n-th call.
+// CallHeader is what one rank believes a collective to be. All ranks of a group must believe the same of their n-th
+// call.
 #pragma once
 
 #include <array>

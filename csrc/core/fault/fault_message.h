@@ -1,4 +1,4 @@
-// What ended a group, and the fixed message in which a rank tells its peers. Who sends it: failure_monitor.h.
+// FaultMessage tells the peers of a rank what ended their group, in a fixed size. Its sender is failure_monitor.h.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
-// Who sends its model to whom in decentralized training, and how much it counts: Hop's communication graph (Luo et al.,
-// ASPLOS 2019, sections 2.2 and 7).
+// CommunicationGraph says who sends its model to whom in decentralized training, and how much it counts (Luo et al.,
+// "Hop", ASPLOS 2019, sections 2.2 and 7).
 //
 // A directed graph over ranks 0..size-1. An edge j -> i: i receives j's model in each iteration. Every rank has a self
 // loop: its own model is one of those it averages. weight(j, i) is the share of j's model in i's average, W_ji of

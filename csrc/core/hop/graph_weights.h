@@ -1,5 +1,5 @@
-// Doubly stochastic weights for a directed graph with self loops: how much each model counts in decentralized
-// averaging (Luo et al., ASPLOS 2019, section 2.2). Private to csrc/core; communication_graph.h is the way in.
+// graph_weights finds doubly stochastic weights for a directed graph with self loops: how much each model counts in an
+// average (Luo et al., ASPLOS 2019, section 2.2). Private to csrc/core; communication_graph.h is the way in.
 //
 // A graph is given by sorted lists of neighbours, the rank itself included; weights are those of the in-neighbours, in
 // their order. Pure functions: equal input, equal output.

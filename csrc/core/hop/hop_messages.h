@@ -1,4 +1,4 @@
-// What Hop workers send each other: one fixed header, and behind that of a model its bytes.
+// Hop's messages have one fixed header, and behind that of a model its bytes.
 //
 //   model   `tag` is the iteration; `bytes` of the sender's model follow
 //   tokens  the sender has entered iteration `tag`, `count` iterations after its last such message

@@ -1,5 +1,5 @@
-// What a Hop worker waits for (Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, sections 3
-// to 5): the options, which of them go together, and how far apart two workers can get.
+// HopMode is what a Hop worker waits for: the options, which go together, and how far apart two workers can get (Luo et
+// al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, sections 3 to 5).
 //
 //   standard           models of the same iteration from all in-neighbours
 //   notify-ack         the older protocol, a baseline: tag k + 1 is sent to a neighbour after its ACK of tag k only

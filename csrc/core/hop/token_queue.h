@@ -1,4 +1,4 @@
-// Tokens that bound how far a Hop worker runs ahead of a neighbour (Luo et al., ASPLOS 2019, section 4.2).
+// TokenQueue bounds how far a Hop worker runs ahead of a neighbour (Luo et al., ASPLOS 2019, section 4.2).
 //
 // One TokenQueue for every edge: for its in-neighbour `consumer` worker `owner` keeps TokenQ(owner -> consumer), which
 // begins with max_ig tokens. Every time owner enters an iteration it gives one; before consumer enters its next it

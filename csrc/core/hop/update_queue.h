@@ -1,5 +1,5 @@
-// The models that arrived at one Hop worker (Luo et al., ASPLOS 2019, sections 4.1 and 5): which of them are kept,
-// where their bytes go, and what the worker may average now.
+// UpdateQueue knows the models that arrived at one Hop worker (Luo et al., ASPLOS 2019, sections 4.1 and 5): which are
+// kept, where their bytes go, and what the worker may average now.
 //
 // It holds tags, senders and slot numbers, not bytes: the owner allocates capacity() buffers once, and slot numbers are
 // 0..capacity() - 1. Slots rotate: a sender's model of iteration k goes to the sender's slot k mod (max_ahead + 1), so

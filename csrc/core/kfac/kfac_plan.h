@@ -1,4 +1,5 @@
-// Who computes and sends what in distributed K-FAC: one type of plan, of which every published strategy is a preset.
+// KfacPlan says who computes and sends what in distributed K-FAC. Every published strategy is a preset of this one
+// type.
 //
 // A layer has two factors, A (inputs) and G (output gradients). For each factor a plan says how the ranks' shares come
 // together, and who inverts; for each layer, who preconditions its gradient.

@@ -1,4 +1,4 @@
-// Of which layers K-FAC makes directions from the rows of all ranks' batches, and of which from the mean gradient.
+// chooseRows() picks the layers whose directions K-FAC makes from all ranks' batch rows, not from the mean gradient.
 //
 // A direction V = G^-1 dW A^-1 takes out^2 in + out in^2 multiplications. Where dW is a sum g a^T over `rows` rows, V =
 // sum (G^-1 g)(A^-1 a)^T takes rows (out^2 + in^2 + out in): with few rows a fraction. The rows have to be brought

@@ -1,4 +1,4 @@
-// Which rank inverts which factor: two ways to divide tasks among ranks by their costs.
+// Placements say which rank inverts which factor: two ways to divide tasks among ranks by their costs.
 //
 // Pure functions, the same on every rank. Costs are seconds (or any unit), finite and 0 or more; `ranks` is 1 or more;
 // std::invalid_argument otherwise. Results name the rank of each task.

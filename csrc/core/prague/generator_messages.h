@@ -1,4 +1,4 @@
-// The messages between the group generator's service and its clients. Who sends which and when: generator_service.h.
+// Generator messages travel between the group generator's service and its clients; generator_service.h says when.
 #pragma once
 
 #include <cstddef>

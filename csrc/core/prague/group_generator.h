@@ -1,4 +1,4 @@
-// Who averages with whom: Prague's group generator (Luo et al., ASPLOS 2020, sections 4 and 5).
+// GroupGenerator says who averages with whom in Prague (Luo et al., ASPLOS 2020, sections 4 and 5).
 //
 // What it is
 //   A deterministic state machine. It is told that a worker asks for a group, has finished one, pauses or left; it

@@ -1,6 +1,6 @@
-// What the kinds of group generators share: the FIFOs (the paper's group buffers), call order, pausing and leaving, and
-// whose turn it is after a meeting. Private to csrc/core: others use group_generator.h. A kind says what a request does
-// that finds its FIFO empty.
+// GroupGeneratorBase is what the kinds of group generators share: FIFOs (the paper's group buffers), call order,
+// pausing and leaving, and whose turn it is after a meeting. Private to csrc/core: others use group_generator.h. A kind
+// says what a request does that finds its FIFO empty.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Who is waited for after a call that all workers have made: a part of Prague's group generator. Private to csrc/core.
+// RejoinWindow says who is waited for after a call that all have made. Private to csrc/core: Prague's generator uses
+// it.
 //
 // A worker in a collective is in nobody's group until it asks again. Where a script has one after every step, whoever
 // asks first would find all others away, average with nobody, and be away itself when they ask. But when all have come

@@ -1,4 +1,4 @@
-// Who is too slow for others to wait for: the slowdown filter of Prague's group generator. Private to csrc/core.
+// SlowdownFilter tells Prague's group generator who is too slow for others to wait for. Private to csrc/core.
 //
 // The paper compares request counts c_i: w is left out of a division of i when c_i - c_w >= threshold. Two things are
 // missing there. A count falls behind only while others go on without the straggler, and in a small or tightly coupled

@@ -1,5 +1,5 @@
-// Which hosts share a rack, told by a user or found from the bandwidth of their pairs: what DS-Sync's topology-aware
-// schedule (shuffle_schedule.h) and Prague's divisions (group_generator.h) need to know of the network.
+// RackMap says which hosts share a rack, told by a user or found from the bandwidth of their pairs. DS-Sync's
+// topology-aware schedule (shuffle_schedule.h) and Prague's divisions (group_generator.h) go by it.
 //
 // A rack is a set of hosts that reach each other at the full speed of their links; between racks they share an uplink.
 // Pure functions of values that are the same on all ranks, so every rank finds the same racks.

@@ -1,4 +1,4 @@
-// The header in front of every collective over a subset: what the sender believes the call to be.
+// SubsetHeader stands in front of every collective over a subset: what the sender believes the call to be.
 //
 // Every member sees the header of every other before it trusts a payload, so that all members take the same decision:
 // go on, or throw a mismatch.

@@ -1,4 +1,4 @@
-// How dssync fills a GroupSynchronizer: the groups of a ShuffleSchedule (shuffle_schedule.h), by optimizer step.
+// dssyncTraining() fills a GroupSynchronizer with the groups of a ShuffleSchedule (shuffle_schedule.h), by step.
 #pragma once
 
 #include "c10d/backend/process_group_dssync.h"

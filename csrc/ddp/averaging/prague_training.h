@@ -1,5 +1,5 @@
-// How prague fills a GroupSynchronizer: P-Reduce (Luo et al., ASPLOS 2020, sections 3 to 5) over the groups of its
-// generator, or of the static schedule.
+// pragueTraining() fills a GroupSynchronizer with P-Reduce (Luo et al., ASPLOS 2020, sections 3 to 5) over the groups
+// of its generator, or of the static schedule.
 #pragma once
 
 #include "c10d/backend/process_group_prague.h"

@@ -1,4 +1,4 @@
-// What all ranks must agree on before a model is attached, and what they learn of each other there.
+// agreeOnAttach() compares what all ranks must have alike before a model is attached. Ranks learn of each other there.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Means of buffers: exact where all workers hold the same value, whatever it is.
+// buffer_mean averages buffers: exactly where all workers hold the same value, whatever it is.
 //
 // Buffers are not only statistics. Masks hold -inf or the least number there is, tables hold constants: what is the
 // same everywhere comes out as it went in, to the bit, in any number of workers and any order of addition. So sums are

@@ -1,4 +1,4 @@
-// What a model trained by DeAR counts, since attach; times in milliseconds.
+// DearStats counts what a model trained by DeAR does, since attach; times in milliseconds.
 #pragma once
 
 #include <cstddef>

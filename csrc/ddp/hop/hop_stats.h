@@ -1,4 +1,4 @@
-// What a worker trained by Hop counts, since attach; times in milliseconds.
+// HopStats counts what a worker trained by Hop does, since attach; times in milliseconds.
 #pragma once
 
 #include <cstdint>

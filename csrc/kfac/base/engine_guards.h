@@ -1,6 +1,6 @@
-// The engine's arithmetic is its own: without a graph, and in the types it chooses, whatever the caller has switched on
-// (a step under torch.autocast would else multiply factors in bfloat16, after set_float32_matmul_precision("high") in
-// TF32).
+// EngineGuards make the engine's arithmetic its own: without a graph, and in the types it chooses, whatever the caller
+// has switched on. A step under torch.autocast would else multiply factors in bfloat16, one after
+// set_float32_matmul_precision("high") in TF32.
 #pragma once
 
 #include <ATen/Context.h>

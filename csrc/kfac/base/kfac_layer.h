@@ -1,4 +1,4 @@
-// One layer as K-FAC sees it: which matrix its inputs and output gradients form.
+// KfacLayerSpec is one layer as K-FAC sees it: which matrix its inputs and output gradients form.
 //
 // A layer's weight W is [out, in] (a convolution's kernel flattened), with `groups` blocks along out; a bias is a
 // column more, by an input that is always 1. Every block has two factors,

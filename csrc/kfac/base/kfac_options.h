@@ -1,4 +1,4 @@
-// What K-FAC can be asked for. See torchext/optim/preconditioner.py for the meaning of each to the user.
+// KfacOptions is what K-FAC can be asked for. torchext/optim/preconditioner.py tells the user what each means.
 #pragma once
 
 #include <optional>
@@ -11,15 +11,15 @@ namespace torchext {
 
 enum class FactorScaling { kKfc, kKfacPytorch };
 // Of the products of directions: 16 bits where the processor is faster then, or all 24.
-enum class DirectionPrecision { kHigh, kHighest };
+enum class ProductPrecision { kHigh, kHighest };
 
 // As the user calls them.
 inline constexpr core::EnumNames<InverseForm, 2> kMethodNames{
     {{InverseForm::kInverse, "inverse"}, {InverseForm::kEigen, "eigen"}}};
 inline constexpr core::EnumNames<FactorScaling, 2> kScalingNames{
     {{FactorScaling::kKfc, "kfc"}, {FactorScaling::kKfacPytorch, "kfac-pytorch"}}};
-inline constexpr core::EnumNames<DirectionPrecision, 2> kPrecisionNames{
-    {{DirectionPrecision::kHigh, "high"}, {DirectionPrecision::kHighest, "highest"}}};
+inline constexpr core::EnumNames<ProductPrecision, 2> kPrecisionNames{
+    {{ProductPrecision::kHigh, "high"}, {ProductPrecision::kHighest, "highest"}}};
 
 struct KfacOptions {
   double damping = 0.003;                 // lambda, above 0
@@ -34,7 +34,7 @@ struct KfacOptions {
   double worker_fraction = 0.5;          // of hybrid, (0, 1]
   double bucket_cap_mb = 25;             // of factors that travel together, MiB, above 0
   std::optional<bool> split_directions;  // none: where that costs less by the measured costs
-  DirectionPrecision precision = DirectionPrecision::kHigh;
+  ProductPrecision precision = ProductPrecision::kHigh;
   std::optional<bool> gather_rows;  // for directions of Linear layers; none: where that costs less
   bool shared_memory = true;        // between ranks of one host, on the CPU
   bool queued = false;              // take an accelerator's path on the CPU too; for tests

@@ -1,4 +1,4 @@
-// Seconds of the host, and where they go. On an accelerator a block is over when its work is queued.
+// ScopedTimer adds up seconds of the host. On an accelerator a block is over when its work is queued.
 #pragma once
 
 #include <chrono>

@@ -34,7 +34,7 @@
 #include "c10d/transport/agreement.h"
 #include "c10d/transport/row_exchange.h"
 #include "core/kfac/kfac_plan.h"
-#include "core/transport/subset_plan.h"
+#include "core/transport/ring_plan.h"
 
 namespace torchext {
 

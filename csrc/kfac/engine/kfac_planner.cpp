@@ -31,8 +31,8 @@ bool KfacPlanner::allHaveTiles() const {
   const KfacOptions& options = context_.options;
   const bool used = std::any_of(context_.layers.begin(), context_.layers.end(),
                                 [&](const auto& spec) { return Preconditioner::usesTiles(spec, options.form); });
-  const bool here = used && options.precision == DirectionPrecision::kHigh && !context_.on_device &&
-                    accumulator_.type() == at::kFloat && TiledDirection::available();
+  const bool here = used && options.precision == ProductPrecision::kHigh && !context_.on_device &&
+                    accumulator_.type() == at::kFloat && TiledProduct::available();
   return context_.comm ? context_.comm->mean(here ? 1 : 0) > 1 - 0.5 / context_.ranks : here;
 }
 

@@ -6,7 +6,7 @@
 #include "kfac/inverses/factor_batch.h"
 #include "kfac/linalg/factor_inverse.h"
 #include "kfac/linalg/matrix_product.h"
-#include "kfac/precondition/tiled_direction.h"
+#include "kfac/precondition/tiled_product.h"
 
 namespace torchext {
 namespace {
@@ -59,8 +59,8 @@ std::function<int()> exampleProducts(const KfacContext& context, const at::Tenso
   const at::Tensor square = at::ones({size, size}, options);
   at::Tensor result = at::empty_like(square);
   if (tiles) {
-    const auto direction = std::make_shared<TiledDirection>();
-    const auto work = std::make_shared<TiledDirection::Work>();
+    const auto direction = std::make_shared<TiledProduct>();
+    const auto work = std::make_shared<TiledProduct::Work>();
     direction->prepare(square.unsqueeze(0), square.unsqueeze(0), /*begin=*/0, size);
     return [=] {
       direction->compute({square.const_data_ptr<float>(), nullptr, size},

@@ -1,4 +1,4 @@
-// Inverses of K-FAC's factors, and what happens when LAPACK gives up.
+// FactorInverse is the inverse of one of K-FAC's factors; here is also what happens when LAPACK gives up.
 //
 // Two forms: the inverse of the damped factor, by Cholesky, or its eigenvectors and eigenvalues, undamped. A failure in
 // float32 (a matrix that is not positive definite to rounding; a rank-deficient one on which syevd does not converge)

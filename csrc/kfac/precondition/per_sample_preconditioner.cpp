@@ -22,7 +22,7 @@ PerSamplePreconditioner::PerSamplePreconditioner(std::vector<RowExchange::Matrix
 }
 
 PerSampleProduct PerSamplePreconditioner::make(int layer, const RowExchange::Message& message, const Inverses& inverses,
-                                               TiledDirection::Work& work) {
+                                               TiledProduct::Work& work) {
   const RowExchange::Rows rows = message.rows(layer);
   if (!rows.inputs.defined() || !inverses.of_inputs.defined() || !inverses.of_outputs.defined()) {
     return {};
@@ -38,8 +38,8 @@ PerSampleProduct PerSamplePreconditioner::make(int layer, const RowExchange::Mes
 }
 
 // Undefined where the clip is not to be known, because some layer has no direction of rows.
-WrittenDirection PerSamplePreconditioner::write(int layer, Ahead& ahead, const WrittenDirection& to, bool tiles,
-                                                TiledDirection::Work& work) {
+WrittenGradient PerSamplePreconditioner::write(int layer, Ahead& ahead, const WrittenGradient& to, bool tiles,
+                                               TiledProduct::Work& work) {
   const PerSampleProduct& made = ahead.made[core::index(layer)];
   if (std::any_of(ahead.made.begin(), ahead.made.end(),
                   [](const PerSampleProduct& any) { return !any.left.defined(); })) {
@@ -53,8 +53,8 @@ WrittenDirection PerSamplePreconditioner::write(int layer, Ahead& ahead, const W
     }
     ahead.clip = klClip(ahead.scaling.kl_clip, ahead.scaling.rates, products);
   }
-  WrittenDirection written{to.weight, made.bias ? to.bias : at::Tensor(),
-                           *ahead.clip * ahead.scaling.factors[core::index(layer)]};
+  WrittenGradient written{to.weight, made.bias ? to.bias : at::Tensor(),
+                          *ahead.clip * ahead.scaling.factors[core::index(layer)]};
   const auto write_as = [&]<class T>(T* weight) {
     writePerSampleProduct<T>(made, written.factor, tiles, weight, made.bias ? to.bias.mutable_data_ptr<T>() : nullptr,
                              work);
@@ -86,7 +86,7 @@ void PerSamplePreconditioner::begin() {
       messages.push_back(message);
     }
     keys.push_back(keyOfMade(layer.number));
-    sources[layer.number] = {message, inverses_[layer.number], ahead_ ? placeFor(layer) : WrittenDirection()};
+    sources[layer.number] = {message, inverses_[layer.number], ahead_ ? placeFor(layer) : WrittenGradient()};
   }
   for (const RowExchange::Matrix& layer : rows_.matrices()) {
     if (ahead_) {
@@ -115,8 +115,8 @@ void PerSamplePreconditioner::begin() {
   (*thread_)->follow({wait, std::move(keys), make_any});
 }
 
-const WrittenDirection& PerSamplePreconditioner::placeFor(const RowExchange::Matrix& layer) {
-  WrittenDirection& to = written_[layer.number];
+const WrittenGradient& PerSamplePreconditioner::placeFor(const RowExchange::Matrix& layer) {
+  WrittenGradient& to = written_[layer.number];
   if (!to.weight.defined()) {
     to.weight = at::empty({layer.outputs, layer.inputs}, rows_.options());
     to.bias = at::empty({layer.outputs}, rows_.options());
@@ -135,7 +135,7 @@ PerSampleProduct PerSamplePreconditioner::made(int layer) {
   return (*thread_)->use(keyOfMade(layer), [](Result& result) { return result.made; });
 }
 
-WrittenDirection PerSamplePreconditioner::written(int layer) {
+WrittenGradient PerSamplePreconditioner::written(int layer) {
   if (!ahead_ || ending_) {
     return {};
   }

@@ -31,7 +31,7 @@
 #include "kfac/comm/communicator.h"
 #include "kfac/linalg/factor_inverse.h"
 #include "kfac/precondition/per_sample_product.h"
-#include "kfac/precondition/tiled_direction.h"
+#include "kfac/precondition/tiled_product.h"
 
 namespace torchext {
 
@@ -48,8 +48,8 @@ class PerSamplePreconditioner {
   struct Inverses {
     FactorInverse of_inputs;  // undefined: never made, and so no direction is
     FactorInverse of_outputs;
-    bool bias = false;                      // whether the layer has one that is trained
-    std::shared_ptr<TiledDirection> tiled;  // null: by BLAS
+    bool bias = false;                    // whether the layer has one that is trained
+    std::shared_ptr<TiledProduct> tiled;  // null: by BLAS
   };
   void prepare(int layer, Inverses inverses) { inverses_[layer] = std::move(inverses); }
   // Has directions made, if all rows have left. Never blocks.
@@ -70,7 +70,7 @@ class PerSamplePreconditioner {
   };
   void foresee(std::optional<Scaling> scaling) { foreseen_ = std::move(scaling); }
   // After made(). Waits. Undefined where it is not written ahead.
-  WrittenDirection written(int layer);
+  WrittenGradient written(int layer);
   // Ends a step in which leave() was called. Waits.
   void next();
   // Of the rows, of what directions are made of, which is no larger, and of directions ahead.
@@ -80,7 +80,7 @@ class PerSamplePreconditioner {
   // What the thread makes, by a key for each.
   struct Result {
     PerSampleProduct made;
-    WrittenDirection written;
+    WrittenGradient written;
   };
   static std::size_t keyOfMade(int layer) { return 2 * static_cast<std::size_t>(layer); }
   static std::size_t keyOfWritten(int layer) { return keyOfMade(layer) + 1; }
@@ -89,7 +89,7 @@ class PerSamplePreconditioner {
   struct Source {
     std::shared_ptr<RowExchange::Message> message;
     Inverses inverses;
-    WrittenDirection to;
+    WrittenGradient to;
   };
   // Of a step whose scaling is foreseen. The thread's.
   struct Ahead {
@@ -98,19 +98,19 @@ class PerSamplePreconditioner {
     std::optional<double> clip;
   };
   static PerSampleProduct make(int layer, const RowExchange::Message& message, const Inverses& inverses,
-                               TiledDirection::Work& work);
-  static WrittenDirection write(int layer, Ahead& ahead, const WrittenDirection& to, bool tiles,
-                                TiledDirection::Work& work);
-  const WrittenDirection& placeFor(const RowExchange::Matrix& layer);
+                               TiledProduct::Work& work);
+  static WrittenGradient write(int layer, Ahead& ahead, const WrittenGradient& to, bool tiles,
+                               TiledProduct::Work& work);
+  const WrittenGradient& placeFor(const RowExchange::Matrix& layer);
 
   std::map<int, Inverses> inverses_;
   std::optional<Scaling> foreseen_;
-  std::map<int, WrittenDirection> written_;                    // where directions ahead are written
+  std::map<int, WrittenGradient> written_;                     // where directions ahead are written
   std::shared_ptr<Ahead> ahead_;                               // null: not in this step
   std::map<int, std::shared_ptr<RowExchange::Message>> left_;  // in this step
   bool following_ = false;                                     // the thread has this step's
   bool ending_ = false;  // next() has begun: if it was interrupted, the thread has nothing of this step any more
-  std::shared_ptr<TiledDirection::Work> work_ = std::make_shared<TiledDirection::Work>();
+  std::shared_ptr<TiledProduct::Work> work_ = std::make_shared<TiledProduct::Work>();
   std::optional<BackgroundWorker<Result>> thread_;
   RowExchange rows_;
 };

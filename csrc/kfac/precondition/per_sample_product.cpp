@@ -84,7 +84,7 @@ double sumOfSquares(const std::vector<double>& vector) {
 template <class T>
 PerSampleProduct makePerSampleProduct(const at::Tensor& inputs, const at::Tensor& gradients, bool bias,
                                       const at::Tensor& inverse_of_inputs, const at::Tensor& inverse_of_outputs,
-                                      const TiledDirection* tiled, TiledDirection::Work& work) {
+                                      const TiledProduct* tiled, TiledProduct::Work& work) {
   const std::int64_t rows = inputs.size(0);
   const std::int64_t in = inputs.size(1);
   const std::int64_t out = gradients.size(1);
@@ -166,7 +166,7 @@ std::optional<double> factorOf(const PerSampleProduct& made, const std::vector<d
 
 template <class T>
 void writePerSampleProduct(const PerSampleProduct& made, double factor, bool tiles, T* weight, T* bias,
-                           TiledDirection::Work& work) {
+                           TiledProduct::Work& work) {
   const std::int64_t out = made.left.size(0);
   const std::int64_t rows = made.left.size(1);
   const std::int64_t dim = made.right.size(1);
@@ -176,7 +176,7 @@ void writePerSampleProduct(const PerSampleProduct& made, double factor, bool til
   const std::int64_t in = made.inputs;
   if constexpr (std::is_same_v<T, float>) {
     if (tiles) {
-      TiledDirection::joinHalves({left, right, out, rows, dim}, {weight, bias, in}, work);
+      TiledProduct::joinHalves({left, right, out, rows, dim}, {weight, bias, in}, work);
       return;
     }
   }
@@ -187,18 +187,17 @@ void writePerSampleProduct(const PerSampleProduct& made, double factor, bool til
 }
 
 template PerSampleProduct makePerSampleProduct<float>(const at::Tensor&, const at::Tensor&, bool, const at::Tensor&,
-                                                      const at::Tensor&, const TiledDirection*, TiledDirection::Work&);
+                                                      const at::Tensor&, const TiledProduct*, TiledProduct::Work&);
 template PerSampleProduct makePerSampleProduct<double>(const at::Tensor&, const at::Tensor&, bool, const at::Tensor&,
-                                                       const at::Tensor&, const TiledDirection*, TiledDirection::Work&);
+                                                       const at::Tensor&, const TiledProduct*, TiledProduct::Work&);
 template std::vector<double> timesSigns<float>(const float*, std::int64_t, std::int64_t);
 template std::vector<double> timesSigns<double>(const double*, std::int64_t, std::int64_t);
 template std::optional<double> factorOf<float>(const PerSampleProduct&, const std::vector<double>&, const float*,
                                                double);
 template std::optional<double> factorOf<double>(const PerSampleProduct&, const std::vector<double>&, const double*,
                                                 double);
-template void writePerSampleProduct<float>(const PerSampleProduct&, double, bool, float*, float*,
-                                           TiledDirection::Work&);
+template void writePerSampleProduct<float>(const PerSampleProduct&, double, bool, float*, float*, TiledProduct::Work&);
 template void writePerSampleProduct<double>(const PerSampleProduct&, double, bool, double*, double*,
-                                            TiledDirection::Work&);
+                                            TiledProduct::Work&);
 
 }  // namespace torchext

@@ -1,4 +1,4 @@
-// A Linear layer's direction that is made of the rows of which its gradient is made.
+// PerSampleProduct is a Linear layer's direction in two halves, made of the rows of which the layer's gradient is made.
 //
 // dW = f sum g (a 1)^T over the rows, f being whatever factor averages, loss scales and clips by norm have left. Then V
 // = G^-1 dW A^-1 = f L R, with L = G^-1 g^T, [out, rows], and R = (a 1) A^-1, [rows, in + 1]. Neither needs dW, and so
@@ -17,7 +17,7 @@
 
 #include <ATen/ATen.h>
 
-#include "kfac/precondition/tiled_direction.h"
+#include "kfac/precondition/tiled_product.h"
 
 namespace torchext {
 
@@ -36,7 +36,7 @@ struct PerSampleProduct {
 };
 
 // One that is written: factor L R.
-struct WrittenDirection {
+struct WrittenGradient {
   at::Tensor weight;  // [out, in]; undefined: it is not
   at::Tensor bias;    // [out]; undefined where the layer has none that is trained
   double factor = 0;
@@ -47,7 +47,7 @@ struct WrittenDirection {
 template <class T>
 PerSampleProduct makePerSampleProduct(const at::Tensor& inputs, const at::Tensor& gradients, bool bias,
                                       const at::Tensor& inverse_of_inputs, const at::Tensor& inverse_of_outputs,
-                                      const TiledDirection* tiled, TiledDirection::Work& work);
+                                      const TiledProduct* tiled, TiledProduct::Work& work);
 
 // weight [out, in] times the vector of signs. Not finite only if the weight is not, or on the edge of it.
 template <class T>
@@ -62,6 +62,6 @@ std::optional<double> factorOf(const PerSampleProduct& made, const std::vector<d
 // weight [out, in], and bias [out] if not null, = factor L R.
 template <class T>
 void writePerSampleProduct(const PerSampleProduct& made, double factor, bool tiles, T* weight, T* bias,
-                           TiledDirection::Work& work);
+                           TiledProduct::Work& work);
 
 }  // namespace torchext

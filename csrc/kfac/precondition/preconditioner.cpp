@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "kfac/precondition/tiled_direction.h"
+#include "kfac/precondition/tiled_product.h"
 
 namespace torchext {
 namespace {
@@ -51,7 +51,7 @@ bool Preconditioner::splits(const KfacLayerSpec& spec, InverseForm form) {
 
 bool Preconditioner::usesTiles(const KfacLayerSpec& spec, InverseForm form) {
   return form == InverseForm::kInverse && spec.kind != Kind::kEmbedding &&
-         TiledDirection::pays(spec.outputs(), spec.inputDim());
+         TiledProduct::pays(spec.outputs(), spec.inputDim());
 }
 
 std::int64_t Preconditioner::column(int layer, int part) const { return spec(layer).width() * part / parts(layer); }

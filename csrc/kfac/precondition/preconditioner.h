@@ -8,7 +8,7 @@
 // engine locks.
 //
 // The arithmetic has two implementations. makeCpuPreconditioner(): loops on raw memory, and BLAS or the processor's
-// matrix tiles (tiled_direction.h). makeAtenPreconditioner():
+// matrix tiles (tiled_product.h). makeAtenPreconditioner():
 // ATen on any device; the answer of collect() is the one thing that waits for it, once a step.
 #pragma once
 
@@ -22,7 +22,7 @@
 #include "kfac/base/kfac_layer.h"
 #include "kfac/linalg/factor_inverse.h"
 #include "kfac/precondition/per_sample_product.h"
-#include "kfac/precondition/tiled_direction.h"
+#include "kfac/precondition/tiled_product.h"
 
 namespace torchext {
 
@@ -47,7 +47,7 @@ class Preconditioner {
   bool active(int layer) const { return active_[static_cast<std::size_t>(layer)]; }
   int parts(int layer) const { return parts_[static_cast<std::size_t>(layer)]; }
   // A layer's on the processor's matrix tiles, for whom directions are not made here; null where it is none for them.
-  virtual std::shared_ptr<TiledDirection> tiled(int /*layer*/) { return nullptr; }
+  virtual std::shared_ptr<TiledProduct> tiled(int /*layer*/) { return nullptr; }
   // V of one part of a layer; the gradient itself where an inverse was never made. damping is used by kEigen only.
   virtual void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs,
                             InverseForm form, double damping) = 0;
@@ -58,7 +58,7 @@ class Preconditioner {
   }
   // After takeRows(): what it is likely to be. write() uses it if its factor is right, and may take the memory of the
   // gradient for it.
-  virtual void takeWritten(int /*layer*/, const WrittenDirection& /*written*/) {}
+  virtual void takeWritten(int /*layer*/, const WrittenGradient& /*written*/) {}
   // .grad = nu V, with nu of the active layers (kl_clip.h). Returns of how many what takeWritten() brought was used.
   virtual std::int64_t write(const std::vector<double>& rates, std::optional<double> kl_clip) = 0;
   virtual double clip() const = 0;  // nu of the last write()

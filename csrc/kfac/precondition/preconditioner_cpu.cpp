@@ -9,7 +9,7 @@
 #include "kfac/precondition/kl_clip.h"
 #include "kfac/precondition/kronecker_product.h"
 #include "kfac/precondition/preconditioner.h"
-#include "kfac/precondition/tiled_direction.h"
+#include "kfac/precondition/tiled_product.h"
 
 namespace torchext {
 namespace {
@@ -22,7 +22,7 @@ class CpuPreconditioner final : public Preconditioner {
   CpuPreconditioner(const std::vector<KfacLayerSpec>& layers, Layout layout)
       : Preconditioner(layers, at::TensorOptions(kType), layout), tiles_(layout.tiles), tiled_(layers.size()) {
     for (auto& tiled : tiled_) {
-      tiled = std::make_shared<TiledDirection>();
+      tiled = std::make_shared<TiledProduct>();
     }
   }
 
@@ -30,10 +30,10 @@ class CpuPreconditioner final : public Preconditioner {
   void precondition(int layer, int part, const FactorInverse& inputs, const FactorInverse& outputs, InverseForm form,
                     double damping) override;
   std::optional<double> takeRows(int layer, const PerSampleProduct& made, double expected) override;
-  void takeWritten(int layer, const WrittenDirection& written) override {
+  void takeWritten(int layer, const WrittenGradient& written) override {
     sources_[static_cast<std::size_t>(layer)].written = written;
   }
-  std::shared_ptr<TiledDirection> tiled(int layer) override {
+  std::shared_ptr<TiledProduct> tiled(int layer) override {
     const bool used = tiles_ && usesTiles(spec(layer), InverseForm::kInverse);
     return used ? tiled_[static_cast<std::size_t>(layer)] : nullptr;
   }
@@ -53,7 +53,7 @@ class CpuPreconditioner final : public Preconditioner {
     std::vector<double> times_signs;   // of layers that may be of rows
     std::optional<double> row_factor;  // none: V is in the buffer
     PerSampleProduct rows;
-    WrittenDirection written;
+    WrittenGradient written;
   };
   // Columns of a part, which lie as a matrix of those of the weight and, behind it, that of the bias.
   struct Columns {
@@ -83,8 +83,8 @@ class CpuPreconditioner final : public Preconditioner {
   std::vector<Source> sources_;  // [layer]
   Scratch work_;
   bool tiles_;
-  std::vector<std::shared_ptr<TiledDirection>> tiled_;  // [layer], of the part that this rank computes
-  TiledDirection::Work tiled_work_;
+  std::vector<std::shared_ptr<TiledProduct>> tiled_;  // [layer], of the part that this rank computes
+  TiledProduct::Work tiled_work_;
   double scale_ = 1;  // of the last collect()
   double clip_ = 1;
 };
@@ -208,7 +208,7 @@ void CpuPreconditioner<T>::preconditionOnTiles(int layer, int part, const Factor
                                                const FactorInverse& inverse_of_outputs) {
   if constexpr (std::is_same_v<T, float>) {
     const Columns of = columns(layer, part);
-    TiledDirection& tiled = *tiled_[static_cast<std::size_t>(layer)];
+    TiledProduct& tiled = *tiled_[static_cast<std::size_t>(layer)];
     tiled.prepare(inverse_of_outputs.matrix, inverse_of_inputs.matrix, of.begin, of.of_weight + (of.bias ? 1 : 0));
     T* to = preconditioned().template mutable_data_ptr<T>() + place(layer, part);
     T* to_bias = of.bias ? to + spec(layer).rows() * of.of_weight : nullptr;

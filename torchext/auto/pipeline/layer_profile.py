@@ -1,4 +1,4 @@
-"""What each layer of a chain takes: time of its passes, memory until the backward pass, bytes that it hands on."""
+"""A layer profile says what each layer of a chain takes: time, memory until the backward pass, bytes handed on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers stand on which rank, and what each rank does in which order."""
+"""A placement says which layers stand on which rank, and what each rank does in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-#include "kfac/precondition/tiled_direction.h"
+#include "kfac/precondition/tiled_product.h"
 
 #include <algorithm>
 
@@ -11,9 +11,9 @@ std::size_t bytesOf(const TileBlocks& blocks) { return blocks.capacity() * sizeo
 
 }  // namespace
 
-std::size_t TiledDirection::Work::bytes() const { return bytesOf(gradient) + bytesOf(middle); }
+std::size_t TiledProduct::Work::bytes() const { return bytesOf(gradient) + bytesOf(middle); }
 
-std::size_t TiledDirection::bytes() const { return bytesOf(outputs_) + bytesOf(inputs_); }
+std::size_t TiledProduct::bytes() const { return bytesOf(outputs_) + bytesOf(inputs_); }
 
 #if TORCHEXT_TILES
 
@@ -57,8 +57,8 @@ void fit(TileBlocks& blocks, std::int64_t count) {
 
 }  // namespace
 
-void TiledDirection::prepare(const at::Tensor& outputs, const at::Tensor& inputs, std::int64_t begin,
-                             std::int64_t count) {
+void TiledProduct::prepare(const at::Tensor& outputs, const at::Tensor& inputs, std::int64_t begin,
+                           std::int64_t count) {
   const std::int64_t groups = outputs.size(0);
   const std::int64_t out = outputs.size(1);
   const std::int64_t in = inputs.size(1);
@@ -85,7 +85,7 @@ void TiledDirection::prepare(const at::Tensor& outputs, const at::Tensor& inputs
   }
 }
 
-void TiledDirection::compute(const Gradient& gradient, const Result& result, Work& work) const {
+void TiledProduct::compute(const Gradient& gradient, const Result& result, Work& work) const {
   const std::int64_t groups = of_outputs_.size(0);
   const std::int64_t out = of_outputs_.size(1);
   const std::int64_t in = of_inputs_.size(1);
@@ -131,7 +131,7 @@ void TiledDirection::compute(const Gradient& gradient, const Result& result, Wor
   }
 }
 
-void TiledDirection::computeHalves(const Rows& given, float* left, float* right, Work& work) const {
+void TiledProduct::computeHalves(const Rows& given, float* left, float* right, Work& work) const {
   const std::int64_t out = of_outputs_.size(1);
   const std::int64_t in = of_inputs_.size(1);
   const std::int64_t rows = tileBlocks(out);
@@ -176,7 +176,7 @@ void TiledDirection::computeHalves(const Rows& given, float* left, float* right,
   });
 }
 
-void TiledDirection::joinHalves(const Halves& halves, const Result& result, Work& work) {
+void TiledProduct::joinHalves(const Halves& halves, const Result& result, Work& work) {
   const std::int64_t rows = tileBlocks(halves.outputs);
   const std::int64_t columns = tileBlocks(halves.columns);
   const std::int64_t samples = tileBlocks(halves.count);
@@ -210,13 +210,13 @@ void TiledDirection::joinHalves(const Halves& halves, const Result& result, Work
 
 #else
 
-void TiledDirection::prepare(const at::Tensor&, const at::Tensor&, std::int64_t, std::int64_t) {}
+void TiledProduct::prepare(const at::Tensor&, const at::Tensor&, std::int64_t, std::int64_t) {}
 
-void TiledDirection::compute(const Gradient&, const Result&, Work&) const {}
+void TiledProduct::compute(const Gradient&, const Result&, Work&) const {}
 
-void TiledDirection::computeHalves(const Rows&, float*, float*, Work&) const {}
+void TiledProduct::computeHalves(const Rows&, float*, float*, Work&) const {}
 
-void TiledDirection::joinHalves(const Halves&, const Result&, Work&) {}
+void TiledProduct::joinHalves(const Halves&, const Result&, Work&) {}
 
 #endif
 

@@ -1,5 +1,6 @@
-// A layer's direction V = G^-1 dW A^-1 on the matrix tiles of the processor (kernels/cpu/tiles.h), 2 to 4 times as fast
-// as BLAS in float and right to 16 bits: as much as an inverse of a damped factor in float is, or more.
+// TiledProduct makes a layer's direction V = G^-1 dW A^-1 on the matrix tiles of the processor (kernels/cpu/tiles.h).
+// That is 2 to 4 times as fast as BLAS in float and right to 16 bits, as much as an inverse of a damped factor in
+// float.
 //
 // The inverses are laid out when they are new, once for all steps that use them. A step lays out the gradient,
 // multiplies it by A^-1 block by block into the layout that the second product reads, and writes V. The result of a
@@ -23,7 +24,7 @@ using TileBlocks = std::vector<cpu::TileBlock>;
 using TileBlocks = std::vector<std::byte>;  // never used
 #endif
 
-class TiledDirection {
+class TiledProduct {
  public:
   static bool available() { return cpu::cpuHasTiles(); }
   // Sizes from which on blocks of 32 are mostly full; of G and of A.

@@ -1,4 +1,4 @@
-// How a ring all-reduce over any subset of ranks proceeds: who sends what to whom at which step.
+// RingPlan says who sends what to whom at which step of a ring all-reduce over any subset of ranks.
 //
 // A plan only: members are positions 0..group_size-1 in the sorted list of the group, buffers are element counts.
 // Whoever moves the bytes walks the plan. It is a pure value, computed alike by every member from (elements, element

@@ -1,4 +1,4 @@
-#include "core/transport/subset_plan.h"
+#include "core/transport/ring_plan.h"
 
 #include <gtest/gtest.h>
 
