@@ -27,16 +27,9 @@ class Stop(Exception):
     pass
 
 
-def train(steps: int) -> DistributedDataParallel:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
-    torchext.attach(ddp, optimizer)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        ddp(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    return ddp
+def backward(ddp: DistributedDataParallel) -> None:
+    ddp.zero_grad()
+    ddp(torch.ones(2, 4)).sum().backward()
 
 
 def begin(rank: Rank, backend: str) -> tuple[list[Any], DistributedDataParallel]:
@@ -44,10 +37,18 @@ def begin(rank: Rank, backend: str) -> tuple[list[Any], DistributedDataParallel]
     options = {"allreduce_fallback": False} if backend == "dear" else {}
     rank.init(backend, pg_options=OPTIONS[backend](timeout=30.0, **options))
     others: list[Any] = [dist.new_group([0, 1], backend=backend) for _ in range(2)]
-    ddp = train(5)
-    if backend == "dear" and rank.rank == 0:  # which waits for its exchanges alone: rank 1 does not come to this one
-        ddp.zero_grad()
-        ddp(torch.ones(2, 4)).sum().backward()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    torchext.attach(ddp, optimizer)
+    for _ in range(5):
+        backward(ddp)
+        optimizer.step()
+    # These wait for exchanges alone. Rank 1 does not come to this one: of gradients, of parameters.
+    if rank.rank == 0 and backend in ("dear", "dssync"):
+        backward(ddp)
+        if backend == "dssync":
+            optimizer.step()
     gc.collect()
     meet(rank, "trains")
     return others, ddp
